@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from ttp.adapters.megatron.geometry import Tile
+from ttp.adapters.megatron.geometry import TensorView
 from ttp.adapters.megatron.rank_layout import RANK_LAYOUT_PREFIX, RankLayout
 from ttp.adapters.megatron.restore import Want, fill
 from ttp.adapters.megatron.source import STATE_PREFIX
@@ -36,11 +36,11 @@ class Weight:
     """One tensor of the whole model.
 
     Args:
-        tile: where all of it is in the checkpoint.
+        view: where all of it is in the checkpoint.
         group: kind of the optimizer that updates it, and the number of its param group there; None: none does.
     """
 
-    tile: Tile
+    view: TensorView
     group: tuple[str, int] | None
 
 
@@ -55,7 +55,7 @@ def read_megatron(path: Path) -> WholeState:
     """
     stored = MegatronCheckpoint(path)
     weights, stacked = _weights(stored, stored.rank_layouts())
-    leaves = [StateValue(("model", name), (), _entry(stored, weight.tile)) for name, weight in weights.items()]
+    leaves = [StateValue(("model", name), (), _entry(stored, weight.view)) for name, weight in weights.items()]
     leaves += _moments(stored, weights)
     leaves += _groups(stored, weights)
     return WholeState(
@@ -76,25 +76,25 @@ def _weights(stored: MegatronCheckpoint, layouts: Iterable[RankLayout]) -> tuple
         groups = _groups_of(layout)
         for chunk in layout.chunks:
             for local, number in chunk.items():
-                tile = layout.tensors[number]
-                name, index = _global_name(local, tile)
-                if len(index) < len(tile.shape) - len(tile.sizes):
+                view = layout.tensors[number]
+                name, index = _global_name(local, view)
+                if len(index) < len(view.shape) - len(view.sizes):
                     stacked[name] = None
                 group = groups.get(number) or (found[name].group if name in found else None)
-                found[name] = Weight(whole_tile(tile.key, stored.items[tile.key][0].shape, index), group)
+                found[name] = Weight(whole_view(view.key, stored.items[view.key][0].shape, index), group)
     return dict(sorted(found.items(), key=lambda pair: _order(pair[0]))), list(stacked)
 
 
-def _global_name(local: str, tile: Tile) -> tuple[str, tuple[int, ...]]:
+def _global_name(local: str, view: TensorView) -> tuple[str, tuple[int, ...]]:
     """The name in the whole model, and where in front of the checkpoint's tensor it lies.
 
     Where the numbers in the name are not those dimensions, the tensor stays as it is in the checkpoint.
     """
-    front = tile.offsets[: len(tile.shape) - len(tile.sizes)]
+    front = view.offsets[: len(view.shape) - len(view.sizes)]
     steps = local.split(".")
     numbered = [place for place, step in enumerate(steps) if step.isdecimal()]
     if not front or len(numbered) != len(front):
-        return tile.key, ()
+        return view.key, ()
     for place, number in zip(numbered, front, strict=True):
         steps[place] = str(number)
     return ".".join(steps), front
@@ -114,9 +114,9 @@ def _groups_of(layout: RankLayout) -> dict[int, tuple[str, int]]:
     }
 
 
-def _entry(stored: MegatronCheckpoint, tile: Tile, prefix: str = "") -> LazyTensor:
-    place = (prefix, tile.key, tile.offsets)
-    return LazyTensor(stored.dtype(prefix + tile.key), tile.sizes, place, lambda: stored.read(tile, prefix))
+def _entry(stored: MegatronCheckpoint, view: TensorView, prefix: str = "") -> LazyTensor:
+    place = (prefix, view.key, view.offsets)
+    return LazyTensor(stored.dtype(prefix + view.key), view.sizes, place, lambda: stored.read(view, prefix))
 
 
 def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Iterator[StateValue]:
@@ -127,8 +127,8 @@ def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Itera
             by_key.setdefault(owner, []).append(state)
     steps = {saved["kind"]: _count(saved) for saved in stored.optimizers}
     for name, weight in weights.items():
-        for state in by_key.get(weight.tile.key, ()):
-            entry = _entry(stored, weight.tile, f"{STATE_PREFIX}{state}.")
+        for state in by_key.get(weight.view.key, ()):
+            entry = _entry(stored, weight.view, f"{STATE_PREFIX}{state}.")
             yield StateValue(("optim", "state", name, state), (), entry)
         step = steps.get(weight.group[0]) if weight.group is not None else None
         if step is not None:
@@ -229,23 +229,23 @@ class MegatronCheckpoint:
         """Of a tensor that is there."""
         return self.items[key][0].torch_dtype
 
-    def read(self, tile: Tile, prefix: str) -> Tensor:
+    def read(self, view: TensorView, prefix: str) -> Tensor:
         """A tensor, whole.
 
         Args:
-            tile: where it is, as a tensor of its own.
+            view: where it is, as a tensor of its own.
             prefix: what stands before its name: nothing for a weight, else the name of the optimizer's state.
 
         Raises:
             CheckpointError: something is missing, or cannot be read.
         """
-        target = torch.empty(tile.sizes, dtype=self.dtype(prefix + tile.key))
-        parts = tile.parts(0, target.numel()) if target.numel() else ()
-        fill(self.path, [Want(prefix + tile.key, part, part.view(target.view(-1), 0)) for part in parts], self.items)
+        target = torch.empty(view.sizes, dtype=self.dtype(prefix + view.key))
+        parts = view.parts(0, target.numel()) if target.numel() else ()
+        fill(self.path, [Want(prefix + view.key, part, part.view(target.view(-1), 0)) for part in parts], self.items)
         return target
 
 
-def whole_tile(key: str, shape: Sequence[int], index: Sequence[int]) -> Tile:
+def whole_view(key: str, shape: Sequence[int], index: Sequence[int]) -> TensorView:
     """Of a checkpoint's tensor that holds one of each layer or expert: that of one of them, as a tensor of its own.
 
     Args:
@@ -255,4 +255,4 @@ def whole_tile(key: str, shape: Sequence[int], index: Sequence[int]) -> Tile:
     """
     sizes = tuple(shape[len(index) :])
     strides = tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-    return Tile(key, tuple(shape), (*index, *(0,) * len(sizes)), sizes, strides, 0, flexible=False)
+    return TensorView(key, tuple(shape), (*index, *(0,) * len(sizes)), sizes, strides, 0, flexible=False)

@@ -56,7 +56,7 @@ class CheckpointBox:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class TensorView:
     """A tensor of the checkpoint, or a box of it, that is a view of one tensor of this rank; see ``CheckpointBox``."""
 
     key: str
@@ -83,19 +83,19 @@ class Described:
     Args:
         name: for people.
         tensor: the live parameter or buffer.
-        tiles: what it is made of in the checkpoint.
+        views: what it is made of in the checkpoint.
         first: whether this rank is the one of several with other parts of the model (tensor or pipeline parallel) that
             writes it; those hold it as well as a copy that is kept equal.
     """
 
     name: str
     tensor: Tensor
-    tiles: tuple[Tile, ...]
+    views: tuple[TensorView, ...]
     first: bool
 
     def parts(self, begin: int, end: int) -> tuple[CheckpointBox, ...]:
         """The parts of a stretch of its memory."""
-        return tuple(part for tile in self.tiles for part in tile.parts(begin, end))
+        return tuple(part for view in self.views for part in view.parts(begin, end))
 
     @property
     def whole(self) -> tuple[CheckpointBox, ...]:
@@ -169,26 +169,26 @@ def _described(name: str, entry: Any) -> Described:
         built = list(nested_values({"": entry.build_fn(entry.key, outline, entry.replica_id, None)}))
     else:
         built = [entry]
-    tiles = tuple(_tile(name, tensor, one, is_view=one is not entry) for one in built)
-    if sum(prod(tile.sizes) for tile in tiles) != tensor.numel():
+    views = tuple(_tensor_view(name, tensor, one, is_view=one is not entry) for one in built)
+    if sum(prod(view.sizes) for view in views) != tensor.numel():
         raise ConfigError(f"{name}: its parts in a checkpoint do not make up the whole of it; ttp cannot save it")
-    return Described(name, tensor, tiles, _is_first(entry.replica_id))
+    return Described(name, tensor, views, _is_first(entry.replica_id))
 
 
-def _tile(name: str, tensor: Tensor, entry: Any, *, is_view: bool) -> Tile:
+def _tensor_view(name: str, tensor: Tensor, entry: Any, *, is_view: bool) -> TensorView:
     if not tensor.is_contiguous() or (is_view and entry.data.untyped_storage().nbytes() != tensor.nbytes):
         raise ConfigError(f"{name} is stored in a form that is no part of its memory; ttp cannot save it")
     strides = entry.data.stride() if is_view else tensor.stride()
     first = entry.data.storage_offset() if is_view else 0
-    tile = Tile(
+    view = TensorView(
         entry.key, tuple(entry.global_shape), tuple(entry.global_offset), tuple(entry.local_shape), tuple(strides),
         first, bool(entry.allow_shape_mismatch),
     )  # fmt: skip
     try:
-        list(tile.parts(0, tensor.numel()))
+        list(view.parts(0, tensor.numel()))
     except ValueError as problem:
         raise ConfigError(f"{name}: {problem}; ttp cannot save it") from problem
-    return tile
+    return view
 
 
 def _is_first(replica_id: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ttp.adapters.megatron.geometry import Geometry, Tile
+from ttp.adapters.megatron.geometry import Geometry, TensorView
 from ttp.adapters.megatron.optimizers import Inner
 from ttp.errors import CheckpointError
 from ttp.store.json_text import parse_json
@@ -57,13 +57,13 @@ class RankLayout:
 
     Args:
         place: of the rank.
-        tensors: by number, where each begins in the checkpoint: the first of its tiles.
+        tensors: by number, where each begins in the checkpoint: the first of its views.
         chunks: for each chunk of the model, name in its ``state_dict()`` -> number of the tensor.
         optimizers: in the order of their steps.
     """
 
     place: ModelPlace
-    tensors: tuple[Tile, ...]
+    tensors: tuple[TensorView, ...]
     chunks: tuple[Mapping[str, int], ...]
     optimizers: tuple[OptimizerGroups, ...]
 
@@ -123,7 +123,7 @@ def describe_rank(geometry: Geometry, chunks: Sequence[nn.Module], inners: Seque
             (state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()),
             (state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()),
         ),
-        tensors=tuple(described.tiles[0] for described in geometry.tensors.values()),
+        tensors=tuple(described.views[0] for described in geometry.tensors.values()),
         chunks=tuple(_names(chunk, numbers) for chunk in chunks),
         optimizers=tuple(_groups(inner, numbers) for inner in inners),
     )
@@ -147,7 +147,7 @@ def _parsed(data: Mapping[str, Any]) -> RankLayout:
     place = data["place"]
     return RankLayout(
         place=ModelPlace(_pair(place["tp"]), _pair(place["pp"]), _pair(place["ep"])),
-        tensors=tuple(_tile(row["tiles"][0] if "tiles" in row else row) for row in data["tensors"]),
+        tensors=tuple(_tensor_view(row["tiles"][0] if "tiles" in row else row) for row in data["tensors"]),
         chunks=tuple({name: what for name, what in chunk.items() if isinstance(what, int)} for chunk in data["chunks"]),
         optimizers=tuple(
             OptimizerGroups(str(row["kind"]), tuple(map(_numbers, row["groups"]))) for row in data["optimizers"]
@@ -155,9 +155,9 @@ def _parsed(data: Mapping[str, Any]) -> RankLayout:
     )
 
 
-def _tile(row: Mapping[str, Any]) -> Tile:
+def _tensor_view(row: Mapping[str, Any]) -> TensorView:
     shape, offsets, sizes, strides = (_numbers(row[name]) for name in ("shape", "offsets", "sizes", "strides"))
-    return Tile(str(row["key"]), shape, offsets, sizes, strides, int(row["first"]), bool(row["flexible"]))
+    return TensorView(str(row["key"]), shape, offsets, sizes, strides, int(row["first"]), bool(row["flexible"]))
 
 
 def _pair(values: Sequence[int]) -> tuple[int, int]:

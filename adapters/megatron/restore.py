@@ -118,18 +118,18 @@ def _moments(
 def _main_key(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> str:
     """Before the name of a parameter that of its fp32 copy; nothing: the weight itself is all there is."""
     names = (f"{STATE_PREFIX}{key}." for key in _MAIN_KEYS)
-    return next((name for name in names if name + holding.described.tiles[0].key in saved), "")
+    return next((name for name in names if name + holding.described.views[0].key in saved), "")
 
 
 def _state_names(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> list[str]:
     """What the checkpoint keeps for a parameter: ``exp_avg`` and so on."""
-    end = "." + holding.described.tiles[0].key
+    end = "." + holding.described.views[0].key
     found = [key[len(STATE_PREFIX) : -len(end)] for key in saved if key.startswith(STATE_PREFIX) and key.endswith(end)]
     return [name for name in found if "." not in name and name not in _MAIN_KEYS]
 
 
 def _dtype(saved: Mapping[str, Sequence[IndexEntry]], name: str, holding: Holding) -> torch.dtype:
-    return saved[f"{STATE_PREFIX}{name}.{holding.described.tiles[0].key}"][0].torch_dtype
+    return saved[f"{STATE_PREFIX}{name}.{holding.described.views[0].key}"][0].torch_dtype
 
 
 def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEntry]]) -> None:

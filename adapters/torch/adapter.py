@@ -1,4 +1,4 @@
-"""One torch training: model, optimizer and what goes with them, registered by ``ttp.wrap_optimizer``."""
+"""The adapter for one torch training, made by ``ttp.wrap_optimizer`` of model, optimizer and what goes with them."""
 
 from __future__ import annotations
 
@@ -111,14 +111,17 @@ class TorchAdapter(Restoring):
 
     @property
     def source(self) -> TorchSource:
-        """What the processor saves from."""
+        """What the processor calls to save the state."""
         return self._source
 
     def layout(self, world_size: int) -> Layout:
-        """The replica groups, as the objects show them. All ranks ask at the same point of their programs.
+        """Find the replica groups in the objects of the program. All ranks must call it at the same point.
+
+        Args:
+            world_size: ranks of the job.
 
         Raises:
-            ConfigError: this state, or that of another rank, could not be saved; all ranks say the same.
+            ConfigError: the state of this rank or of another one could not be saved; all ranks raise the same.
         """
         if connected(world_size):
             gather_or_refuse(self._try)
@@ -134,14 +137,22 @@ class TorchAdapter(Restoring):
         return b""
 
     def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
-        """This rank did not get as far as ``layout``: the others, which wait there, hear why. Raises it as they do."""
+        """Tell the other ranks, which wait in ``layout``, that this rank cannot be protected.
+
+        Args:
+            problem: why; it is raised on all ranks.
+            world_size: ranks of the job.
+        """
         refuse_everywhere(problem, world_size)
 
     def sharding(self, world_size: int) -> Sharding:
-        """How the state is spread over the ranks; found out once. All ranks ask at the same point of their programs.
+        """How the state is spread over the ranks. Found once; all ranks must ask at the same point of their programs.
+
+        Args:
+            world_size: ranks of the job.
 
         Raises:
-            ConfigError: it cannot be told, or cannot be saved; the text says what to do.
+            ConfigError: that cannot be found out, or cannot be saved; the text says what to do.
         """
         if self._sharding is None:
             modules = self._extra.modules
@@ -151,7 +162,7 @@ class TorchAdapter(Restoring):
         return self._sharding
 
     def attach(self, processor: Processor) -> None:
-        """Hook into optimizer and model; report to ``processor``."""
+        """Register the hooks with optimizer and model; updates are reported to ``processor`` from now on."""
         self._processor, source = processor, self._source
         sharding = self.sharding(processor.env.world_size)
         for note in self._extra.notes() if processor.env.world_size > 1 else ():
@@ -203,7 +214,7 @@ class TorchAdapter(Restoring):
         return PreImage(optimizer, modules, runtimes, followers=self._following, reserve=reserve)
 
     def _followed(self, names: Sequence[str]) -> None:
-        """These parameters, which no optimizer has, were moved behind an update."""
+        """Remember parameters that no optimizer has and that the program changed after an update."""
         assert self._post_step is not None
         self._post_step.followed()
         known = set(map(id, self._following))
@@ -278,7 +289,7 @@ class TorchAdapter(Restoring):
         return barrier
 
     def _why_wait(self) -> str:
-        """Why the device may not be the one that waits in the barrier before an update; empty if it may."""
+        """Why the host has to wait in the barrier before an update, and not the device; empty: the device may."""
         if len(self._source.runtimes) > 1 or self._source.has_state_on_host():
             return "the state is on several devices, or partly on the host"
         if len(self._given) > 1 or is_sharded(self._optimizer):
@@ -291,11 +302,11 @@ class TorchAdapter(Restoring):
 
     @property
     def capture(self) -> LocalCapture:
-        """Of what only this rank has."""
+        """The capture of the state that only this rank has."""
         return self._capture
 
     def detach(self) -> None:
-        """Take the hooks away again; ``attach`` puts them back."""
+        """Remove the hooks; ``attach`` registers them again."""
         if self._attachment is not None:
             self._attachment()
             self._attachment = None
@@ -311,9 +322,14 @@ class TorchAdapter(Restoring):
         if self._attachment is not None:
             self._attachment.step_done()
 
+    def settled(self) -> None:
+        """What follows the last update is done; for adapters of frameworks that know it."""
+        if self._attachment is not None:
+            self._attachment.settled()
+
 
 def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """The optimizers that were given, each once."""
+    """The given optimizers without repetitions."""
     given = list({id(each): each for each in listed(optimizer)}.values())
     if not given:
         raise UsageError("wrap_optimizer() was given no optimizer")
@@ -328,7 +344,7 @@ def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def _names(takers: Sequence[Sequence[Optimizer]]) -> list[str]:
-    """How people tell the optimizers apart."""
+    """A name of each optimizer for messages."""
     return [f"optimizer {number} ({type(taker[0]).__name__})" for number, taker in enumerate(takers, 1)]
 
 
@@ -348,7 +364,7 @@ def _tell_forgotten(names: Sequence[str]) -> None:
 
 
 def _schedulers(given: Any) -> list[Any]:
-    """Each scheduler; of a container that is none itself (torchtitan's) those inside, so that each state is kept."""
+    """All schedulers. A container of schedulers (torchtitan's) is replaced by what is in it: each state is saved."""
     found: list[Any] = []
     for each in listed(given):
         inside = getattr(each, "schedulers", None)

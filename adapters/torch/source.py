@@ -1,4 +1,4 @@
-"""The torch state as the processor saves it: shards, rank-local pages, job state, commit."""
+"""Saves the state of a torch training for the processor: shards, rank-local pages, job state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _POST_STEP_OPEN = (
 
 
 class TorchSource(Standing):
-    """What one rank can save. Made by ``TorchAdapter``; see ``StateSource`` for the contract.
+    """Writes what one rank can save. Made by ``TorchAdapter``; see ``StateSource`` for the contract.
 
     Args:
         model: the registered one.
@@ -91,7 +91,15 @@ class TorchSource(Standing):
         self.buckets: LayoutWatch | None = None
 
     def connect(self, processor: Processor, attachment: Attachment, sharding: Sharding) -> None:
-        """The hooks are attached. Memory is set aside and kernels are loaded now: at the failure it is too late."""
+        """Take the processor and the attached hooks.
+
+        All memory is allocated and all kernels are loaded here: after a failure both may block.
+
+        Args:
+            processor: of this rank.
+            attachment: the hooks.
+            sharding: how the state is spread over the ranks.
+        """
         self._processor, self._attachment, self.sharding = processor, attachment, sharding
         self._copier = HostCopier(self.runtimes)
         if processor.config.digest != "off":
@@ -174,7 +182,7 @@ class TorchSource(Standing):
     # ----------------------------------------------------------------------------------------------------- details
 
     def everything(self) -> dict[str, Any]:
-        """All that this rank may have to write, as it is now: references. For any thread."""
+        """References to all that this rank may have to write, as it is now. May be called on any thread."""
         state = {"model": model_state(self._names, {}), "optim": optimizer_state(self._names, self._optimizer)}
         modules = self._extra.modules
         return state | {"extra": {name: _module_state(module, None) for name, module in modules.items()}}

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 import psutil
 
-from tests.handlers.jobs import after
+from tests.handlers.jobs import Launched, after
 from tests.ports import free_port
 from ttp.compat.mindio.placing import tell_children
 from ttp.wire.channel import open_channel, stub
@@ -27,64 +23,37 @@ PROGRAM = Path(__file__).with_name("program.py")
 
 
 @dataclass
-class Job:
+class Job(Launched):
     """One launch; rank 0 starts the controller, as programs of the original do."""
 
-    directory: Path
-    ranks: int = 4
-    copies: int = 2
     steps: int = 5
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     hosts: str = ""
     """A letter for the host of each rank; none: all are on this one."""
     manager: bool = False
-    """A process of the cluster's manager starts the controller, not rank 0."""
-    port: int = 0
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """A process of the cluster's manager starts the controller, not rank 0; it is the last of the processes."""
 
     def start(self) -> Job:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
         job = {"steps": self.steps, "copies": self.copies, "faults": self.faults, **self.options}
-        base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
-            "JOB_DIR": str(self.directory), "JOB": json.dumps(job), "WORLD_SIZE": str(self.ranks),
-            "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"),
-            "TTP_SAVE_DIR": str(self.directory / "saves"), "TTP_OT": "60", "TTP_ABANDONED_S": "5",
-        }  # fmt: skip
+        base = self.environment() | {"JOB": json.dumps(job), "TTP_ABANDONED_S": "5"}
         base |= {"MINDX_TASK_ID": "task"} if self.manager else {}
         tell_children(base)
-        for rank in range(self.ranks):
-            self.processes.append(self._spawn(rank, base | self.env | self._place(rank)))
-        if self.manager:
-            self.desk = self._spawn(-1, base | self.env)
+        for rank in (*range(self.ranks), *([-1] if self.manager else [])):
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env = base | self.env | self._place(rank) | numbers
+            self.processes.append(self.spawn(f"rank{rank}", [sys.executable, str(PROGRAM)], env))
         return self
 
     def _place(self, rank: int) -> dict[str, str]:
-        if not self.hosts:
+        if not self.hosts or rank < 0:
             return {}
         return {"TTP_HOST": self.hosts[rank], "TTP_RUN_DIR": str(self.directory / "run" / self.hosts[rank])}
 
-    def _spawn(self, rank: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
-        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (self.directory / f"rank{rank}.out").open("wb") as out:
-            command = [sys.executable, str(PROGRAM)]
-            return subprocess.Popen(command, env=env | numbers, stdout=out, stderr=subprocess.STDOUT)
-
-    def wait(self, timeout_s: float = 250) -> list[int]:
-        """Exit codes of all ranks."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job does not end:\n{self.story()}") from None
-
-    def until(self, condition: Callable[[], bool], timeout_s: float = 200) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, self.story()
-            time.sleep(0.02)
+    @property
+    def workers(self) -> list[subprocess.Popen[bytes]]:
+        return self.processes[: self.ranks]
 
     def controllers(self) -> list[psutil.Process]:
         wanted = {"ttp.controller", str(self.port)}
@@ -106,28 +75,6 @@ class Job:
     def run(self) -> list[int]:
         return self.start().wait()
 
-    def stop(self) -> None:
-        for process in [*self.processes, *([self.desk] if self.manager else [])]:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-    def notes(self, rank: int) -> list[dict[str, Any]]:
-        path = self.directory / f"rank{rank}.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def of(self, what: str) -> dict[int, list[dict[str, Any]]]:
-        """The notes of one kind, by rank; ranks without any are left out."""
-        found = {rank: [n for n in self.notes(rank) if n["what"] == what] for rank in range(self.ranks)}
-        return {rank: notes for rank, notes in found.items() if notes}
-
     def order(self, rank: int) -> list[str]:
         """What a rank was told to do, in order."""
         return [n["what"] for n in self.notes(rank) if n["what"] not in ("begin", "done")]
-
-    def part(self, step: int, rank: int) -> Any:
-        return json.loads((self.directory / f"part-{step}-{rank}.tmp").read_text())
-
-    def story(self) -> str:
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("*.out")))

@@ -199,8 +199,8 @@ def test_a_manager_that_is_no_rank(job: Make, lives: bool) -> None:
     this = job(ranks=2, steps=40, faults=faults, options=options, manager=True).start()
     this.until(lambda: this.live_ranks() == 2)
     if not lives:
-        this.desk.kill()
-        this.desk.wait()
+        this.processes[-1].kill()
+        this.processes[-1].wait()
     (this.directory / "go").touch()
     check_repaired(this, this.wait())
     told = [note["what"] for note in this.notes(-1) if note["what"].startswith("report_")]

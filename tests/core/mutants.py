@@ -32,7 +32,7 @@ SUITES: dict[str, list[str]] = {
     "tables": [
         "test_decide.py",
         "test_silence.py",
-        "test_jury.py",
+        "test_replica_vote.py",
         "test_stripes.py",
         "test_buddies.py",
         "test_route.py",
@@ -46,7 +46,7 @@ SUITES: dict[str, list[str]] = {
         "test_restoring.py",
         "test_standbys.py",
         "test_takeover.py",
-        "test_witnesses.py",
+        "test_indirect_probe.py",
         "test_processor_machine.py",
         "test_rank_rescue.py",
         "test_hang_lives.py",

@@ -30,8 +30,8 @@ def after(step: int) -> int:
 
 
 @dataclass
-class Job:
-    """One launch of a job with handlers."""
+class Launched:
+    """A job of real processes, which leave lines of JSON (``rank0.jsonl``) and what they print in a directory."""
 
     directory: Path
     ranks: int = 4
@@ -39,38 +39,27 @@ class Job:
     steps: int = 8
     faults: list[dict[str, Any]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    sets: list[list[dict[str, Any]]] = field(default_factory=list)
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def start(self) -> Job:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
-        everybody = {"ranks": list(range(self.ranks)), "copies": self.copies}
-        sets = self.sets or [[everybody]] * self.ranks
-        base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
-            "JOB_DIR": str(self.directory), "JOB_STEPS": str(self.steps), "JOB_FAULTS": json.dumps(self.faults),
-            "JOB_OPTIONS": json.dumps({"sets": sets, **self.options}), "WORLD_SIZE": str(self.ranks),
-            "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"),
-            "TTP_SAVE_DIR": str(self.directory / "saves"), "TTP_OT": "60", "TTP_ABANDONED_S": "20",
-        }  # fmt: skip
-        controller = [sys.executable, "-m", "ttp.controller", "--port", str(self.port), "--bind", "127.0.0.1"]
-        self._spawn("controller", controller, base)
-        self.channel = open_channel("127.0.0.1", self.port)
-        grpc.channel_ready_future(self.channel).result(timeout=60)
-        for rank in range(self.ranks):
-            env = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._spawn(f"rank{rank}", [sys.executable, str(WORKER)], env)
-        return self
-
-    def _spawn(self, name: str, command: list[str], env: dict[str, str]) -> None:
-        with (self.directory / f"{name}.out").open("wb") as out:
-            self.processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list, kw_only=True)
+    port: int = field(default=0, kw_only=True)
 
     @property
     def workers(self) -> list[subprocess.Popen[bytes]]:
-        return self.processes[1:]
+        """The processes of the ranks."""
+        return self.processes
 
-    def wait(self, timeout_s: float = 90) -> list[int]:
+    def environment(self) -> dict[str, str]:
+        """What all processes of the job have in common."""
+        return {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+            "JOB_DIR": str(self.directory), "WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1",
+            "TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"),
+            "TTP_SAVE_DIR": str(self.directory / "saves"), "TTP_OT": "60",
+        }  # fmt: skip
+
+    def spawn(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        with (self.directory / f"{name}.out").open("wb") as out:
+            return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+    def wait(self, timeout_s: float = 250) -> list[int]:
         """Exit codes of all ranks."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -78,21 +67,17 @@ class Job:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job does not end:\n{self.story()}") from None
 
-    def run(self) -> list[int]:
-        return self.start().wait()
-
-    def until(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = 200) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.story()
-            time.sleep(0.01)
+            time.sleep(0.02)
 
     def stop(self) -> None:
         for process in reversed(self.processes):
             if process.poll() is None:
                 process.kill()
             process.wait()
-        self.channel.close()
 
     def notes(self, rank: int) -> list[dict[str, Any]]:
         path = self.directory / f"rank{rank}.jsonl"
@@ -104,16 +89,52 @@ class Job:
         found = {rank: [n for n in self.notes(rank) if n["what"] == what] for rank in range(self.ranks)}
         return {rank: notes for rank, notes in found.items() if notes}
 
+    def part(self, step: int, rank: int) -> Any:
+        return json.loads((self.directory / f"part-{step}-{rank}.tmp").read_text())
+
+    def story(self) -> str:
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("*.out")))
+
+
+@dataclass
+class Job(Launched):
+    """One launch of a job with handlers. Its first process is the controller."""
+
+    sets: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    def start(self) -> Job:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        everybody = {"ranks": list(range(self.ranks)), "copies": self.copies}
+        sets = self.sets or [[everybody]] * self.ranks
+        base = self.environment() | {
+            "JOB_STEPS": str(self.steps), "JOB_FAULTS": json.dumps(self.faults),
+            "JOB_OPTIONS": json.dumps({"sets": sets, **self.options}), "TTP_ABANDONED_S": "20",
+        }  # fmt: skip
+        controller = [sys.executable, "-m", "ttp.controller", "--port", str(self.port), "--bind", "127.0.0.1"]
+        self.processes.append(self.spawn("controller", controller, base))
+        self.channel = open_channel("127.0.0.1", self.port)
+        grpc.channel_ready_future(self.channel).result(timeout=60)
+        for rank in range(self.ranks):
+            env = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(self.spawn(f"rank{rank}", [sys.executable, str(WORKER)], env))
+        return self
+
+    @property
+    def workers(self) -> list[subprocess.Popen[bytes]]:
+        return self.processes[1:]
+
+    def run(self) -> list[int]:
+        return self.start().wait()
+
+    def stop(self) -> None:
+        super().stop()
+        self.channel.close()
+
     def order(self, rank: int, *but: str) -> list[str]:
         """What a rank did, in order, without steps."""
         return [n["what"] for n in self.notes(rank) if n["what"] not in ("step", *but)]
 
-    def part(self, step: int, rank: int) -> Any:
-        return json.loads((self.directory / f"part-{step}-{rank}.tmp").read_text())
-
     def save(self) -> pb.SaveNowResponse:
         answer: pb.SaveNowResponse = stub(self.channel).SaveNow(pb.SaveNowRequest(reason="test"), timeout=60)
         return answer
-
-    def story(self) -> str:
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("*.out")))

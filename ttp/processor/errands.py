@@ -1,4 +1,4 @@
-"""What a rank does for others of its job: look at a process or a host, or start a controller that stands by."""
+"""What a rank does on request of the controller: inspect a process or a host, start a standby controller."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Errand = act.ProbeHost | act.StartStandby | act.TakeStack
 
 
 def aside(name: str, job: Callable[[], None]) -> None:
-    """Do something that may take long on a thread of its own, under that name."""
+    """Run a function that may block on a thread of its own, under this name."""
     threading.Thread(target=job, name=name, daemon=True).start()
 
 
 class Errands:
-    """Each on a thread of its own, as any of them may hang.
+    """Carries out requests, each on a thread of its own, because any of them may block.
 
     Args:
         config: the job's settings.
@@ -45,7 +45,7 @@ class Errands:
         self._put = put
 
     def run(self, errand: Errand) -> None:
-        """Begin an errand."""
+        """Begin to carry out a request."""
         match errand:
             case act.ProbeHost(order):
                 aside("ttp-probe", lambda: self._probe(order))

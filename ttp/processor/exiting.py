@@ -1,4 +1,4 @@
-"""The end of a process by order, from a thread of the processor: the main thread may hang for half an hour."""
+"""Ends the process by order of the controller, from a thread: the main thread may be blocked for half an hour."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXIT_S = 10.0
 
 
 def end_process(code: int, text: str, before_exit: Callable[[], None] | None, let_go: Callable[[], None]) -> None:
-    """Leave the process, whatever hangs in it. Does not return.
+    """Exit, whatever blocks in this process. Does not return.
 
     Args:
         code: the exit code.
@@ -49,7 +49,7 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
 
 
 def _aside(job: Callable[[], None], patience_s: float) -> None:
-    """Do it on a thread of its own, and wait for that so long at most."""
+    """Run a function on a thread of its own and wait for it for a bounded time."""
     thread = threading.Thread(target=job, name="ttp-exit", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread can be started: it is left out
         thread.start()

@@ -1,4 +1,4 @@
-"""What an exception in a training loop says about its cause."""
+"""Tells the cause of an exception in a training loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreErro
 
 
 def is_collective_error(problem: BaseException) -> bool:
-    """Whether this is what a peer's death looks like from here: secondary to the fault that caused it."""
+    """Whether an exception is what the death of another rank causes here: then that death is the fault."""
     named = any(kind.__name__ in _KINDS for kind in type(problem).__mro__)
     return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {problem}"))
 
 
 def describe(problem: BaseException) -> str:
-    """One line, bounded."""
+    """An exception as one line of bounded length."""
     text = f"{type(problem).__name__}: {problem}".splitlines()[0] if str(problem) else type(problem).__name__
     return text if len(text) <= 500 else text[:497] + "..."

@@ -1,4 +1,4 @@
-"""Tells the launcher of this host what its ranks have imported, so that the next ones can be forked."""
+"""Tells the launcher of this host which modules its ranks have imported, so that later ranks can be forked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ImportList:
         return not self._wanted
 
     def write(self) -> None:
-        """Takes some milliseconds; never raises."""
+        """Write the file. Takes some milliseconds; never raises."""
         try:
             self._write()
         except Exception as problem:

@@ -1,4 +1,4 @@
-"""Whether this rank belongs to the job, and what all ranks of it have agreed to restore."""
+"""Waits until this rank belongs to the job, and until all ranks have agreed on what to restore."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOIN_PATIENCE_S = 60.0
 
 
 class Joining:
-    """The training thread waits here; the processor's threads tell what the controller says.
+    """The training thread waits here. The processor's threads pass on what the controller says.
 
     Args:
         config: the job's settings.
@@ -41,7 +41,7 @@ class Joining:
     # ---------------------------------------------------------------------------------------- for the training thread
 
     def wait(self) -> None:
-        """Wait until this rank has joined, or for ``JOIN_PATIENCE_S``: then training begins without protection.
+        """Wait until this rank has joined. After ``JOIN_PATIENCE_S`` training begins without protection.
 
         Raises:
             ConfigError: the port belongs to something else.
@@ -58,7 +58,7 @@ class Joining:
         self._started = True
 
     def wait_to_agree(self) -> None:
-        """Wait once more: the other ranks may have a controller, and without it nobody agrees with them.
+        """Wait once more before a restore: without the controller this rank cannot agree with the others.
 
         Raises:
             ConfigError: no controller can be reached.
@@ -73,7 +73,7 @@ class Joining:
             raise self.problem
 
     def decided(self, patience_s: float) -> RestoreDecision:
-        """Wait for what all ranks have in common.
+        """Wait for the checkpoint that all ranks can restore.
 
         Args:
             patience_s: how long the other ranks may take (``TTP_RESTORE_S``).
@@ -113,19 +113,19 @@ class Joining:
                 )  # fmt: skip
 
     def pending(self) -> bool:
-        """Whether this rank has not been told yet if it belongs to the job."""
+        """Whether this rank does not know yet if it belongs to the job."""
         return not self._known.is_set()
 
     def joined(self) -> None:
-        """The controller has accepted this rank."""
+        """Note that the controller has accepted this rank."""
         self._known.set()
 
     def refused(self, text: str) -> None:
-        """The controller does not accept this rank."""
+        """Note that the controller does not accept this rank."""
         self.failed(RefusedError(f"the controller at {self._at} refused this rank: {text}"))
 
     def failed(self, problem: TtpError) -> None:
-        """No other attempt will mend it. A rank that trains without protection by now goes on."""
+        """Note that this rank cannot join, whatever is tried. A rank that trains already goes on without protection."""
         self.problem = problem
         if self._started:
             log.error("rank %s trains UNPROTECTED, and for good: %s", self._env.rank, problem)
@@ -133,7 +133,7 @@ class Joining:
         self._known.set()
 
     def decide(self, decision: RestoreDecision) -> None:
-        """The controller says what all ranks restore."""
+        """Take the controller's decision on what all ranks restore."""
         self._decision.put(decision)
 
     @property

@@ -1,4 +1,4 @@
-"""What a rank that ends leaves for others to read."""
+"""Writes files by which a rank that exits tells others why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def asked_for(save_dir: str) -> None:
 
 
 def leave_word(why: object) -> None:
-    """This rank ends with 64: leave that where ``ttp verdict`` finds it, perhaps nobody else knows. Never raises."""
+    """Write down where ``ttp verdict`` finds it that this rank exits with 64. Never raises."""
     directory = os.environ.get("TTP_SAVE_DIR") or _asked_dir
     if not os.environ.get("TTP_PORT") or not directory:
         return

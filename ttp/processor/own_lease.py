@@ -14,7 +14,7 @@ LEASE_S = 1.0
 
 
 class OwnLease:
-    """Files are written on a thread of their own: their directory may hang, and the gate has to close all the same.
+    """Asks the launcher not to stop this process. Files are written on a thread, as their directory may block.
 
     Args:
         run_dir: where processes of this host leave files for one another.
@@ -26,7 +26,7 @@ class OwnLease:
         self._leases, self._pid = Leases(run_dir), os.getpid()
 
     def arm(self) -> None:
-        """A processor runs in this process. Waits for the directory."""
+        """Note that a processor runs in this process. Waits for the directory."""
         self._leases.arm(self._pid)
 
     def disarm(self) -> None:
@@ -34,7 +34,7 @@ class OwnLease:
         self._leases.disarm(self._pid)
 
     def hold(self, until: float) -> None:
-        """Ask to be left alone until then, in seconds of ``time.monotonic()``."""
+        """Ask not to be stopped before ``until``, in seconds of ``time.monotonic()``."""
         self.writer.submit(lambda: self._leases.grant(self._pid, until))
 
     def drop(self) -> None:

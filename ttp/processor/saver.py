@@ -100,13 +100,17 @@ class Saver:
         self._tidying.close()
 
     def _directory(self, order: m.Save | m.Commit) -> Path:
-        """Where the checkpoint of this order goes. Raises OSError when that place is not mounted any more."""
+        """The directory to which the checkpoint of this order goes.
+
+        Raises:
+            OSError: it is not mounted any more.
+        """
         directory = Path(order.directory) if order.directory else self._save_dir
         self._mounts.check(directory)
         return directory
 
     def _work(self, job: Callable[[], None]) -> None:
-        """One that still hangs in what was cancelled is left behind."""
+        """Run a job on the saver thread. A thread that still blocks in a cancelled job is abandoned."""
         if self._worker.busy:
             self._worker.leave_behind()
         self._worker.submit(job)
@@ -134,7 +138,7 @@ class Saver:
             return ev.WriteFailed(order.incident, order.generation, _words(problem), _of_storage(problem))
 
     def pieces(self, order: m.Save, draft: Path, cancelled: Callable[[], bool]) -> list[m.Piece]:
-        """From the state that is alive, and from copies that were kept."""
+        """Write the pieces of an order, from the live state and from kept copies."""
         copying, live, brought = self._copying, order.order, None
         if copying is not None:
             copying.quiesce()
@@ -203,7 +207,7 @@ def make_checkpoint(
 
 
 def _of_storage(problem: BaseException) -> bool:
-    """Whether the storage refused: a full disk gets room again, a server comes back. Anything else stays as it is."""
+    """Whether the storage refused, which may pass: space is freed, a server comes back. Other errors stay."""
     return isinstance(problem, OSError) or isinstance(problem.__cause__, OSError)
 
 

@@ -1,7 +1,4 @@
-"""A thread that works off jobs one after the other, and that can be left behind when one of them hangs.
-
-Unlike a ``ThreadPoolExecutor`` it is a daemon: a write that hangs in the kernel keeps no interpreter from ending.
-"""
+"""A thread that runs jobs one after the other, and that can be abandoned when one of them blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class SerialWorker:
         self._lock = threading.Lock()  # jobs come from any thread: held for as long as a thread takes to start
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do ``job`` after those before it.
+        """Run ``job`` after those before it.
 
         Raises:
             RuntimeError: no thread can be started now. Nothing is done later, then; the next job tries again.
@@ -41,7 +38,7 @@ class SerialWorker:
             self._jobs.put(job)
 
     def wait_done(self, timeout_s: float) -> bool:
-        """Wait for the jobs that are there already; false when they take longer."""
+        """Wait for the jobs submitted so far. Returns false if they take longer."""
         done = threading.Event()
         with self._lock:
             if self._thread is None:
@@ -51,17 +48,17 @@ class SerialWorker:
 
     @property
     def busy(self) -> bool:
-        """A job is running now."""
+        """Whether a job is running."""
         return self._busy.is_set()
 
     def leave_behind(self) -> None:
-        """Whatever runs goes on by itself; jobs from now on have a thread of their own."""
+        """Abandon the running job. Later jobs run on a new thread."""
         with self._lock:
             self._jobs.put(None)
             self._jobs, self._busy, self._thread = queue.SimpleQueue(), threading.Event(), None
 
     def close(self) -> None:
-        """No more jobs; the thread ends after those it has."""
+        """Accept no more jobs. The thread ends after those that it has."""
         self._jobs.put(None)
 
 

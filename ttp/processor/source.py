@@ -1,4 +1,4 @@
-"""What the processor needs from a framework adapter, and what an adapter gets from the processor."""
+"""The interface between the processor and a framework adapter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ttp.errors import CheckpointError
 
 
 class Cancelled(Exception):  # noqa: N818 - it is not an error
-    """A save was given up because a newer order replaced it or the gate is about to open."""
+    """A save was given up, because a newer order replaced it or the gate is about to open."""
 
 
 class MovedError(CheckpointError):
-    """The state became another one while it was written: what is written is of no version."""
+    """The state changed while it was written: what was written belongs to no version."""
 
 
 class StateSource:
@@ -39,36 +39,40 @@ class StateSource:
 
     @property
     def has_preimage(self) -> bool:
-        """Whether the last update, torn or finished, can be undone. Asked when the state is quiet."""
+        """Whether the last update, torn or finished, can be undone. Asked when no update is running."""
         return False
 
     def gradient_ready(self) -> bool:
-        """Whether the training thread stands at the gate with all that the next update needs. Does not wait.
+        """Whether the training thread waits at the gate with all that the next update needs. Does not wait.
 
         Where a device is behind its host: whether it stands before its next update, which is queued, with all of it.
         """
         return False
 
     def redo(self, version: Version) -> bool:
-        """Let a device that is behind its host make the update to ``version``. Whether it stands in front of it."""
+        """Let a device that is behind its host make the update to ``version``.
+
+        Returns:
+            Whether the device was waiting before that update.
+        """
         return False
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
-        """What this copy of ``version`` looks like: a digest per shard held, and names of tensors with NaN or Inf.
+        """Inspect this copy of ``version``: a digest per shard held, and names of tensors with NaN or Inf.
 
         Asked on the saver's thread while the state is quiet under the closed gate. Never raises.
         """
         return (), ()
 
     def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
-        """Call ``changed(version, final)`` whenever this rank's page was written, on the thread that wrote it."""
+        """Call ``changed(version, final)`` after each write of this rank's page, on the thread that wrote it."""
 
     def post_step_done(self) -> bool:
         """Whether what follows the last finished update (scheduler, scaler, EMA) has been done too."""
         return True
 
     def device_version(self, version: Version, patience_s: float) -> Version | None:
-        """The newest version, up to ``version``, that the device has finished and does not leave by itself.
+        """The newest version, up to ``version``, that the device has finished and will keep until it is let on.
 
         None: an update is half done there. Only asked when ``on_device``.
 
@@ -88,7 +92,7 @@ class StateSource:
         generation: int,
         cancelled: Callable[[], bool],
     ) -> list[Piece]:
-        """Write what ``order`` asks for into ``draft``, durably. The gate is closed; the version is the planned one.
+        """Write what ``order`` asks for to ``draft``, durably. The gate is closed; the state is of the planned version.
 
         With ``How.UNDO`` it is the one before; the live state is not written to. An update to be redone has been made.
 
@@ -101,14 +105,14 @@ class StateSource:
 
     @property
     def saved_elsewhere(self) -> str:
-        """In words, how the program makes a checkpoint of what it saved itself: nothing is committed then.
+        """How the program makes a checkpoint of files that it has saved itself, as a text: then nothing is committed.
 
         Empty: the pieces are in the draft, and ttp commits them.
         """
         return ""
 
     def finalise(self, directory: Path, order: Commit) -> Sequence[Piece]:
-        """Add to a checkpoint that is about to exist what the framework's own tools want. May be called again.
+        """Add files that the framework's own tools need to a checkpoint that is being committed. May be called again.
 
         Args:
             directory: has the pieces of ``order`` in it.
@@ -124,14 +128,14 @@ class StateSource:
         return ()
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
-        """The processor has joined the job: open the rank-local page."""
+        """Called when the processor has joined the job: open the rank-local page."""
 
     def close(self) -> None:
-        """The processor leaves: give up pages and hooks."""
+        """Called when the processor ends: close pages and remove hooks."""
 
 
 class UpdateReporter(Protocol):
-    """The processor, as adapters know it. Training thread only; memory only."""
+    """The processor, as adapters know it. For the training thread; writes to memory only."""
 
     mark: int
     """How many points of the running step the training thread has passed. Equal programs pass equal points, so the
@@ -141,17 +145,17 @@ class UpdateReporter(Protocol):
     """What it does instead of training, in words: a hang is not looked for then. Empty: it trains."""
 
     def begin_update(self, again: bool = False) -> None:
-        """Just before the first write of an update. Waits while the world is frozen.
+        """Call it just before the first write of an update. Waits while the job is frozen.
 
         Args:
             again: it is the update that was left by an exception, with the same gradient.
         """
 
     def leave_update(self) -> None:
-        """The update was left by an exception that the program has caught: the copy is torn until a later one ends."""
+        """Call it when a caught exception has left the update: the copy is torn until a later update has ended."""
 
     def stand_between(self) -> None:
-        """Between two steps that make one update together; the next ``begin_update`` goes on with it."""
+        """Call it between two steps that make one update; the next ``begin_update`` continues the update."""
 
     def end_update(self) -> None:
-        """Just after the last write of an update."""
+        """Call it just after the last write of an update."""

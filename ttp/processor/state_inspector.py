@@ -1,10 +1,4 @@
-"""Finds out what a rank answers to a freeze: all of it at one moment, whatever its threads do meanwhile.
-
-A device may be behind its frozen host: it works off its queue, or hangs behind a collective whose peers are dead, and
-nobody can tell these apart. So it is waited for only as long as it moves. Then the version that it has finished is
-said, and said again, as another one, when the device goes on after all. A plan that was made of the first answer is
-made again then; a save that has begun by then looks at the state after each piece, and fails.
-"""
+"""Finds out what a rank answers to a freeze: its version, phase and digests at one moment."""
 
 from __future__ import annotations
 
@@ -49,14 +43,14 @@ NOTHING_SEEN: Seen = ((), ())
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was seen of the state, and during which closure of the gate."""
+    """The state as it was inspected, and during which closure of the gate."""
 
     closure: int
     quiet: ev.Quiet
 
 
 class StateInspector:
-    """Looks at the state behind a closed gate, on a thread of its own.
+    """Inspects the state behind a closed gate, on a thread of its own.
 
     Args:
         source: the adapter, which knows the state.
@@ -83,27 +77,27 @@ class StateInspector:
         self._said: tuple[GateState, Version, m.Phase] | None = None
 
     def freeze(self, *, hurry: bool = False) -> None:
-        """Close the gate and say what is there. ``hurry``: a device that stands still is not waited for."""
+        """Close the gate and report the state. With ``hurry`` a device that stands still is not waited for."""
         self._patience_s = STILL_S if hurry else DEVICE_PATIENCE_S
         self._came.clear()
         self._say(self._gate.close())
 
     def thaw(self) -> None:
-        """Open the gate; the state will be another one."""
+        """Open the gate."""
         self._seen = None
         self._enough.set()
         self._gate.open()
         self._came.set()
 
     def redo(self, version: Version) -> None:
-        """Let through the training thread, or a device that is behind it, for the update to ``version``."""
+        """Let the training thread, or a device that is behind it, make the update to ``version``."""
         log.info("this rank makes the update to version %s, whose gradient it holds", version)
         queued, let_through = self._gate.version >= version, self._source.redo(version)
         if not (let_through if queued else self._gate.admit()):
             self._put(ev.NotRedone("the training thread does not stand at the gate"))
 
     def on_quiet(self, asked: bool) -> None:
-        """The training thread has come to the gate, which may be what a controller waits for."""
+        """Called when the training thread has come to the gate, for which a controller may wait."""
         self._came.set()
         if asked:
             try:
@@ -112,21 +106,21 @@ class StateInspector:
                 log.exception("the controller is not told that the training thread has come to the gate")
 
     def wait_done(self, timeout_s: float) -> bool:
-        """Until all has been looked at; false when it takes longer."""
+        """Wait for all inspections. Returns false if they take longer."""
         return self._worker.wait_done(timeout_s)
 
     def standing(self, state: GateState) -> tuple[Version, m.Phase]:
-        """Version and phase in a state of the gate: those that were said of it, as a device may be behind its host."""
+        """Version and phase as they were reported for this state of the gate: a device may be behind its host."""
         said = self._said
         return said[1:] if said is not None and said[0] == state else (state.version, state.phase)
 
     def look_again(self) -> None:
-        """Look at the state again, as it has changed, and say how it is. Returns when that was said."""
+        """Inspect the state again, as it has changed, and report it. Returns when it was reported."""
         self._submit(self._gate.state())
         self._worker.wait_done(2 * DEVICE_PATIENCE_S)
 
     def close(self) -> None:
-        """No more looks."""
+        """Inspect nothing any more."""
         self._enough.set()
         self._worker.close()
 
@@ -146,7 +140,7 @@ class StateInspector:
         self._worker.submit(lambda: self._look(state))
 
     def _look(self, state: GateState) -> None:
-        """The host is quiet; say what there is, on the device too.
+        """Inspect and report the state, on the device too. No update runs on the host.
 
         All of it is of the moment of ``state``, or nothing is said: whoever comes to the gate with its gradient while
         somebody looks must not be taken for one that hangs elsewhere.
@@ -204,7 +198,7 @@ class StateInspector:
         return self._asked(lambda: self._source.device_version(state.version, self._patience_s), None)
 
     def _inspected(self, version: Version | None, phase: m.Phase) -> Seen:
-        """Once for each version: under a closed gate nothing changes."""
+        """The result of an inspection, made once per version: behind a closed gate nothing changes."""
         if version is None or phase is m.Phase.TORN:
             return NOTHING_SEEN
         if self._seen is None or self._seen[0] != (version, phase):
@@ -213,7 +207,7 @@ class StateInspector:
 
     @staticmethod
     def _asked(question: Callable[[], T], otherwise: T) -> T:
-        """What the adapter says; an adapter that stumbles hurts nobody."""
+        """The answer of the adapter. If it raises, that is logged and nothing is known."""
         try:
             return question()
         except Exception:

@@ -1,4 +1,4 @@
-"""What is converted: a nested state whose tensors are read one at a time, whatever the file it comes from."""
+"""The nested state that is converted. Its tensors are read one at a time, whatever file they come from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
-        """A tensor that is there already, mapped from a file or in memory."""
+        """One of a tensor that is in memory or mapped from a file."""
         tensor = tensor.detach()
         layout = (tensor.dtype, tuple(tensor.shape), tensor.stride())
         identity = (tensor.data_ptr(), *layout) if tensor.numel() else object()
@@ -91,17 +91,17 @@ class WholeState:
     notes: tuple[str, ...] = ()
 
     def below(self, *heads: str) -> Iterator[StateValue]:
-        """The leaves under these top-level names."""
+        """The values under these top-level names."""
         return (leaf for leaf in self.leaves if leaf.path[0] in heads)
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there are param groups; without them nothing can be done with moments."""
+        """Whether there are param groups; moments without them are of no use."""
         return any(leaf.path[:2] == ("optim", "param_groups") for leaf in self.leaves)
 
 
 def leaves_of(state: Mapping[str, Any]) -> tuple[StateValue, ...]:
-    """The leaves of a state that is there already."""
+    """The values of a nested state that is in memory or mapped from a file."""
     return tuple(
         StateValue(path, int_keys, LazyTensor.of(value) if isinstance(value, Tensor) else value)
         for path, int_keys, value in leaves(state)
@@ -130,11 +130,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """What identifies the elements of a tensor, bit for bit, with its dtype and shape."""
+    """A digest of a tensor: of its bytes, its dtype and its shape."""
     described = f"{tensor.dtype}{tuple(tensor.shape)}"
     return f"{described} {xxhash.xxh3_128(bytes_of(tensor)).hexdigest()}"
 
 
 def parts(optimizer: bool) -> tuple[str, ...]:
-    """The top-level names of what is converted with and without the optimizer's state."""
+    """The top-level names that are converted."""
     return ("model", "extra", "optim") if optimizer else ("model", "extra")

@@ -1,4 +1,4 @@
-"""State dicts as people save them, brought into the one form that a checkpoint has."""
+"""Brings state dicts in the forms that people save into the form of a checkpoint."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _named(path: Path, optim: Mapping[str, Any], model: Mapping[str, Any], notes
 def _by_position(
     path: Path, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], model: Mapping[str, Any]
 ) -> list[str]:
-    """Names by order, if nothing speaks against it: one group, as many tensors, moments of their shapes."""
+    """Names by the order of the model, if nothing contradicts it: one group, as many tensors, moments of such shape."""
     distinct: dict[Any, str] = {}
     for name, value in model.items():
         if isinstance(value, Tensor):

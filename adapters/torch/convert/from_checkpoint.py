@@ -1,8 +1,4 @@
-"""Reads a ttp checkpoint of any layout, a whole tensor at a time.
-
-The manifest's tables say which chunks a tensor consists of and where they lie. Nothing is unpickled but the tensors'
-own blobs, with ``weights_only=True``. Memory: the tensor and, where it lies in several chunks, the largest of these.
-"""
+"""Reads a checkpoint of any layout, one whole tensor at a time."""
 
 from __future__ import annotations
 

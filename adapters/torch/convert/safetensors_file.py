@@ -57,7 +57,7 @@ class FilePlan:
 
 
 def require() -> Any:
-    """The library.
+    """The ``safetensors`` library.
 
     Raises:
         ConfigError: it is not installed.
@@ -73,7 +73,7 @@ def require() -> Any:
 
 
 def plan(contents: WholeState, *, optimizer: bool) -> FilePlan:
-    """What of ``contents`` goes where.
+    """Decide what of ``contents`` stands where in the file.
 
     Raises:
         CheckpointError: something has no form in this format.
@@ -128,7 +128,7 @@ def read_back(path: Path, what: FilePlan, digests: Mapping[str, str], progress: 
 
 
 def _append(file: HashingFile, entry: LazyTensor) -> str:
-    """Write one tensor, of which nothing is left in memory afterwards; its digest."""
+    """Write one tensor, release its memory, and return its digest."""
     tensor = entry.read()
     file.write(bytes_of(tensor))
     return digest_of(tensor)

@@ -1,8 +1,4 @@
-"""Makes a checkpoint of ttp, which stock torch reads too, of what a plain file holds.
-
-It is as if a job of one rank had saved it: one shard, no rank-local state. A job of any world size restores from it.
-Tensors that are mapped from a file are streamed from there; nothing is copied but what is not contiguous.
-"""
+"""Makes a checkpoint, which stock torch reads too, from the contents of a plain file."""
 
 from __future__ import annotations
 

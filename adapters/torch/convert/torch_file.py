@@ -66,7 +66,7 @@ def write(
 
 
 def _rest(contents: WholeState, *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
-    """What is no tensor of the state. Without the optimizer its schedule is of no use either."""
+    """All that is not a tensor. Without the optimizer its schedule is left out too."""
     rest: dict[str, Any] = {"version": contents.version}
     if not optimizer:
         return rest, []

@@ -1,1 +1,1 @@
-"""What an accelerator needs: events, staging buffers, copies to the host past whatever hangs."""
+"""Support for accelerators: events, staging buffers, copies to the host that do not wait for the training's stream."""

@@ -1,16 +1,4 @@
-"""What an accelerator needs: when a version is finished there, and how bytes leave it without stopping anything.
-
-``optimizer.step()`` returns when kernels are queued. A version is finished when the event recorded behind it is; the
-host may count further. And while a collective hangs, everything queued behind it hangs too. So:
-
-* what the rescue does runs on a stream of its own, that waits for nothing, in memory that was set aside at start (an
-  allocation may wait for the device), by kernels that were launched once at start (CUDA loads them at their first
-  launch, which may wait for the device too);
-* what follows the training runs on another one, which waits for marks of the training and hangs with it.
-
-A process may use several devices, and keep some of its state on the host: there is a runtime for each device, and each
-tensor is asked where it is. All use of ``torch.cuda`` is in ``CudaRuntime``, so that the logic is tested without one.
-"""
+"""Tells which version an accelerator has finished, and brings bytes to the host without stopping it."""
 
 from __future__ import annotations
 
@@ -50,33 +38,44 @@ class Event(Protocol):
     """A mark in a stream of work."""
 
     def query(self) -> bool:
-        """Whether everything before the mark is done. Does not wait. Raises RuntimeError when the device is broken."""
+        """Whether everything queued before the mark is done. Does not wait.
+
+        Raises:
+            RuntimeError: the device is broken.
+        """
 
     def synchronize(self) -> None:
-        """Return when it is, without using the processor meanwhile; perhaps never. Raises like ``query``."""
+        """Block until it is, without using the CPU meanwhile; perhaps for ever.
+
+        Raises:
+            RuntimeError: the device is broken.
+        """
 
 
 class Hold(Protocol):
-    """A word of the host that streams of a device wait for."""
+    """A word in host memory for which streams of a device can wait."""
 
     def queue(self, number: int) -> None:
-        """Work queued later on the current stream of this thread runs when the word has reached ``number``."""
+        """Work queued later on the current stream of this thread waits until the word has reached ``number``."""
 
     def release(self, number: int) -> None:
-        """Write the word. Any thread; does not wait."""
+        """Set the word to ``number``. May be called on any thread; does not wait."""
 
 
 class Runtime(Protocol):
-    """The few things asked of one device."""
+    """The operations of one device that ttp needs."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in its memory."""
+        """Whether the memory of the tensor is on this device."""
 
     def capturing(self) -> bool:
-        """Whether what this thread queues becomes part of a CUDA graph: nothing of ours may, marks neither."""
+        """Whether work that this thread queues becomes part of a CUDA graph.
+
+        ttp must then queue nothing, not even a mark.
+        """
 
     def mark(self, *, side: bool) -> Event:
-        """Put a mark behind what is queued now, on the current stream of this thread or on the side stream."""
+        """Put a mark behind the work queued so far on the current stream of this thread, or on the side stream."""
 
     def side_waits_for(self, event: Event) -> None:
         """Work queued later on the side stream runs after the mark."""
@@ -85,23 +84,27 @@ class Runtime(Protocol):
         """Work queued later on the current stream of this thread runs after the mark."""
 
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
-        """Work queued inside goes to the side stream."""
+        """Work that is queued in the block goes to the side stream."""
 
     def hold(self) -> Hold:
-        """A word of its own, 0 now. At start only. Raises OSError, AttributeError or RuntimeError: there is none."""
+        """A new word with the value 0. Only at the start.
+
+        Raises:
+            OSError, AttributeError, RuntimeError: this device or driver has none.
+        """
 
     def noticing(self, found: list[str]) -> contextlib.AbstractContextManager[None]:
-        """Inside, where this thread waits for the device, as far as torch can tell, is added to ``found``."""
+        """Add to ``found`` the places where this thread waits for the device, while the block runs."""
 
     def pinned(self, size: int) -> Tensor:
-        """``size`` bytes of host memory that the device can write to by itself. At start only."""
+        """``size`` bytes of page-locked host memory. Only at the start."""
 
     def on_device(self, size: int) -> Tensor:
         """``size`` bytes of device memory. At start only."""
 
 
 class CudaRuntime:
-    """``Runtime`` of one CUDA device. To be made at start: it allocates."""
+    """``Runtime`` of one CUDA device. Make it at the start: it allocates memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -152,13 +155,13 @@ class CudaRuntime:
 
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    """The CUDA devices that hold any of them, each once."""
+    """The CUDA devices that hold any of these tensors, without repetitions."""
     found = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     return tuple(sorted(found, key=lambda device: device.index or 0))
 
 
 def runtimes_on(devices: Iterable[torch.device]) -> tuple[Runtime, ...]:
-    """A runtime of its own for each device; none for the host."""
+    """A new runtime for each of these devices; none for the host."""
     return tuple(CudaRuntime(device) for device in devices if device.type == "cuda")
 
 
@@ -181,7 +184,7 @@ def holder(runtimes: Sequence[Runtime], tensor: Tensor) -> Runtime | None:
 
 @dataclass(frozen=True, slots=True)
 class AllEvents:
-    """Marks of several devices as one."""
+    """Marks on several devices, used as one mark."""
 
     events: Sequence[Event]
 
@@ -196,13 +199,13 @@ class AllEvents:
 
 
 class Number:
-    """A single number on its way to the host."""
+    """A single number that is being copied from the device to the host."""
 
     def __init__(self, numbers: Numbers, turn: int, slot: Tensor, event: Event) -> None:
         self._numbers, self._turn, self._slot, self._event = numbers, turn, slot, event
 
     def value(self) -> float | int:
-        """What it was where the training's work had come to when it was sent. Any thread but training's.
+        """Its value at the moment of the training at which it was sent. Not for the training thread.
 
         Raises:
             CheckpointError: it did not come, or is gone.
@@ -249,12 +252,12 @@ class Numbers:
         return Number(self, self.turn - 1, slot, runtime.mark(side=False))
 
     def elsewhere(self, value: Any) -> bool:
-        """Whether it is a number on a device."""
+        """Whether ``value`` is a number on a device."""
         return isinstance(value, Tensor) and holder(self._runtimes, value) is not None
 
 
 def number(value: Any) -> Any:
-    """What ``Numbers.bring`` gave, when it is there.
+    """The value of what ``Numbers.bring`` has returned; waits for it a bounded time.
 
     Raises:
         CheckpointError: it does not come.
@@ -266,7 +269,7 @@ def number(value: Any) -> Any:
 
 
 class Fence(Protocol):
-    """Knows which version is finished where the state lives."""
+    """Tells which version the memory of the state has: on a device that is behind the host, an older one."""
 
     def record(self, version: int) -> None:
         """Training thread, after the last write of ``version`` was queued. Does not wait."""
@@ -279,7 +282,7 @@ class Fence(Protocol):
 
 
 class HostFence:
-    """On the CPU a version is finished when the step returns."""
+    """The fence for state on the CPU: a version is finished when the step returns."""
 
     def __init__(self, base: int = 0) -> None:
         self._finished = base
@@ -298,7 +301,7 @@ class HostFence:
 
 
 class DeviceFence:
-    """On a device a version is finished when its event is."""
+    """The fence for state on one device: a version is finished when the event behind it is."""
 
     def __init__(self, runtime: Runtime, base: int = 0) -> None:
         self._runtime = runtime
@@ -369,7 +372,7 @@ def make_fence(runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = Fal
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask again and again: a wait inside the driver could not be given up."""
+    """Ask repeatedly until the answer is true or the time is over. A wait inside the driver could not be given up."""
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
@@ -379,5 +382,5 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as a vector of bytes: a view."""
+    """A view of the memory of a contiguous tensor as a vector of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,9 +1,4 @@
-"""What an optimizer keeps on the host beside a state on devices: counts of steps, NAdam's product of momenta.
-
-The host changes them when it queues an update. A device that hangs before it has the moments of the version before, so
-the numbers of as many versions are kept as a host may be ahead. Where all of the state is on devices (``fused=True``,
-``capturable=True``) there is nothing to keep; else it costs some tenths of a microsecond for each parameter.
-"""
+"""Keeps the numbers that an optimizer has on the host beside a state on devices, such as counts of steps."""
 
 from __future__ import annotations
 
@@ -35,7 +30,7 @@ class _Kept:
 
 
 class HostValues:
-    """Notes them after each update.
+    """Copies these numbers after each update, as the host is ahead of the devices.
 
     Args:
         state: the live state of the optimizer, by parameter.
@@ -51,7 +46,7 @@ class HostValues:
         self._places: dict[_Place, tuple[int, int]] = {}
 
     def note(self, version: int) -> None:
-        """They are of ``version`` now. Training thread."""
+        """The numbers belong to ``version`` now. For the training thread."""
         state = self._state()
         if self._scans < _SCANS or len(state) != self._known:
             self._scan(state)
@@ -62,7 +57,7 @@ class HostValues:
             self._keep(version)
 
     def of(self, values: Any, version: int) -> Any:
-        """What is kept of one parameter, with the numbers of ``version``. Any thread.
+        """The optimizer state of one parameter, with the numbers that belong to ``version``. Any thread.
 
         Raises:
             CheckpointError: nobody knows what they were.

@@ -1,16 +1,4 @@
-"""What a rank's page holds of a device, brought to the host beside the training and written when it has arrived.
-
-Nothing here waits for the device in the steady state, and nothing is set aside there. In the order of the training's
-own work the buffers are copied into memory of ours on the device: what the training does to them afterwards, an update
-in place or a tensor that is thrown away, cannot tear the copy. From there they go to the host on a stream of their own,
-and a thread of ours writes the page when they have arrived. So the page of a version appears some tens of microseconds
-after the device got there, whether or not there are buffers in it; a process killed within them leaves the page before
-it. And a host that is ahead of its device does not write over the pages of versions that its device has not reached.
-
-Memory, on each device: twice the small buffers, and two times 8 MiB where there are large ones. On the host, pinned:
-twelve times the small buffers; each large one once, and up to four times when it changes: the first changes set that
-aside. Only a host that is several updates ahead of its device waits for memory.
-"""
+"""Copies a module's buffers from the device to the host beside the training, and writes them to the rank's page."""
 
 from __future__ import annotations
 
@@ -42,7 +30,7 @@ _ALIGNMENT = 16
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """A capture on its way to the host.
+    """A capture that is being copied to the host.
 
     Args:
         parts: of the small buffers, valid when ``ready`` is done.
@@ -67,7 +55,7 @@ class _Twin:
 
 @dataclass(slots=True, eq=False)
 class _Small:
-    """The small buffers of one device, packed one behind the other."""
+    """The small buffers of one device, packed together."""
 
     runtime: Runtime
     entries: list[int]  # places in the table
@@ -78,7 +66,7 @@ class _Small:
 
 @dataclass(slots=True, eq=False)
 class _StagingBuffer:
-    """Memory of the host for one capture of all small buffers."""
+    """Host memory for one capture of all small buffers."""
 
     layout: Hashable
     pinned: list[Tensor]  # one for each device
@@ -97,7 +85,7 @@ class _Held:
 
 @dataclass(slots=True, eq=False)
 class _Large:
-    """Memory of the host for one large buffer."""
+    """Host memory for one large buffer."""
 
     size: int
     free: list[Tensor]
@@ -106,7 +94,7 @@ class _Large:
 
 
 class DeviceBuffers:
-    """All buffers of a module of which some part lives on devices. Its memory is set aside at start.
+    """All buffers of a module that lies, at least partly, on devices. Its memory is allocated at the start.
 
     Args:
         module: whose buffers.
@@ -128,7 +116,7 @@ class DeviceBuffers:
         self._build()
 
     def capture(self) -> Staged | None:
-        """Start to bring the buffers' bytes, as they are after the work queued so far. Training thread.
+        """Begin to copy the buffers, as they are after the work queued so far. For the training thread.
 
         A host that is several updates ahead of its device waits here for memory: a version without a page would be
         worse, and the device has work. None: none came free, the device does not move; or a CUDA graph is being
@@ -163,7 +151,7 @@ class DeviceBuffers:
         return staged
 
     def release(self, staged: Staged) -> None:
-        """The capture has been written, or never will be: its memory may be used again. Any thread."""
+        """The capture was written or given up: its memory may be used again. May be called on any thread."""
         self._returned.put(staged)
 
     # ------------------------------------------------------------------------------------------------------- memory
@@ -334,11 +322,11 @@ class ArrivalWriter:
         self._thread.start()
 
     def put(self, version: int, final: bool, head: bytes, staged: Staged) -> None:
-        """Training thread: hand over a capture."""
+        """Hand over a capture. For the training thread."""
         self._inbox.put((version, final, head, staged))
 
     def close(self) -> None:
-        """End the thread after what is in its inbox; does not wait for a stuck device."""
+        """End the thread when its inbox is empty. Does not wait for a device that hangs."""
         self._inbox.put(None)
         self._thread.join(timeout=1.0)
 

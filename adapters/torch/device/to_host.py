@@ -1,9 +1,4 @@
-"""Brings large tensors to the host past whatever hangs on their device, for the threads that save and compare.
-
-Everything runs on the side stream of the device. Dense memory is copied as it lies. Of a tensor with gaps, or one that
-is spread over its memory (a slice, an expanded one), slabs are packed into memory of the device that was set aside at
-start, by a kernel that was launched once at start: neither the driver nor torch's allocator has a reason to wait.
-"""
+"""Copies large tensors to the host on a side stream, so that work that hangs on the device is not waited for."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ _START_S = 60.0
 
 @dataclass(slots=True)
 class _Flight:
-    """A chunk on its way to the host; without an event it is there already."""
+    """A chunk that is being copied to the host; without an event it has arrived."""
 
     event: Event | None
     staged: Tensor

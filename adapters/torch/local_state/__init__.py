@@ -1,1 +1,1 @@
-"""What only one rank has: random streams, buffers, ``extra_state``. Start with ``capture``."""
+"""State that only one rank has: random streams, buffers, ``extra_state``. Start with ``capture``."""

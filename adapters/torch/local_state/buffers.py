@@ -37,7 +37,7 @@ _serials = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class BufferInfo:
-    """What a buffer is, apart from its bytes."""
+    """Name, dtype and shape of a buffer."""
 
     name: str
     dtype: str
@@ -58,7 +58,7 @@ class BufferInfo:
 
 @dataclass(slots=True, eq=False)
 class BufferEntry:
-    """A buffer as it was when last looked at."""
+    """A buffer of a module, as it was when it was last looked at."""
 
     owner: dict[str, Tensor | None]
     key: str
@@ -76,12 +76,12 @@ class BufferEntry:
         return self.tensor.numel() * self.tensor.element_size()
 
     def stamp(self) -> Hashable:
-        """Equal stamps promise equal bytes; None promises nothing."""
+        """A value that changes with the bytes; None: a change cannot be seen without reading them."""
         return (self.serial, self.tensor._version) if self.counted else None
 
 
 class BufferTable:
-    """Which buffers a module has, by the names that checkpoints use."""
+    """The buffers of a module, by the names that checkpoints use."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -102,7 +102,7 @@ class BufferTable:
 
     @property
     def infos(self) -> tuple[BufferInfo, ...]:
-        """Of the small ones and then of the large ones."""
+        """The descriptions of the small buffers, then of the large ones."""
         return tuple(entry.info for entry in (*self.small, *self.large))
 
     def is_current(self) -> bool:
@@ -119,7 +119,7 @@ class BufferTable:
             self.scan()
 
     def scan(self) -> None:
-        """Look at the whole module."""
+        """Look at all modules again."""
         self.small, self.large, self._absent, self.skipped = [], [], [], []
         self.layout += 1
         for _, prefix, owner in walk(self._module):
@@ -150,13 +150,13 @@ class BufferTable:
         (self.large if large else self.small).append(entry)
 
     def distrust(self, entry: BufferEntry) -> None:
-        """The bytes of this one changed under the same stamp."""
+        """Read this buffer every time from now on: its bytes changed while its stamp did not."""
         entry.counted = False
         self._uncounted.add(entry.info.name)
 
 
 class BufferSet:
-    """All buffers of a module that lives on the CPU."""
+    """Captures all buffers of a module on the CPU."""
 
     def __init__(self, module: nn.Module) -> None:
         self.table = BufferTable(module)
@@ -168,9 +168,11 @@ class BufferSet:
         self._kept: list[Kept] = []
 
     def capture(self) -> tuple[Sequence[Buffer], Sequence[Kept]]:
-        """The bytes of every buffer now, mostly live memory: to be copied before the next forward pass.
+        """The bytes of all buffers, mostly as live memory: copy them before the next forward pass.
 
-        The second list is the one of the last time where nothing in it has changed.
+        Returns:
+            The bytes of each small buffer; and the large buffers with their stamps, in the list of the last time if
+            nothing in it has changed.
         """
         table = self.table
         table.refresh()
@@ -189,11 +191,11 @@ class BufferSet:
 
     @property
     def is_live(self) -> bool:
-        """Whether the parts that ``capture`` gave last are those of all small buffers as long as the table holds."""
+        """Whether the parts that ``capture`` returned are live memory of all small buffers."""
         return len(self._plain) == len(self.table.small)
 
     def capture_large(self) -> Sequence[Kept]:
-        """The second list of ``capture``, where the buffers are still the same."""
+        """The second list of ``capture`` alone, if the buffers are still the same tensors."""
         if not self.table.large:
             return ()
         if self._captures < _LEARNING_CAPTURES:
@@ -225,10 +227,17 @@ def _live(tensor: Tensor) -> memoryview:
 
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
-    """Put saved buffers into the live ones. Returns notes on those that only one side has, or has otherwise.
+    """Put saved buffers into those of ``module``.
 
-    One that takes any shape becomes what it was. Another one whose form differs and that belongs into no checkpoint is
-    a cache: it stays as this program made it.
+    A buffer that may take any shape gets the saved one. A buffer that belongs into no checkpoint and has another shape
+    or dtype is a cache: it stays as this program has made it.
+
+    Args:
+        module: the registered model.
+        saved: tensors by the names that checkpoints use.
+
+    Returns:
+        Notes on buffers that only one side has, or that differ.
 
     Raises:
         CheckpointError: a buffer that belongs into a checkpoint has another shape or dtype; nothing has been modified.
@@ -261,7 +270,7 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether its elements share memory (expanded): torch refuses to write there."""
+    """Whether elements of a tensor share memory, as in an expanded one: torch refuses to write to it."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -270,7 +279,7 @@ def _form(tensor: Tensor | None) -> str:
 
 
 def decode_buffer(info: BufferInfo, data: bytes) -> Tensor:
-    """The tensor that a buffer was; ``data`` has ``info.size`` bytes."""
+    """Make the tensor of a buffer of its bytes; ``data`` has ``info.size`` of them."""
     tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
     if data:
         flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

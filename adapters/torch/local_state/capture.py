@@ -1,11 +1,11 @@
-"""Rank-local state of one version as one page: random streams, buffers, ``extra_state``.
+"""Writes the rank-local state of one version to the page of the rank: random streams, buffers, ``extra_state``.
 
-The image: a header, a description of the buffers (msgpack, made once), the length of each section, the sections, the
-buffers, the large arrays of ``extra_state``. No pickle anywhere. Nothing here raises into training: a part that fails
-is given up with one warning, and ``problem`` says so for the manifest.
+The image consists of a header, a description of the buffers (msgpack, made once), the length of each section, the
+sections, the buffers, and the large arrays of ``extra_state``. There is no pickle in it. Nothing here raises into
+training: a part that fails is given up with one warning, and ``problem`` says so in the manifest.
 
-``capture`` asks everybody, ``look_again`` (at the gate) only those whose state was seen to change between the captures
-of one version; and an image that is in the page already is not written again. See decision 30.
+``capture`` asks every object. ``look_again``, at the gate, asks only those whose state was seen to change between two
+captures of one version. An image that is in the page already is not written again. See decision 30.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _always() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """What only one rank had, of one version.
+    """The rank-local state of one version, as it was saved.
 
     Args:
         rng: for ``RngState.restore``; empty when it could not be captured.
@@ -78,7 +78,7 @@ class LocalState:
 
 
 class LocalCapture:
-    """Ties the parts together and writes them to the rank's page.
+    """Captures the rank-local state and writes it to the rank's page.
 
     Args:
         module: whose buffers belong to the rank.
@@ -126,7 +126,7 @@ class LocalCapture:
     # ------------------------------------------------------------------------------------------------ steady state
 
     def open_page(self, page: PageWriter) -> None:
-        """Write to this page from now on. Capture the present version next: the page is empty."""
+        """Write to this page from now on. The page is empty: call ``capture`` next."""
         self._page = page
 
     def capture(self, version: int, final: bool) -> None:
@@ -144,9 +144,9 @@ class LocalCapture:
         self._put(self._page, version, final)
 
     def look_again(self, version: int) -> None:
-        """Just before the update of ``version``: what has changed since the provisional capture goes into the page.
+        """Write what has changed since the provisional capture, just before the update of ``version``. Never raises.
 
-        Extra states of which that was never seen are not asked again. Never raises.
+        Extra states that were never seen to change there are not asked again.
         """
         page = self._page
         if page is None:
@@ -290,14 +290,14 @@ class LocalCapture:
 
     @property
     def arrived(self) -> int:
-        """How many captures have come from a device that is behind its host."""
+        """How many captures have arrived from a device that is behind its host."""
         return 0 if self._arrivals is None else self._arrivals.arrived
 
     # ------------------------------------------------------------------------------------------------ save, restore
 
     @property
     def skipped(self) -> list[str]:
-        """Names of buffers that are no plain memory."""
+        """Names of buffers that cannot be captured, because they are no plain memory."""
         holder = self._host or self._device
         return [] if holder is None else holder.table.skipped
 
@@ -314,10 +314,10 @@ class LocalCapture:
 
     @staticmethod
     def decode(data: bytes) -> LocalState:
-        """What ``capture`` put into a page.
+        """Read an image that ``capture`` has made.
 
         Raises:
-            CheckpointError: these bytes are something else.
+            CheckpointError: these bytes are no such image.
         """
         try:
             return _decode(data)
@@ -339,7 +339,7 @@ class LocalCapture:
         return notes
 
     def close(self, unlink: bool = False) -> None:
-        """Stop capturing; the page goes with ``unlink``."""
+        """Stop capturing. With ``unlink`` the page is removed."""
         page, self._page = self._page, None
         if self._arrivals is not None:
             self._arrivals.close()
@@ -348,7 +348,7 @@ class LocalCapture:
 
 
 def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:
-    """What the checkpoint at ``path`` keeps of ``rank``; None if nothing.
+    """Read what the checkpoint at ``path`` keeps of ``rank``; None if it keeps nothing.
 
     Raises:
         CheckpointError: a piece cannot be read.

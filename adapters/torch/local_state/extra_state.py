@@ -1,4 +1,4 @@
-"""``extra_state``: what the user wants back besides model, optimizer and schedule.
+"""Saves and restores ``extra_state``, the objects that a user wants back besides model, optimizer and schedule.
 
 Three kinds, by what the object is:
 
@@ -53,7 +53,7 @@ class ExtraState:
         self._memories = {name: ApartMemory() for name in self._changing}
 
     def notes(self) -> list[str]:
-        """What those should know who train on several ranks."""
+        """Warnings for jobs with several ranks."""
         return [
             f"{_path(name)} holds statistics of BatchNorm ({layer}), which differ between ranks: after a restore every "
             "rank has those of the rank that saved. For the bits of each rank use SyncBatchNorm, or let the average "
@@ -73,7 +73,14 @@ class ExtraState:
         return tuple(self._changing)
 
     def capture(self, name: str) -> tuple[bytes, Sequence[Kept]]:
-        """The state of a changing object now: its bytes, but for large arrays, which are live memory with a stamp."""
+        """Ask a changing object for its state.
+
+        Args:
+            name: of the object.
+
+        Returns:
+            The encoded state without its large arrays, and these arrays as live memory with stamps.
+        """
         encoder = self._encoders[name]
         encoded = encoder.encode(self._changing[name].state_dict())
         return encoded, self._memories[name].look_at(encoder.apart)
@@ -195,7 +202,14 @@ class ApartMemory:
         self._kept: list[Kept] = []
 
     def look_at(self, arrays: Sequence[Any]) -> Sequence[Kept]:
-        """Their live memory, with stamps; the same list as the last time when nothing has changed."""
+        """The memory of these arrays, with stamps that change with the bytes.
+
+        Args:
+            arrays: the large arrays of the state, always in the same order.
+
+        Returns:
+            The same list as the last time if nothing has changed.
+        """
         if not arrays and not self._kept:
             return self._kept
         del self._places[len(arrays) :]
@@ -220,7 +234,7 @@ def _placed(array: Any) -> _Place:
 
 
 def _has_changed(place: _Place, array: Any) -> bool:
-    """Whether the bytes are others than the last time; ``place`` is of ``array`` then."""
+    """Whether the bytes differ from the last time. ``place`` describes ``array`` afterwards."""
     address, version, size = _facts(array)
     same = address == place.address and size == len(place.view)
     moved = version != place.version
@@ -240,7 +254,7 @@ def _has_changed(place: _Place, array: Any) -> bool:
 
 
 def _facts(array: Any) -> tuple[int, int, int]:
-    """Address, counter and bytes."""
+    """Address, version counter and size in bytes of an array."""
     if isinstance(array, Tensor):
         version = -1 if array.is_inference() else array._version  # such a tensor has no counter
         return array.data_ptr(), version, array.numel() * array.element_size()

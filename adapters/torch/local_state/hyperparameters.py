@@ -1,8 +1,8 @@
-"""The hyperparameters of param groups, as they were at one moment.
+"""Copies the hyperparameters of param groups as they are at one moment.
 
-A job may have a thousand groups, and they are looked at twice in each step. So all values of an optimizer are taken as
-one list, and compared as one: a dictionary for each group, made in each step, would keep the garbage collector busy
-with everything that the process holds. The dictionaries are made when somebody asks for them.
+A job may have a thousand groups, and they are looked at twice in each step. So all values of an optimizer are copied to
+one list and compared as one. A dictionary for each group in each step would keep the garbage collector busy. The
+dictionaries are made when they are asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ParamGroups = list[dict[str, Any]]
 
 @dataclass(slots=True)  # frozen it would take three times as long to make
 class _Columns:
-    """All groups of one optimizer; not to be changed.
+    """The hyperparameters of all groups of one optimizer. Immutable.
 
     Args:
         lengths: values in each group.
@@ -59,7 +59,7 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Of all param groups of some optimizers.
+    """The hyperparameters of all param groups of some optimizers.
 
     Args:
         columns: of each optimizer.
@@ -69,14 +69,19 @@ class Hyperparameters:
 
     @staticmethod
     def of(optimizers: Sequence[Optimizer], before: Hyperparameters | None = None) -> Hyperparameters:
-        """As they are now. May be called from any thread; what has not changed since ``before`` is that."""
+        """Copy the hyperparameters as they are now. May be called on any thread.
+
+        Args:
+            optimizers: whose param groups are looked at.
+            before: an earlier copy; parts of it that have not changed are used again.
+        """
         if before is None:
             return Hyperparameters([_looked_at(each.param_groups, None) for each in optimizers])
         now = [_looked_at(each.param_groups, old) for each, old in zip(optimizers, before.columns, strict=True)]
         return before if all(map(is_, now, before.columns)) else Hyperparameters(now)
 
     def groups(self) -> list[ParamGroups]:
-        """Of each optimizer."""
+        """The param groups of each optimizer, as dictionaries without parameters."""
         return [columns.groups() for columns in self.columns]
 
 
@@ -96,7 +101,7 @@ def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
 
 
 def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], values: list[Any]) -> _Columns:
-    """The long way, where values are of other kinds than before, or can change in place."""
+    """Copy all values; needed where types have changed, or values can change in place."""
     types = [*map(type, values)]
     others = [index for index, kind in enumerate(types) if kind not in PLAIN]
     copies = None
@@ -117,5 +122,5 @@ def _equal(values: list[Any], last: list[Any]) -> bool:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether this can only be replaced, not changed."""
+    """Whether a value cannot change in place."""
     return type(value) is tuple and PLAIN.issuperset(map(type, value))

@@ -44,7 +44,7 @@ class RngState:
         self._live = live_memory(self._torch)
 
     def capture(self) -> list[Buffer]:
-        """The state of every stream now. Some parts are live memory: copy them before the next random number."""
+        """The state of every random stream. Some parts are live memory: copy them before the next random number."""
         python, python_gauss, numpy, numpy_gauss = self._host.capture()
         host = self._live if self._live is not None else _tensor_bytes(self._torch.get_state())
         device = _capture_device(self._devices)
@@ -52,9 +52,12 @@ class RngState:
         return [_HEADER.pack(_MAGIC, *sizes), python, python_gauss, numpy, numpy_gauss, host, device]
 
     def standing(self) -> Callable[[], bool] | None:
-        """To be asked behind ``capture``: what tells whether its parts are still all there is to be said.
+        """A function that tells whether the parts of the last ``capture`` still describe all streams.
 
-        Live memory has become what the stream is now. None: not all of it is live.
+        Parts in live memory follow their streams. The function is false when a stream was replaced.
+
+        Returns:
+            None if a part is not live memory.
         """
         host = self._host.standing() if self._live is not None else None
         if host is None or not _backends.cuda.is_built():
@@ -111,7 +114,7 @@ _LOOKED_THROUGH = 512
 
 
 def live_memory(generator: torch.Generator) -> memoryview | None:
-    """The stream of a host generator as the memory it lies in; None where that cannot be told: another torch."""
+    """The memory of a CPU generator's state; None if this torch keeps it in another way."""
     try:
         offset = _offset() if sys.byteorder == "little" else None
         found: Any = generator
@@ -122,7 +125,7 @@ def live_memory(generator: torch.Generator) -> memoryview | None:
 
 @functools.cache
 def _offset() -> int | None:
-    """Where in a generator its stream lies, found and checked on a private one."""
+    """Where in a generator its state lies: found and checked on a generator of our own."""
     probe: Any = torch.Generator()
     probe.manual_seed(20_11)
     begin = _OFFICIAL.unpack(_tensor_bytes(probe.get_state()))
@@ -174,7 +177,7 @@ def _generators(devices: Sequence[int]) -> list[torch.Generator]:
 
 
 def _capture_device(devices: Sequence[int]) -> bytes:
-    """Seeds and offsets of the CUDA devices' generators, one behind the other.
+    """Seeds and offsets of the CUDA generators, concatenated.
 
     They live on the host: nothing waits for a device. A CUDA graph keeps an offset on the device for its own launches;
     what it has used up is added on the host when the graph is launched.

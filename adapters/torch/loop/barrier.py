@@ -50,17 +50,17 @@ COMES_S = 1800.0
 
 
 class Frozen(Protocol):
-    """The processor, as the barrier needs it."""
+    """What the barrier needs of the processor."""
 
     gate: Gate
     on_death: Callable[[], None]
 
     @property
     def page_dir(self) -> Path | None:
-        """Where ranks of this host may share memory."""
+        """A directory in which ranks of this host may share memory."""
 
     def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
-        """This rank cannot train on."""
+        """Say that this rank cannot train on."""
 
 
 def needs_barrier(layout: Layout, undo: str | None) -> bool:
@@ -72,7 +72,7 @@ def needs_barrier(layout: Layout, undo: str | None) -> bool:
 
 
 class UpdateBarrier:
-    """To be made by all ranks at the same point of their programs: it makes a process group.
+    """The barrier before an update. All ranks make it at the same point of their programs: it makes a process group.
 
     Args:
         world_size: ranks of the job; all of them take part.
@@ -130,7 +130,7 @@ class UpdateBarrier:
             return None
 
     def wait(self) -> None:
-        """Return when every rank holds its final gradient, or this one is to make the update without them.
+        """Wait until every rank holds its final gradient, or until this rank is ordered to make the update alone.
 
         Raises:
             RuntimeError: a rank died or does not come: like any collective of the program.
@@ -155,19 +155,19 @@ class UpdateBarrier:
             stream.watch(self._turn)
 
     def updated(self) -> None:
-        """The update is over, on the host."""
+        """Say that the update is finished on the host."""
         if self.stream is not None:
             self.stream.updated()
 
     def close(self) -> None:
-        """Let go of the courier. The training thread makes no more updates."""
+        """End the thread that meets other hosts. The training thread makes no more updates."""
         if self.stream is not None:
             self.stream.close()
         for courier in self._couriers:
             courier.close()
 
     def _ring(self) -> None:
-        """The training thread, if it waits here, is to look at the gate."""
+        """Wake the training thread, if it waits here, so that it looks at the gate."""
         with contextlib.suppress(OSError):
             run(self.meeting.ring())
 
@@ -203,7 +203,7 @@ class UpdateBarrier:
 
 
 class Courier:
-    """A thread that meets those of other hosts, for all ranks of this one.
+    """A thread that meets the couriers of other hosts, on behalf of all ranks of this one.
 
     Args:
         meeting: of this host.
@@ -216,7 +216,7 @@ class Courier:
         threading.Thread(target=self._run, name="ttp-courier", daemon=True).start()
 
     def close(self) -> None:
-        """End, when all couriers have come to where they are."""
+        """End the thread when all couriers have come to the present meeting."""
         self._closed = True
         run(self._meeting.ring_front())
 

@@ -29,7 +29,7 @@ log = logging.getLogger("ttp.adapters.torch")
 
 
 class BetweenSteps:
-    """Keeps what is needed to go back from between two steps of one version. For the training thread.
+    """Copies what is needed to go back to the last version between two steps of the next. For the training thread.
 
     Args:
         turns: of the optimizers.
@@ -46,15 +46,15 @@ class BetweenSteps:
         self._told = False
 
     def before_turn(self, version: int, number: int, within: bool) -> bool:
-        """This optimizer is about to step, in the update after ``version``. Never raises.
+        """Copy what this optimizer is about to change, in the update after ``version``. Never raises.
 
         Args:
             version: finished updates.
-            number: of the optimizer.
-            within: training may stand in its step too.
+            number: of the optimizer, from 0.
+            within: training may also be interrupted inside of its step.
 
         Returns:
-            Whether there is a way back to ``version``.
+            Whether training can go back to ``version``.
         """
         whole, owners = self._whole or self._turns.by_hand, self._owners[number]
         if not owners or (self._turns.is_last(number) and not (whole or within)):

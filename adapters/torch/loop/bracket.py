@@ -1,4 +1,4 @@
-"""The bracket around an update: when it begins and ends, and what is captured for it."""
+"""The bracket around an update: tells when the update begins and ends, and captures the rank-local state for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NOT_EVALUATED = "{0}.step(closure) has not called its closure: ttp was told of 
 
 
 class Capture(Protocol):
-    """``LocalCapture``, as hooks need it."""
+    """The methods of ``LocalCapture`` that hooks use."""
 
     def capture(self, version: int, final: bool) -> None:
         """Take the rank-local state of this moment; never raises."""
@@ -54,16 +54,16 @@ class Capture(Protocol):
 
 
 def _nothing(*_: object) -> None:
-    """There is nothing to do."""
+    """Does nothing."""
 
 
 def _no_way_back(_version: int, _number: int, _within: bool) -> bool:
-    """Nothing is kept."""
+    """Says that nothing was copied, so that there is no way back."""
     return False
 
 
 class Calls(NamedTuple):
-    """Who else has something to do around an update. All are called on the training thread.
+    """Functions that are called around an update, all of them on the training thread.
 
     Args:
         before_gate: when the gradient is reduced; may block, and raise like any collective.
@@ -156,7 +156,7 @@ class Bracket:
         self._no_sync = NoSync(nn.Module())
 
     def step_done(self) -> None:
-        """The user says that a step is done, with what follows the update; from the first call on this ends the update.
+        """End the version: the user says that a step is done. From now on only this call ends versions.
 
         Without an update since the last call (a skipped step) nothing happens.
 
@@ -176,6 +176,14 @@ class Bracket:
             except Exception:
                 self._complain()
             self._capture.capture(self._version(), True)
+
+    def settled(self) -> None:
+        """All that follows the last finished update is done: a framework says so, whose versions end with the step."""
+        try:
+            self._post_step.at_gate()
+        except Exception:
+            self._complain()
+        self._capture.capture(self._version(), True)
 
     # --------------------------------------------------------------------------------------------------- the update
 
@@ -218,7 +226,7 @@ class Bracket:
         self._number, self._opened = number, False
 
     def _evaluate(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
-        """What the optimizer calls in place of ``closure``: behind it the gradient is there, and nothing is written."""
+        """Evaluate a closure. Afterwards the gradient is final, and nothing has been written."""
         self._closures += 1
         try:
             result = closure(*args, **kwargs)
@@ -340,7 +348,7 @@ class Bracket:
             log.error(_LEFT, self._version())
 
     def _pass(self) -> None:
-        """One more point of the step."""
+        """Raise the mark of the step by one."""
         self._mark += 1
         self._reporter.mark = self._mark
         if self._evaluating:
@@ -354,7 +362,7 @@ class Bracket:
             log.warning("%s", text)
 
     def _complain(self) -> None:
-        """Say once that something of ours has just raised."""
+        """Log, once, that code of ttp has raised."""
         if not self._complained:
             self._complained = True
             log.warning("ttp could not follow an update; training goes on", exc_info=True)

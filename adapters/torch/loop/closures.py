@@ -1,10 +1,4 @@
-"""``optimizer.step(closure)``: where the update begins in it.
-
-A closure makes the forward and the backward pass. As long as the optimizer has not written anything, the copy is whole,
-and a rank that is lost in the closure can be rescued: so the update begins when the closure has returned. That is right
-where ``step()`` evaluates it once, and does nothing before. All of torch's optimizers do, but for LBFGS. Of others
-the code is read, and only what is clearly so counts; with all the rest the update begins with ``step()``.
-"""
+"""Finds the beginning of the update in ``optimizer.step(closure)``."""
 
 from __future__ import annotations
 
@@ -81,7 +75,7 @@ class _Reader:
         self._name = name
 
     def uses(self, tree: ast.AST) -> list[ast.Call]:
-        """Where the closure is called or handed on."""
+        """Where the closure is called or passed on."""
         return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and self._is_use(node)]
 
     def before(self, statements: Sequence[ast.stmt]) -> bool | None:

@@ -19,7 +19,7 @@ _LISTED_MAX = 3
 
 
 class CombinedOptimizer(Optimizer):
-    """A view: it has no state, no param groups and no step of its own.
+    """A view of several optimizers as one. It has no state, no param groups and no step of its own.
 
     Args:
         members: whose parameters are disjoint.
@@ -32,12 +32,12 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # an attribute of Optimizer: here a view
-        """Those of all members, live."""
+        """The live param groups of all members."""
         return [group for member in self.members for group in member.param_groups]
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override] # the same
-        """That of all members, live; what is set goes to the member that updates the parameter."""
+        """The live state of all members. What is set goes to the member that updates the parameter."""
         return _States(self.members)
 
 

@@ -25,13 +25,13 @@ _LISTED_MAX = 3
 
 
 def unowned(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Those of ``parameters`` that no optimizer has."""
+    """The parameters that no optimizer has."""
     owned = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     return {name: p for name, p in parameters.items() if id(p) not in owned}
 
 
 class Followers:
-    """For the training thread.
+    """Watches parameters that no optimizer has during the first updates. For the training thread.
 
     Args:
         model: the registered one: its forward pass ends what follows an update.
@@ -60,7 +60,11 @@ class Followers:
         self._handles = [each.register_forward_pre_hook(Hook(self._forward)) for each in _called(model)]
 
     def updated(self) -> bool:
-        """An update is finished. Whether anything is to be looked at from now on."""
+        """Note that an update is finished.
+
+        Returns:
+            Whether to call it after the next update too.
+        """
         self._updates += 1
         if self._updates > _UPDATES_WATCHED:
             self.close()
@@ -69,7 +73,7 @@ class Followers:
         return True
 
     def at_gate(self) -> None:
-        """The next update is about to begin.
+        """Check the parameters, just before the next update.
 
         Raises:
             UsageError: parameters were moved since the last forward pass began.
@@ -87,7 +91,7 @@ class Followers:
             )
 
     def close(self) -> None:
-        """Look at nothing any more."""
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._mark = [], None
@@ -101,7 +105,7 @@ class Followers:
                 self._found(moved)
 
     def _moved(self) -> list[str]:
-        """Which were changed since this was asked last."""
+        """Names of the parameters that changed since the last call."""
         before = self._mark
         if before is None:
             return []

@@ -16,7 +16,7 @@ _tracer: Callable[[], Any] | None = getattr(_eval_frame, "get_eval_frame_callbac
 
 
 class Hook(partial[Any]):
-    """A hook that stays with the object it was registered on: in copies and pickles of that it does nothing.
+    """A hook that acts only for the object that it was registered on; in copies and pickles of it, it does nothing.
 
     A copy of a model (an average of its weights, a checkpoint of the whole module) is not the model that is trained: it
     may not report into the job, nor carry the job with it.

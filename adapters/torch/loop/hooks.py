@@ -91,7 +91,7 @@ def attach(
 
 
 class Attachment(Bracket):
-    """A ``Bracket``, its hooks where torch calls them, and those hooks that lie outside of the update."""
+    """A ``Bracket`` with its hooks registered in torch, and the hooks that lie outside of the update."""
 
     __slots__ = ("_backward_begins", "_handles", "_strangers", "_task")
 
@@ -122,7 +122,7 @@ class Attachment(Bracket):
             self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
 
     def __call__(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

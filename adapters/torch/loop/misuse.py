@@ -1,4 +1,4 @@
-"""Ways of updating weights that cannot be protected, noticed before they write anything."""
+"""Refuses ways of updating weights that cannot be protected, before they write anything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WAY_OUT = (
 
 
 def capturing() -> bool:
-    """Whether the work of this thread goes into a CUDA graph instead of being done."""
+    """Whether work of this thread is recorded in a CUDA graph instead of being done."""
     return _CUDA_BUILT and bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
 
 
@@ -69,7 +69,7 @@ def refuse_in_step(optimizer: Optimizer) -> NoReturn:
 
 
 class Strangers:
-    """Notices optimizers that update the registered model and were not registered. Nothing is known before they step.
+    """Notices optimizers that update the registered model and were not registered, when they step.
 
     Args:
         optimizers: the registered ones.
@@ -93,7 +93,7 @@ class Strangers:
         self._handle = register_optimizer_step_pre_hook(Hook(before, traced=False))
 
     def remove(self) -> None:
-        """Look at nobody any more."""
+        """Stop watching."""
         self._handle.remove()
 
     def _look_at(self, optimizer: Optimizer) -> None:

@@ -1,11 +1,11 @@
-"""Backward passes that give nothing away: gradient accumulation under ``no_sync``.
+"""Recognises backward passes that only accumulate gradients under ``no_sync``.
 
-A provisional capture belongs before the moment at which a rank's gradients can leave it. Under ``no_sync`` a backward
-pass of DistributedDataParallel only adds to the local gradients, so none is needed there.
+A provisional capture is needed before a rank's gradients can reach other ranks. Under ``no_sync`` a backward pass of
+DistributedDataParallel only adds to the local gradients, so none is needed there.
 
-What DistributedDataParallel says is believed only of programs that were seen to work like that: the last backward pass
-before the update was one that reduces. Otherwise (all passes under ``no_sync``, and a reduction of the program's own;
-a forward pass outside of the ``no_sync`` that its backward pass is in) every backward pass gets its capture.
+This is used only for programs whose last backward pass before an update was one that reduces. In other programs (all
+passes under ``no_sync`` and a reduction of their own; a forward pass outside of the ``no_sync`` of its backward pass)
+every backward pass gets its capture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ttp.adapters.torch.sharding.ddp_buckets import Ddp
 
 
 class NoSync:
-    """Tells which backward passes of ``model`` cannot give gradients away.
+    """Tells which backward passes of ``model`` send no gradients to other ranks.
 
     Args:
         model: the outermost module that the loop calls.
@@ -31,7 +31,7 @@ class NoSync:
         self._reduced = False
 
     def withholds(self) -> bool:
-        """A backward pass begins: whether nothing of it can leave this rank."""
+        """Called when a backward pass begins: whether none of its gradients can leave this rank."""
         for ddp in self._reducing:
             if ddp.require_backward_grad_sync or ddp.require_forward_param_sync:
                 self._reduced = True
@@ -40,12 +40,12 @@ class NoSync:
         return self._usual
 
     def at_gate(self) -> None:
-        """All backward passes of the update are through."""
+        """Called when all backward passes of the update are over."""
         self._usual = self._reduced
 
 
 def _is_all_theirs(model: nn.Module, ddps: Sequence[Ddp]) -> bool:
-    """Whether no gradient is anybody else's to reduce."""
+    """Whether these modules reduce every gradient of the model."""
     theirs = {
         id(parameter)
         for ddp in ddps

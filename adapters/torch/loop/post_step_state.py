@@ -1,4 +1,4 @@
-"""What a training loop does between ``optimizer.step()`` and the next forward pass: it belongs to the version too.
+"""Keeps what a training loop does between ``optimizer.step()`` and the next forward pass, as a part of the version.
 
 A version is finished when the optimizer's step is. The *post-step* calls follow: ``scheduler.step()``,
 ``scaler.update()``, an average of the weights. After each update the state of scheduler and scaler, and the param
@@ -39,7 +39,7 @@ _FOUND_INF = "found_inf "
 
 
 class _Snapshot(NamedTuple):
-    """The state of one version.
+    """Scheduler, scaler and param groups as they belong to one version.
 
     Args:
         version: finished updates.
@@ -59,7 +59,7 @@ class _Snapshot(NamedTuple):
 
 
 class PostStepState:
-    """Follows one training loop. Methods of the training thread store to memory only; the others run on any thread.
+    """Follows one training loop. Methods for the training thread write to memory only; others run on any thread.
 
     Args:
         optimizers: whose param groups belong to the version.
@@ -100,17 +100,17 @@ class PostStepState:
 
     @property
     def wants_forward(self) -> bool:
-        """Whether ``forward_entered`` tells it anything."""
+        """Whether ``forward_entered`` has to be called."""
         return self._averages or self._may_follow or bool(self._habits) or self._scaler is not None
 
     # --------------------------------------------------------------------------------------------- training thread
 
     def followed(self) -> None:
-        """Something follows the weights after an update, as an average does."""
+        """Note that the program changes tensors after an update, as an average of the weights does."""
         self._averages = True
 
     def restored(self, version: int) -> None:
-        """The objects hold the state of ``version``."""
+        """Note that the objects hold the state of ``version``."""
         for habit in self._habits:
             habit.leading = False  # a step that loading made says nothing of the loop
         self._older.clear()
@@ -118,19 +118,19 @@ class PostStepState:
         self._open, self._entered = False, True
 
     def forward_entered(self, training: bool) -> None:
-        """A forward pass of the model begins; one for evaluation may come before the scheduler's step."""
+        """Note that a forward pass begins. One for evaluation may come before the scheduler's step."""
         if self._open and training:
             self._end_post_step()
         self._entered = True
 
     def at_gate(self) -> None:
-        """The next update is about to begin, or to wait."""
+        """Note that the next update is about to begin."""
         if self._open:
             self._end_post_step()
         self._entered = True
 
     def update_finished(self, version: int, whole: bool = False) -> None:
-        """The copy is of ``version`` now.
+        """Note that an update is finished.
 
         Args:
             version: finished updates.
@@ -145,7 +145,7 @@ class PostStepState:
         self._entered, self._open = whole, not whole
 
     def step_done(self) -> None:
-        """The post-step of the last version is done: the user says so."""
+        """Note that the user has declared the step done, with all that follows the update."""
         self._snapshot = self._after(self._snapshot, training=True)
         self._open, self._entered = False, True
 
@@ -163,7 +163,7 @@ class PostStepState:
     # -------------------------------------------------------------------------------------------------- any thread
 
     def done(self) -> bool:
-        """Whether everything that follows the last update has been done."""
+        """Whether all calls that follow the last update have returned."""
         if self._entered:
             return True
         last = self._snapshot
@@ -171,7 +171,7 @@ class PostStepState:
         return schedules and self._scaler_done(self._is_updated(last)) and not self._averages
 
     def foreseen(self) -> bool:
-        """Whether what is still to follow the last update is known, so that a save can say what is due."""
+        """Whether it is known which calls follow an update: then a save can note them as due."""
         return not self._averages and all(habit.leading or habit.learned(self._ended) for habit in self._habits)
 
     def _scaler_done(self, updated: bool) -> bool:
@@ -194,11 +194,11 @@ class PostStepState:
         return replace(job, scaler_skipped=pending and _skipped(found.scaler))
 
     def param_groups(self, version: int, job: JobState | None = None) -> list[ParamGroups]:
-        """The hyperparameters of ``version``, per optimizer: a leading scheduler has changed the live ones already.
+        """The hyperparameters of ``version``, per optimizer. A leading scheduler has changed the live ones already.
 
         Args:
             version: finished updates.
-            job: what ``job_state`` has said: the groups are of the same moment.
+            job: what ``job_state`` has returned: the groups are of the same moment.
         """
         found = self._of(version)
         if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
@@ -225,7 +225,7 @@ class PostStepState:
         return self._snapshot, [False] * len(self._habits)
 
     def _due(self, last: _Snapshot, entered: bool) -> list[bool]:
-        """Of which schedulers a step is due on top of ``last``; of none if all of them can be read as they are now."""
+        """For each scheduler whether a step is due on top of ``last``; all false if each can be read as it is now."""
         pairs = list(zip(self._habits, last.schedules, strict=True))
         began = [habit.began(before) for habit, before in pairs]
         half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
@@ -235,7 +235,7 @@ class PostStepState:
         return [b or m for b, m in zip(began, missing, strict=True)]
 
     def skipped(self) -> bool:
-        """Whether the scaler has left out a step at its last update. Waits for the device: for rare cases."""
+        """Whether the scaler left out the last step. Waits for the device."""
         if self._scaler is None:
             return False
         now, before = _scaler_state(_scaler_numbers(self._scaler)), _scaler_state(self._snapshot.scaler)
@@ -253,7 +253,7 @@ class PostStepState:
         )
 
     def _take(self, version: int, last: _Snapshot | None = None) -> _Snapshot:
-        """All of it, as of now; what has not changed is that of ``last``."""
+        """A snapshot of this moment; parts that have not changed are those of ``last``."""
         if last is None:
             schedules, groups = tuple(map(Habit.look, self._habits)), Hyperparameters.of(self._optimizers)
         else:
@@ -292,7 +292,7 @@ class PostStepState:
         return {key: self._numbers.bring(value) for key, value in numbers.items()}
 
     def _found_infs(self) -> dict[str, Any]:
-        """What optimizers that take the scale themselves were told: whether to skip the step."""
+        """The flags by which fused optimizers were told to leave out the step."""
         found = [told for opt in self._optimizers if (told := getattr(opt, "found_inf", None)) is not None]
         return {f"{_FOUND_INF}{number}": told for number, told in enumerate(found)}
 
@@ -305,14 +305,14 @@ class PostStepState:
 
 
 def listed(one_or_several: Any) -> list[Any]:
-    """What was given where one object, None, or a list of both may be: the objects."""
+    """The objects of an argument that may be one object, None, or a list."""
     if isinstance(one_or_several, (list, tuple)):
         return [each for each in one_or_several if each is not None]
     return [] if one_or_several is None else [one_or_several]
 
 
 def _scaler_numbers(scaler: Any) -> dict[str, Any]:
-    """What ``state_dict()`` shows, before it waits for the device to show it."""
+    """The values of ``state_dict()``, without waiting for the device."""
     try:
         scale, tracker = scaler._scale, scaler._growth_tracker
         return {

@@ -1,4 +1,4 @@
-"""What is reported of an update where the state lies on devices."""
+"""Reports updates to the processor where the state lies on devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("ttp.adapters.torch")
 
 
 class DeviceReporter:
-    """Marks on the device where a gradient is reduced and where an update begins, to tell what has happened there."""
+    """Puts marks on the device where a gradient is reduced and where an update begins."""
 
     def __init__(self, processor: Processor, source: TorchSource) -> None:
         self._processor, self._reduced, self._begun = processor, source.reduced, source.begun

@@ -1,8 +1,8 @@
-"""What a loop does with one LR scheduler, as far as it is learned from what the scheduler says of itself.
+"""Learns what a loop does with one LR scheduler.
 
-Nobody is told when a scheduler is stepped: that would take another method or class for an object that is not ours.
-It is looked at instead. Schedulers of torch count their steps, and the last thing a step does is to make a new list of
-the rates it has set: so one can tell a step that is over from one that is being made, or that raised.
+No hook tells when a scheduler is stepped, and its class and methods must stay as they are. So it is read. Schedulers of
+torch count their steps, and the last thing that a step does is to make a new list of the rates that it has set. Thereby
+a finished step can be told from one that still runs, or that raised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PLAIN = frozenset({float, int, bool, str, type(None)})
 
 
 class Reading(NamedTuple):
-    """Where a scheduler was.
+    """The state of a scheduler at one moment.
 
     Args:
         state: its ``state_dict()``, containers copied.
@@ -30,12 +30,12 @@ class Reading(NamedTuple):
     rates: Any
 
     def moved(self, now: Reading) -> bool:
-        """Whether a step has begun between this and ``now``, as far as can be told."""
+        """Whether a step began between this reading and ``now``, as far as can be told."""
         return now.counters != self.counters or now.rates is not self.rates
 
 
 class Habit:
-    """Methods of one thread at a time, but for ``look``, ``began`` and ``through``.
+    """How a loop steps one scheduler. Not for several threads at once, except ``look``, ``began`` and ``through``.
 
     Args:
         scheduler: anything with ``step`` and ``state_dict``.
@@ -55,7 +55,7 @@ class Habit:
         """As many as the last post-step had."""
 
     def look(self, before: Reading | None = None) -> Reading:
-        """Where it is; with the state of ``before`` if it has not been stepped since."""
+        """Read the scheduler. The state of ``before`` is used again if it has not been stepped since."""
         counters, rates = counters_of(self.scheduler), getattr(self.scheduler, "_last_lr", None)
         tells = bool(counters) or rates is not None
         if before is not None and tells and rates is before.rates and counters == before.counters:
@@ -77,7 +77,7 @@ class Habit:
         return found
 
     def steps_since(self, before: Reading, now: Reading | None = None) -> int:
-        """How often it was stepped, until it was read again; 0 where it does not count."""
+        """How many steps were made between two readings; 0 if the scheduler does not count them."""
         if now is before:
             return 0
         counters = counters_of(self.scheduler) if now is None else now.counters
@@ -85,36 +85,36 @@ class Habit:
         return 1 if grown > 1 and _counts_samples(self.scheduler) else grown
 
     def began(self, before: Reading) -> bool:
-        """Whether a step has begun since, as far as can be told."""
+        """Whether a step has begun since ``before``, as far as can be told."""
         return counters_of(self.scheduler) != before.counters or self.through(before)
 
     def through(self, before: Reading) -> bool:
-        """Whether a step is over that began since."""
+        """Whether a step that began since ``before`` has ended."""
         return getattr(self.scheduler, "_last_lr", None) is not before.rates
 
     def is_at(self, reading: Reading) -> bool:
-        """Whether it still is where it was."""
+        """Whether the scheduler is still where it was at this reading."""
         return not self.began(reading)
 
     def post_step_ended(self, steps: int) -> None:
-        """The loop has made so many steps of it after an update."""
+        """Note how many steps the loop has made after an update."""
         self.leading = self.leading and not steps
         self.single_steps = self.single_steps + 1 if steps == 1 else 0
         self.steps_expected = steps
 
     def learned(self, ended: int) -> bool:
-        """Whether every update, or at least the last two of so many, had exactly one step of it behind it."""
+        """Whether each update, or at least the last two of ``ended``, was followed by exactly one step."""
         return ended > 0 and self.single_steps >= min(2, ended)
 
     def done(self, before: Reading) -> bool:
-        """Whether nothing more of it follows the last update, which ended at ``before``."""
+        """Whether all steps that follow the last update have been made."""
         if self.began(before) and not self.through(before):
             return False
         return self.steps_since(before) >= self.steps_expected if self.steps_expected else self.leading
 
 
 def counters_of(scheduler: Any) -> tuple[int, ...]:
-    """What the scheduler counts its steps with; of one that is made of others, what those do."""
+    """The numbers with which a scheduler counts its steps; of a container of schedulers, those of the first."""
     steps, epoch = getattr(scheduler, "_step_count", None), getattr(scheduler, "last_epoch", None)
     if type(steps) is int:
         return (steps, epoch) if type(epoch) is int else (steps,)
@@ -136,7 +136,7 @@ def _counts_samples(scheduler: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """``value`` with its containers and tensors copied, so that it stays as it is; nothing waits for a device."""
+    """A copy of ``value`` with its containers and tensors; later changes do not reach it. Waits for no device."""
     kind = type(value)
     if kind in PLAIN:
         return value

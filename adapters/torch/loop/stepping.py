@@ -1,8 +1,4 @@
-"""Whether ``optimizer.step()`` still runs: torch calls no hook when it raises.
-
-A hook cannot catch what ``step()`` raises, and a program may catch it and go on. So whoever has to know looks at the
-stack of the training thread: ``step()`` runs as long as torch's wrapper around it is there.
-"""
+"""Tells whether ``optimizer.step()`` still runs. Torch calls no hook when it raises."""
 
 from __future__ import annotations
 
@@ -38,14 +34,14 @@ class Stepping:
         """Calls that have begun and not ended, as far as the hooks know."""
 
     def entered(self) -> None:
-        """``step()`` begins."""
+        """Note that ``step()`` begins."""
         if not self.depth:
             self._thread = threading.get_ident()
             self._shows = sys._getframe(_USUAL).f_code is _WRAPPER or _is_near(sys._getframe())
         self.depth += 1
 
     def returned(self) -> int:
-        """``step()`` has returned; how many calls still run."""
+        """Note that a call of ``step()`` has returned; returns how many calls still run."""
         if self.depth:
             self.depth -= 1
         return self.depth

@@ -1,14 +1,4 @@
-"""The barrier before an update on the training's stream: the device waits in it, and its host runs ahead.
-
-Between the last gradient and the first write the host queues a mark, and behind it a wait for a word of pinned memory;
-then it goes on. A thread sleeps until the mark is reached, meets those of the other ranks as ``barrier.py`` does on the
-host, and writes the number of the meeting into the word. So the kernels of an update run when all ranks hold their
-gradients, on whichever host, and nobody waits for that but the device.
-
-Whoever is frozen while its device stands there is at the version before and holds the gradient of the next: ``held``.
-To make that update without the others (redo) is to write the word: what has to run then is queued already, and the wait
-of the next update holds the device again. Decision 33 says why this is sound, and what has never been run.
-"""
+"""The barrier before an update, executed by the device: the training's stream waits, and the host runs ahead."""
 
 from __future__ import annotations
 
@@ -37,7 +27,7 @@ _Turn = tuple[int, int, Event]
 
 
 class StreamBarrier:
-    """Lets the host run ahead, once it is known that it may.
+    """Lets the host run ahead when it is known that a stream of this device can wait for the host.
 
     Args:
         meeting: of this rank with the others.
@@ -86,7 +76,7 @@ class StreamBarrier:
     # ----------------------------------------------------------------------------------------------- training thread
 
     def ready(self, turn: int) -> bool:
-        """Whether the host need not wait in this meeting."""
+        """Whether the host need not wait itself in this meeting."""
         self._watch.close()  # of an update that was left by an exception
         if self._on is None and self._waited:
             self._decide(f"optimizer.step() waits for the device ({self._waited[0]})")
@@ -101,7 +91,7 @@ class StreamBarrier:
             self._watch.enter_context(self._runtime.noticing(self._waited))
 
     def updated(self) -> None:
-        """It is over."""
+        """Note that the update is over."""
         self._watch.close()
 
     def queue(self, turn: int, version: int) -> None:
@@ -130,12 +120,16 @@ class StreamBarrier:
     # ---------------------------------------------------------------------------------------------------- any thread
 
     def held(self, version: int) -> bool:
-        """Whether the device stands in front of the update to ``version``, with its gradient."""
+        """Whether the device waits before the update to ``version``, with its gradient."""
         held = self._held
         return held is not None and held[1] == version
 
     def admit(self, version: int) -> bool:
-        """Let the device make that update without the others. Whether it stands in front of it."""
+        """Let the device make this update without the other ranks.
+
+        Returns:
+            Whether the device was waiting before it.
+        """
         if not self.held(version):
             return False
         self._admitted = version
@@ -144,7 +138,7 @@ class StreamBarrier:
         return True
 
     def close(self) -> None:
-        """No more updates. A device that stands in front of one stays there."""
+        """No more updates are made. A device that waits before one keeps waiting."""
         self._watch.close()
         self._inbox.put(None)
 

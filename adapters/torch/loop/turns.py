@@ -1,12 +1,12 @@
-"""Whose steps make one version, where a training has several optimizers.
+"""Finds out whose steps make one version, in a training with several optimizers.
 
-The first version shows the order: it ends when each of them has stepped once, and from then on with the step of the one
-that came last. A loop in which they step a different number of times (five steps of a critic for one of the generator)
-has no such order; it has to say where its iterations end, by ``step_done()``. That is found out at the first step that
-does not fit, and said, because versions that are counted wrongly are restored wrongly.
+The first version shows the order: it ends when each optimizer has stepped once. From then on a version ends with the
+step of the one that came last. A loop in which they step a different number of times (five steps of a critic for one of
+the generator) has no such order and must call ``step_done()`` at the end of its iterations. That is found out at the
+first step that does not fit, and raised: versions that are counted wrongly are restored wrongly.
 
-Whether the loop learns (a backward pass) between the steps of one version is learned too. If it does, a rank may be
-killed, or wait for one that was, when some optimizers have stepped and others have not: see ``between.py``.
+Whether there is a backward pass between the steps of one version is learned too. If there is, a rank may die, or wait
+for one that died, when only some of the optimizers have stepped: see ``between.py``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Turns:
         """Whether each step makes a version: then nothing else here needs to be asked, or told."""
 
     def ends_by_hand(self) -> bool:
-        """From now on the loop says when a version ends. Whether it did before."""
+        """From now on the loop says when a version ends. Returns whether it did so before."""
         before, self.by_hand, self.simple = self.by_hand, True, False
         return before
 
@@ -79,11 +79,11 @@ class Turns:
         return {*self._made, number} == set(range(len(self._names))) and len(set(self._made)) == len(self._made)
 
     def overdue(self, number: int) -> bool:
-        """Whether the version should have ended before this step: the scaler has left out the one it ends with."""
+        """Whether the version should have ended before this step: the scaler has left out its last step."""
         return not (self.by_hand or self._hidden) and number in self._made and self._scaled and self._skipped()
 
     def begins(self, number: int) -> None:
-        """An optimizer is about to step, and what is overdue has been ended.
+        """Note that an optimizer is about to step.
 
         Raises:
             UsageError: it is not its turn: where versions end cannot be told.
@@ -105,22 +105,22 @@ class Turns:
             raise UsageError(self._irregular(number))
 
     def ended(self, number: int) -> bool:
-        """An optimizer has stepped. Whether the version is finished by that."""
+        """Note that an optimizer has stepped. Returns whether the version is finished."""
         finished = self.is_last(number)
         self._made.append(number)
         return finished
 
     def backward(self) -> None:
-        """A backward pass has begun."""
+        """Note that a backward pass has begun."""
         if self._made and not self._chained:
             self.interleaved = True
 
     def forget(self) -> None:
-        """The version was left half made, and the loop begins another one."""
+        """Note that the version was abandoned, and that the loop begins another one."""
         self._made = []
 
     def over(self) -> None:
-        """The version is finished; the next step begins another one."""
+        """Note that the version is finished."""
         made, self._made = tuple(self._made), []
         if len(set(made)) < len(self._names):
             return  # the scaler has left out a step, or the user has said so: nothing is to be learned

@@ -25,7 +25,7 @@ _Mark = tuple[list[int], list[Tensor]]
 
 
 class Untouched:
-    """For the training thread.
+    """Compares the weights between the backward passes of one iteration. For the training thread.
 
     Args:
         optimizers: as the user gave them; their parameters are looked at.
@@ -42,13 +42,17 @@ class Untouched:
         self._mark: _Mark | None = None
 
     def stepped(self) -> bool:
-        """A step has changed the weights. Whether anything is to be looked at from now on."""
+        """Note that a step has changed the weights.
+
+        Returns:
+            Whether ``backward`` has to be called from now on.
+        """
         self._mark = None
         self._steps += 1
         return self._always or self._steps <= _STEPS_WATCHED[-1]
 
     def backward(self) -> None:
-        """A backward pass has begun, outside of any step.
+        """Check the weights at the beginning of a backward pass outside of any step.
 
         Raises:
             UsageError: the weights are not what they were at the last one, and no step came in between.

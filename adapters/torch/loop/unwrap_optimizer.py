@@ -1,9 +1,4 @@
-"""Optimizers that have others inside: which of them keep the state, and whose steps are the update.
-
-Sharding optimizers have one inside, of the parameters of this rank: it keeps the state. Wrappers and containers
-(Lookahead, torchtitan's container, accelerate's) have one or several in their attributes, which own the parameters that
-the wrapper shows as its own.
-"""
+"""Looks into optimizers that wrap others: which of them keep the state, and whose steps are the update."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
-    """Whether it is one of these."""
+    """Whether the optimizer shards its state over ranks and exchanges the weights after its step."""
     return isinstance(optimizer, ReplicatedOptimizer) or is_torch_zero(optimizer)
 
 
@@ -52,7 +47,7 @@ def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def owners_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Those that keep the state of its parameters: the innermost ones of wrappers and containers."""
+    """The optimizers inside of wrappers and containers that keep the state of the parameters."""
     inside = wrapped_by(optimizer)
     return [owner for each in inside for owner in owners_of(each)] if inside else [optimizer]
 

@@ -1,1 +1,1 @@
-"""Puts a checkpoint back into live objects. Start with ``restore``."""
+"""Loads a checkpoint into live objects. Start with ``restore``."""

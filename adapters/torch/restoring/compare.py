@@ -1,4 +1,4 @@
-"""Does a checkpoint belong to this model and this optimizer? Asked before anything is modified."""
+"""Checks that a checkpoint belongs to this model and this optimizer, before anything is modified."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SavedGroups = Sequence[Mapping[str, Any]]
 def model_differences(
     names: ModelNames, items: Sequence[IndexEntry], left_out: Collection[str], cutter: Cutter | None = None
 ) -> list[str]:
-    """Names that only one side has, and names whose shape or dtype differ; sentences, empty when all is well."""
+    """Sentences about names that only one side has, and about other shapes or dtypes; empty: there are none."""
     here: dict[str, str] = {
         name: _signature(
             str(tensor.dtype).removeprefix("torch."),
@@ -64,7 +64,7 @@ def is_left_out(extra_state: str, left_out: Collection[str]) -> bool:
 
 
 def optimizer_differences(names: ModelNames, optimizer: Optimizer, saved: SavedGroups, saved_kind: str) -> list[str]:
-    """As above for the optimizer: its class and settings, and which parameter is in which param group."""
+    """Sentences about the class, the settings, and which parameter is in which param group; empty: nothing differs."""
     groups = optimizer.param_groups
     here, there = _settings(groups), _settings(saved)
     if saved_kind and saved_kind != optimizer_kind(optimizer) and here != there:

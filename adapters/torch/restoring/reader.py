@@ -1,9 +1,4 @@
-"""Reads a checkpoint through ``torch.distributed.checkpoint`` without ever unpickling what could run code.
-
-Stock torch loads ``.metadata`` by pickle and plain values by ``torch.load(weights_only=False)``. Here the description
-comes from the manifest, which is JSON, and values are loaded with ``weights_only=True``. Everything else is torch's
-own: a job of another world size or sharding asks for other parts of the tensors and gets them.
-"""
+"""Reads a checkpoint through ``torch.distributed.checkpoint`` without unpickling anything that could run code."""
 
 from __future__ import annotations
 
@@ -51,14 +46,14 @@ class ManifestReader(FileSystemReader):
         self._metadata = build_metadata(items_of(pieces), StorageMeta())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What ``.metadata`` says, made from the manifest."""
+        """The contents of ``.metadata``, made from the manifest."""
         if self._metadata.storage_meta is not None:
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """The default planner, but plain values are loaded with ``weights_only=True``."""
+    """The default planner, except that plain values are loaded with ``weights_only=True``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put one plain value into the state dict."""
@@ -87,7 +82,7 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
 
 
 def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[StatePath, Sequence[Chunk]]]) -> None:
-    """Fill the memory of chunks that torch itself has no description for: several of one tensor.
+    """Fill chunks that torch itself cannot describe: several of one tensor on one rank.
 
     What is read is what overlaps them, one saved piece at a time: that is the memory it takes.
 
@@ -112,7 +107,7 @@ def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[StatePath
 
 
 def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> None:
-    """Copy what of one saved piece belongs to any of the chunks; the piece is read if something does.
+    """Copy the overlap of one saved piece with any of the chunks. The piece is read only if there is one.
 
     Raises:
         CheckpointError: its file cannot be read, or is not what the table says.
@@ -133,7 +128,7 @@ Slices = tuple[slice, ...]
 def overlap(
     offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[Slices, Slices] | None:
-    """Where what two boxes of a tensor have in common lies in the one and in the other; None: they have nothing."""
+    """Where the intersection of two rectangles of a tensor lies in each of them; None: they have nothing in common."""
     bounds = zip(offsets, sizes, others, other_sizes, strict=True)
     spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds]
     if any(begin >= end for begin, end in spans):
@@ -157,7 +152,7 @@ def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool =
 
 
 def read_values(path: Path, items: Sequence[IndexEntry]) -> dict[str, Any]:
-    """These items as nested state of their own, on the CPU. For small ones: every item is read whole.
+    """Read these items, whole, on the CPU, as a nested state of their own. For small items.
 
     Raises:
         CheckpointError: a file cannot be read, or is not what the table says.

@@ -1,4 +1,4 @@
-"""The part of an adapter that puts a checkpoint into the registered objects."""
+"""Loads a checkpoint into the objects that were registered with an adapter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger("ttp.adapters.torch")
 
 
 class Restoring(abc.ABC):
-    """Restores what ``TorchAdapter`` was given; see there for the attributes."""
+    """Restores what ``TorchAdapter`` was given. The attributes are described there."""
 
     _model: nn.Module
     _optimizer: Optimizer
@@ -53,14 +53,14 @@ class Restoring(abc.ABC):
         """How the state is spread over the ranks."""
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
-        """Agree through the default process group where there is one; alone otherwise."""
+        """Agree on a checkpoint through the default process group; without one this rank decides alone."""
         mine = RestoreView(Rank(0), found, skipped)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return agree([mine])
         return agree(_gather_views(mine))
 
     def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
-        """Put a checkpoint that was verified into the registered objects.
+        """Load a verified checkpoint into the registered objects.
 
         Raises:
             CheckpointError: it belongs to another model, or cannot be read. Nothing has been changed then.
@@ -96,7 +96,7 @@ class Restoring(abc.ABC):
         return Version(restored.version)
 
     def _load_modules(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Averages of the weights and other modules given as extra state."""
+        """Load averages of the weights and other modules that were given as extra state."""
         items = [item for item in items_of(manifest.pieces) if item.path[0] == "extra"]
         values = read_values(checkpoint, items).get("extra", {})
         for name, module in self._extra.modules.items():
@@ -112,7 +112,7 @@ class Restoring(abc.ABC):
     def _load_local(
         self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int, world_size: int
     ) -> list[str]:
-        """What only one rank had. In a world of another size nobody is who they were: see docs/concepts.md."""
+        """Load the rank-local state. In a world of another size it is made anew: see docs/concepts.md."""
         constant = restored.job.extra.get("constant", {})
         same_world = self._same_places(manifest, world_size)
         local = read_local_state(checkpoint, manifest.pieces, rank if same_world else 0)
@@ -135,7 +135,7 @@ class Restoring(abc.ABC):
         ]
 
     def _number(self, rank: int, world_size: int) -> int:
-        """What tells the random streams of ranks apart beside their seeds.
+        """A number that makes the random streams of ranks differ beside their seeds.
 
         Nothing where there are several shards: ranks of one tensor-parallel group have to draw the same.
         """
@@ -143,7 +143,7 @@ class Restoring(abc.ABC):
         return 0 if several else rank
 
     def _same_places(self, manifest: Manifest, world_size: int) -> bool:
-        """Whether a rank of this job is the rank of that number in the job that saved: the same world, cut alike."""
+        """Whether each rank holds what the rank of its number held in the job that saved."""
         if world_size != manifest.world_size or not connected(world_size):
             return world_size == manifest.world_size
         here = self.sharding(world_size).layout.groups.values()
@@ -151,7 +151,7 @@ class Restoring(abc.ABC):
 
 
 def reseed(version: int, rank: int) -> None:
-    """New random streams that depend on the job's seed, the version and the rank, and on nothing else."""
+    """Set new random streams that depend only on the job's seed, the version and the rank."""
     seed = (torch.initial_seed() * 1_000_003 + version * 7919 + rank) % (1 << 63)
     torch.manual_seed(seed)
     random.seed(seed)
@@ -166,8 +166,8 @@ def _gather_views(mine: RestoreView) -> list[RestoreView]:
         {"candidates": [[c.version, c.manifest_digest, c.name] for c in mine.candidates], "skipped": list(mine.skipped)}
     )
     views = []
-    for rank, blob in enumerate(gather_bytes(data)):
-        seen = decode(blob)
+    for rank, answer in enumerate(gather_bytes(data)):
+        seen = decode(answer)
         candidates = tuple(Candidate(Version(v), digest, name) for v, digest, name in seen["candidates"])
         views.append(RestoreView(Rank(rank), candidates, tuple(seen["skipped"])))
     return views

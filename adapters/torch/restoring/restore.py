@@ -1,8 +1,4 @@
-"""Puts a checkpoint back into a live model, optimizer, scheduler and scaler, bit for bit.
-
-``optimizer.load_state_dict`` is not used: it casts moments to the dtype of the parameters. The optimizer's state is
-built from the checkpoint's table, so that no step has to be faked: weights and random numbers stay as they are.
-"""
+"""Loads a checkpoint into a live model, optimizer, scheduler and scaler, bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ _GROUPS = ("optim", "param_groups")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What came back.
+    """What was restored.
 
     Args:
         version: finished updates.
@@ -110,7 +106,7 @@ def restore_into(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What is read of a checkpoint before anything is modified: descriptions of all, values of what is small."""
+    """What is read before anything is modified: the descriptions of all values, and the small values."""
 
     path: Path
     manifest: Manifest
@@ -149,7 +145,7 @@ def _read(
 
 
 def _owner(item: IndexEntry) -> str:
-    """The parameter or buffer that it is, or that the optimizer keeps it for; empty: of none."""
+    """The parameter or buffer to which a saved value belongs; empty: to none."""
     at = 2 if item.path[:2] in (_STATE, _GROUPS) else 1 if item.path[0] == "model" else len(item.path)
     return str(item.path[at]) if at < len(item.path) else ""
 
@@ -200,7 +196,7 @@ def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
 
 
 def _make_buffers(saved: _Saved, names: ModelNames) -> None:
-    """Room for those that had been made, or had grown, when the checkpoint was made."""
+    """Make those buffers that the program had made, or made larger, when the checkpoint was made."""
     changing, live = names.of_any_shape, names.buffers
     for item in saved.model:
         name, form = str(item.path[1]), (item.shape, item.torch_dtype) if item.is_tensor else None
@@ -213,7 +209,7 @@ def _make_buffers(saved: _Saved, names: ModelNames) -> None:
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """``tensor`` itself; a fresh one when its elements share memory (expanded): torch refuses to write there."""
+    """``tensor`` itself, or a new one if its elements share memory: torch refuses to write to such a tensor."""
     tensor = tensor.detach()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlaps(tensor) else tensor
 
@@ -246,7 +242,7 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
 
 
 def _fill(saved: _Saved, values: dict[StatePath, Any], cutter: Cutter) -> None:
-    """Load the optimizer's values: tensors are written into, others are replaced."""
+    """Load the optimizer's values: write into tensors, replace other values."""
     target: dict[str, Any] = {}
     pieces: list[tuple[StatePath, Sequence[Chunk]]] = []
     for steps, value in values.items():
@@ -265,7 +261,7 @@ def _fill(saved: _Saved, values: dict[StatePath, Any], cutter: Cutter) -> None:
 def _empty(
     item: IndexEntry, owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]], devices: Mapping[str, str], cutter: Cutter
 ) -> Tensor:
-    """Room for one tensor of the optimizer's state, where the optimizer would have put it itself."""
+    """A tensor for one value of the optimizer's state, on the device on which the optimizer would have put it."""
     owner = str(item.path[2])
     if owner not in owners:
         return torch.empty(item.shape, dtype=item.torch_dtype)
@@ -305,7 +301,7 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _frozen_otherwise(names: ModelNames, optimizer: Optimizer, job: JobState) -> list[str]:
-    """``requires_grad`` is the program's own: it may have changed in the course of the training that was saved."""
+    """Notes on parameters whose ``requires_grad`` differs: the program sets it, and may change it while training."""
     if not isinstance(saved := job.extra.get(FROZEN), list):
         return []  # an older ttp has saved it
     here = frozen(names, optimizer)
@@ -338,7 +334,7 @@ SavedGroups = Sequence[Mapping[str, Any]]
 
 
 def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]) -> SavedGroups:
-    """The saved settings in groups as ``optimizer`` has them, with the names of their parameters in ``params``.
+    """The saved settings in the groups that ``optimizer`` has, with names of parameters in ``params``.
 
     Args:
         saved: a list of groups, or settings by parameter.
@@ -360,7 +356,7 @@ def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: C
 
 
 def added_since(saved: SavedGroups, names: ModelNames, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The last of ``saved``, for ``add_param_group``, where ``optimizer`` has less and could take them; else none.
+    """Groups that the saved optimizer had more than this one, ready for ``add_param_group``; empty if they do not fit.
 
     Args:
         saved: as ``groups_for`` returns them.

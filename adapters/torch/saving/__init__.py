@@ -1,1 +1,1 @@
-"""Writes shards as ``.distcp`` files that stock torch reads. Start with ``checkpoint``."""
+"""Writes shards as ``.distcp`` files, which stock torch reads. Start with ``checkpoint``."""

@@ -1,12 +1,4 @@
-"""Writes one shard as one ``.distcp`` file, alone: no process group, no store, no help from the main thread.
-
-Each value is a blob of ``torch.save``, one after the other, exactly as ``FileSystemWriter`` of stock torch lays them
-out. What stock keeps in ``.metadata`` is returned as the piece's table; ``metadata.finalise`` makes the one out of the
-other when the pieces of all shards are there.
-
-Memory: the state is streamed. Beside it there is one copy of the largest tensor that is not contiguous, and whatever
-``to_host`` needs for the largest tensor on an accelerator; not a second state.
-"""
+"""Writes one shard as one ``.distcp`` file, without a process group, a store, or the main thread."""
 
 from __future__ import annotations
 
@@ -23,7 +15,7 @@ from torch import Tensor
 
 from ttp.adapters.torch.saving.flatten_state import ToHost, dump, leaves, whole
 from ttp.adapters.torch.saving.piece_index import SHARD_KIND, IndexEntry, encode_table
-from ttp.adapters.torch.saving.tensor_serializer import BlobWriter
+from ttp.adapters.torch.saving.tensor_serializer import TensorWriter
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
@@ -81,7 +73,7 @@ def write_shard(
     progress: Progress | None = None,
     deal: Deal = _everything,
 ) -> Piece:
-    """Write ``state`` to ``draft/file`` and return when it is on the disk.
+    """Write ``state`` to ``draft/file`` and return when it is durable.
 
     Args:
         draft: the draft directory; it exists.
@@ -114,13 +106,13 @@ def write_shard(
 
 
 class _ShardWriter:
-    """Writes value after value and keeps the table."""
+    """Writes the values of a shard one after the other and records where each is."""
 
     def __init__(self, stream: _Stream, file: str, to_host: ToHost) -> None:
         self._stream = stream
         self._file = file
         self._to_host = to_host
-        self._blobs = BlobWriter(stream)
+        self._serializer = TensorWriter(stream)
         self._tensors: dict[
             tuple[Any, ...], IndexEntry
         ] = {}  # tied weights are stored once, and listed under all their names
@@ -129,15 +121,15 @@ class _ShardWriter:
         self.left_out: list[str] = []
 
     def write(self, entries: Iterable[Leaf]) -> None:
-        """Append all of them."""
+        """Append all values."""
         for path, int_keys, value in entries:
             self._stream.check()
             name = IndexEntry(path, self._file, self._stream.position, 0, int_keys=int_keys)
             if (chunks := chunks_of(value)) is not None:
                 self.items += [self._write_tensor(name, chunk) for chunk in chunks]
-            elif (blob := self._dump(value)) is not None:
-                self._stream.write(memoryview(blob))
-                self.items.append(replace(name, length=len(blob)))
+            elif (data := self._dump(value)) is not None:
+                self._stream.write(memoryview(data))
+                self.items.append(replace(name, length=len(data)))
             else:
                 self.left_out.append(name.key)
         self._stream.check()
@@ -153,9 +145,9 @@ class _ShardWriter:
         if first is not None:
             return replace(first, path=name.path, int_keys=name.int_keys)
         at = self._stream.position
-        blob = whole(self._to_host(tensor).to(dtype))
-        self._blobs.write(blob)
-        _give_back(blob, tensor)
+        copied = whole(self._to_host(tensor).to(dtype))
+        self._serializer.write(copied)
+        _give_back(copied, tensor)
         item = replace(
             name,
             offset=at,
@@ -179,7 +171,7 @@ class _ShardWriter:
 
 
 def chunks_of(value: Any) -> Sequence[Chunk] | None:
-    """The parts of a tensor that are to be written; None: it is none."""
+    """The chunks of a tensor that are to be written; None: ``value`` is no tensor."""
     if isinstance(value, Tensor):
         return (Chunk(value, tuple(value.shape), (0,) * value.dim()),)
     if isinstance(value, tuple):
@@ -200,7 +192,7 @@ def _give_back(copy: Tensor, of: Tensor) -> None:
 
 
 def objection(key: str, tensor: Tensor) -> str:
-    """Why ``tensor`` has no form on disk that stock torch loads without unpickling classes; empty: it has one."""
+    """Why stock torch could not load this tensor without unpickling classes; empty: it can."""
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
         return ""
     return (
@@ -211,7 +203,7 @@ def objection(key: str, tensor: Tensor) -> str:
 
 
 class _Stream:
-    """What ``torch.save`` writes to. Once something goes wrong it accepts everything and does nothing.
+    """The stream that ``torch.save`` writes to. After an error it accepts everything and does nothing.
 
     torch's zip writer does not survive an exception from ``write``: it replaces it by one of its own, and in some
     versions ends the process from a destructor. So the first problem is kept, and raised by ``check``.
@@ -232,7 +224,7 @@ class _Stream:
         return data.nbytes
 
     def flush(self) -> None:
-        """Nothing: the target is flushed once, at the end."""
+        """Does nothing: the file is flushed once, at the end."""
 
     def check(self) -> None:
         """Raise the first problem, or ``Cancelled``."""

@@ -1,8 +1,4 @@
-"""Nested state as a list of values with paths, by the rules of ``torch.distributed.checkpoint``.
-
-Stock torch flattens a state dict before it plans a load; a checkpoint written by us must have the same keys. Torch's
-own function is private and switches its rules by a global, so the rules are written down here; a test compares the two.
-"""
+"""Flattens a nested state into a list of values with paths, by the rules of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def put(root: MutableMapping[Any, Any], path: StatePath, value: Any, int_keys: Sequence[int] = ()) -> None:
-    """Set ``value`` at ``path``, making the mappings and lists on the way: the inverse of :func:`leaves`."""
+    """Set ``value`` at ``path``; missing mappings and lists are made. The inverse of :func:`leaves`."""
     node: Any = root
     for depth, step in enumerate(path):
         key: Any = int(step) if depth in int_keys else step
@@ -90,7 +86,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def dump(value: Any, to_host: ToHost) -> bytes | None:
-    """``value`` as bytes that ``torch.load(..., weights_only=True)`` reads, or None when there is no such form.
+    """``value`` as bytes that ``torch.load(..., weights_only=True)`` reads; None: there is no such form.
 
     None also when the value's own code fails: one odd setting may not cost the whole checkpoint.
 

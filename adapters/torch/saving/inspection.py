@@ -1,4 +1,4 @@
-"""Whether replicas still agree: a digest of what must be equal on them, and tensors that hold NaN or Inf.
+"""Compares replicas before a save: a digest of what must be equal on them, and the names of tensors with NaN or Inf.
 
 Looked at are parameters and the optimizer's tensors. Left out is what may differ between healthy replicas: buffers
 (BatchNorm statistics, until the next forward pass broadcasts them), plain numbers and param groups (a schedule may have
@@ -68,7 +68,7 @@ class ComparedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was seen.
+    """What an inspection found.
 
     Args:
         digest: equal on replicas that are equal, at one version and in one mode.
@@ -80,7 +80,7 @@ class Findings:
 
 
 def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
-    """The tensors to look at, each once, by name; see the module's text for what is left out."""
+    """The tensors to compare, each once, by name. The text of the module says which are left out."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     state = optimizer_state(names, optimizer)["state"]
     found: dict[int, ComparedTensor] = {}
@@ -95,7 +95,7 @@ def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
 def leaves_of(
     sharding: Sharding, shard: Shard, everything: Iterable[ComparedTensor], names: ModelNames
 ) -> list[ComparedTensor]:
-    """Those that this rank holds for ``shard``, as plain memory."""
+    """The tensors that this rank holds of ``shard``, as plain memory."""
     wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
     return [
         replace(leaf, tensor=tensor)
@@ -106,7 +106,7 @@ def leaves_of(
 
 
 def agreed_on(names: ModelNames) -> Callable[[StatePath], bool]:
-    """Whether what is at a path of the state is compared between replicas, so that a mixture of theirs is as good."""
+    """Whether the value at a path is compared between replicas, so that parts of several replicas fit together."""
     known = set(names.parameters)
 
     def agreed(path: StatePath) -> bool:
@@ -118,7 +118,7 @@ def agreed_on(names: ModelNames) -> Callable[[StatePath], bool]:
 
 
 class Inspector:
-    """Looks at tensors; not for several threads at once.
+    """Computes digests of tensors. Not for several threads at once.
 
     Args:
         mode: ``sample`` or ``all``.
@@ -137,7 +137,7 @@ class Inspector:
 
     @torch.no_grad()
     def look(self, leaves: Iterable[ComparedTensor], version: int) -> Findings:
-        """Look at the state of ``version``. Nobody changes it meanwhile.
+        """Inspect the state of ``version``, which nothing may change meanwhile.
 
         Raises:
             TimeoutError: the device does not answer.
@@ -157,7 +157,7 @@ class Inspector:
         return Findings(digest.hexdigest(), tuple(bad)[:_BAD_MAX])
 
     def _packs(self, known: Sequence[ComparedTensor], version: int) -> Iterator[list[tuple[ComparedTensor, Tensor]]]:
-        """Pieces of one dtype, in one memory, up to the limit together."""
+        """Tensors of one dtype that lie in one memory, together, up to the limit."""
         pack: list[tuple[ComparedTensor, Tensor]] = []
         size = 0
         for leaf, piece in self._pieces(known, version):
@@ -239,7 +239,7 @@ def _sample(memory: Tensor, share: int, version: int) -> Tensor:
 
 
 def _rows(data: Tensor) -> Any:
-    """Its bytes, a contiguous stretch at a time, without a copy."""
+    """The bytes of a tensor as contiguous stretches, without a copy."""
     rows: Any = data.view(torch.uint8).numpy()
     return rows if data.dim() == 2 else (rows,)
 

@@ -1,4 +1,4 @@
-"""What is equal on every rank and saved once: version, learning-rate schedule, loss scale, bucket layout."""
+"""The state that is equal on all ranks and saved once: version, learning-rate schedule, loss scale, bucket layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FROZEN = "frozen"
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Where one LR scheduler is.
+    """The state of one LR scheduler.
 
     Args:
         state: its ``state_dict()``.
@@ -65,7 +65,7 @@ class JobState:
         scaler: dict[str, Any] | None = None,
         scaler_pending: bool = False,
     ) -> JobState:
-        """That of ``version``, with any number of LR schedulers."""
+        """The job state of ``version``, with any number of LR schedulers."""
         one = schedules[0] if len(schedules) == 1 else None
         return cls(
             version=version,

@@ -1,4 +1,4 @@
-"""Makes ``.metadata``, by which stock torch finds its way in a checkpoint, out of the pieces' tables."""
+"""Makes ``.metadata``, the index of stock torch, from the tables of the pieces."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _place(item: IndexEntry, index: int) -> tuple[MetadataIndex, filesystem._Sto
 
 
 def _problem(chunks: Sequence[IndexEntry]) -> str:
-    """Why these chunks are not one tensor, or nothing. Inside, disjoint and of the right volume is an exact cover."""
+    """Why these chunks do not make one tensor; empty: they do. Disjoint chunks inside of it of its volume cover it."""
     first = chunks[0]
     for other in chunks[1:]:
         if (other.path, other.dtype, other.shape) != (first.path, first.dtype, first.shape):
@@ -135,7 +135,7 @@ def _inside(chunk: IndexEntry) -> bool:
 
 
 def _overlap(chunks: Sequence[IndexEntry]) -> tuple[IndexEntry, IndexEntry] | None:
-    """Two chunks with an element in common. A sweep along the first dimension that is cut most often."""
+    """Two chunks that have an element in common, or None. Sweeps along the dimension that is cut most often."""
     solid = [chunk for chunk in chunks if prod(chunk.sizes)]
     if len(solid) < 2:
         return None

@@ -1,8 +1,4 @@
-"""The table of contents of a shard file: what is in it, and where.
-
-It travels with the piece (``Piece.table``, JSON) into the manifest, so that a checkpoint can be described, checked and
-loaded without unpickling anything. Defaults are left out, because a large model has tens of thousands of items.
-"""
+"""The index of a shard file: which values are in it, and where."""
 
 from __future__ import annotations
 
@@ -66,7 +62,7 @@ class IndexEntry:
 
     @property
     def is_tensor(self) -> bool:
-        """Otherwise it is a plain value, a blob of ``torch.save``."""
+        """Otherwise it is a plain value, as ``torch.save`` writes it."""
         return bool(self.dtype)
 
     @property
@@ -182,7 +178,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def _check_tree(items: Iterable[IndexEntry]) -> None:
-    """That values have places of their own: what holds others is either a mapping or a list, and no value."""
+    """Check that no value has the path of another value's container."""
     holds_index: dict[StatePath, bool] = {}
     paths = {item.path: item.file for item in items}
     for path, file in paths.items():

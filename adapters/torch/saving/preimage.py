@@ -1,4 +1,4 @@
-"""The state before an update, kept until the next one: what ``undo="preimage"`` costs memory for.
+"""Copies the state before an update and keeps the copy until the next one (``undo="preimage"``).
 
 Just before the first write of each update, parameters, the optimizer's tensors, registered averages, and what of the
 model was seen to follow the weights as an average does (``followers.py``) are copied into memory that is used again for
@@ -39,7 +39,7 @@ _Copies = list[tuple[Tensor, Tensor]]  # where to, where from
 
 @dataclass(slots=True)
 class Image:
-    """The state of one version.
+    """A copy of the state of one version.
 
     Args:
         version: finished updates.
@@ -58,17 +58,20 @@ class Image:
     serial: int = 0
 
     def state_of(self, optimizer: Optimizer) -> dict[Any, Any]:
-        """Like ``optimizer.state``; of optimizers that have not stepped since, and were not copied, the live one."""
+        """Like ``optimizer.state``.
+
+        Optimizers that were not copied have not stepped since: their live state is returned.
+        """
         others = (member for member in members_of(optimizer) if id(unwrap_optimizer(member)) not in self.members)
         return self.state | {owner: value for member in others for owner, value in list(member.state.items())}
 
     def of(self, live: Any) -> Any:
-        """The copy of a live tensor; anything else as it is."""
+        """The copy of a live tensor; any other value as it is."""
         return self.copies.get(id(live), live)
 
 
 class PreImage:
-    """Keeps the state that the running, or else the last, update started from.
+    """Keeps a copy of the state that the running update, or else the last one, started from.
 
     Args:
         optimizer: whose parameters and state; may be several combined.
@@ -122,7 +125,7 @@ class PreImage:
             log.warning("updates cannot be undone from now on, training goes on: %s", problem)
 
     def forget(self) -> None:
-        """The state was replaced: what is kept belongs to nothing."""
+        """Drop the copy: the state has been replaced."""
         self._images.clear()
 
     @torch.no_grad()
@@ -188,28 +191,28 @@ class PreImage:
 
     @property
     def version(self) -> int | None:
-        """Of what is kept; None while nothing is, or while it is being replaced."""
+        """The version of the copy; None: there is no copy, or it is being made."""
         image = self._kept()
         return None if image is None else image.version
 
     @property
     def broken(self) -> bool:
-        """Whether no copies are made any more."""
+        """Whether copies could not be made and are not made any more."""
         return self._broken
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the version, so that a finished update can be undone; else a running one only."""
+        """Whether all of the version was copied: then a finished update can be undone, else only a running one."""
         image = self._kept()
         return image is not None and len(image.members) == len(self._members) and image.modules
 
     @property
     def nbytes(self) -> int:
-        """What it takes of memory."""
+        """Bytes of memory that the copy takes."""
         return sum(memory.nbytes for memory in list(self._memory.values()))
 
     def wait(self, timeout_s: float) -> None:
-        """Until the device has made the last copies; not for the training thread."""
+        """Wait until the device has made the last copies. Not for the training thread."""
         self._taken.wait(self._serial, timeout_s)
 
     def _kept(self) -> Image | None:
@@ -234,7 +237,7 @@ class PreImage:
 
 
 def _carry_out(copies: _Copies) -> None:
-    """All copies in as few calls as there are kinds: mixed kinds would be copied one by one on a device."""
+    """Make all copies, with one call for each kind: torch copies mixed kinds one by one on a device."""
     kinds: defaultdict[tuple[Any, Any], _Copies] = defaultdict(list)
     for copy in copies:
         kinds[copy[0].device, copy[0].dtype].append(copy)

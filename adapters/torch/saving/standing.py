@@ -1,4 +1,4 @@
-"""Where the training state of one rank stands: of which version it is, on its devices too, and what can be done."""
+"""Tells which version the state of one rank is of, on its devices too, and which versions it can provide."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COPIES_S = 1.0
 
 
 class Standing(PagedSource):
-    """The part of ``TorchSource`` that looks at fences, images and the gate; see ``StateSource``.
+    """The part of ``TorchSource`` that answers for fences, copies and the gate; see ``StateSource``.
 
     Args:
         optimizer: the registered optimizer.
@@ -83,11 +83,11 @@ class Standing(PagedSource):
         return version
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether none of the devices holds it."""
+        """Whether a tensor is on none of the devices."""
         return holder(self.runtimes, tensor) is None
 
     def _marks(self) -> tuple[int, ...]:
-        """How far the device has come, as far as can be told: as long as that changes it moves."""
+        """How far the device has come. While this value changes, the device is working."""
         fences = (self.reduced, self.begun, self.finished)
         return (*(fence.finished_version() for fence in fences), self._capture.arrived)
 
@@ -142,7 +142,7 @@ class Standing(PagedSource):
         return whole and preimage.whole and preimage.version == finished - 1 and not self.may_follow()
 
     def forget_images(self) -> None:
-        """The state was replaced: what is kept of another one belongs to nothing."""
+        """Drop all copies: the state has been replaced."""
         for preimage in (self.preimage, self.between.preimage if self.between is not None else None):
             if preimage is not None:
                 preimage.forget()

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, as references to live tensors: nothing is copied here."""
+"""Collects what a checkpoint consists of, as references to live tensors. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ttp.adapters.torch.sharding.names import ModelNames
 def checkpoint_state(
     names: ModelNames, optimizer: Optimizer, captured: Mapping[str, Any], job: JobState, image: Image | None = None
 ) -> dict[str, Any]:
-    """The state of one shard, ready for ``write_shard``.
+    """Collect the state of one shard for ``write_shard``.
 
     ``model`` and ``optim`` are what ``get_state_dict(model, optimizer)`` of torch returns. ``scheduler`` is there for
     people who load the checkpoint without ttp; ttp itself reads the job state.
@@ -48,7 +48,7 @@ def checkpoint_state(
 
 
 def model_state(names: ModelNames, captured: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``model.state_dict()`` would show, without running any of its hooks.
+    """The contents of ``model.state_dict()``, without running any of its hooks.
 
     Args:
         names: of the registered model.
@@ -101,13 +101,13 @@ def groups_with(
 
 
 def frozen(names: ModelNames, optimizer: Optimizer) -> list[str]:
-    """Names of the parameters that ``optimizer`` has and that take no gradient now."""
+    """Names of the parameters of ``optimizer`` that take no gradient now."""
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [name for name, p in names.parameters.items() if id(p) in owned and not p.requires_grad]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in what an optimizer keeps of one parameter, in whatever containers."""
+    """The tensors in the optimizer state of one parameter, inside of any containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -119,6 +119,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:
-    """Its class, or those of several, to recognise a checkpoint of another optimizer."""
+    """The class of the optimizer, or of several, by which a checkpoint of another optimizer is recognised."""
     kinds = (type(unwrap_optimizer(member)) for member in members_of(optimizer))
     return " + ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)

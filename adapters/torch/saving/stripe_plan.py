@@ -1,4 +1,4 @@
-"""Which entries of a shard go into which of its parts: replicas write it side by side without asking each other.
+"""Divides the entries of a shard into parts, which replicas write side by side without asking each other.
 
 All replicas deal alike, because only names, shapes and types count: the tensors that replicas are known to agree on
 (those that ``inspection`` compares) are laid end to end in the order of their names, and that line is cut into parts of
@@ -31,7 +31,7 @@ CUT_MIN = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The ``index``-th of ``count`` parts.
+    """Part ``index`` of ``count``.
 
     Args:
         index: from 1.
@@ -44,7 +44,7 @@ class Share:
     agreed: Callable[[StatePath], bool]
 
     def of(self, entries: Iterable[Leaf]) -> tuple[list[Leaf], str]:
-        """Those of the entries of a shard that are in this part, and the digest of how they were dealt."""
+        """The entries of a shard that are in this part, and a digest of how the shard was divided."""
         listed = sorted(entries, key=lambda entry: tuple(map(str, entry[0])))
         stacks = [chunks_of(value) if self.agreed(path) else None for path, _, value in listed]
         rest = [value for (_, _, value), stack in zip(listed, stacks, strict=True) if stack is None]

@@ -1,9 +1,9 @@
-"""Writes tensors as ``torch.save`` does, and small ones a lot faster.
+"""Writes tensors in the format of ``torch.save``, small ones much faster.
 
-``torch.save`` makes some forty small writes through Python for one tensor, however small it is, and an Adam optimizer
-has a ``step`` tensor of four bytes for every parameter. But without crc32, two tensors of one dtype and layout differ
-in their own bytes only. So the rest is made once and used again. That this holds is not taken for granted: it is
-checked for every layout against two runs of ``torch.save``; where it does not hold, ``torch.save`` writes every tensor.
+``torch.save`` makes some forty small writes for one tensor, and an Adam optimizer has a ``step`` tensor of four bytes
+for every parameter. Without crc32, the files of two tensors of one dtype and layout differ in the bytes of the tensors
+only. So the bytes around them are made once for each layout and used again. That is checked for every layout against
+two runs of ``torch.save``; where it does not hold, ``torch.save`` writes every tensor.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Template = tuple[bytes, bytes]
 
 
 class Stream(Protocol):
-    """Where the bytes go."""
+    """A writable stream."""
 
     def write(self, data: memoryview) -> int:
-        """Append."""
+        """Append ``data``."""
 
     def flush(self) -> None:
-        """For ``torch.save``."""
+        """Called by ``torch.save``."""
 
 
-class BlobWriter:
+class TensorWriter:
     """Writes tensors to ``stream``, which ``torch.save`` would write with crc32 off."""
 
     def __init__(self, stream: Stream) -> None:
@@ -40,7 +40,7 @@ class BlobWriter:
         self._templates: dict[tuple[Any, ...], Template | None] = {}
 
     def write(self, tensor: Tensor) -> None:
-        """Append the blob of ``tensor``, which is on the CPU and owns all of its storage."""
+        """Append ``tensor``, which is on the CPU and owns all of its storage."""
         template = self._template(tensor) if 0 < tensor.nbytes <= _TEMPLATE_BYTES_MAX else None
         if template is None:
             torch.save(tensor, cast("Any", self._stream))
@@ -77,11 +77,11 @@ def _saved(tensor: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def _position(blob: bytes) -> int:
+def _position(data: bytes) -> int:
     """Where in the zip archive the bytes of the only storage begin."""
-    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
         (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    header = blob[entry.header_offset : entry.header_offset + 30]
+    header = data[entry.header_offset : entry.header_offset + 30]
     names, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
     return entry.header_offset + 30 + names + extra
 

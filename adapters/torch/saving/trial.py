@@ -1,4 +1,4 @@
-"""What a save would do, tried at the start without writing anything: nobody should learn at the failure that it cannot.
+"""Tries at the start what a save would do, without writing anything, so that a refusal does not come at the failure.
 
 It is tried twice. When the objects are wrapped, and when they have made their first update: then the optimizer has its
 state, and whatever was done to the model between wrapping and training has been done. What is looked at of a tensor is
@@ -52,7 +52,7 @@ def refusal(state: State, model: nn.Module) -> str:
 
 
 def try_before_training(state: State, model: nn.Module, names: ModelNames, no_memory: Sequence[str]) -> None:
-    """The first try. What the program has to make again by itself is said in the log.
+    """The first try, before training. What the program has to make again by itself is logged.
 
     Args:
         state: see ``refusal``.
@@ -76,7 +76,7 @@ def left_out(state: State) -> list[str]:
 
 
 class Trial:
-    """The second try. All methods are for the training thread.
+    """The second try, after the first update. All methods are for the training thread.
 
     Args:
         optimizers: those whose state is saved.
@@ -126,7 +126,7 @@ class Trial:
             self._finish(self._thread)
 
     def update_finished(self) -> None:
-        """An update is made, and may be reported."""
+        """Note that an update is finished."""
         if self.due and self._thread is None:
             self.due = False
             self._found = "; ".join(self.problems())
@@ -136,7 +136,7 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------- private
 
     def _all(self) -> set[str]:
-        """Names of what is trained; looks at the model again where there is something new."""
+        """Names of what is trained. The model is looked at again if there is something new."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return {self._names.of(parameter) for group in groups for parameter in group["params"]}
 
@@ -165,7 +165,7 @@ class Trial:
                 _log.warning(_NOT_SAVED, key)
 
     def _refuse_replaced(self) -> None:
-        """What may have happened since the objects were wrapped, and before anything was trained."""
+        """Refuse parameters that were replaced after the objects were wrapped and before training."""
         now = ModelNames(self._model, None).parameters
         trained = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         replaced = [
@@ -186,7 +186,7 @@ class Trial:
             )
 
     def _grown(self) -> Iterator[str]:
-        """Buffers that a program which is started again could not take."""
+        """Messages about buffers that have grown, so that a program that starts again could not load them."""
         now = {name: tuple(buffer.shape) for name, buffer in self._names.buffers.items()}
         for name, shape in self._shapes.items():
             if now.get(name, shape) != shape:
@@ -266,7 +266,7 @@ def _storable(value: Any) -> bool:
 
 
 def _same_form(tensor: Tensor) -> Tensor:
-    """For a copy on the host, whose bytes do not matter."""
+    """A tensor of the same form on the host, whose bytes do not matter."""
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 

@@ -1,10 +1,4 @@
-"""What an optimizer keeps where a checkpoint does not look; found when it has made its first update.
-
-A checkpoint holds ``optimizer.state`` of the optimizers that own the parameters. A wrapper may keep something beside
-(Lookahead's slow weights), and an optimizer may keep its moments in attributes of its own. Such a job would be restored
-without a word as one that has forgotten them, so it is refused while nothing is lost: tensors shaped like parameters
-are looked for in what the object holds.
-"""
+"""Finds state that an optimizer keeps where a checkpoint does not look, after its first update."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ as far as it is known."""
 
 
 def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
-    """Every DistributedDataParallel inside of ``model``, around it, or around a part of it; in the model's order.
+    """Every DistributedDataParallel inside of ``model``, around it, or around a part of it, in the order of the model.
 
     Not for every step: where those inside and the ``known`` ones do not reduce all of the model, all objects of the
     process are looked at.
@@ -50,7 +50,7 @@ def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
 
 
 def not_replicated(ddps: Sequence[Ddp]) -> list[Tensor]:
-    """Parameters that these were told to leave alone: nobody makes them equal on all ranks.
+    """Parameters that DistributedDataParallel was told to ignore: nothing makes them equal on all ranks.
 
     What is reduced later than the rest (``delay_all_reduce_named_params``) is not among them, nor what another one of
     these reduces.
@@ -85,7 +85,7 @@ class LayoutWatch:
 
     @property
     def layout(self) -> Layouts | None:
-        """For the step after the last finished update; None: those that DDP begins with. From any thread."""
+        """The layouts for the step after the last finished update; None: those that DDP begins with. Any thread."""
         return _joined({name: watch.layout for name, watch in self._watches.items()})
 
     @property
@@ -94,7 +94,7 @@ class LayoutWatch:
         return _joined({name: watch.previous for name, watch in self._watches.items()})
 
     def look_again(self, model: nn.Module, *, resumed: bool) -> list[str]:
-        """Find those that were made after the first look; once, when the first update is made.
+        """Find modules that were made after the first look. Called once, before the first update.
 
         Args:
             model: the registered one.

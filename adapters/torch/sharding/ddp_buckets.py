@@ -75,7 +75,7 @@ def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
 
 
 def missing_layout(ddp: Ddp) -> str | None:
-    """Why a version without a layout may resume with other bits; None when the layout never changes."""
+    """Why a checkpoint without a layout may resume with other bits; None: the layout never changes."""
     if torch.distributed.get_world_size(ddp.process_group) <= 2 or getattr(ddp, "_use_python_reducer", False):
         return None
     if ddp.find_unused_parameters and not ddp.static_graph:
@@ -84,7 +84,7 @@ def missing_layout(ddp: Ddp) -> str | None:
 
 
 class BucketWatch:
-    """Knows the layout that the next step will use, from the first update on.
+    """Finds out the bucket layout that the next step will use, from the first update on.
 
     It costs a Python call per parameter in the first synchronised backward pass (the second, for a static graph).
 
@@ -110,12 +110,12 @@ class BucketWatch:
 
     @property
     def layout(self) -> str | None:
-        """For the step after the last finished update; None for the one that DDP begins with. From any thread."""
+        """The layout for the step after the last finished update; None: the one that DDP begins with. Any thread."""
         return self._layout or _applied.get(self._ddp)
 
     @property
     def previous(self) -> str | None:
-        """What ``layout`` was before the last update: for a version that is gone back to."""
+        """The value of ``layout`` before the last update, for a save that undoes it."""
         return self.layout if self._settled else self._previous
 
     def update_finished(self) -> bool:
@@ -186,13 +186,13 @@ def _objection(ddp: Ddp, buckets: Buckets, count: int) -> str | None:
 
 
 def _builtin_hook(ddp: Ddp) -> Any:
-    """The communication hook in C++ that is registered; None: there is none."""
+    """The registered communication hook in C++; None: there is none."""
     name = "" if ddp._comm_hooks else str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     return getattr(_dist.BuiltinCommHookType, name.rpartition(".")[2]) if name else None
 
 
 def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], sparse: Any) -> None:
-    """Run DDP's own construction of its reducer, with our answer to the one question that decides the layout."""
+    """Run DDP's own construction of its reducer, but with this bucket layout."""
     answers: list[Buckets] = []
 
     def answer(*_args: Any, **_kwargs: Any) -> tuple[Buckets, list[int]]:
@@ -218,7 +218,7 @@ def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], spars
 
 
 def _rebuilt_buckets(ddp: Ddp, parameters: Sequence[Tensor], sparse: Sequence[bool], order: list[int]) -> Buckets:
-    """What the reducer will make of this order; ``Reducer::rebuild_buckets`` in C++ is the model."""
+    """The buckets that the reducer will make of this order, as ``Reducer::rebuild_buckets`` in C++ does."""
     small_last = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
     if small_last:
         order = order[::-1]
@@ -228,7 +228,7 @@ def _rebuilt_buckets(ddp: Ddp, parameters: Sequence[Tensor], sparse: Sequence[bo
 
 
 def _limits(ddp: Ddp) -> list[int]:
-    """Bytes of the buckets of a rebuilt layout: the first one, then all others."""
+    """Size limits in bytes of the buckets of a rebuilt layout: of the first one, and of all others."""
     config = getattr(ddp, "_bucket_config", None)
     if config is None:  # before torch 2.9
         first = _dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
@@ -239,7 +239,7 @@ def _limits(ddp: Ddp) -> list[int]:
 
 
 def _asking(answer: Callable[..., Any], method: FunctionType) -> Callable[..., Any]:
-    """A function of our own with the code of ``method``, in which ``dist`` answers one question as we want it.
+    """A copy of the function ``method`` in which one call of ``torch.distributed`` returns what ``answer`` says.
 
     The module itself stays as it is: other threads may be making other reducers.
     """
@@ -248,7 +248,7 @@ def _asking(answer: Callable[..., Any], method: FunctionType) -> Callable[..., A
 
 
 class _Dist:
-    """``torch.distributed``, but for the layout of buckets."""
+    """``torch.distributed`` with another ``_compute_bucket_assignment_by_size``."""
 
     def __init__(self, answer: Callable[..., Any]) -> None:
         self._compute_bucket_assignment_by_size = answer

@@ -95,7 +95,7 @@ class FoundSharding:
 
 
 def discover(parts: TrainingObjects) -> FoundSharding:
-    """Ask all ranks what they hold. Every rank calls it at the same point of its program.
+    """Ask all ranks what they hold. Every rank must call it at the same point of its program.
 
     Raises:
         ConfigError: one name stands for two things, or an explicit layout does not fit; the text says what to do.
@@ -128,7 +128,7 @@ def discover(parts: TrainingObjects) -> FoundSharding:
 
 
 def same_shards(views: Sequence[RankShards]) -> dict[Identity, tuple[Rank, ...]]:
-    """The ranks that hold the same, in the order of the lowest of them."""
+    """The groups of ranks that hold the same, ordered by their lowest ranks."""
     found: dict[Identity, list[Rank]] = defaultdict(list)
     for rank in range(len(views)):
         for identity in _identities(views, rank):
@@ -137,7 +137,7 @@ def same_shards(views: Sequence[RankShards]) -> dict[Identity, tuple[Rank, ...]]
 
 
 def _identities(views: Sequence[RankShards], rank: int) -> list[Identity]:
-    """What this rank says of each of its shards, and whom it may share that with."""
+    """For each shard of this rank: what identifies it, and the ranks with which it may be shared."""
     view = views[rank]
     connected = _components(views)[rank]
     return [(said.parts, said.label) if said.label else (said.parts, connected, view.stages) for said in view.shards]
@@ -162,7 +162,7 @@ def _components(views: Sequence[RankShards]) -> list[int]:
 
 
 def refuse_strangers(shards: Mapping[Identity, Sequence[Rank]], views: Sequence[RankShards]) -> None:
-    """Ranks that hold things of equal names and shapes without being connected.
+    """Refuse ranks that hold things of equal names and shapes without being connected.
 
     Raises:
         ConfigError: there are such.
@@ -217,7 +217,7 @@ def refuse_left_alone(views: Sequence[RankShards]) -> None:
 
 
 def named(shards: Mapping[Identity, Sequence[Rank]], world_size: int) -> tuple[Layout, dict[Identity, Shard]]:
-    """Names for people: ``model`` when there is one, else numbers, and ``common`` for what everybody holds."""
+    """Names of shards for people: ``model`` if there is one; else numbers, and ``common`` for what all ranks hold."""
     names: dict[Identity, Shard] = {}
     cut = [identity for identity, ranks in shards.items() if len(ranks) < world_size]
     width = len(str(max(0, len(cut) - 1)))
@@ -229,7 +229,7 @@ def named(shards: Mapping[Identity, Sequence[Rank]], world_size: int) -> tuple[L
 
 
 def explicit(shards: Mapping[Identity, Sequence[Rank]], layout: Layout) -> dict[Identity, Shard]:
-    """The shard that each rank means, where the user has named them.
+    """The shard of each rank, where the user has named the shards.
 
     Raises:
         ConfigError: ranks that should hold the same do not, or two shards are told apart by nothing.

@@ -1,9 +1,4 @@
-"""How a tensor is cut: which part of the whole is in the memory of this rank.
-
-Sharded tensors are recognised by what they are, not by the library that made them: a ``DTensor`` says its mesh and its
-placements. The memory is read directly, never through an operation of the distributed tensor, because the saver's
-thread may not communicate and may not disturb the training thread.
-"""
+"""Tells which chunks of a sharded tensor are in the memory of this rank."""
 
 from __future__ import annotations
 
@@ -26,18 +21,18 @@ _Run = tuple[int, int, int]  # where it begins in the local memory, where in the
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether it is a ``DTensor``; does not import what nobody has imported."""
+    """Whether a tensor is a ``DTensor``. Does not import the module of that class."""
     library = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 def local(tensor: Any) -> Tensor:
-    """The memory of this rank."""
+    """The part of a tensor that is in the memory of this rank."""
     return tensor._local_tensor.detach() if is_distributed(tensor) else tensor
 
 
 def cut_among(tensor: Any) -> Ranks:
-    """The ranks over which the whole is spread, this one among them; empty: every holder has all of it.
+    """The ranks over which the tensor is sharded, this one among them; empty: every holder has all of it.
 
     Tensors that are cut among the same ranks have the same replicas.
 
@@ -65,7 +60,7 @@ def mesh_ranks(tensor: Any) -> Ranks:
 
 
 def stored(tensor: Any) -> TensorOrChunks:
-    """What of it is here; see ``Sharding.stored``."""
+    """What of a tensor is to be written by this rank; see ``Sharding.stored``."""
     if not is_distributed(tensor):
         return tensor
     if not cut_among(tensor):
@@ -144,7 +139,7 @@ def _stretches(index: Tensor) -> list[_Run]:
 
 
 class Cutter:
-    """How the tensors of one model are cut, by the parameter that they belong to.
+    """Describes how the tensors of one model are sharded, by the parameter that they belong to.
 
     Args:
         model: the registered module.
@@ -159,11 +154,11 @@ class Cutter:
         return self._flat[owner].ranks if owner in self._flat else cut_among(tensor)
 
     def is_cut(self, owner: str, tensor: Tensor) -> bool:
-        """Whether a library that shards has it: then that library says who holds what."""
+        """Whether a sharding library manages it: then the library says which rank holds what."""
         return owner in self._flat or is_distributed(tensor)
 
     def shape(self, owner: str, tensor: Tensor) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """The shape of the whole parameter."""
         return self._flat[owner].shape if owner in self._flat else tuple(tensor.shape)
 
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
@@ -176,7 +171,7 @@ class Cutter:
         return flat_chunks(piece.of(tensor), shape, piece.start) if piece.count else (nothing,)
 
     def pieces(self, owner: str, tensor: Tensor) -> Sequence[Chunk] | None:
-        """The parts of it that are here, where torch cannot describe them; None: where it can."""
+        """The chunks on this rank, where torch cannot describe them; None: it can."""
         found = self.stored(owner, tensor)
         return [chunk for chunk in found if chunk.tensor.numel()] if isinstance(found, tuple) else None
 

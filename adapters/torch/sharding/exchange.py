@@ -1,4 +1,4 @@
-"""Small messages between all ranks through the default process group: plain bytes, no pickle."""
+"""Exchanges small messages between all ranks through the default process group: plain bytes, no pickle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def connected(world_size: int) -> bool:
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """The ``data`` of every rank, by rank. Costs world size times the longest in memory."""
+    """The ``data`` of every rank, by rank. Needs memory of world size times the longest message."""
     size = torch.tensor([len(data)], device=_device())
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
@@ -28,11 +28,11 @@ def gather_bytes(data: bytes) -> list[bytes]:
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device())
     everyone = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded)
-    return [_bytes(blob[: int(length)]) for blob, length in zip(everyone, sizes, strict=True)]
+    return [_bytes(each[: int(length)]) for each, length in zip(everyone, sizes, strict=True)]
 
 
 def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
-    """What ``make`` gives on every rank, by rank. Where it refuses on one of them, all refuse, with the same words.
+    """The result of ``make`` on every rank, by rank. If it raises on one of them, all raise the same error.
 
     Nobody waits in a collective for a rank that has found something wrong.
 
@@ -57,7 +57,7 @@ def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
 
 
 def refuse_everywhere(problem: ConfigError | UsageError, world_size: int) -> None:
-    """Have ``gather_or_refuse`` raise on the other ranks: this one has not got as far.
+    """Make ``gather_or_refuse`` raise on the other ranks, from a rank that does not get as far.
 
     Raises:
         ConfigError: as on all of them; nothing is raised where nobody could be told.

@@ -1,11 +1,4 @@
-"""What FullyShardedDataParallel (FSDP1) makes of parameters: stretches of one flat tensor.
-
-It lays the parameters of a module one behind the other and gives each rank an equal stretch of the whole, so a rank
-has consecutive elements of some parameters, all of some and nothing of others. With ``use_orig_params=True`` each is
-still a parameter of its own, with one dimension. During a forward or backward pass such a parameter shows all of its
-elements, for a while; the rank's own ones stay in ``_local_shard``. Consecutive elements are a few rectangles of the
-parameter, which is how they are stored: stock torch reads them into any other layout.
-"""
+"""Describes the parameters of FullyShardedDataParallel (FSDP1), which are stretches of one flat tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +16,7 @@ from ttp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """What is here of one parameter.
+    """The part of one parameter that is on this rank.
 
     Args:
         parameter: as the optimizer has it.
@@ -44,7 +37,7 @@ class FlatPiece:
     ranks: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The elements that are here, of the parameter itself or of a tensor that goes with it."""
+        """The elements on this rank, of the parameter or of a tensor that belongs to it."""
         memory: Tensor | None = getattr(self.owner, "_local_shard", None)  # absent before the first forward pass
         if tensor is self.parameter and memory is not None:
             return memory.detach()[self.offset : self.offset + self.count]

@@ -1,13 +1,4 @@
-"""Brings the parameters that each rank of a block has updated to the others of the block.
-
-The parameters of a shard are laid one behind the other and cut into chunks of equal size; one all-gather brings the
-next chunk of every rank, whatever the number of parameters and dtypes in it. A rank writes into parameters of other
-shards only: what it has updated itself is read and never written, so it stays whole when a gather is torn.
-
-Memory: one buffer per device for all chunks of one all-gather, ``GATHER_BYTES`` or the block's parameters, whichever
-is less (rounded up to 16 bytes per rank and parameter). It is kept for the next step. gloo copies it once more while it
-works.
-"""
+"""Sends the parameters that each rank of a group has updated to the other ranks of the group."""
 
 from __future__ import annotations
 
@@ -69,7 +60,7 @@ class BlockGather:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Exchange what was updated: on a device, queue it.
+        """Exchange the updated parameters. On a device the exchange is queued.
 
         Raises:
             RuntimeError: a rank of the block died, like from any collective. Own parameters are whole.

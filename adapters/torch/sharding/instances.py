@@ -1,4 +1,4 @@
-"""Finds the objects of a class in this process, where nothing else leads to them."""
+"""Finds the objects of a class in this process, where no reference leads to them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _LISTED_MAX = 5
 
 
 class ModelNames:
-    """Which tensor of ``model`` and ``optimizer`` has which name.
+    """The names of all tensors of a model and its optimizer.
 
     Args:
         model: the module that owns every parameter of the optimizer; wrapped or not.
@@ -61,7 +61,7 @@ class ModelNames:
 
     @property
     def device(self) -> torch.device:
-        """Where the first of the parameters is."""
+        """The device of the first parameter."""
         return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
 
     @property
@@ -137,7 +137,7 @@ def takes_any_shape(owner: nn.Module, buffer: str) -> bool:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What ``module.state_dict(keep_vars=True)`` would show of tensors, without running any of its hooks."""
+    """The tensors in ``module.state_dict(keep_vars=True)``, without running any of its hooks."""
     found: dict[str, Tensor] = {}
     for raw, _, owner in _walk(module):
         found.update((raw + key, value) for key, value in owner._parameters.items() if value is not None)

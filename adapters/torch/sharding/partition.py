@@ -1,12 +1,4 @@
-"""Who keeps which parameter's optimizer state when it is sharded over a group of equals: numbers only.
-
-A group of ``size`` ranks with ``replicas`` copies has ``size // replicas`` shards; rank ``r`` holds shard
-``r % shards``, so neighbours, who often share a host, hold different ones. Consecutive ranks that hold every shard once
-make a *block*: what a block exchanges, it exchanges among neighbours. Ranks that are left over join the last block. ::
-
-    size 5, replicas 2     rank   0  1 | 2  3  4
-                           shard  0  1 | 0  1  0
-"""
+"""Assigns the optimizer state of parameters to the ranks of a group. Numbers only."""
 
 from __future__ import annotations
 

@@ -96,13 +96,13 @@ class ReplicatedOptimizer(Optimizer):
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer of this rank's parameters; its ``step()`` is the update."""
+        """The optimizer of this rank's parameters. Its ``step()`` is the update."""
         assert self._inner is not None
         return self._inner
 
     @property
     def state(self) -> Any:
-        """Of the inner optimizer: of this rank's parameters."""
+        """The state of the inner optimizer: of this rank's parameters."""
         return defaultdict(dict) if self._inner is None else self._inner.state
 
     @state.setter
@@ -111,7 +111,7 @@ class ReplicatedOptimizer(Optimizer):
             self._inner.state = state
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters of this rank's shard, and get the others.
+        """Update the parameters of this rank's shard, and receive the others.
 
         Args:
             closure: evaluates the model again; passed on.
@@ -196,7 +196,7 @@ class ReplicatedOptimizer(Optimizer):
         return block_gather(self.placement, self._rank, self.group_ranks, group, self._shards)
 
     def _meet(self) -> None:
-        """See that all ranks of the group were given the same, and where they are."""
+        """Check that all ranks of the group were given the same, and learn on which hosts they are."""
         described = repr((self.placement, [(list(p.shape), str(p.dtype), p.requires_grad) for p in self._shard_of]))
         mine = [_number(described), _number(socket.gethostname())]
         device = next(iter(self._shard_of)).device
@@ -226,7 +226,7 @@ def _check_usable(optimizer_class: type[Optimizer]) -> None:
 
 
 def _share(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Hyperparameters of param groups, by reference."""
+    """Let param groups have the same hyperparameters, by reference."""
     for one, other in zip(source, target, strict=True):
         for key, value in one.items():
             if key not in _NOT_SHARED:
@@ -238,7 +238,7 @@ def _number(text: str) -> int:
 
 
 def _crowded(placement: ShardPlacement, hosts: Sequence[int]) -> str | None:
-    """What to say when the copies of a shard share a host although there are several."""
+    """The warning if all copies of a shard are on one host although there are several hosts."""
     if placement.replicas == 1 or len(set(hosts)) == 1:
         return None
     shards = [s for s in range(placement.shards) if len({hosts[r] for r in placement.holders(s)}) == 1]

@@ -1,4 +1,4 @@
-"""What a rank says of the pieces of the training state that it holds: see ``discovery``."""
+"""Collects what a rank says of the parts of the training state that it holds: see ``discovery``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StatedShards:
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """What one rank says.
+    """What one rank says of all of its shards.
 
     Args:
         shards: what it holds.
@@ -105,7 +105,7 @@ UNNAMED: Key = ()
 
 
 def held(parts: TrainingObjects, rank: int) -> dict[Key, list[ShardEntry]]:
-    """The entries of this rank, by what will be its shards.
+    """The entries of this rank, by shard.
 
     Raises:
         ConfigError: an explicit layout does not say where a parameter belongs.
@@ -119,14 +119,14 @@ def held(parts: TrainingObjects, rank: int) -> dict[Key, list[ShardEntry]]:
 
 
 def key_of(parts: TrainingObjects, name: str, rank: int) -> Key:
-    """Where the parameter of this name belongs. Raises: as ``held``."""
+    """The shard to which the parameter of this name belongs. Raises the errors of ``held``."""
     if parts.layout is not None:
         return label_of(parts, name, rank)
     return ALONE if parts.left_alone.get(name) else parts.cutter.cut(name, parts.names.parameters[name])
 
 
 def view_of(parts: TrainingObjects, shards: Mapping[Key, Iterable[ShardEntry]]) -> RankShards:
-    """What to say of ``shards``, in their order."""
+    """What this rank says of ``shards``, in their order."""
     said = tuple(_said(key, entries) for key, entries in shards.items())
     scopes = sorted({min(ranks) for ranks in _scopes(parts) if ranks})
     groups = [sorted(map(parts.names.of, group["params"])) for group in parts.optimizer.param_groups]
@@ -169,7 +169,7 @@ def _parameters(parts: TrainingObjects) -> Iterator[ShardEntry]:
 
 
 def _others(parts: TrainingObjects) -> Iterator[ShardEntry]:
-    """What is no parameter and still has to be saved by somebody: buffers, extra states, averages."""
+    """Entries that are no parameters and have to be saved too: buffers, extra states, averages."""
     for name, buffer in parts.names.buffers.items():
         yield ShardEntry(
             f"model.{name}", tuple(buffer.shape), dtensor_chunks.cut_among(buffer), _text(dtensor_chunks.stored(buffer))
@@ -195,7 +195,7 @@ def _said(key: Key, entries: Iterable[ShardEntry]) -> StatedShards:
 
 
 def _content(tensors: Iterable[Tensor]) -> str:
-    """Equal for equal bytes. Reads all of them: for what nobody else would ever compare."""
+    """A digest of all bytes. For tensors that nothing else would ever compare."""
     digest = xxhash.xxh3_128()
     for tensor in tensors:
         memory = tensor.detach().cpu().contiguous()
@@ -228,5 +228,5 @@ def _stages(model: nn.Module) -> tuple[int, ...]:
 
 
 def describe(view: RankShards, rank: int) -> str:
-    """For messages."""
+    """A text for messages."""
     return f"rank {rank}" + (f" (pipeline stage {compact_ranks(view.stages)})" if view.stages else "")

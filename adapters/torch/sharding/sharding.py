@@ -1,13 +1,4 @@
-"""What a rank holds of the training state: the seam between ways of sharding and everything else.
-
-The rest of the adapter knows shards, names and tensors. How a library cuts tensors, and which ranks hold the same
-pieces, is behind ``Sharding``. An entry is a parameter and all that the optimizer keeps for it; it belongs to exactly
-one shard of each rank that holds it, and that shard's writer writes it.
-
-What is no parameter: other tensors (buffers, averages of the weights) go with the shards for which ``carries`` says so;
-plain values (param groups, schedules) are small and are written with every shard. Of what several shards wrote under
-one name the checkpoint's index lists one.
-"""
+"""The interface to the ways in which training state is sharded, as one rank sees it."""
 
 from __future__ import annotations
 
@@ -33,7 +24,7 @@ from ttp.errors import ConfigError
 
 
 class Sharding(Protocol):
-    """How the state of a job is spread over its ranks, as one rank sees it. Constant once made; for any thread."""
+    """How the state of a job is spread over its ranks, as one rank sees it. Immutable; for any thread."""
 
     @property
     def layout(self) -> Layout:
@@ -73,7 +64,7 @@ class Sharding(Protocol):
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """What a sharding is found from.
+    """The objects from which the sharding is found out.
 
     Args:
         model: the registered module, wrapped or not.
@@ -119,7 +110,7 @@ class TrainingObjects:
 
 
 class PlainSharding:
-    """Every rank holds everything: plain data parallelism.
+    """Plain data parallelism: every rank holds everything.
 
     Args:
         parts: of the job.
@@ -149,7 +140,7 @@ class PlainSharding:
 
 
 def sharding_of(parts: TrainingObjects) -> Sharding:
-    """How the state of this job is sharded. Called by all ranks at the same point: they may have to ask each other.
+    """Find out how the state of this job is sharded. All ranks must call it at the same point.
 
     Raises:
         ConfigError: it cannot be told, or cannot be saved; the text says what to do.
@@ -173,7 +164,7 @@ def sharding_of(parts: TrainingObjects) -> Sharding:
 
 
 def _all_together(parts: TrainingObjects) -> bool:
-    """DistributedDataParallel of all ranks, which leaves nothing alone: nobody has to be asked."""
+    """Whether one DistributedDataParallel of all ranks reduces everything: then no other rank has to be asked."""
     sizes = [len(dist.get_process_group_ranks(ddp.process_group)) for ddp in parts.ddps]
     return parts.world_size == 1 or (set(sizes) == {parts.world_size} and not parts.left_alone)
 
@@ -182,7 +173,7 @@ def _all_together(parts: TrainingObjects) -> bool:
 
 
 def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: ModelNames) -> dict[str, Any]:
-    """What of ``state`` (see ``checkpoint_state``) this rank writes for ``shard``, ready for ``write_shard``."""
+    """The part of ``state`` (see ``checkpoint_state``) that this rank writes for ``shard``, for ``write_shard``."""
     wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
     part = dict(state)
     part["model"] = {
@@ -205,7 +196,7 @@ def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: 
 
 
 def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[str, dict[str, Any]]:
-    """The settings of each parameter, as torch's ``flatten_optimizer_state_dict`` has them."""
+    """The settings of each parameter, in the form of torch's ``flatten_optimizer_state_dict``."""
     return {
         name: {key: value for key, value in group.items() if key != "params"}
         for group in groups
@@ -229,7 +220,7 @@ def _carried(sharding: Sharding, shard: Shard, values: Mapping[str, Any]) -> dic
 
 
 def _converted(sharding: Sharding, owner: str, value: Any) -> Any:
-    """``value`` with the tensors in its mappings and lists as they are stored."""
+    """``value`` with the tensors in its mappings and lists replaced by what is stored of them."""
     if isinstance(value, Tensor):
         return sharding.stored(owner, value)
     if isinstance(value, Mapping):

@@ -1,17 +1,4 @@
-"""ZeRO-1 as shards: each rank has all weights, and the optimizer's state of its partition only.
-
-Theory of operation
--------------------
-``step()`` of such an optimizer is an update of the rank's own partition, made by an inner optimizer, and an exchange of
-the results. The version of a rank is finished after the first. Its shard is the partition: those weights, which the
-exchange only reads, and their state. What it has received is never written, so nobody asks whether an exchange was
-whole: a rank that hangs in one, or was left by it with half of its peers' weights, saves its partition as if it were
-not there. The version is whole when some rank of every partition has finished it.
-
-What is in no partition (buffers, parameters that the optimizer was not given) is equal on all ranks: the shard
-``common``. Ranks with the same partition are replicas. They are found by asking, not by knowing an optimizer's rule, so
-a ``ZeroRedundancyOptimizer`` over the ranks of one host, under a DistributedDataParallel of all, has a copy per host.
-"""
+"""ZeRO-1 as shards: each rank has all weights, and the optimizer state of its partition only."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("torch")
 
 from ttp.adapters.megatron.contents import _global_name
-from ttp.adapters.megatron.geometry import Tile
+from ttp.adapters.megatron.geometry import TensorView
 from ttp.adapters.megatron.rank_layout import ModelPlace, OptimizerGroups, RankLayout
 from ttp.errors import CheckpointError
 
-TILE = Tile("decoder.layers.mlp.weight", (4, 8, 3), (2, 4, 0), (4, 3), (3, 1), 0, flexible=True)
+TILE = TensorView("decoder.layers.mlp.weight", (4, 8, 3), (2, 4, 0), (4, 3), (3, 1), 0, flexible=True)
 LAYOUT = RankLayout(
     place=ModelPlace((1, 2), (0, 1), (0, 1)),
     tensors=(TILE,),
@@ -76,17 +76,17 @@ def test_something_else_is_refused(text: str) -> None:
 
 
 def test_layers_and_experts_are_counted_through_the_whole_model() -> None:
-    def tile(key: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> Tile:
-        return Tile(key, shape, offsets, (5,), (1,), 0, flexible=False)
+    def view(key: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> TensorView:
+        return TensorView(key, shape, offsets, (5,), (1,), 0, flexible=False)
 
-    stage = tile("decoder.layers.norm.weight", (4, 5), (3, 0))
+    stage = view("decoder.layers.norm.weight", (4, 5), (3, 0))
     assert _global_name("decoder.layers.1.norm.weight", stage) == ("decoder.layers.3.norm.weight", (3,))
-    expert = tile("decoder.layers.mlp.experts.fc1.weight", (4, 8, 5), (2, 7, 0))
+    expert = view("decoder.layers.mlp.experts.fc1.weight", (4, 8, 5), (2, 7, 0))
     assert _global_name("decoder.layers.0.mlp.local_experts.1.fc1.weight", expert) == (
         "decoder.layers.2.mlp.local_experts.7.fc1.weight",
         (2, 7),
     )
     # the last stage calls the tied embedding otherwise, and layers that differ have names of their own
-    assert _global_name("output_layer.weight", tile("embedding.weight", (5,), (0,))) == ("embedding.weight", ())
+    assert _global_name("output_layer.weight", view("embedding.weight", (5,), (0,))) == ("embedding.weight", ())
     # grouped experts: one number in the name, two dimensions in front
     assert _global_name("decoder.layers.0.mlp.experts.weight1", expert) == (expert.key, ())

@@ -1,13 +1,4 @@
-"""Keeps second copies of what only this rank has, beside the training; see ``ttp.core.replication`` for which and when.
-
-When a version's turn has come its state is copied into the memory of the host, as the pieces that a save would write,
-by a thread of its own while the next forward and backward pass runs: nothing changes the state before the next update.
-Only a copy that is not through by then is waited for, at the gate, and not for long: one that takes longer is dropped.
-Sending it to the buddy, and all the rest, goes on beside the training.
-
-Nothing here raises into training, and nothing that fails stops it: a copy that comes to nothing is said, once for each
-reason, and tried again when its next turn has come.
-"""
+"""Makes second copies of the state that only this rank has, beside the training. ``ttp.core.replication`` says when."""
 
 from __future__ import annotations
 
@@ -52,7 +43,7 @@ SHARD, PAGE, JOB = "shard", "rank_local", "job"
 
 @dataclass(slots=True)
 class _Attempt:
-    """One copy that is being made. ``through``: the state is not read any more, for good or bad."""
+    """A copy that is being made. ``through``: it does not read the state any more, whether it succeeded or not."""
 
     version: Version
     through: threading.Event = field(default_factory=threading.Event)
@@ -80,7 +71,7 @@ class _Attempt:
 
 
 class Copying:
-    """The copies of one rank.
+    """Makes and keeps the copies of one rank.
 
     Args:
         source: of the state.
@@ -126,7 +117,7 @@ class Copying:
     # ------------------------------------------------------------------------------------------------- training thread
 
     def hold(self) -> None:
-        """The next update is about to begin: the copy of what it changes has to be through, or is given up."""
+        """Wait until the running copy has read what the next update changes, or give the copy up."""
         attempt = self._attempt
         if attempt is None or attempt.through.is_set() or attempt.reason:
             return
@@ -136,7 +127,7 @@ class Copying:
         self.waited_s += time.monotonic() - began
 
     def updated(self, version: Version) -> None:
-        """An update is finished: begin a copy if it is the turn of this version."""
+        """Begin a copy after an update, if the schedule says so for this version."""
         if version % self.every or not self._named or version == 0:
             return
         if not self._generations.begin(version):
@@ -158,7 +149,7 @@ class Copying:
     # ------------------------------------------------------------------------------------------------ processor thread
 
     def joined(self, page_dir: Path, incarnation: int) -> None:
-        """This rank belongs to the job."""
+        """Note that this rank belongs to the job."""
         self._page_dir = page_dir
         try:
             self._store = self._receiver.store = CopyStore(page_dir, incarnation)
@@ -166,7 +157,7 @@ class Copying:
             log.error("buddy=True: copies cannot be kept at %s (%s)", page_dir, problem)
 
     def named(self, order: CopyTo) -> None:
-        """Copies go to this buddy from now on."""
+        """Send copies to this buddy from now on."""
         if self._sender is None or self._sender.address != order.address:
             if self._sender is not None:
                 self._sender.close()
@@ -177,7 +168,7 @@ class Copying:
         self._named = True
 
     def settle(self, action: act.SettleCopy) -> None:
-        """A version is whole everywhere, or never will be: drop old copies, but not while the job is frozen."""
+        """Drop the copies that are not needed any more, unless the job is frozen."""
         if self._frozen:
             self._deferred.append(action)
             return
@@ -188,25 +179,25 @@ class Copying:
                 self._worker.submit(lambda: store.drop(self._rank, gone))
 
     def freeze(self) -> None:
-        """The gate is closed: give up a copy that is being made."""
+        """Give up a copy that is being made: the gate is closed."""
         self._frozen = self._receiver.frozen = True
         attempt = self._attempt
         if attempt is not None:
             attempt.give_up("the job was frozen")
 
     def thaw(self) -> None:
-        """Training goes on."""
+        """Copy again: training goes on."""
         self._frozen = self._receiver.frozen = False
         deferred, self._deferred = self._deferred, []
         for action in deferred:
             self.settle(action)
 
     def held(self) -> tuple[m.KeptCopy, ...]:
-        """Copies that this rank can bring: those on its host."""
+        """The copies that this rank can provide: those on its host."""
         return self._store.held() if self._store is not None else ()
 
     def close(self) -> None:
-        """Make and take no copies any more. Those that are there stay for whoever saves."""
+        """Stop making and accepting copies. Those that exist stay, for the rank that saves."""
         self._closed = True
         if self._attempt is not None:
             self._attempt.give_up("this rank leaves")
@@ -271,7 +262,7 @@ class Copying:
     # ---------------------------------------------------------------------------------------------------------- saving
 
     def quiesce(self) -> None:
-        """Wait until no copy reads the state any more: a save is about to."""
+        """Wait until no copy reads the state any more. Called before a save."""
         attempt = self._attempt
         if attempt is not None and not attempt.through.wait(QUIESCE_S):
             log.warning("the copy of version %s still hangs", attempt.version)
@@ -298,7 +289,7 @@ class Copying:
         cancelled: Callable[[], bool],
         wrote: Callable[[int], None],
     ) -> list[m.Piece]:
-        """Put pieces of kept copies into the draft, durably, and verified.
+        """Write pieces of kept copies into the draft, durably and verified.
 
         Raises:
             Cancelled: ``cancelled()`` became true.

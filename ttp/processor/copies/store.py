@@ -1,10 +1,4 @@
-"""Copies of shards in the memory of a host: ready-made pieces, one directory for each rank and version.
-
-``<page_dir>/copies/<incarnation>/<rank>-<version>/`` holds the files that a save would have written, and an index that
-describes them. It is made under another name and renamed when it is whole, so what has the name can be used: by any
-rank of this host, whether the one that made it lives or not. Copies of ranks of other hosts lie beside those of this
-one; their ranks differ. All of it goes with the page directory (``local_state.page_dir``), however the job ends.
-"""
+"""Keeps copies of shards in the memory of a host, as finished pieces: one directory for each rank and version."""
 
 from __future__ import annotations
 
@@ -39,7 +33,7 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A whole copy.
+    """A whole copy of the shards of one rank.
 
     Args:
         path: its directory.
@@ -56,7 +50,7 @@ class Copy:
 
 
 class CopyStore:
-    """The copies on this host, of one incarnation.
+    """The copies of one incarnation on this host.
 
     Args:
         page_dir: of the job on this host.
@@ -73,7 +67,7 @@ class CopyStore:
                 shutil.rmtree(old, ignore_errors=True)
 
     def begin(self, rank: Rank, version: Version) -> Path:
-        """An empty directory to make a copy in.
+        """Make an empty directory for a new copy.
 
         Raises:
             OSError: it cannot be made.
@@ -84,7 +78,7 @@ class CopyStore:
         return draft
 
     def finish(self, draft: Path, rank: Rank, version: Version, pieces: Collection[Piece]) -> Copy:
-        """Make what is in ``draft`` the copy of that rank and version.
+        """Make the contents of ``draft`` the copy of this rank and version.
 
         Raises:
             OSError: the index cannot be written.
@@ -94,7 +88,7 @@ class CopyStore:
         return self.publish(draft, rank, version)
 
     def publish(self, draft: Path, rank: Rank, version: Version) -> Copy:
-        """Like ``finish``, where the index is there already.
+        """Like ``finish``, for a draft that has its index already.
 
         Raises:
             CheckpointError: the index does not describe what is there.
@@ -117,7 +111,7 @@ class CopyStore:
         return ()
 
     def read(self, rank: Rank, version: Version) -> Copy:
-        """A copy and its description.
+        """Find a copy and read its description.
 
         Raises:
             CheckpointError: there is none, or its index cannot be read.
@@ -127,7 +121,7 @@ class CopyStore:
 
     @staticmethod
     def described(draft: Path, rank: Rank, version: Version) -> tuple[Piece, ...]:
-        """What the index in ``draft`` says.
+        """Read the index in ``draft``.
 
         Raises:
             CheckpointError: it cannot be read, or is of something else.
@@ -135,20 +129,20 @@ class CopyStore:
         return _pieces(draft, rank, version)
 
     def drop(self, rank: Rank, version: Version) -> None:
-        """Remove a copy, at once: at no moment is there half of it."""
+        """Remove a copy. Readers see all of it or nothing."""
         gone = self._root / f".gone-{rank}-{version}.{os.getpid()}"
         with contextlib.suppress(OSError):
             (self._root / f"{rank}-{version}").rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def drop_others(self, rank: Rank, keep: Collection[int]) -> None:
-        """Remove all copies of this rank but those of these versions."""
+        """Remove all copies of this rank except those of these versions."""
         for copy in self.held():
             if copy.of == rank and copy.version not in keep:
                 self.drop(rank, copy.version)
 
     def check_room(self, size: int = 0) -> None:
-        """Whether so many bytes more leave enough for others.
+        """Check that ``size`` more bytes leave enough memory for other programs.
 
         Raises:
             NoRoomError: they do not.
@@ -164,7 +158,7 @@ class CopyStore:
 
 
 def bring(copy: Copy, piece: Piece, target: Path, cancelled: Callable[[], None], progress: Progress) -> None:
-    """Copy a piece out of the memory, durably, and look whether it still is what was put there.
+    """Copy a piece from memory to the storage, durably, and compare its digest with the one that it had.
 
     Args:
         copy: where it is.
@@ -193,7 +187,7 @@ def bring(copy: Copy, piece: Piece, target: Path, cancelled: Callable[[], None],
 
 
 def chunks(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file, one buffer for all of them: use each before the next.
+    """The bytes of a file in chunks. All chunks use one buffer: use each before the next.
 
     Raises:
         OSError: it cannot be read.

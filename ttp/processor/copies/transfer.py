@@ -1,8 +1,4 @@
-"""Copies on their way to another host's memory: the end that sends them, and the one that takes them.
-
-They go straight from rank to rank, not through the controller, which has other things to do than to pass on gigabytes.
-A receiver takes one at a time, in chunks of 1 MiB; it verifies every digest before a copy exists.
-"""
+"""Sends copies to the memory of another host, and receives those of other hosts."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ CLOSE_S = 1.0
 
 
 class SendError(Exception):
-    """The copy did not arrive."""
+    """The copy was not delivered."""
 
 
 class Sender:
@@ -127,12 +123,12 @@ class Sender:
                 yield pb.StoreRequest(data=bytes(chunk))
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._channel.close()
 
 
 class Receiver(rpc.BuddyServicer):
-    """Takes copies of ranks of other hosts.
+    """Receives copies from ranks of other hosts.
 
     Args:
         config: where it listens, and what it asks whoever calls.
@@ -168,7 +164,7 @@ class Receiver(rpc.BuddyServicer):
         self._server.start()
 
     def close(self) -> None:
-        """Take nothing any more."""
+        """Stop receiving."""
         self._server.stop(grace=None).wait(CLOSE_S)
 
     def Store(  # noqa: N802 - as the proto calls it
@@ -265,7 +261,7 @@ def _verify(store: CopyStore, draft: Path, rank: Rank, version: Version, found: 
 
 
 def open_receiver(config: Config, run_id: str, *, copies: bool) -> Receiver | None:
-    """Take copies and pages of other ranks, where that is wanted and possible. Training does not depend on it.
+    """Receive copies and pages of other ranks, if that is configured and possible. Training does not depend on it.
 
     Args:
         config: the job's settings.

@@ -1,1 +1,1 @@
-"""What stands before an update: the gate of this rank, and the memory in which ranks of a host wait for each other."""
+"""The gate before an update, and the shared memory in which the ranks of a host wait for each other."""

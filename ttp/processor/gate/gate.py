@@ -19,12 +19,12 @@ from ttp.core.messages import Phase
 
 
 def _nothing() -> None:
-    """Nobody is to be woken."""
+    """Does nothing: no other thread has to be woken."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateState:
-    """What the gate guards, at one moment.
+    """The version and phase that the gate guards, at one moment.
 
     Args:
         version: finished updates.
@@ -43,11 +43,11 @@ class GateState:
 
 
 class Halted(Exception):  # noqa: N818 - it is not an error of whoever gets it
-    """The training thread is to leave its loop instead of waiting at the gate."""
+    """Raised in the training thread: leave the loop instead of waiting at the gate."""
 
 
 class Gate:
-    """Guards one copy of the state. ``begin_update`` and ``end_update`` belong to the training thread.
+    """Guards one copy of the state. ``begin_update`` and ``end_update`` are for the training thread.
 
     Args:
         on_quiet: called, possibly on the training thread, when the state has become stable under a closed gate.
@@ -97,7 +97,7 @@ class Gate:
     # --------------------------------------------------------------------------------------------- training thread
 
     def begin_update(self, again: bool = False) -> None:
-        """Pass the gate, or wait in front of it until it opens.
+        """Pass the gate, or wait until it opens.
 
         An update that never ended was left by an exception. What it wrote is in the copy, and the next update builds on
         it as training does: its number is used up, so that this rank keeps step with those that did not fail.
@@ -128,7 +128,7 @@ class Gate:
             self._parked = False
 
     def stand_aside(self) -> bool:
-        """All that the next update needs is here, but not yet on other ranks: while the gate is closed, stand at it.
+        """Wait at the gate while it is closed, with the final gradient, before other ranks have theirs.
 
         Returns:
             Whether this rank was admitted to make the update without waiting for the others.
@@ -149,7 +149,7 @@ class Gate:
             self._parked = False
 
     def nearby(self, wake: Callable[[], None] = _nothing) -> contextlib.AbstractContextManager[None]:
-        """While the training thread waits for others with all that the next update needs, ready to ``stand_aside``.
+        """A block in which the training thread waits for other ranks with its final gradient, and may ``stand_aside``.
 
         Args:
             wake: called by whoever closes the gate, when it is closed: the training thread is to look at it. Must not
@@ -163,21 +163,21 @@ class Gate:
 
     @property
     def updating(self) -> bool:
-        """Whether the training thread is in an update. Without the lock: for that thread itself."""
+        """Whether an update is running. Takes no lock: for the training thread itself."""
         return self._updating
 
     @property
     def left(self) -> bool:
-        """Whether the last update was left half made. Without the lock: for the training thread."""
+        """Whether the last update was left before its end. Takes no lock: for the training thread."""
         return self._left
 
     @property
     def closed(self) -> bool:
-        """Whether updates may not start. Without the lock: for a training thread that will ask again."""
+        """Whether updates may not start. Takes no lock: the training thread asks again before it acts."""
         return self._closed
 
     def stand_between(self) -> None:
-        """Between two steps that make one version together; it may be long until the next one begins.
+        """Note that the training thread is between two steps of one version, perhaps for long.
 
         The copy stands still and is of no version: under a closed gate it is torn, and what was kept from before the
         update is all there is. ``begin_update`` goes on with the update.
@@ -189,7 +189,7 @@ class Gate:
             self._on_quiet()
 
     def end_update(self, version: Version | None = None) -> None:
-        """The update is finished: the copy is of the next version, or of ``version`` if the program counts itself."""
+        """Note that the update is finished. The copy is of the next version, or of ``version`` if that is given."""
         with self._lock:
             self.version = Version(self.version + 1) if version is None else version
             self._updating = self._left = False
@@ -198,7 +198,7 @@ class Gate:
             self._on_quiet()
 
     def leave_update(self) -> None:
-        """The running update was left by an exception that the program has caught: torn until a later one is whole."""
+        """Note that a caught exception has left the update: the copy is torn until a later update is finished."""
         with self._lock:
             if self._updating or self._between:
                 self._leave()
@@ -210,31 +210,36 @@ class Gate:
         self._updating, self._between, self._left = False, False, True
 
     def mark_torn(self) -> None:
-        """An update was left by an exception. Harmless when no update is running."""
+        """Note that an exception has left the update. Does nothing if no update is running."""
         with self._lock:
             if self._updating:
                 self._torn = True
         self._on_quiet()
 
     def mark_overwritten(self) -> None:
-        """Something is being written over the copy: until ``revive`` it is of no version."""
+        """Note that the copy is being overwritten: it has no version until ``revive``."""
         with self._lock:
             self._torn = True
 
     def mark_done(self) -> None:
-        """train() has returned: no update will follow."""
+        """Note that train() has returned: no update follows."""
         with self._lock:
             self._done = True
 
     # ----------------------------------------------------------------------------------------------- processor thread
 
     def set_version(self, version: Version) -> None:
-        """The state was restored to ``version``."""
+        """Note that the state was restored to ``version``."""
         with self._lock:
             self.version = version
 
     def close(self) -> GateState:
-        """Let no update start. The answer is stable unless its phase is UPDATING; then ``on_quiet`` follows."""
+        """Let no update start.
+
+        Returns:
+            The state. It does not change any more, unless its phase is UPDATING: then ``on_quiet`` is called at the end
+            of the update.
+        """
         with self._lock:
             self._closed = True
             state, wake = self._state(), self._wake
@@ -251,26 +256,26 @@ class Gate:
             return True
 
     def halt(self) -> None:
-        """Have the training thread leave its loop: at the gate ``begin_update`` raises ``Halted``."""
+        """Make the training thread leave its loop: ``begin_update`` raises ``Halted`` at the gate."""
         with self._lock:
             self._halted = True
             self._opened.set()
 
     def revive(self, version: Version) -> None:
-        """The copy was repaired and is of ``version``; the training thread enters its loop again."""
+        """Note that the copy was repaired and is of ``version``; the training thread enters its loop again."""
         with self._lock:
             self.version = version
             self._updating = self._left = self._between = self._torn = self._halted = self._admitted = False
 
     def open(self) -> None:
-        """Let updates start again. Nobody stands at an open gate, even if the thread that stood there never wakes."""
+        """Let updates start again. The thread that waited is counted as gone at once, even if it never wakes."""
         with self._lock:
             self._closed = self._admitted = self._halted = self._parked = False
             self._closure += 1
             self._opened.set()
 
     def state(self) -> GateState:
-        """The state now. A stale answer is possible unless the gate is closed."""
+        """The present state. It may be outdated at once unless the gate is closed."""
         with self._lock:
             return self._state()
 
@@ -285,7 +290,7 @@ class Gate:
 
 
 class _Nearby:
-    """A class, because a generator takes twice as long, in every update of a sharded layout."""
+    """A context manager as a class: a generator takes twice as long, in every update of a sharded layout."""
 
     __slots__ = ("_gate", "_wake")
 

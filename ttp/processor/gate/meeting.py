@@ -1,4 +1,4 @@
-"""Ranks of one host meet in shared memory; see decision 33 for why nobody leaves too early, or sleeps too long.
+"""A barrier of the ranks of one host in shared memory. Decision 33 says why none leaves too early or sleeps too long.
 
 Each rank has a word that only it writes: the number of the last meeting that it came to. All have come when all of
 these say so, and then nothing can make it untrue: a rank that leaves by order and comes to later meetings only writes
@@ -39,7 +39,7 @@ _SLOTS, _LINE = 512, 64
 
 
 def slot(place: int) -> int:
-    """Where the word of a rank is; ``place`` is its number among those that meet here."""
+    """The index of a rank's word; ``place`` is its number among the ranks that meet here."""
     return _SLOTS + _LINE * place
 
 
@@ -54,11 +54,11 @@ def reached(word: int, turn: int) -> bool:
 
 
 class BrokenError(Exception):
-    """A meeting that will never be over; the text says why."""
+    """The barrier was broken and will never be passed; the text says why."""
 
 
 class Words(Protocol):
-    """Some memory, by words of 32 bits."""
+    """Memory that is accessed by words of 32 bits."""
 
     async def load(self, at: int) -> int:
         """The word there."""
@@ -172,7 +172,7 @@ def run(protocol: Coroutine[Any, Any, T]) -> T:
 
 
 class Meeting:
-    """Of the ranks of this host, as one of them sees it.
+    """The barrier of the ranks of this host, as one of them sees it.
 
     Args:
         words: shared by them, all 0 before anybody comes.

@@ -1,13 +1,4 @@
-"""Which ranks share memory, found out by trying; and the memory in which they meet.
-
-Names prove nothing: containers of one host may share ``/dev/shm`` or not, and hosts may have the same directory on a
-network disk. So ranks tell each other which kernel they run on and where they keep pages; of those who say the same,
-the lowest puts a file there with words that nobody could guess, and the others have to find it, and to see each other
-alive (``liveness.sentinel``), or else nobody would be told of a death. Whoever cannot stands for a host alone.
-
-The file is unlinked when all have it: nothing is left to be cleaned up, and no process of another life can come to it.
-A forked child has the memory too, and never touches it.
-"""
+"""Finds out by trying which ranks share memory, and makes the memory in which they meet."""
 
 from __future__ import annotations
 
@@ -44,7 +35,7 @@ Gather = Callable[[bytes], Sequence[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank meets others.
+    """The shared memory in which a rank meets others.
 
     Args:
         words: shared with the others here.
@@ -70,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a rank says of itself; empty strings where it has no memory to share."""
+    """What a rank tells of its host; empty strings if it has no memory to share."""
 
     boot: str
     directory: str
@@ -80,7 +71,7 @@ class _Offer:
 
 
 def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
-    """To be called by all ranks at the same point of their programs.
+    """Find the ranks that share memory with this one. All ranks call it at the same point of their programs.
 
     Args:
         rank: this one.
@@ -131,7 +122,7 @@ def _places(offers: Sequence[_Offer], could: Sequence[bool]) -> list[tuple[int, 
 
 
 def _boot_id() -> str:
-    """Of the running kernel; empty where it does not say."""
+    """The id of the running kernel; empty if it has none."""
     with contextlib.suppress(OSError):
         return BOOT_ID.read_text().strip()
     return ""

@@ -1,1 +1,1 @@
-"""The stream of a rank to the controller: how it is found, greeted, and reached through the relay of the host."""
+"""The stream of a rank to the controller: how it is found, opened, and passed through the relay of the host."""

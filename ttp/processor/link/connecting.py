@@ -1,4 +1,4 @@
-"""How a rank comes to a controller: starts one where it has to, opens the stream, and says why it cannot."""
+"""Connects a rank to a controller: starts one if it has to, opens the stream, and says why that fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("ttp.processor")
 
 
 class ControllerLink:
-    """The stream to the controller, whichever that is.
+    """The stream to the controller that leads at present.
 
     Args:
         config: the job's settings.
@@ -58,13 +58,13 @@ class ControllerLink:
             self._stream.send(report)
 
     def finish(self, timeout_s: float) -> None:
-        """Send what is left, for that long at most, and hang up."""
+        """Send what is left, for at most this long, and close the stream."""
         if self._stream is not None:
             self._stream.finish(timeout_s=timeout_s)
         self._shortcut.close()
 
     def connect(self, action: act.Connect) -> None:
-        """Open a stream; takes as long as a controller takes to start."""
+        """Open a stream. May take as long as a controller takes to start."""
         try:
             if action.start_controller and self._config.port is not None and is_local(self._env.master_addr):
                 ensure_controller(
@@ -86,13 +86,13 @@ class ControllerLink:
             self._put(ev.StreamDown(repr(problem)))
 
     def note(self, ring: act.NoteRing, incarnation: int) -> None:
-        """Write down on this host where the controllers are."""
+        """Write down for processes of this host where the controllers are."""
         home = target(self._env.master_addr, self._config.port or 0)
         found = Ring(self._env.run_id, incarnation, ring.term, home, ring.address or home, ring.standbys)
         write_ring(self._run_dir, found)
 
     def _open(self, address: str, within_s: float | None) -> None:
-        """To the controller at ``address`` (host:port), or to the one of the environment."""
+        """Open a stream to ``address`` (host:port), or else to the controller that the environment names."""
         assert self._config.port is not None
         host, port = split(address) if address else (self._env.master_addr, self._config.port)
         if self._stream is not None:
@@ -147,7 +147,7 @@ LOOK_S = 0.02
 
 
 class Shortcut:
-    """See the module.
+    """Decides whether this rank goes through the relay of its host.
 
     Args:
         config: the job's settings.
@@ -173,13 +173,13 @@ class Shortcut:
         return None if found in self._gone else found
 
     def ended(self, port: int, reason: str) -> None:
-        """A stream through the relay at ``port`` has ended: by the relay's own end, or by what is behind it."""
+        """Note that a stream through the relay has ended. If the relay itself failed, it is not used again."""
         if RELAYED not in reason and not reason.startswith("the controller"):
             log.warning("the relay of this host does not answer any more (%s): connecting without it", reason)
             self._gone.add(port)
 
     def close(self) -> None:
-        """This rank leaves; those that went through it connect by themselves."""
+        """Close the relay if this rank runs it. Ranks that used it connect by themselves."""
         if self._own is not None:
             self._own.close()
 

@@ -1,4 +1,4 @@
-"""Makes the ``Hello`` of a rank, and its timeouts, of the settings."""
+"""Makes the ``Hello`` of a rank and its timeouts from the settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hello(
     pages_at: str,
     can_continue: bool,
 ) -> m.Hello:
-    """Who this process is, and how it is to be saved."""
+    """The ``Hello`` of this process: who it is, and how it is to be saved."""
     return m.Hello(
         rank=Rank(env.rank),
         protocol_major=m.PROTOCOL_MAJOR,

@@ -54,21 +54,21 @@ class Stream:
         self._thread = threading.Thread(target=self._read, name="ttp-stream", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen; ``on_up`` or ``on_down`` follows."""
+        """Open the stream; a call of ``on_up`` or ``on_down`` follows."""
         self._thread.start()
 
     def send(self, report: m.Report) -> None:
-        """Queue a report; never blocks."""
+        """Queue a report. Does not block."""
         self._outbox.put(report_to_wire(report))
 
     def finish(self, timeout_s: float) -> None:
-        """Say no more, and wait until everything said has arrived."""
+        """Send no more, and wait until all reports have arrived."""
         self._outbox.put(None)
         self._thread.join(timeout_s)
         self.abort()
 
     def abort(self) -> None:
-        """Drop the stream."""
+        """Close the stream at once."""
         self._outbox.put(None)
         self._call.cancel()
         self._channel.close()

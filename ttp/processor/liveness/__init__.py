@@ -1,1 +1,1 @@
-"""Signs of life, seen from outside a process: robust futexes, sentinels, signals, stacks."""
+"""Signs of life of a process that others can see: robust futexes, sentinels, signals, stacks."""

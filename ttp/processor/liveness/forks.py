@@ -22,14 +22,14 @@ _registered = False
 
 
 def close_in_children(port: int) -> None:
-    """From now on children forked from this process close its sockets to ``port``."""
+    """Make children that are forked later close their sockets to ``port``."""
     _sockets.clear()
     _sockets.update((fd, identity) for fd in _sockets_to(port) if (identity := _identity(fd)) is not None)
     _register()
 
 
 def close_fd_in_children(fd: int) -> None:
-    """From now on children forked from this process close ``fd``: a lock held through it ends with its process."""
+    """Make children that are forked later close ``fd``, so that a lock held by it ends with this process."""
     identity = _identity(fd)
     if identity is not None:
         _others[fd] = identity
@@ -58,7 +58,7 @@ def _close() -> None:
 
 
 def _identity(fd: int) -> _Identity | None:
-    """What the descriptor stands for; None: nothing."""
+    """What a descriptor refers to; None: it is closed."""
     try:
         found = os.fstat(fd)
     except OSError:
@@ -84,7 +84,7 @@ def _sockets_to(port: int, *, or_from: bool = False) -> set[int]:
 
 
 def _ports(fd: int) -> set[int]:
-    """Of both ends."""
+    """The ports of both ends of a connection."""
     found: set[int] = set()
     with socket.socket(fileno=os.dup(fd)) as view:
         for name in (view.getsockname, view.getpeername):

@@ -1,14 +1,4 @@
-"""Robust futexes, spoken to the kernel directly: the end of the thread that holds one wakes whoever waits for it.
-
-A thread gives the kernel a list of words that hold its id. When the thread ends, however it ends, the kernel writes
-"owner died" into them and wakes one waiter each, *before* it frees the memory and closes the sockets of the process:
-a killed process of any size is known to be dead at once. See ``set_robust_list(2)``, ``futex(2)``.
-
-Robust mutexes of the C library are made of the same words. They are not used here because a watcher would have to
-write: lock, mark, unlock, and thereby trust bytes of another process (the library aborts on some), stand in the way of
-other watchers, and be taken for the dead owner when it dies itself. A word can be waited for through a mapping that is
-read-only; nothing that a watcher does or meets can then hurt anybody.
-"""
+"""Robust futexes by direct system calls: when the thread that holds one ends, the kernel wakes its waiters."""
 
 from __future__ import annotations
 
@@ -59,7 +49,7 @@ def _timespec(seconds: float) -> Any:
 
 
 class Mapping:
-    """A file in memory, shared with everybody who maps it. Addresses stay valid until ``close``.
+    """A file in shared memory, mapped. Addresses stay valid until ``close``.
 
     Not ``mmap.mmap``: Python takes those away while it shuts down, before the process has ended; and it gives no
     address of a read-only one.
@@ -84,7 +74,7 @@ class Mapping:
         self._calls: dict[tuple[float, ...], Callable[..., int]] = {}
 
     def word(self, offset: int) -> int:
-        """The 32-bit word there."""
+        """The 32-bit word at this offset."""
         value: int = self._words[offset >> 2]
         return value
 
@@ -97,11 +87,11 @@ class Mapping:
         return True
 
     def set_word(self, offset: int, value: int) -> None:
-        """Store a 32-bit word at once."""
+        """Store a 32-bit word with one access."""
         self._words[offset >> 2] = value
 
     def wait(self, offset: int, expected: int, timeout_s: float) -> bool:
-        """Sleep while the word is ``expected``; without the interpreter lock. May return early for no reason.
+        """Sleep while the word is ``expected``, without the interpreter lock. May return early without a reason.
 
         Returns:
             False when the time is over.
@@ -160,12 +150,12 @@ class Mapping:
         return call
 
     def close(self) -> None:
-        """Give the addresses back."""
+        """Unmap the file."""
         _libc().munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self._size))
 
 
 class RobustList:
-    """While it is open: the end of the thread that opened it marks some words as died and wakes who waits for them.
+    """Makes the kernel mark words as died, and wake those who wait for them, when the thread that opened it ends.
 
     The thread must hold no robust mutex of the C library meanwhile; its list is put aside. The words must hold the
     thread's id already.
@@ -240,7 +230,7 @@ def _numbers() -> _Numbers:
 
 
 def _syscall(number: int, *arguments: Any) -> bool:
-    """Whether it failed; then ``ctypes.get_errno()`` says why."""
+    """Make a system call. Returns whether it failed; ``ctypes.get_errno()`` then says why."""
     return bool(_libc().syscall(ctypes.c_long(number), *arguments) == -1)
 
 

@@ -1,4 +1,4 @@
-"""What a rank shares with the others of its host, and keeps for ranks of other hosts: signs of life and pages."""
+"""What a rank shares with the other ranks of its host, and keeps for ranks of other hosts: signs of life and pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORE_S = 2.0
 
 
 class HostServices:
-    """Pages, sentinel, neighbours, and what they need.
+    """Owns the page, the sentinel and the watchers of this rank.
 
     Args:
         config: the job's settings.
@@ -53,7 +53,7 @@ class HostServices:
         self._closed = False
 
     def show_stacks(self) -> None:
-        """Let others of this host ask where the threads of this process are."""
+        """Let other processes of this host ask for the stacks of this one."""
         if self._config.stacks and stacks.install(self._run_dir):
             self._stack.callback(stacks.uninstall, self._run_dir)
 
@@ -62,7 +62,7 @@ class HostServices:
         self._incarnation = incarnation
 
     def begin(self, source: StateSource, incarnation: int) -> Path:
-        """Make this rank's page, show neighbours that this process lives, watch one of them.
+        """Make this rank's page and its sentinel, and watch the next rank of the host.
 
         Returns:
             The directory of pages of this host.
@@ -89,7 +89,7 @@ class HostServices:
         return path
 
     def store(self, order: Keep, said: Callable[[str], None] = lambda _: None) -> None:
-        """Put the page of a rank elsewhere into this host's memory; ``said`` gets why not. Any thread."""
+        """Write the page of another host's rank to memory. ``said`` gets the reason if that fails. Any thread."""
 
         def job() -> None:
             said(self._kept.store(order) if self._kept is not None else "this rank has not joined yet")
@@ -97,22 +97,22 @@ class HostServices:
         self._keeper.submit(job)
 
     def keep(self, order: Keep) -> str:
-        """Like ``store``, for whoever sends the page itself; returns why it is not kept. Any thread."""
+        """Like ``store``, but returns the reason if the page is not kept. Any thread."""
         refused = [f"it was not stored within {STORE_S:g} s"]
         self.store(order, refused.append)
         self._keeper.wait_done(STORE_S)
         return refused[-1]
 
     def mirror_to(self, order: MirrorTo) -> None:
-        """Pages of this rank go there from now on."""
+        """Send the pages of this rank to this keeper from now on."""
         self._sender.named(order)
 
     def wait_stored(self, timeout_s: float) -> bool:
-        """Until the pages that have come are in memory; false when it takes longer."""
+        """Wait until the pages that have arrived are in memory. Returns false if that takes too long."""
         return self._keeper.wait_done(timeout_s)
 
     def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
-        """On the mirror's thread, which gathers changes while one is on its way."""
+        """Send the page. Runs on the mirror's thread, which joins changes that come while one is being sent."""
         if incarnation == self._incarnation and not self._closed:
             self._sender.send(version, final, incarnation, data)
 
@@ -122,7 +122,7 @@ class HostServices:
         self._keeper.close()
 
     def leave(self) -> None:
-        """Stop showing that this process lives."""
+        """Take the sentinel back, in good order."""
         with contextlib.suppress(Exception):
             self._stack.close()
 

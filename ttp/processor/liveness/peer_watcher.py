@@ -55,11 +55,11 @@ class PeerWatcher:
         self.watched: int | None = None
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Begin to watch."""
         self._thread.start()
 
     def close(self) -> None:
-        """Say nothing any more. The thread ends within ``look_s``."""
+        """Stop watching. The thread ends within ``look_s``."""
         self._over.set()
 
     def _run(self) -> None:
@@ -85,7 +85,7 @@ class PeerWatcher:
             following.close()
 
     def _following(self) -> SentinelReader | None:
-        """The next rank that lives; those who died before it are told of."""
+        """The next living rank. Ranks before it that have died are reported."""
         ranks = [rank for rank in ranks_in(self._page_dir) if rank != self._rank]
         for rank in sorted(ranks, key=lambda r: (r < self._rank, r)):
             seen = look(self._page_dir, rank, Seat.NEIGHBOUR)

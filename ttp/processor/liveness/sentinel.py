@@ -45,7 +45,7 @@ _LEAVE_PATIENCE_S = 1.0
 
 
 class Seat(enum.IntEnum):
-    """Who waits where."""
+    """The kinds of watchers; each has a word of its own."""
 
     NEIGHBOUR = 0
     LAUNCHER = 1
@@ -57,19 +57,19 @@ def sentinel_name(rank: int) -> str:
 
 
 def word_at(seat: int) -> int:
-    """Where a seat's word is."""
+    """The offset of the word of a seat."""
     return 512 + seat * 64
 
 
 def process_start(pid: int) -> int:
-    """When a process started, in ticks since the host did: a recycled pid has another. 0 where /proc does not say."""
+    """When a process started, in clock ticks since boot, by which a reused pid is recognised; 0: not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     return 0
 
 
 class Sentinel:
-    """Shows that this process lives, from now until ``close``. Does not block and never raises.
+    """Shows that this process lives, until ``close``. Does not block and never raises.
 
     Args:
         page_dir: the host's page directory, held by this process.
@@ -87,11 +87,11 @@ class Sentinel:
         self._thread.start()
 
     def wait_placed(self, timeout_s: float) -> bool:
-        """Whether watchers can see it."""
+        """Wait until watchers can see the sentinel. Returns whether they can."""
         return self._placed.wait(timeout_s)
 
     def close(self) -> None:
-        """This process leaves in good order: watchers are told so. In a forked child: nothing."""
+        """Tell watchers that this process leaves in good order. Does nothing in a forked child."""
         if os.getpid() == self._pid:
             self._over.set()
             self._thread.join(_LEAVE_PATIENCE_S)

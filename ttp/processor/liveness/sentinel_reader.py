@@ -1,4 +1,4 @@
-"""Watching one sentinel from another process, without believing a byte of it; see ``sentinel``."""
+"""Watches the sentinel of another process, and trusts nothing in the file; see ``sentinel``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REASON = "its process died (robust futex)"
 
 
 class State(enum.Enum):
-    """What a sentinel shows."""
+    """What a sentinel shows of its owner."""
 
     ALIVE = "alive"
     DIED = "died"
@@ -39,7 +39,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose sentinel it is.
+    """The process to which a sentinel belongs.
 
     Args:
         rank: global rank.
@@ -64,7 +64,7 @@ class SentinelReader:
         self._mapping, self._at = mapping, word_at(seat)
 
     def state(self) -> State:
-        """How the owner is.
+        """The state of the owner.
 
         Raises:
             BadSentinelError: the word makes no sense.
@@ -72,7 +72,7 @@ class SentinelReader:
         return _state(self._mapping.word(self._at))
 
     def wait(self, timeout_s: float) -> State:
-        """Return when the owner died or left, or after ``timeout_s``; whatever comes first.
+        """Wait until the owner has died or left, for at most ``timeout_s``.
 
         Raises:
             BadSentinelError: the word makes no sense.
@@ -90,16 +90,16 @@ class SentinelReader:
             self._mapping.wait(self._at, word, left_s)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmap the file."""
         self._mapping.close()
 
 
 class BadSentinelError(Exception):
-    """Why a file cannot be believed."""
+    """A file is no valid sentinel; the text says why."""
 
 
 def look(page_dir: Path, rank: int, seat: Seat) -> SentinelReader | str:
-    """The sentinel of ``rank``, or in words why there is none. Never raises for what is on the disk."""
+    """Open the sentinel of ``rank``. Returns a text instead if there is no valid one. Never raises."""
     name = sentinel_name(rank)
     try:
         with open_directory(page_dir) as directory:
@@ -115,7 +115,7 @@ def look(page_dir: Path, rank: int, seat: Seat) -> SentinelReader | str:
 
 
 def ranks_in(page_dir: Path) -> list[int]:
-    """Ranks that left a sentinel there, in order; none when the directory cannot be read."""
+    """The ranks with a sentinel in this directory, in order; none if it cannot be read."""
     try:
         names = os.listdir(page_dir)  # noqa: PTH208 - once a second: no object per page
     except OSError:

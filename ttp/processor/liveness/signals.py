@@ -1,8 +1,4 @@
-"""SIGTERM as a fault report, even while the main thread hangs in C.
-
-A Python signal handler runs only when the main thread gets back to Python, which in a collective can take half an hour.
-``signal.set_wakeup_fd`` is served by the C-level handler at once, so a reader thread hears of the signal in any case.
-"""
+"""Reports SIGTERM as a fault, even while the main thread is blocked in C code."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class Preemption:
-    """Turns SIGTERM into a call of ``report`` for as long as it is installed.
+    """Calls ``report`` on SIGTERM as long as it is installed.
 
     Args:
         report: gets the signal's name in a sentence; runs on a thread of its own.
@@ -35,7 +31,7 @@ class Preemption:
         self._installed = False
 
     def install(self) -> None:
-        """Begin to listen. Outside of the main thread nothing can be installed; that is said once and left."""
+        """Install the handler. Outside of the main thread that is impossible, which is logged once."""
         if threading.current_thread() is not threading.main_thread():
             log.warning("not on the main thread: SIGTERM ends this process as usual instead of saving first")
             return
@@ -47,7 +43,7 @@ class Preemption:
         threading.Thread(target=self._listen, name="ttp-signals", daemon=True).start()
 
     def uninstall(self) -> None:
-        """Give SIGTERM back."""
+        """Restore the former handler of SIGTERM."""
         if not self._installed or threading.current_thread() is not threading.main_thread():
             return
         self._installed = False
@@ -58,7 +54,7 @@ class Preemption:
             os.close(self._write_fd)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        """Keeps the default action away; the user's own handler still runs."""
+        """Replaces the default action. The handler of the user still runs."""
         if callable(self._previous):
             self._previous(signum, frame)
 

@@ -1,15 +1,4 @@
-"""Where the threads of a process are, even if it holds its interpreter lock or hangs in C.
-
-``install`` has faulthandler answer a real-time signal: its C handler runs at once, whoever holds the interpreter lock,
-and appends the Python stacks of all threads to ``run_dir/stacks/<pid>.txt``. ``take`` is the other side, in any process
-of the same host and user: it looks at the process from outside, sends the signal and reads what was appended.
-
-The first line of the file says who wrote it and which signal it answers to. The signal goes to nobody else: a process
-that does not catch it would die of it. So the handler stays installed for the life of its process.
-
-The handler walks the frames of other threads while they may run, which is not entirely safe in CPython. Stacks are for
-processes that are suspected already.
-"""
+"""Shows the stacks of all threads of a process, even if it holds the interpreter lock or is blocked in C code."""
 
 from __future__ import annotations
 
@@ -49,7 +38,7 @@ _file: int = -1
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """First line of a stack file.
+    """The first line of a stack file.
 
     Args:
         pid: who writes it.
@@ -65,7 +54,7 @@ class _Header:
 
 
 def install(run_dir: Path) -> bool:
-    """Let this process be asked for its stacks by others that know ``run_dir``. Never raises; False: it cannot be."""
+    """Let processes that know ``run_dir`` ask for the stacks of this one. Never raises; returns whether they can."""
     global _installed, _file
     try:
         signum = _installed.signal if _installed is not None else _free_signal()
@@ -85,13 +74,13 @@ def install(run_dir: Path) -> bool:
 
 
 def uninstall(run_dir: Path) -> None:
-    """Stop offering stacks. The handler stays: a signal that is on its way would end the process."""
+    """Stop offering stacks. The handler stays installed, as a signal on its way would end the process."""
     with contextlib.suppress(OSError):
         _path(run_dir, os.getpid()).unlink(missing_ok=True)
 
 
 def take(pid: int, run_dir: Path, timeout_s: float) -> str:
-    """Where the threads of ``pid`` are, in words; at most ``TEXT_MAX`` characters. Never raises.
+    """The stacks of process ``pid``, as a text of at most ``TEXT_MAX`` characters. Never raises.
 
     Args:
         pid: a process of this host, of the same user; this one, too.
@@ -159,7 +148,7 @@ def _ask(header: _Header, path: Path, timeout_s: float) -> str:
 
 
 def _header(pid: int, run_dir: Path) -> _Header | None:
-    """Of the stack file of the process that has this pid now."""
+    """The header of the stack file of the process that has this pid now."""
     try:
         with _path(run_dir, pid).open() as file:
             header = _Header(**json.loads(file.readline(1000)))
@@ -169,7 +158,7 @@ def _header(pid: int, run_dir: Path) -> _Header | None:
 
 
 def _grown(path: Path, size: int, timeout_s: float) -> bool:
-    """Wait until the file is longer than ``size`` and has settled."""
+    """Wait until the file is longer than ``size`` and grows no more."""
     until, settled_at, last = time.monotonic() + timeout_s, 0.0, size
     while (now := time.monotonic()) < until:
         if (length := path.stat().st_size) != last:
@@ -187,7 +176,7 @@ def _appended(path: Path, offset: int) -> str:
 
 
 def _arranged(dump: str, main: int) -> str:
-    """The main thread first: it trains."""
+    """The stacks, that of the main thread first."""
     blocks = [block.strip() for block in _THREAD.split(dump) if block.strip()]
     mains = [block for block in blocks if _ident(block) == main]
     others = [block for block in blocks if _ident(block) != main]
@@ -218,7 +207,7 @@ def _started(pid: int) -> int:
 
 
 def _waiting(pid: int) -> str:
-    """In which kernel function the main thread waits."""
+    """The kernel function in which the main thread waits."""
     try:
         where = Path(f"/proc/{pid}/wchan").read_text().strip()
     except OSError:

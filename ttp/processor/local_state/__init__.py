@@ -1,1 +1,1 @@
-"""What only one rank has, as pages in shared memory that outlive their process."""
+"""Rank-local state in shared memory, in pages that outlive their process."""

@@ -1,8 +1,8 @@
-"""The random streams that any Python program has: python's own and numpy's global one.
+"""Captures the random streams of any Python program: python's own and numpy's global one.
 
-Taking them costs a few microseconds, because it happens twice per update: the 625 numbers of a Mersenne Twister are
-not built one by one but handed over as the memory they lie in. Where that memory is, is asked of a private generator
-at start and checked against the official functions; where the answer does not hold, those functions are used.
+A capture happens twice per update and takes a few microseconds: the 625 numbers of a Mersenne Twister are not converted
+one by one, but returned as the memory in which they lie. The address of that memory is found at start on a generator of
+our own and checked against the official functions. If the check fails, the official functions are used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostStreams:
         self._numpy: _NumpyStream | None = None
 
     def capture(self) -> HostState:
-        """The state of every stream now. Some parts are live memory: copy them before the next random number."""
+        """The state of every random stream. Some parts are live memory: copy them before the next random number."""
         if self._numpy is None:
             if "numpy.random" not in sys.modules:
                 return (*self._python.capture(), b"", b"")
@@ -43,9 +43,12 @@ class HostStreams:
         return (*self._python.capture(), *self._numpy.capture())
 
     def standing(self) -> Callable[[], bool] | None:
-        """To be asked behind ``capture``: what tells whether its parts are still all there is to be said.
+        """A function that tells whether the parts of the last ``capture`` still describe all streams.
 
-        Live memory has become what the stream is now. None: not all of it is live.
+        Parts in live memory follow their streams. The function is false when a stream was replaced.
+
+        Returns:
+            None if a part is not live memory.
         """
         numpy, python = self._numpy, self._python.source
         spare = self._python.spare
@@ -57,7 +60,7 @@ class HostStreams:
         return lambda: python.gauss_next is spare and owner._bit_generator is generator
 
     def restore(self, python: bytes, python_gauss: bytes, numpy: bytes, numpy_gauss: bytes) -> list[str]:
-        """Put back what ``capture`` gave. Returns notes on streams that this process does not have.
+        """Restore the streams from what ``capture`` returned. Returns notes on streams that this process does not have.
 
         Raises:
             ValueError, TypeError, struct.error, EncodingError: these are not captured streams.
@@ -70,7 +73,7 @@ class HostStreams:
 
 
 def memory_at(address: int, size: int) -> memoryview:
-    """Live memory as bytes. The caller keeps its owner alive."""
+    """A view of memory by its address. The caller keeps the owner of the memory alive."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
@@ -88,7 +91,7 @@ class _PythonStream:
 
     @property
     def is_live(self) -> bool:
-        """Whether the words are given as the memory they lie in."""
+        """Whether ``capture`` returns the live memory of the words."""
         return self._live is not None
 
     def capture(self) -> tuple[Buffer, bytes]:
@@ -103,7 +106,7 @@ class _PythonStream:
 
 
 def python_state(data: bytes, gauss: bytes) -> tuple[Any, ...]:
-    """What was captured of module ``random``, for ``random.setstate``.
+    """A captured state in the form of ``random.setstate``.
 
     Raises:
         struct.error: it was not.
@@ -129,7 +132,7 @@ def _python_memory(generator: random.Random) -> memoryview:
 
 
 def _python_layout_holds() -> bool:
-    """Whether a generator's memory is what ``getstate`` says, at several positions."""
+    """Whether the memory of a generator equals what ``getstate`` returns, at several positions."""
     try:
         if type(random.getstate.__self__) is not random.Random:  # type: ignore[attr-defined]
             return False
@@ -172,7 +175,7 @@ class _NumpyStream:
 
     @property
     def is_live(self) -> bool:
-        """Whether the words are given as the memory they lie in."""
+        """Whether ``capture`` returns the live memory of the words."""
         return self._words is not None
 
     def capture(self) -> tuple[Buffer, Buffer]:
@@ -203,7 +206,7 @@ def _restore_numpy(data: bytes, gauss: bytes) -> list[str]:
 
 
 def _numpy_state(data: bytes, gauss: bytes) -> Any:
-    """For ``numpy.random.set_state``, in its newer form."""
+    """A captured state in the form of ``numpy.random.set_state``."""
     import numpy
 
     if not gauss:
@@ -219,7 +222,7 @@ _NUMPY_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def _numpy_words(generator: Any, get_state: Any) -> memoryview | None:
-    """The live words of a bit generator; None when it is no Mersenne Twister or its memory says otherwise."""
+    """A view of the live words of a bit generator; None if it is no Mersenne Twister, or the check fails."""
     if type(generator).__name__ != "MT19937":
         return None
     memory = memory_at(generator.ctypes.state_address, _TWISTER_BYTES)

@@ -25,7 +25,7 @@ LOCAL_KIND = "rank_local"
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """What could be read of the pages of a host.
+    """The pages of a host that could be read.
 
     Args:
         data: the image of each rank that has one of the wanted version.
@@ -89,19 +89,19 @@ def read_local_image(path: Path, pieces: Sequence[Piece], rank: int) -> bytes | 
 
 
 def ranks_kept(pieces: Sequence[Piece]) -> list[int]:
-    """The ranks of which these pieces keep something."""
+    """The ranks whose state is in these pieces."""
     kept = [rank for p in pieces if p.kind == LOCAL_KIND for rank in _listed(p, "ranks", list, [])]
     return sorted(rank for rank in kept if isinstance(rank, int))
 
 
 def not_kept(pieces: Sequence[Piece], world_size: int) -> tuple[Rank, ...]:
-    """The ranks of which these pieces keep nothing."""
+    """The ranks whose state is not in these pieces."""
     known = set(ranks_kept(pieces))
     return tuple(Rank(rank) for rank in range(world_size) if rank not in known)
 
 
 def why_lost(pieces: Sequence[Piece], rank: int) -> str:
-    """Why the checkpoint of these pieces keeps nothing of ``rank``."""
+    """Why the state of ``rank`` is not in these pieces."""
     for piece in pieces:
         missing = _listed(piece, "missing", dict, {}) if piece.kind == LOCAL_KIND else {}
         if str(rank) in missing:

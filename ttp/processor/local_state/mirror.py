@@ -1,11 +1,4 @@
-"""Rank-local pages kept on another host, for those who want their random streams back when a whole host is lost.
-
-``PageMirror`` runs in the rank that a page belongs to: it reads the page back whenever it was written, and hands it
-over to be sent. It works beside the training; when it falls behind, what is too old to be asked for is left out.
-
-``KeptPages`` runs in a rank of another host and writes what arrives, as a page like any other but in a directory of its
-own: a page of a process of this host can never be overwritten, and is always believed first.
-"""
+"""Keeps rank-local pages on another host, so that random streams survive the loss of a whole host."""
 
 from __future__ import annotations
 
@@ -30,7 +23,7 @@ VERSIONS_KEPT = 2
 
 
 class PageMirror:
-    """Hands the page of this rank over whenever it has changed, on a thread of its own.
+    """Sends the page of this rank whenever it has changed, on a thread of its own.
 
     Args:
         page_dir: of the job on this host.
@@ -50,12 +43,12 @@ class PageMirror:
         self._thread.start()
 
     def changed(self, version: int, final: bool) -> None:
-        """The page of ``version`` was written. Training thread: one store and one wake-up."""
+        """Note that the page of ``version`` was written. For the training thread: one store and one wake-up."""
         self._changed[version] = final
         self._wake.set()
 
     def close(self) -> None:
-        """Hand nothing over any more."""
+        """Stop sending."""
         self._closed = True
         self._wake.set()
 
@@ -88,7 +81,7 @@ class PageMirror:
 
 
 class KeptPages:
-    """Pages of ranks of other hosts, kept by this rank. Not for several threads at once.
+    """Pages of ranks of other hosts that this rank keeps. Not for several threads at once.
 
     Args:
         page_dir: of the job on this host.
@@ -103,7 +96,7 @@ class KeptPages:
         self._newest: dict[int, tuple[int, bool]] = {}
 
     def store(self, keep: Keep) -> str:
-        """Write a page as that of the rank that it belongs to.
+        """Write a page as the page of the rank to which it belongs.
 
         Returns:
             Why it was refused; empty: it is stored. Never raises.
@@ -120,7 +113,7 @@ class KeptPages:
         return reason
 
     def close(self) -> None:
-        """Let go. The pages stay for whoever saves; they go with the directory."""
+        """Close the files. The pages stay for the rank that saves; they are removed with the directory."""
         for writer in self._writers.values():
             writer.close(unlink=False)
         self._writers.clear()
@@ -148,12 +141,12 @@ class KeptPages:
 
 
 def kept_directory(page_dir: Path) -> Path:
-    """Where the pages of ranks of other hosts lie."""
+    """The directory of the pages of other hosts' ranks."""
     return page_dir / "kept"
 
 
 def read_page_or_kept(page_dir: Path, rank: int, version: int, incarnation: int) -> Page | str:
-    """Like ``read_page``; where this host has no page of the rank, what was kept for another one is read."""
+    """Like ``read_page``. If this host has no page of the rank, the kept one is read."""
     page = read_page(page_dir, rank, version, incarnation)
     kept = kept_directory(page_dir)
     if isinstance(page, Page) or not (kept / page_name(rank)).exists():

@@ -1,9 +1,4 @@
-"""Where the rank-local pages of a job lie on this host, and who removes them.
-
-Every processor holds a shared lock on the directory; the kernel drops it when the process ends, however it ends. A
-directory that nobody holds belongs to nobody: the last one out removes it, and after a crash of all of them the next
-processor on this host does.
-"""
+"""Makes and removes the directory in which the rank-local pages of a job lie on this host."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ _ATTEMPTS = 5
 
 
 class PageDirectory:
-    """A directory of this user and job, claimed for as long as this object is open.
+    """A directory of this user and job. It exists at least as long as this object is open.
 
     Args:
         run_dir: of the job on this host; holds the pages where shared memory cannot.
@@ -49,7 +44,7 @@ class PageDirectory:
         raise OSError(f"neither {shared_memory} nor {run_dir} can hold rank-local pages")
 
     def close(self) -> None:
-        """Let go; the last one removes the directory."""
+        """Release the directory. The last process that does so removes it."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

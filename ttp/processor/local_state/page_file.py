@@ -1,15 +1,4 @@
-"""How a page file is laid out, and which files and directories are safe to believe; see ``pages``.
-
-::
-
-    0      magic, number of slots, rank, pid, incarnation
-    512    slot records, 64 bytes apart: sequence word (odd: being written), offset, length and digest of a body
-    4096   bodies and kept parts, anywhere
-    body   prefix (version, incarnation, count of writes, rank, flags, small bytes), references to kept parts, bytes
-
-All words are little-endian. The digest of a body covers its prefix and its references; a reference carries the digest
-of what it refers to. So nothing that a reader acts on is without a digest; whether it is final is for people.
-"""
+"""The layout of a page file, and the checks that a file or directory belongs to this user; see ``pages``."""
 
 from __future__ import annotations
 
@@ -36,7 +25,7 @@ SAFE_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UnsafeError(Exception):
-    """Somebody else can have written this file or directory."""
+    """Another user may have written this file or directory."""
 
 
 def page_name(rank: int) -> str:
@@ -45,7 +34,7 @@ def page_name(rank: int) -> str:
 
 
 def record_at(slot: int) -> int:
-    """Where the record of a slot is."""
+    """The offset of the record of a slot."""
     return 512 + slot * 64
 
 

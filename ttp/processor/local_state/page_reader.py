@@ -1,4 +1,4 @@
-"""Reading another rank's page, dead or alive, without believing a byte of it; see ``pages``."""
+"""Reads the page of another rank, dead or alive, and trusts nothing in the file; see ``pages``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Rank-local state as read back, whole.
+    """The rank-local state that was read from a page.
 
     Args:
         version: finished updates that it belongs to.
@@ -90,7 +90,7 @@ def newest_pages(page_dir: Path, rank: int, pid: int, count: int) -> tuple[int, 
 
 
 class _BadPageError(Exception):
-    """Why a slot or a file cannot be believed."""
+    """A slot or file is invalid; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

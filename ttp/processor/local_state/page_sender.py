@@ -22,7 +22,7 @@ SEND_S = 5.0
 
 
 class PageSender:
-    """One rank's pages on their way, one at a time.
+    """Sends the pages of one rank, one at a time.
 
     Args:
         rank: whose pages they are.
@@ -39,13 +39,13 @@ class PageSender:
         self._well = True
 
     def named(self, order: MirrorTo) -> None:
-        """Pages go there from now on. Does not block."""
+        """Send pages to this keeper from now on. Does not block."""
         if self._order is None:
             log.info("the page of rank %s is mirrored to rank %s at %s", self._rank, order.keeper, order.address)
         self._order = order
 
     def send(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
-        """Returns when the page is kept, or was left out. One thread."""
+        """Send a page. Returns when it is kept, or was left out. For one thread."""
         order = self._order
         if order is None:
             return  # nobody is named before all ranks are there
@@ -82,7 +82,7 @@ class PageSender:
             return self._channel
 
     def close(self) -> None:
-        """Send nothing any more; a page on its way is given up."""
+        """Stop sending; a page that is being sent is given up."""
         with self._lock, contextlib.suppress(Exception):
             if self._channel is not None:
                 self._channel.close()

@@ -1,4 +1,4 @@
-"""Rank-local state that outlives its process: one page file per rank, in shared memory of the host.
+"""Writes rank-local state so that it outlives the process: one page file per rank, in shared memory of the host.
 
 What only one rank has (its random streams, its BatchNorm statistics, its data cursor) dies with it unless somebody
 else can read it. So each rank keeps it, tagged with the version it belongs to, in a file that a neighbour can read.
@@ -67,7 +67,7 @@ Kept = tuple[Hashable, Buffer]
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """A stretch of the file. ``users`` counts the slots that refer to it."""
+    """A range of the file. ``users`` counts the slots that refer to it."""
 
     offset: int
     capacity: int
@@ -111,7 +111,7 @@ class _KeptPart:
 
 
 class _Arena:
-    """The mapped file and who has which stretch of it. Freed stretches are used again by size class."""
+    """Allocates ranges of the mapped file. Free ranges are used again by size class."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -149,7 +149,7 @@ def _size_class(length: int) -> int:
 
 
 class PageWriter:
-    """Writes the page of one rank. Nothing here ever raises into training.
+    """Writes the page of one rank. Nothing here raises into training.
 
     Not for several threads at once. ``write`` costs a few microseconds and the copy and digest of the bytes.
 
@@ -248,7 +248,7 @@ class PageWriter:
         return True
 
     def finish(self, version: int) -> bool:
-        """What was written last, provisionally and of this version, is its final state too: it is not written again.
+        """Mark the last provisional state as the final one of its version, without writing it again.
 
         Returns:
             False: this page is disabled, see ``problem``.

@@ -26,7 +26,7 @@ def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
 
 
 @given(tensors())
-def test_boxes_hold_each_element_of_the_stretch_once_and_no_other(
+def test_local_chunks_hold_each_element_of_the_stretch_once_and_no_other(
     case: tuple[torch.Tensor, torch.Tensor, int, int],
 ) -> None:
     memory, view, begin, end = case

@@ -59,16 +59,16 @@ def test_put_is_the_inverse_and_keeps_integer_keys_apart_from_indices() -> None:
     ],
 )
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
-    blob = dump(value, torch.Tensor.cpu)
-    assert blob is not None
-    back = torch.load(io.BytesIO(blob), weights_only=True)
+    data = dump(value, torch.Tensor.cpu)
+    assert data is not None
+    back = torch.load(io.BytesIO(data), weights_only=True)
     assert (back, type(back)) == (value, type(value))
 
 
 def test_numpy_scalars_become_plain_numbers() -> None:
-    blob = dump({"lr": numpy.float64(0.1), "n": (numpy.int64(3),)}, torch.Tensor.cpu)
-    assert blob is not None
-    assert torch.load(io.BytesIO(blob), weights_only=True) == {"lr": 0.1, "n": (3,)}
+    data = dump({"lr": numpy.float64(0.1), "n": (numpy.int64(3),)}, torch.Tensor.cpu)
+    assert data is not None
+    assert torch.load(io.BytesIO(data), weights_only=True) == {"lr": 0.1, "n": (3,)}
 
 
 def test_what_cannot_be_loaded_safely_is_refused() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ttp.adapters.torch.saving import tensor_serializer
 from ttp.adapters.torch.saving.checkpoint import _without_crc32
-from ttp.adapters.torch.saving.tensor_serializer import BlobWriter
+from ttp.adapters.torch.saving.tensor_serializer import TensorWriter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e5m2]
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
@@ -34,7 +34,7 @@ def random_tensor(shape: list[int], dtype: torch.dtype, transpose: bool) -> torc
 @given(SHAPES, st.sampled_from(DTYPES), st.booleans())
 def test_the_bytes_are_those_of_torch_save(shape: list[int], dtype: torch.dtype, transpose: bool) -> None:
     stream: Any = io.BytesIO()
-    writer = BlobWriter(stream)
+    writer = TensorWriter(stream)
     first, second = (random_tensor(shape, dtype, transpose) for _ in range(2))
     with _without_crc32():
         writer.write(first)
@@ -51,7 +51,7 @@ def test_small_tensors_of_one_layout_are_saved_by_torch_only_once(monkeypatch: p
         save(*args)
 
     monkeypatch.setattr(torch, "save", counted)
-    writer = BlobWriter(io.BytesIO())
+    writer = TensorWriter(io.BytesIO())
     with _without_crc32():
         for number in range(10):
             writer.write(torch.full((3,), float(number)))
@@ -60,7 +60,7 @@ def test_small_tensors_of_one_layout_are_saved_by_torch_only_once(monkeypatch: p
 
 def test_where_the_rest_depends_on_the_data_torch_writes_every_tensor() -> None:
     stream: Any = io.BytesIO()
-    writer = BlobWriter(stream)
+    writer = TensorWriter(stream)
     tensors = [torch.full((3,), float(number)) for number in range(3)]
     for tensor in tensors:
         writer.write(tensor)  # with crc32
@@ -72,4 +72,4 @@ def test_a_large_tensor_is_not_copied_for_a_template(monkeypatch: pytest.MonkeyP
         raise AssertionError("no template for this one")
 
     monkeypatch.setattr(tensor_serializer, "_make_template", none_asked_for)
-    BlobWriter(io.BytesIO()).write(torch.ones(tensor_serializer._TEMPLATE_BYTES_MAX // 4 + 1))
+    TensorWriter(io.BytesIO()).write(torch.ones(tensor_serializer._TEMPLATE_BYTES_MAX // 4 + 1))

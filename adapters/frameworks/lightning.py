@@ -1,0 +1,370 @@
+"""PyTorch Lightning: a callback that protects ``fit``, and ``ckpt_path="ttp://last"``.
+
+A version ends with the optimizer's step, as everywhere. What Lightning does behind it belongs to the version too, up to
+the last callback's ``on_train_batch_end``: when that has returned, what is kept of this rank is taken again. Validation
+and the end of an epoch come behind that; a job that is killed in them makes them anew, from what was before.
+
+Where the loops are is the same on all ranks. A rank that died before the end of its batch takes that from one that has
+come to it, and what has changed there, between the gate and the end of the batch, in the states of callbacks.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ttp import api, session
+from ttp.adapters.frameworks.versions import require
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.sharding.exchange import gather_bytes
+from ttp.errors import ConfigError, RestoreError, UsageError
+from ttp.store.encoding import decode, encode
+
+TESTED = ("2.6", "2.6")
+
+require("lightning", "lightning", TESTED)
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch import __version__ as _version  # noqa: E402
+from lightning.pytorch.plugins import TorchCheckpointIO  # noqa: E402
+from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # noqa: E402
+from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
+
+from ttp.adapters.frameworks.lightning_loops import EpochStart, Loops, cluster_environment  # noqa: E402
+
+log = logging.getLogger("ttp.adapters.frameworks")
+
+LAST = "ttp://last"
+"""The ``ckpt_path`` that begins where the newest checkpoint of ttp ends, or anew where there is none."""
+
+_OWN_NAME = "lightning"
+"""Of Lightning's state among the extra states."""
+
+
+class TtpCheckpointIO(TorchCheckpointIO):
+    """Lets ``fit(ckpt_path="ttp://last")`` be; other paths are read and written as Lightning does.
+
+    Args:
+        save_dir: the one of the ``TtpCallback``.
+    """
+
+    def __init__(self, save_dir: str | Path = "checkpoints") -> None:
+        self.save_dir = str(save_dir)
+        self.restored_by_callback = False
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Of ``ttp://last`` nothing: the callback restores, when there are optimizers to restore into."""
+        if self.restored_by_callback:
+            _refuse_file(path)
+        if not str(path).startswith("ttp:"):
+            loaded: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+            return loaded
+        if str(path) != LAST or not self.restored_by_callback:
+            raise ConfigError(
+                f"ckpt_path={str(path)!r}: {LAST} is for fit(), of a Trainer with TtpCallback. For validate, test and "
+                f"predict make a file of it: ttp convert {self.save_dir} weights.pt --to torch; its entry 'model' is "
+                "the state_dict of the LightningModule"
+            )
+        return _Nothing({"pytorch-lightning_version": _version})
+
+
+class _Nothing(dict[str, Any]):
+    """A checkpoint from which Lightning takes nothing."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class TtpCallback(Callback):
+    """Protects ``Trainer.fit``. ::
+
+        trainer = Trainer(callbacks=[ttp.lightning.TtpCallback(dir)], plugins=[ttp.lightning.TtpCheckpointIO(dir)])
+        trainer.fit(model, ckpt_path="ttp://last")
+
+    in a function that is decorated by ``ttp.ttp_to_persist``. It becomes the first of the callbacks, so that an error
+    is reported before others react to it.
+
+    Args:
+        save_dir: see ``ttp.wrap_optimizer``.
+        extra_state: likewise, beside what Lightning has.
+        settings: ``undo``, ``buddy``: likewise.
+    """
+
+    def __init__(self, save_dir: str | Path = "checkpoints", *, extra_state: Any = None, **settings: Any) -> None:
+        self._save_dir, self._extra, self._settings = save_dir, extra_state, settings
+        self._by_hand = False
+        self._before = self._steps_before = 0  # finished versions, and steps, at the beginning of the batch
+        self._handler: Any = None
+        self._state: LightningState | None = None
+
+    # ------------------------------------------------------------------------------------------------------ hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Look whether this can be protected.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        files = trainer.strategy.checkpoint_io
+        files = getattr(files, "checkpoint_io", None) or files  # of AsyncCheckpointIO
+        if isinstance(files, TtpCheckpointIO):
+            files.restored_by_callback = stage == "fit"
+        if stage != "fit":
+            return
+        if isinstance(files, TtpCheckpointIO) and Path(files.save_dir) != Path(self._save_dir):
+            raise ConfigError(f"TtpCallback({str(self._save_dir)!r}) and TtpCheckpointIO({files.save_dir!r}) differ")
+        _refuse(trainer)
+        environment = cluster_environment(trainer)
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            environment.auto_requeue = False
+            log.warning("Lightning's own requeueing of SLURM jobs was switched off: exit code 75 says when to do it")
+        others = [each for each in trainer.callbacks if each is not self]
+        trainer.callbacks = [self, *others, _Last(self)]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Join the job; restore."""
+        _refuse_file(trainer.ckpt_path)
+        self._by_hand = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
+        self._state = state = LightningState(trainer)
+        extra = self._extra if isinstance(self._extra, dict) or self._extra is None else {"extra_state": self._extra}
+        api.wrap_optimizer(
+            list(trainer.optimizers),
+            model=trainer.strategy.model,
+            scheduler=[each.scheduler for each in trainer.lr_scheduler_configs],
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            save_dir=self._save_dir,
+            extra_state={_OWN_NAME: state, **(extra or {})},
+            **self._settings,
+        )
+        self._handler = signal.getsignal(signal.SIGTERM) if session.current().processor is not None else None
+        version = api.restore()
+        state.agree(version)
+        _adapter().settled()  # what was agreed on is what this rank has, if it is lost before its first update
+        state.apply()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lightning's own handler exchanges messages with other ranks, in a signal handler: ours takes its place."""
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """A batch begins."""
+        self._before, self._steps_before = _version_now(), trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """All optimizers that step in this batch have: with several of them this is where the version ends."""
+        if self._by_hand and trainer.global_step > self._steps_before:
+            api.step_done()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Report it, and wait for the rescue: behind this Lightning moves the model away from its device."""
+        if isinstance(exception, Exception):
+            session.current().raised(exception)
+
+    def over(self, trainer: Trainer) -> None:
+        """All callbacks have seen the end of the batch.
+
+        Raises:
+            UsageError: one optimizer has made several versions in it.
+        """
+        made = _version_now() - self._before
+        if made > 1:
+            raise UsageError(
+                f"the optimizer stepped {made} times in one training_step(), and a job cannot resume in the middle of "
+                "a batch: let a batch have one step, or make the loader's batches smaller"
+            )
+        if made and self._state is not None:
+            self._state.whole = True
+            _adapter().settled()
+            self._state.whole = False
+
+    @property
+    def state(self) -> LightningState:
+        """Of the ``fit`` that runs."""
+        assert self._state is not None
+        return self._state
+
+
+class _Last(Callback):
+    """Stands behind all other callbacks."""
+
+    def __init__(self, first: TtpCallback) -> None:
+        self._first = first
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first.state.reenter()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first.state.epoch_begins()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._first.state.begun()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._first.over(trainer)
+
+
+def _refuse(trainer: Trainer) -> None:
+    kind = type(trainer.strategy)
+    if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
+        raise ConfigError(
+            f"ttp.lightning protects DDPStrategy and one device, and {kind.__name__} has not been tried: a training "
+            "that shards its state can be protected by ttp.wrap_optimizer() in a loop of one's own"
+        )
+    for callback in trainer.callbacks:
+        if is_overridden("on_save_checkpoint", callback, Callback):
+            raise ConfigError(
+                f"{type(callback).__name__} keeps its state by on_save_checkpoint(), which needs a whole checkpoint of "
+                "Lightning each time: give it state_dict() and load_state_dict(). An average of the weights is given "
+                "as extra_state= of TtpCallback"
+            )
+
+
+def _refuse_file(path: Any) -> None:
+    if path is not None and str(path) != LAST:
+        raise ConfigError(
+            f"fit(ckpt_path={str(path)!r}): each restart of the job would begin there again. Use ckpt_path={LAST!r}, "
+            "and load the weights to begin with before fit()"
+        )
+
+
+def _adapter() -> TorchAdapter:
+    adapter = session.current().adapter
+    assert isinstance(adapter, TorchAdapter)
+    return adapter
+
+
+def _version_now() -> int:
+    """Finished updates; without ttp 0."""
+    processor = session.current().processor
+    return 0 if processor is None else int(processor.gate.version)
+
+
+class LightningState:
+    """What Lightning has beside weights, optimizers and schedules, as an extra state of one rank.
+
+    Args:
+        trainer: in ``fit``.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._loops = trainer, Loops(trainer)
+        self._epoch = EpochStart.now(())
+        self._held: dict[str, Any] | None = {"fresh": True, "whole": True}
+        self._restored: dict[str, Any] | None = None
+        self._at_gate = b""  # states of callbacks, encoded
+        self.whole = False
+        """Whether all callbacks have seen the end of the batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As it is at the end of the batch, as far as that is known already."""
+        if self._held is not None:
+            return self._held
+        trainer = self._trainer
+        module = trainer.lightning_module
+        kept: dict[str, Any] = {}
+        if is_overridden("on_save_checkpoint", module, LightningModule):
+            module.on_save_checkpoint(kept)
+        callbacks = {each.state_key: state for each in trainer.callbacks if (state := each.state_dict())}
+        if not self.whole:
+            self._at_gate = encode(callbacks)
+        return {
+            "fresh": False,
+            "whole": self.whole,
+            "loops": self._loops.at_end_of_batch(),
+            "callbacks": callbacks,
+            "at_gate": self._at_gate,
+            "module": kept,
+            "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+            "should_stop": trainer.should_stop,
+            "epoch": self._epoch.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it: all ranks agree first."""
+        self._held = state
+
+    # ----------------------------------------------------------------------------------------------------- restore
+
+    def agree(self, version: int) -> None:
+        """Ranks that have not come to the end of their batch take over what others have. All ranks call it.
+
+        Args:
+            version: that was restored.
+
+        Raises:
+            RestoreError: no rank has it.
+        """
+        mine = self._held
+        assert mine is not None
+        if not version and mine["fresh"]:
+            mine = None
+        every = [mine]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            every = [decode(data) for data in gather_bytes(encode(mine))]
+        there = [each for each in every if each is not None and not each["fresh"]]
+        if not there:
+            if version:
+                raise RestoreError(
+                    f"step {version} was restored, but not where Lightning's loops were: it was saved without "
+                    "ttp.lightning.TtpCallback, or that could not be captured"
+                )
+            return
+        whole = next((each for each in there if each["whole"]), None)
+        if whole is None:
+            log.warning("no rank was at the end of its batch: callbacks do not know of the end of that one")
+        if mine is None or mine["fresh"]:
+            mine = whole or there[0]
+        elif whole is not None and not mine["whole"]:
+            mine = _completed(mine, whole)
+        self._held = self._restored = mine
+
+    def apply(self) -> None:
+        """Give everything that was restored to its owner; the loops go on from there in ``reenter``."""
+        state, trainer = self._restored, self._trainer
+        if state is None:
+            return
+        for callback in trainer.callbacks:
+            if (kept := state["callbacks"].get(callback.state_key)) is not None:
+                callback.load_state_dict(kept)
+        if is_overridden("on_load_checkpoint", trainer.lightning_module, LightningModule):
+            trainer.lightning_module.on_load_checkpoint(state["module"])
+        if trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(state["data"])
+        self._epoch = EpochStart(**state["epoch"])
+        self._loops.load(state["loops"], self._epoch)
+
+    # ----------------------------------------------------------------------------------------------------- training
+
+    def reenter(self) -> None:
+        """Behind the batch after which the state was saved."""
+        if self._restored is not None:
+            state, self._restored = self._restored, None
+            self._loops.reenter(state["should_stop"], self._epoch)
+
+    def epoch_begins(self) -> None:
+        """Its random numbers are about to be drawn."""
+        self._epoch = EpochStart.now(self._loops.generators())
+
+    def begun(self) -> None:
+        """The next batch has begun: from now on the state is that of its version."""
+        self._held = None
+
+
+def _completed(mine: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """The state of a rank that had begun its update, with what another rank shows of the rest of the batch."""
+    before, callbacks = decode(whole["at_gate"]), dict(mine["callbacks"])
+    for key, state in whole["callbacks"].items():
+        known = before.get(key, {})
+        late = {name: value for name, value in state.items() if encode(value) != encode(known.get(name))}
+        callbacks[key] = callbacks.get(key, {}) | late
+    loops = whole["loops"] | {"state_dict": mine["loops"]["state_dict"]}  # where loaders are is one's own
+    return whole | {"loops": loops, "epoch": mine["epoch"], "callbacks": callbacks}

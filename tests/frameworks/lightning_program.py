@@ -1,0 +1,173 @@
+"""A job of PyTorch Lightning. ``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``workers`` (a loader that
+knows where it is). In the first life rank 0 sends itself SIGTERM behind ``PROGRAM_TERM`` steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import ttp
+import ttp.lightning
+from ttp.testing import kit
+
+KIND = os.environ.get("PROGRAM_KIND", "automatic")
+TERM = int(os.environ.get("PROGRAM_TERM", "-1")) if "TTP_PORT" in os.environ else -1
+LIFE_AND_RANK = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
+
+
+class Classifier(LightningModule):
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self.layers(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        kit.at("validation")
+        self.log("val", cross_entropy(self.layers(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        by_step = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=self.steps + 1)
+        return [optimizer], [{"scheduler": by_step, "interval": "step"}]
+
+
+class Plateau(Classifier):
+    """Whose rate follows the validation, at the end of an epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return [optimizer], [{"scheduler": plateau, "interval": "epoch", "monitor": "val"}]
+
+
+class Gan(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.judge = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        of_judge, of_generator = self.optimizers()
+        real = batch[0]
+        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        for _ in range(2):  # of the judge, for one of the generator
+            fake = self.generator(torch.randn(len(real), 8)).detach()
+            loss = binary_cross_entropy_with_logits(self.judge(real), ones)
+            loss = loss + binary_cross_entropy_with_logits(self.judge(fake), zeros)
+            of_judge.zero_grad()
+            self.manual_backward(loss)
+            of_judge.step()
+        made = binary_cross_entropy_with_logits(self.judge(self.generator(torch.randn(len(real), 8))), ones)
+        of_generator.zero_grad()
+        self.manual_backward(made)
+        of_generator.step()
+        return made
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (self.judge, self.generator)]
+
+
+class Watch(Callback):
+    """Has a state, as callbacks of users have; and the points at which a rank may die."""
+
+    def __init__(self, report: Callable[[int, Any], None]) -> None:
+        self.report, self.smooth, self.epochs, self.batches, self.steps = report, 0.0, 0, 0, 0
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.smooth = 0.9 * self.smooth + 0.1 * loss.item()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kit.at("on_train_batch_end")
+        self.batches += 1
+        if trainer.global_step > self.steps:  # else it accumulates
+            self.steps = trainer.global_step
+            self.report(self.steps, self.smooth)
+        if self.steps == TERM and LIFE_AND_RANK == ("0", "0"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        kit.at("on_train_epoch_end")
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"smooth": self.smooth, "epochs": self.epochs, "batches": self.batches, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.__dict__ |= state_dict
+
+
+def loader(length: int, kind: str) -> DataLoader[Any]:
+    source = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(length, 16, generator=source), torch.randint(0, 4, (length,), generator=source))
+    if kind == "workers":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+        found: Any = StatefulDataLoader(data, 4, sampler=StatefulDistributedSampler(data, shuffle=True), num_workers=1)
+        return found
+    return DataLoader(data, 4, shuffle=kind != "validation")
+
+
+def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(1)
+    module: Any = {"manual": Gan, "plateau": lambda: Plateau(steps)}.get(KIND, lambda: Classifier(steps))()
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    watch = Watch(report)
+    callbacks: list[Any] = [watch]
+    if KIND != "manual":
+        stopping = EarlyStopping("val", patience=50)
+        best = ModelCheckpoint(save_dir.parent / "models", monitor="val", save_top_k=1)
+        callbacks += [stopping, best]
+    accumulate = 2 if KIND == "automatic" else 1
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy="ddp_find_unused_parameters_true" if KIND == "manual" else "ddp",
+        max_steps=steps * (3 if KIND == "manual" else 1),
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=None if KIND == "manual" else 1.0,
+        val_check_interval=2 * accumulate,
+        limit_val_batches=0 if KIND == "manual" else 2,
+        callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir)],  # ttp
+        plugins=[ttp.lightning.TtpCheckpointIO(save_dir)],  # ttp
+        enable_checkpointing=KIND != "manual",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+    @ttp.ttp_to_persist  # ttp
+    def train() -> None:
+        trainer.fit(
+            module,
+            loader(32 * accumulate, KIND),
+            loader(16, "validation"),
+            ckpt_path="ttp://last",  # ttp
+        )
+
+    train()
+    loops = trainer.fit_loop.state_dict()
+    loops["state_dict"] = {}  # the loader's
+    found: dict[str, Any] = {"model": module, "loops": loops, "watch": watch}
+    found |= {f"optimizer {number}": each for number, each in enumerate(trainer.optimizers)}
+    found |= {f"schedule {number}": each.scheduler for number, each in enumerate(trainer.lr_scheduler_configs)}
+    if KIND != "manual":
+        found |= {"stopping": stopping, "best": best.best_model_score}
+    return found

@@ -1,0 +1,120 @@
+"""PyTorch Lightning: killed between its hooks, it ends with the bits, the loops and the callbacks' states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forking import ForkedPython
+from ttp.errors import ConfigError
+from ttp.testing import kit
+
+pytestmark = [
+    pytest.mark.needs("lightning"),
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # of Lightning, about everything
+]
+PROGRAM = "tests.frameworks.lightning_program"
+
+KILLS = {
+    "automatic": [
+        kit.Kill("forward", rank=0),
+        kit.Kill("in_step", rank=0),
+        kit.Kill("stepped", rank=1, after=0),
+        kit.Kill("on_train_batch_end", rank=0),
+        kit.Kill("validation", rank=1),
+        kit.Kill("on_train_epoch_end", rank=0),
+    ],
+    "plateau": [
+        kit.Kill("backward", rank=1, after=3),
+        kit.Kill("validation", rank=0, after=1),
+        kit.Kill("on_train_epoch_end", rank=1),
+    ],
+    "manual": [
+        kit.Kill("backward", rank=0, after=4),  # of the judge: it has stepped once in this batch
+        kit.Kill("in_step", rank=1, after=5),
+        kit.Kill("on_train_batch_end", rank=0, after=1),
+        kit.Kill("on_train_epoch_end", rank=1),
+    ],
+    "workers": [
+        kit.Kill("forward", rank=1, after=2),
+        kit.Kill("stepped", rank=0, after=1),
+        kit.Kill("on_train_epoch_end", rank=1),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KILLS)
+def test_it_is_killed_and_ends_with_its_bits(kind: str, tmp_path: Path) -> None:
+    if kind == "workers":
+        pytest.importorskip("torchdata")
+    job = kit.Job(PROGRAM, KILLS[kind], env={"PROGRAM_KIND": kind})
+    found = kit.run(job, tmp_path, start=ForkedPython)
+    print(found)
+    found.check()
+
+
+def test_a_sigterm_saves_and_is_not_the_frameworks(tmp_path: Path) -> None:
+    env = {"PROGRAM_KIND": "plateau", "PROGRAM_TERM": "3"}
+    found = kit.run(kit.Job(PROGRAM, [kit.Kill("never", after=99)], env=env), tmp_path, start=ForkedPython)
+    (row,) = found.rows
+    assert row.codes == (75, 75) and row.version is not None and row.version >= 3 and not row.lost, found.story
+    assert not found.differences, found
+    assert "Received SIGTERM" not in found.story  # by Lightning's handler
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Any:
+    from lightning.pytorch import Trainer
+
+    import ttp.lightning
+
+    def make(*callbacks: Any, plugins: Any = ()) -> Any:
+        ours = ttp.lightning.TtpCallback(tmp_path / "ours")
+        files = ttp.lightning.TtpCheckpointIO(tmp_path / "ours")
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet["enable_checkpointing"] = False
+        every = [*callbacks, ours]
+        return Trainer(accelerator="cpu", devices=1, max_steps=1, callbacks=every, plugins=[files, *plugins], **quiet)
+
+    return make
+
+
+def model_and_data() -> tuple[Any, Any]:
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+    from torch.utils.data import DataLoader
+
+    return BoringModel(), DataLoader(RandomDataset(32, 8))
+
+
+def test_what_cannot_be_protected_is_refused(make_trainer: Any, tmp_path: Path) -> None:
+    from lightning.pytorch import Callback
+
+    class Saves(Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            checkpoint["mine"] = 1
+
+    model, data = model_and_data()
+    with pytest.raises(ConfigError, match="each restart of the job would begin there again"):
+        make_trainer().fit(model, data, ckpt_path=str(tmp_path / "last.ckpt"))
+    with pytest.raises(ConfigError, match="is for fit"):
+        make_trainer().validate(model, data, ckpt_path="ttp://last")
+    with pytest.raises(ConfigError, match="Saves keeps its state by on_save_checkpoint"):
+        make_trainer(Saves()).fit(model, data)
+
+
+def test_slurm_jobs_are_not_requeued_by_the_framework(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    from ttp import session
+
+    for name, value in {"NTASKS": "1", "JOB_ID": "7", "JOB_NAME": "job", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    environment = SLURMEnvironment(auto_requeue=True)
+    try:
+        make_trainer(plugins=[environment]).fit(*model_and_data(), ckpt_path="ttp://last")
+    finally:
+        session.reset()
+    assert not environment.auto_requeue

@@ -1,0 +1,5 @@
+"""PyTorch Lightning; see docs/frameworks.md."""
+
+from ttp.adapters.frameworks.lightning import TtpCallback, TtpCheckpointIO
+
+__all__ = ["TtpCallback", "TtpCheckpointIO"]
