@@ -64,6 +64,8 @@ FRAMEWORKS = [
     "transformers==4.57.1; python_version < '3.11'",
 ]
 """The newest that were tried."""
+TITAN = ["torchtitan==0.3.0", "spmd_types==0.3.1", "tyro==1.0.17", "docstring-parser", "typeguard"]
+"""What its containers import; all that its trainer wants is much more."""
 
 
 @nox.session
@@ -81,6 +83,7 @@ def frameworks(session: nox.Session) -> None:
     """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
     session.install(TORCH)
     session.install("-e", ".[hf]", *FRAMEWORKS, "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100")
+    session.install("--no-deps", *TITAN)
     session.run("python", "-m", "pytest", "tests/frameworks", *session.posargs)
 
 
