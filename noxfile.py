@@ -64,6 +64,18 @@ FRAMEWORKS = [
     "transformers==4.57.1; python_version < '3.11'",
 ]
 """The newest that were tried."""
+TITAN = ["torchtitan==0.3.0", "spmd_types==0.3.1", "tyro==1.0.17", "docstring-parser", "typeguard"]
+"""What its containers import; all that its trainer wants is much more."""
+
+
+@nox.session
+def ray(session: nox.Session) -> None:
+    """Ray Train, on a cluster of this machine alone: docs/frameworks.md. By itself, as Ray is large."""
+    session.install(TORCH)
+    session.install(
+        "-e", ".[torch]", "ray[train]==2.60.0", "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"
+    )
+    session.run("python", "-m", "pytest", "-m", "", "tests/frameworks/test_ray.py", *session.posargs)
 
 
 @nox.session
@@ -71,6 +83,7 @@ def frameworks(session: nox.Session) -> None:
     """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
     session.install(TORCH)
     session.install("-e", ".[hf]", *FRAMEWORKS, "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100")
+    session.install("--no-deps", *TITAN)
     session.run("python", "-m", "pytest", "tests/frameworks", *session.posargs)
 
 

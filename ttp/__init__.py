@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-FRAMEWORKS = ("accelerate", "hf", "lightning")
+FRAMEWORKS = ("accelerate", "hf", "lightning", "titan")
 """Modules that need a package of that kind; see docs/frameworks.md."""
 
 

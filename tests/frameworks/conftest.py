@@ -10,7 +10,7 @@ import pytest
 from tests import forking
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-forking.PRELOAD += [
+forking.PRELOAD[-1:-1] = [
     name
     for name in (
         "lightning.pytorch",

@@ -23,6 +23,9 @@ class Watch(TrainerCallback):
     def __init__(self, report: Callable[[int, Any], None]) -> None:
         self.report = report
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kit.at("on_step_begin")
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kit.at("on_optimizer_step")
 
@@ -60,7 +63,10 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     early = EarlyStoppingCallback(early_stopping_patience=100)
     trainer.add_callback(early)
     trainer.add_callback(Watch(report))
-    example.train(trainer, save_dir)
+    if alone := os.environ.get("HF_ALONE"):
+        trainer.train(resume_from_checkpoint=alone)
+    else:
+        example.train(trainer, save_dir)
     history = [{k: v for k, v in line.items() if not any(c in k for c in CLOCKS)} for line in trainer.state.log_history]
     state = {name: getattr(trainer.state, name) for name in ("global_step", "epoch", "best_metric", "best_global_step")}
     return {

@@ -1,0 +1,174 @@
+"""Ray Train: ranks that are alive save before Ray ends them.
+
+When a worker dies, Ray ends the others at once. The callback switches ttp on in each worker, and has Ray wait while
+the job saves. The function that is trained protects itself as everywhere: ``wrap_optimizer`` and ``restore``.
+
+Ray calls its hooks in the process of its own controller, not in that of the program. They are Ray's interface for
+developers (``ray.train.v2._internal.execution.callback``), seen in 2.60.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ttp.adapters.frameworks.versions import require
+from ttp.errors import ConfigError
+from ttp.launch.ports import hold_port
+from ttp.launch.ring import ask_everybody, reigning
+from ttp.wire.address import target
+
+require("ray", "ray", ("2.60", "2.60"))
+
+import ray  # noqa: E402
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback  # noqa: E402
+
+if TYPE_CHECKING:
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup, WorkerGroupContext
+
+log = logging.getLogger("ttp.adapters.frameworks")
+
+SAVING = {"freezing", "saving", "mending", "committing", "saved"}
+"""What a controller says (``GetStatusResponse.stage``) while ranks have to live."""
+LOOK_S = 0.1
+UNHEARD = 5
+"""How often nobody answers before it is believed that no controller is left."""
+ANSWER_S = 5.0
+PATIENCE_S = 360.0
+"""As ``TTP_OT``."""
+
+
+class TtpCallback(WorkerGroupCallback, ControllerCallback):
+    """For ``RunConfig(callbacks=[TtpCallback()], failure_config=FailureConfig(max_failures=...))``.
+
+    A worker that dies, raises or is drained costs no finished step. A worker group that Ray ends in good health, to
+    start it with another number of workers, saves first.
+
+    Args:
+        settings: variables of ttp for every worker, such as ``{"TTP_OT": "600"}``.
+
+    Raises:
+        ConfigError: a setting is none of ttp.
+    """
+
+    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+        self._settings = dict(settings or {})
+        if foreign := sorted(name for name in self._settings if not name.startswith("TTP_")):
+            raise ConfigError(f"settings of ttp begin with TTP_; {', '.join(foreign)} cannot be given here")
+        self._settings.setdefault("TTP_TOKEN", secrets.token_hex(16))
+        self._patience_s = float(self._settings.get("TTP_OT", PATIENCE_S))
+        self._around: tuple[str, ...] = ()
+        self._launch = -1
+        self._run = f"ray-{secrets.token_hex(4)}"
+
+    # ------------------------------------------------------------------------------------------------- called by Ray
+
+    def after_worker_group_start(self, worker_group: WorkerGroup) -> None:
+        """Switch ttp on in all workers. Their ranks and ``MASTER_ADDR`` are set by now, by Ray's backend for torch."""
+        self._launch += 1
+        port = int(self._settings.get("TTP_PORT") or worker_group.execute_single(0, _free_port))
+        words = self._settings | {
+            "TTP_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": self._run,
+            "TORCHELASTIC_RESTART_COUNT": str(self._launch),
+        }
+        homes = worker_group.execute(_switch_on, words)
+        self._around = (target(homes[0], port),)
+
+    @contextlib.contextmanager
+    def on_worker_group_shutdown(self) -> Iterator[None]:
+        """The first that Ray does when it ends workers: what its backend does to their process group comes later."""
+        self._hold()
+        yield
+
+    def before_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
+        """The user wants the end at once: nobody is waited for."""
+        self._around = ()
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """A node is drained: save now, while its ranks are there."""
+        info = getattr(current_state, "preemption_info", None)
+        if info is None or getattr(previous_state, "preemption_info", None) is not None:
+            return
+        ranks = sorted({rank for ranks in info.preempted_node_to_ranks.values() for rank in ranks})
+        self._tell(ranks, "Ray drains its node")
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    def _hold(self) -> None:
+        """Return when nobody saves any more; at the latest after ``TTP_OT``."""
+        ends, unheard = time.monotonic() + self._patience_s, 0
+        while self._around and unheard < UNHEARD:
+            found = reigning(self._around, self._token)
+            if found is None:
+                unheard += 1
+            else:
+                unheard, (place, status) = 0, found
+                self._around = tuple(dict.fromkeys((place, *self._around, *status.standbys)))
+                if status.stage == "training":
+                    self._save(place)
+                    return
+                if status.stage not in SAVING:
+                    return
+            if time.monotonic() > ends:
+                log.error("the job still saves after TTP_OT=%.0f s: its workers are ended", self._patience_s)
+                return
+            time.sleep(LOOK_S)
+
+    @property
+    def _token(self) -> str:
+        return self._settings["TTP_TOKEN"]
+
+    def _save(self, place: str) -> None:
+        from ttp.wire.v1 import controller_pb2 as pb
+
+        request = pb.SaveNowRequest(reason="Ray ends the workers")
+        for _, answer in self._ask((place,), "SaveNow", request, self._patience_s):
+            log.info("%s", answer.text)
+
+    def _tell(self, ranks: list[int], reason: str) -> None:
+        from ttp.core.messages import FaultKind
+        from ttp.wire.convert import enum_to_wire
+        from ttp.wire.v1 import controller_pb2 as pb
+
+        kind: Any = enum_to_wire(FaultKind.PREEMPTED)
+        request = pb.ReportFaultRequest(ranks=ranks, reason=reason, kind=kind)
+        for _, answer in self._ask(self._around, "ReportFault", request, ANSWER_S):
+            log.info("%s", answer.text)
+
+    def _ask(self, around: tuple[str, ...], method: str, request: Any, timeout_s: float) -> Iterator[tuple[str, Any]]:
+        import grpc
+
+        from ttp.wire.channel import metadata, open_channel, stub
+
+        def ask(address: str, port: int) -> Any:
+            with open_channel(address, port) as channel:
+                try:
+                    return getattr(stub(channel), method)(request, timeout=timeout_s, metadata=metadata(self._token))
+                except grpc.RpcError as problem:
+                    log.warning("%s:%s: %s cannot be asked for: %s", address, port, method, problem)
+                    return None
+
+        ends = time.monotonic() + timeout_s
+        return ask_everybody(around, ask, lambda: ends)
+
+
+# ------------------------------------------------------------------------------------------------- run in the workers
+
+
+def _free_port() -> int:
+    with hold_port() as port:
+        return int(port.getsockname()[1])
+
+
+def _switch_on(words: dict[str, str]) -> str:
+    """Set the variables, and say where rank 0 is."""
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"] = str(ray.util.get_node_ip_address())
+    os.environ.update(words)
+    return os.environ["MASTER_ADDR"]

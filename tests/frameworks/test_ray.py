@@ -1,0 +1,80 @@
+"""Ray Train: workers that Ray would end save first. On a local cluster, which takes a minute to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.e2e.forked import Forked
+from ttp.errors import EXIT_SAVED, ConfigError
+
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
+STEPS, KILLED_IN = 8, 5
+
+
+def ray_train(folder: Path, *arguments: object) -> list[dict[str, Any]]:
+    """What both ranks ended with. Their checkpoint is large, and Ray looks often: it would end them in mid-save."""
+    folder.mkdir()
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JOB_WIDE": "400000", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.02"}
+    command = [sys.executable, "-m", "tests.frameworks.ray_program", str(folder), str(STEPS), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return [json.loads((folder / f"end{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
+    hurt, whole = ray_train(tmp_path / "hurt", KILLED_IN), ray_train(tmp_path / "whole", -1, "plain")
+    assert [end.pop("start") for end in hurt] in ([KILLED_IN] * 2, [KILLED_IN + 1] * 2)
+    assert [end.pop("start") for end in whole] == [0, 0] and hurt == whole
+
+
+class OneWorker:
+    """Stands for Ray's group of one worker, which is this process."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+
+    def execute_single(self, rank: int, function: Any) -> Any:
+        return function()
+
+    def execute(self, function: Any, words: dict[str, str]) -> list[Any]:
+        self.words = words
+        return ["127.0.0.1"]
+
+
+def test_workers_in_good_health_are_saved_before_they_end_and_drained_ones_too(tmp_path: Path) -> None:
+    from ttp.ray import TtpCallback
+
+    group: Any = OneWorker()
+    callback = TtpCallback({"TTP_STANDBYS": "0", "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_ABANDONED_S": "5"})
+    callback.after_worker_group_start(group)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | group.words
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "SOLO_TELL": "1"}
+    rank = Forked("tests.e2e.solo", env, tmp_path / "out", (tmp_path / "checkpoints", 100_000_000))
+    try:
+        rank.wait_for("trained")
+        with callback.on_worker_group_shutdown():
+            assert list((tmp_path / "checkpoints").glob("tft_saved_checkpoints-step_*"))
+        drained = SimpleNamespace(preemption_info=SimpleNamespace(preempted_node_to_ranks={"a node": [0]}))
+        callback.after_controller_state_update(SimpleNamespace(), drained)
+        assert rank.wait(60) == EXIT_SAVED, rank.err
+        with callback.on_worker_group_shutdown():
+            pass  # nobody is left to be waited for
+    finally:
+        rank.kill()
+
+
+def test_a_setting_of_something_else_is_refused() -> None:
+    from ttp.ray import TtpCallback
+
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES cannot be given here"):
+        TtpCallback({"CUDA_VISIBLE_DEVICES": "0"})
