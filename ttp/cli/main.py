@@ -19,6 +19,7 @@ from ttp.cli import (
     incidents,
     inspection,
     listing,
+    metrics,
     recover,
     redundancy,
     report_fault,
@@ -97,6 +98,7 @@ _LAUNCH, _RUNNING, _SAVED, _TRUST, _ABOUT = "Launch", "A running job", "What was
 _register("run", _LAUNCH, _run, **_UNTOUCHED)
 _register("controller", _LAUNCH, _controller, **_UNTOUCHED)
 _register("status", _RUNNING, status.status)
+_register("metrics", _RUNNING, metrics.metrics)
 _register("save", _RUNNING, save.save)
 _register("report-fault", _RUNNING, report_fault.report_fault)
 _register("list", _SAVED, listing.list_checkpoints)
