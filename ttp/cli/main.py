@@ -16,6 +16,7 @@ import typer
 from ttp.cli import (
     chaos,
     convert,
+    goodput,
     incidents,
     inspection,
     listing,
@@ -109,6 +110,7 @@ _register("reshard", _SAVED, reshard.reshard)
 _register("recover", _SAVED, recover.recover)
 _register("redundancy", _SAVED, redundancy.redundancy)
 _register("verdict", _SAVED, verdict.verdict)
+_register("goodput", _SAVED, goodput.goodput)
 _register("incidents", _SAVED, incidents.incidents)
 _register("simulate", _TRUST, simulate.simulate)
 _register("chaos", _TRUST, chaos.chaos)
