@@ -196,10 +196,8 @@ class Config:
     """Time between two reports of progress. Costs one message of 40 bytes per rank."""
 
     hang_s: float | None = _setting("TTP_HANG_S", _seconds_or_off, 60.0)
-    """A job in which nothing moves for so long may hang; for longer where its own steps take longer. None: never.
-
-    Where it is not set, ``HCCL_ASYNC_ERROR_HANDLING=0`` says never, as it does to Ascend's own watchdog.
-    """
+    """A job in which nothing moves for so long may hang; for longer where its own steps take longer. None: never, which
+    ``HCCL_ASYNC_ERROR_HANDLING=0`` says too, as it does to Ascend's own watchdog."""
 
     stacks: bool = _setting("TTP_STACKS", _switch, True)
     """Whether ranks answer a real-time signal with where their threads are, so that a hang can be explained."""
@@ -286,8 +284,7 @@ class Config:
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
 
     continuity: str = _setting("TTP_CONTINUITY", _one_of(*CONTINUITY_MODES), "warm")
-    """How a job goes on after a failure: off (new interpreters), warm (workers are forked, their imports done), or keep
-    (only the dead are, and the others call train() again in their processes)."""
+    """After a failure: off (new interpreters), warm (workers are forked), keep (only the dead are, others go on)."""
 
     continue_s: float = _setting("TTP_CONTINUE_S", _seconds, 30.0)
     """With keep: seconds that ranks have from the checkpoint to their next update, else all are started anew."""
@@ -297,6 +294,9 @@ class Config:
 
     reschedule_s: float = _setting("TTP_RESCHEDULE_S", _seconds, 270.0)
     """How long hosts that start again wait for one that is missing, under a rendezvous that lets hosts in later."""
+
+    metrics_port: int | None = _setting("TTP_METRICS_PORT", _port, None)
+    """Where controllers serve metrics for Prometheus; None: nowhere."""
 
     log_level: str = _setting("TTP_LOG", _level, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""
