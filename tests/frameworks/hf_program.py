@@ -10,11 +10,13 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from ttp import session
 from ttp.testing import kit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer" / "train_hf.py"
 CLOCKS = ("runtime", "per_second")
 """Parts of the names of what is measured by the clock."""
+PAUSES = ("evaluation", "what was due behind the last step")
 
 
 class Watch(TrainerCallback):
@@ -37,6 +39,8 @@ class Watch(TrainerCallback):
         kit.at("on_log")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        processor = session.current().processor
+        assert processor is None or processor.activity in PAUSES, "a long evaluation would look like a hang"
         kit.at("on_evaluate")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
