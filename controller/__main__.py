@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    with written_aside(config.log_level.upper()):
+    with written_aside(config.log_level.upper(), kind=config.log_format):
         return asyncio.run(serve(config, args, port))
 
 

@@ -22,6 +22,7 @@ from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
+from ttp.launch.log_format import FACTS
 from ttp.store.history import HISTORY_KINDS
 
 log = logging.getLogger("ttp.controller")
@@ -247,7 +248,8 @@ class Driver:
         self._remember(happening)
         level = logging.DEBUG if kind == "answer" else logging.INFO  # there is one of each rank: the journal has them
         if log.isEnabledFor(level):
-            log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000])
+            shown = {"event": kind, "incident": incident, **facts}
+            log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000], extra={FACTS: shown})
         if self._watchers:
             self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
