@@ -52,11 +52,11 @@ def test_controller_and_ranks_have_their_tracks(trace: dict[str, Any]) -> None:
 
 
 def test_facts_of_odd_kinds_do_no_harm_and_one_incident_is_wanted(tmp_path: Path, ttp: Ttp) -> None:
-    odd = [
+    odd: list[tuple[float, str, dict[str, Any]]] = [
         (0.0, "opened", {}),
         (1.0, "plan", {"savers": [1]}),
-        (2.0, "answer", {"rank": "x"}),
         (1.5, "saved", {"rank": 1}),
+        (2.0, "answer", {"rank": "x"}),
     ]
     write(tmp_path, "one", odd)
     assert ttp("incidents", tmp_path, "--last", "--trace", tmp_path / "out.json").code == 0
