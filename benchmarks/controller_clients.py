@@ -23,6 +23,7 @@ from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart
 from ttp.core.relay import Frame, LineId
+from ttp.testing import toy
 from ttp.wire.convert import report_to_wire
 from ttp.wire.relay import frame_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
@@ -131,11 +132,7 @@ def said(message: bytes) -> bytes:
 
 def hello(rank: int, layout: Layout) -> m.Hello:
     """Of a rank that starts, eight on a host."""
-    return m.Hello(
-        Rank(rank), m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR, "bench", "job", 0, 0, f"n{rank}", layout.world_size,
-        layout.digest, f"host{rank // 8}", 1000 + rank, rank % 8, "", "bench", Version(0), m.Phase.IDLE,
-        Version(0), 0, "", False, False,
-    )  # fmt: skip
+    return toy.hello(rank, layout, host=f"host{rank // 8}", local_rank=rank % 8, save_dir="")
 
 
 async def serve(port: int, first: int, count: int, world: int, per_relay: int) -> None:

@@ -12,7 +12,9 @@ from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.decide import Answer, Plan, decide
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout_messages import LayoutPart, TellLayout
 from ttp.processor.gate.gate import Gate
+from ttp.testing import toy
 
 
 def run(quick: bool) -> list[Result]:
@@ -72,14 +74,10 @@ def _formed(ranks: int) -> ControllerMachine:
     layout = Layout.data_parallel(ranks)
     parts = in_parts(layout)
     for rank in range(ranks):
-        hello = m.Hello(
-            Rank(rank), m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR, "bench", "job", 0, 0, f"n{rank}", ranks, layout.digest,
-            f"host{rank // 8}", 1000 + rank, rank % 8, "", "bench", Version(0), m.Phase.IDLE, Version(0), 0,
-            "", False, False,
-        )  # fmt: skip
+        hello = toy.hello(rank, layout, host=f"host{rank // 8}", local_rank=rank % 8)
         for action in machine.on_event(ce.Received(ce.ConnectionId(rank + 1), hello), 0.0):
-            if isinstance(action, ce.Send) and isinstance(action.order, m.TellLayout):
+            if isinstance(action, ce.Send) and isinstance(action.order, TellLayout):
                 for index, groups in enumerate(parts):
-                    part = m.LayoutPart(Rank(rank), layout.digest, index, len(parts), groups)
+                    part = LayoutPart(Rank(rank), layout.digest, index, len(parts), groups)
                     machine.on_event(ce.Received(ce.ConnectionId(rank + 1), part), 0.0)
     return machine

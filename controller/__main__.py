@@ -19,6 +19,7 @@ from ttp.config import Config
 from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
 from ttp.controller.log_output import written_aside
+from ttp.controller.metrics import serve_metrics
 from ttp.controller.service import start_server, stop_server
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    with written_aside(config.log_level.upper()):
+    with written_aside(config.log_level.upper(), kind=config.log_format):
         return asyncio.run(serve(config, args, port))
 
 
@@ -127,9 +128,11 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, driver.stopped.set)
     watcher = asyncio.create_task(_watch_owner(driver, args.owner_pid, args.orphan_s)) if args.owner_pid else None
+    metrics = asyncio.create_task(serve_metrics(driver, config)) if config.metrics_port else None
     await driver.stopped.wait()
-    if watcher is not None:
-        watcher.cancel()
+    for task in (watcher, metrics):
+        if task is not None:
+            task.cancel()
     await stop_server(server, driver)
     journal.close(timeout_s=5.0)
     return EXIT_TRAINED

@@ -22,6 +22,7 @@ from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
+from ttp.launch.log_format import FACTS
 from ttp.store.history import HISTORY_KINDS
 
 log = logging.getLogger("ttp.controller")
@@ -92,6 +93,8 @@ class Driver:
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self.perform_program: Callable[[ce.ProgramAction], None] = lambda action: None
         """Performs an action of ``program``."""
+        self.observe: Callable[[str, dict[str, object], float, float], None] = lambda *event: None
+        """Called with each event that is recorded: its kind, its facts, and the time of both clocks."""
         self.on_close: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -245,7 +248,8 @@ class Driver:
         self._remember(happening)
         level = logging.DEBUG if kind == "answer" else logging.INFO  # there is one of each rank: the journal has them
         if log.isEnabledFor(level):
-            log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000])
+            shown = {"event": kind, "incident": incident, **facts}
+            log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000], extra={FACTS: shown})
         if self._watchers:
             self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
@@ -254,6 +258,7 @@ class Driver:
             self._journal.launch_begins(self.machine.save_dir, happening, bool(facts.get("resumed")), self._remembered)
         elif kind in HISTORY_KINDS:
             self._journal.launch_goes_on(self.machine.save_dir, happening)
+        self.observe(kind, facts, happening.monotonic_s, happening.unix_s)
 
     def _remembered(self, fruitless: int, progress: bool) -> None:
         """See ``Journal.launch_begins``. Called on the journal's thread."""

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
 
+from ttp.launch.log_format import TEXT, formatter
+
 LINES_MAX = 20_000
 """Most lines that may wait; further ones are dropped, and the next one that is written says how many."""
 FLUSH_S = 2.0
@@ -35,14 +37,20 @@ class _Lossy(QueueHandler):
 
 
 @contextmanager
-def written_aside(level: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Log to ``stream`` (default: standard error) from a thread. Does nothing where logging is configured already."""
+def written_aside(level: str, stream: TextIO | None = None, kind: str = TEXT) -> Iterator[None]:
+    """Log to ``stream`` (default: standard error) from a thread. Does nothing where logging is configured already.
+
+    Args:
+        level: of the root logger.
+        stream: where to.
+        kind: see ``formatter``.
+    """
     root = logging.getLogger()
     if root.handlers:
         yield
         return
     output = logging.StreamHandler(stream or sys.stderr)
-    output.setFormatter(logging.Formatter(FORMAT))
+    output.setFormatter(formatter(kind, FORMAT))
     handler = _Lossy(queue.Queue(LINES_MAX))
     listener = QueueListener(handler.queue, output)
     root.setLevel(level)

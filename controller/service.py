@@ -26,6 +26,7 @@ from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.controller.fault_targets import fault_targets
 from ttp.core.controller.incident import Incident
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank, compact_ranks
 from ttp.errors import EXIT_BAD_CONFIG
 from ttp.mindio.manager_service import SERVICE as MANAGER_SERVICE
@@ -205,19 +206,24 @@ def status_of(driver: Driver) -> pb.GetStatusResponse:
     return response
 
 
-def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
-    machine = driver.machine
+def rank_state(machine: ControllerMachine, rank: Rank) -> str:
+    """How a rank is, in the word that ``ttp status`` and metrics have for it."""
     member = machine.job.members.get(rank)
     if member is None:
-        return pb.RankStatus(rank=rank, state="missing")
+        return "missing"
     if member.left or member.done:
-        state = "done" if member.done else "released"
-    elif rank not in machine.job.live:
-        state = "lost"
-    elif machine.incident is not None and machine.incident.answered(rank):
-        state = "frozen"
-    else:
-        state = "broken" if member.broken else "live"
+        return "done" if member.done else "released"
+    if rank not in machine.job.live:
+        return "lost"
+    if machine.incident is not None and machine.incident.answered(rank):
+        return "frozen"
+    return "broken" if member.broken else "live"
+
+
+def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
+    state, member = rank_state(driver.machine, rank), driver.machine.job.members.get(rank)
+    if member is None:
+        return pb.RankStatus(rank=rank, state=state)
     return pb.RankStatus(
         rank=rank,
         host=member.hello.host,

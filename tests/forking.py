@@ -112,6 +112,7 @@ class ForkedPython:
 def _main(
     program: str | Path, arguments: list[str], env: dict[str, str], log: Path, cwd: Path, imports: Sequence[str]
 ) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # the default of a fresh one, for workers of loaders
     os.setsid()
     os.chdir(cwd)
     for stream in (1, 2):

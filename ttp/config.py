@@ -20,8 +20,6 @@ from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.token_file import secret_in
 
 PREFIX = "TTP_"
-DIGEST_MODES = ("sample", "all", "off")
-RELAY_MODES = ("auto", "on", "off")
 CONTINUITY_MODES = ("off", "warm", "keep")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MINDIO_FORCE = "force"
@@ -196,13 +194,11 @@ class Config:
     """Time between two reports of progress. Costs one message of 40 bytes per rank."""
 
     hang_s: float | None = _setting("TTP_HANG_S", _seconds_or_off, 60.0)
-    """A job in which nothing moves for so long may hang; for longer where its own steps take longer. None: never.
-
-    Where it is not set, ``HCCL_ASYNC_ERROR_HANDLING=0`` says never, as it does to Ascend's own watchdog.
-    """
+    """A job in which nothing moves for so long may hang; for longer where its own steps take longer. None: never, which
+    ``HCCL_ASYNC_ERROR_HANDLING=0`` says too, as it does to Ascend's own watchdog."""
 
     stacks: bool = _setting("TTP_STACKS", _switch, True)
-    """Whether ranks answer a real-time signal with where their threads are, so that a hang can be explained."""
+    """Whether ranks answer a real-time signal with where their threads are."""
 
     abandoned_s: float = _setting("TTP_ABANDONED_S", _seconds, 120.0)
     """A controller that nobody speaks to for so long ends. Must outlast a restart: imports, rendezvous."""
@@ -222,7 +218,7 @@ class Config:
     stall_s: float = _setting("TTP_STALL_S", _seconds, 60.0)
     """A save or commit that writes nothing for so long counts as hanging. A slow disk that goes on is waited for."""
 
-    digest: str = _setting("TTP_DIGEST", _one_of(*DIGEST_MODES), "sample")
+    digest: str = _setting("TTP_DIGEST", _one_of("sample", "all", "off"), "sample")
     """How much of its state a rank looks at when frozen, to find replicas that differ: sample, all or off."""
 
     stream_barrier: bool = _setting("TTP_STREAM_BARRIER", _switch, False)
@@ -282,12 +278,11 @@ class Config:
     saved_exit_code: int = _setting("TTP_SAVED_EXIT_CODE", saved_exit_code, EXIT_SAVED)
     """Exit code of ``ttp run`` for "saved: start me again", where a launcher takes 75 for permanent."""
 
-    relay: str = _setting("TTP_RELAY", _one_of(*RELAY_MODES), "auto")
+    relay: str = _setting("TTP_RELAY", _one_of("auto", "on", "off"), "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
 
     continuity: str = _setting("TTP_CONTINUITY", _one_of(*CONTINUITY_MODES), "warm")
-    """How a job goes on after a failure: off (new interpreters), warm (workers are forked, their imports done), or keep
-    (only the dead are, and the others call train() again in their processes)."""
+    """After a failure: off (new interpreters), warm (workers are forked), keep (only the dead are, others go on)."""
 
     continue_s: float = _setting("TTP_CONTINUE_S", _seconds, 30.0)
     """With keep: seconds that ranks have from the checkpoint to their next update, else all are started anew."""
@@ -298,8 +293,14 @@ class Config:
     reschedule_s: float = _setting("TTP_RESCHEDULE_S", _seconds, 270.0)
     """How long hosts that start again wait for one that is missing, under a rendezvous that lets hosts in later."""
 
+    metrics_port: int | None = _setting("TTP_METRICS_PORT", _port, None)
+    """Where controllers serve metrics for Prometheus; None: nowhere."""
+
     log_level: str = _setting("TTP_LOG", _level, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""
+
+    log_format: str = _setting("TTP_LOG_FORMAT", _one_of("text", "json"), "text")
+    """Text for people, or a JSON object on each line."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:

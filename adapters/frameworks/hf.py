@@ -14,6 +14,7 @@ gradients that sum is all that is needed: the rest is read from those that have 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import logging
@@ -73,6 +74,7 @@ class TtpCallback(TrainerCallback):
         self._carried: Tensor | None = None
         self._grad_norm: Any = None
         self._rate: Any = None
+        self._pause = contextlib.ExitStack()
 
     # ------------------------------------------------------------------------------------------------- the extra state
 
@@ -168,18 +170,32 @@ class TtpCallback(TrainerCallback):
         api.step_done()
         version = self._gate_version()
         self._grew, self._version = version != self._version, version
+        self._pause_for(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What is to follow an epoch is known, and not done yet."""
         self._marked(state, control)
+        self._pause_for(control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What followed the last step is done."""
+        self._pause.close()
         self._marked(state, control, done=True)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What followed the last epoch is done; the next one has not drawn random numbers yet."""
+        self._pause.close()
         self._marked(state, control, done=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Nothing follows."""
+        self._pause.close()
+
+    def _pause_for(self, control: Any) -> None:
+        """What takes long and is no hang: ``ttp.paused`` until the next step, or the next epoch."""
+        self._pause.close()
+        if session.current().processor is not None and (control.should_evaluate or control.should_save):
+            self._pause.enter_context(api.paused("evaluation" if control.should_evaluate else "saving"))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """The Trainer begins a new sum of losses behind each line about the training."""
@@ -243,7 +259,8 @@ class TtpCallback(TrainerCallback):
             trainer.current_flos = (mine or mark)["flos"]
         self._restore_callbacks(mark, control)
         if not mark["done"]:
-            self._make_again(mark, control)
+            with api.paused("what was due behind the last step"):
+                self._make_again(mark, control)
         complete(found["directory"], trainer)
 
     def _restore_callbacks(self, mark: dict[str, Any], control: Any) -> None:

@@ -26,6 +26,7 @@ from ttp.core.layout_messages import TellLayout
 from ttp.store import names
 from ttp.store.commit import commit
 from ttp.store.digest import digest_bytes
+from ttp.testing import toy
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.convert import order_from_wire, report_to_wire
 
@@ -207,30 +208,9 @@ def obey(order: m.Order, version: Version, *, saves: bool) -> m.Report | None:
 
 
 def hello(rank: Rank, world_size: int, version: Version) -> m.Hello:
-    layout = Layout.data_parallel(world_size)
-    return m.Hello(
-        rank=rank,
-        protocol_major=m.PROTOCOL_MAJOR,
-        protocol_minor=m.PROTOCOL_MINOR,
-        ttp_version="test",
-        run_id="digits",
-        launch=0,
-        incarnation=0,
-        nonce=f"process-{rank}",
-        world_size=world_size,
-        layout_digest=layout.digest,
-        host="left" if rank < world_size // 2 else "right",
-        pid=1000 + rank,
-        local_rank=rank,
-        save_dir="",
-        framework="torch",
-        version=version,
-        phase=m.Phase.IDLE,
-        base_version=Version(0),
-        term_seen=0,
-        incident="",
-        released=False,
-        resume=False,
+    where = "left" if rank < world_size // 2 else "right"
+    return toy.hello(
+        rank, Layout.data_parallel(world_size), run_id="digits", host=where, framework="torch", version=version
     )
 
 

@@ -50,14 +50,14 @@ def test_status_of_a_job(ttp: Ttp, start: Start) -> None:
     assert (seen["stage"], seen["run_id"], seen["world_size"], seen["framework"]) == ("training", "digits", 4, "torch")
     assert seen["groups"] == {"model": [0, 1, 2, 3]}
     shown = [(r["rank"], r["host"], r["pid"], r["version"], r["phase"], r["state"]) for r in seen["ranks"]]
-    assert shown[0] == (0, "left", 1000, 7, "idle", "live")
-    assert shown[3] == (3, "right", 1003, 7, "idle", "live")
+    assert shown[0] == (0, "left", 100, 7, "idle", "live")
+    assert shown[3] == (3, "right", 103, 7, "idle", "live")
     for nested in (seen, seen["ranks"][0], seen["controller"]):
         assert set(nested) <= keys_in_help(ttp, "status")
     said = ttp("status", "--port", controller.port).out
     assert "training · run digits · incarnation 1 · 4 ranks · torch" in said
     assert "shard model: ranks 0-3" in said
-    assert re.search(r"3 +right +1003 +7 +idle +live", said)
+    assert re.search(r"3 +right +103 +7 +idle +live", said)
 
 
 def test_status_tells_the_last_incident(ttp: Ttp, start: Start) -> None:

@@ -14,8 +14,9 @@ import pytest
 from tests.core.talk import answers
 from tests.ports import free_port
 from ttp.core import messages as m
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Layout
 from ttp.core.layout_messages import TellLayout
+from ttp.testing import toy
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.convert import order_from_wire, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
@@ -113,32 +114,7 @@ class FakeRank:
 
 
 def hello(rank: int, world_size: int = 2, layout: Layout | None = None, **changes: Any) -> m.Hello:
-    layout = layout or Layout.data_parallel(world_size)
-    values: dict[str, Any] = {
-        "rank": Rank(rank),
-        "protocol_major": m.PROTOCOL_MAJOR,
-        "protocol_minor": m.PROTOCOL_MINOR,
-        "ttp_version": "test",
-        "run_id": "job",
-        "launch": 0,
-        "incarnation": 0,
-        "nonce": f"process-{rank}",
-        "world_size": world_size,
-        "layout_digest": layout.digest,
-        "host": "host",
-        "pid": 1000 + rank,
-        "local_rank": rank,
-        "save_dir": "",
-        "framework": "test",
-        "version": Version(0),
-        "phase": m.Phase.IDLE,
-        "base_version": Version(0),
-        "term_seen": 0,
-        "incident": "",
-        "released": False,
-        "resume": False,
-    }
-    return m.Hello(**{**values, **changes})
+    return toy.hello(rank, layout or Layout.data_parallel(world_size), **{"save_dir": "", "host": "host", **changes})
 
 
 @pytest.fixture

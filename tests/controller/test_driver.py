@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import PATIENCE, answers, hello
+from tests.core.talk import PATIENCE, answers
 from ttp.controller.connection import Connection
 from ttp.controller.driver import Driver
 from ttp.core import messages as m
 from ttp.core.controller.events import Received
 from ttp.core.layout_messages import TellLayout
 from ttp.testing.scenario import grid
+from ttp.testing.toy import hello
 
 
 class NoThreads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from ttp.controller import log_output
 from ttp.controller.log_output import written_aside
+from ttp.launch.log_format import FACTS
 
 log = logging.getLogger("ttp.controller")
 
@@ -30,13 +32,13 @@ class Hanging(io.StringIO):
 
 
 @contextmanager
-def controller_logs_to(stream: io.StringIO) -> Iterator[None]:
+def controller_logs_to(stream: io.StringIO, kind: str = "text") -> Iterator[None]:
     """As in a process that has just begun; pytest has handlers of its own."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []
     try:
-        with written_aside("INFO", stream):
+        with written_aside("INFO", stream, kind):
             yield
         assert not root.handlers
     finally:
@@ -77,3 +79,18 @@ def test_the_end_does_not_wait_for_it_for_ever(monkeypatch: pytest.MonkeyPatch) 
         assert stream.begun.wait(60)
     assert stream.getvalue() == ""
     stream.go_on.set()
+
+
+def test_json_has_an_object_on_each_line_whatever_is_in_it() -> None:
+    stream = io.StringIO()
+    with controller_logs_to(stream, "json"):
+        facts = {"event": "evidence", "incident": "i", "rank": 3, "text": 'a "quoted"\nline\x1b[31m'}
+        log.info("[i] %s", "evidence", extra={FACTS: facts})
+        try:
+            raise ValueError("odd")
+        except ValueError:
+            log.exception("it failed")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert facts.items() <= first.items() and first["message"] == "[i] evidence" and first["level"] == "INFO"
+    assert first["time"].endswith("Z") and first["logger"] == "ttp.controller" and first["process"]
+    assert "ValueError: odd" in json.dumps(second) and second["level"] == "ERROR"

@@ -79,7 +79,7 @@ def test_a_second_process_that_claims_a_rank(controller: Controller) -> None:
     controller.rank(0).expect(m.Welcome)
     refused = controller.rank(0, nonce="somebody else", pid=4711).expect(m.Refused)
     assert refused.code is m.RefusalCode.RANK_TAKEN
-    assert "pid 1000" in refused.text and "same RANK" in refused.text
+    assert "pid 100 on host" in refused.text and "same RANK" in refused.text
 
 
 def test_ranks_that_disagree_about_the_world_size(controller: Controller) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.core.talk import hello
 from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
@@ -12,6 +11,7 @@ from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.testing.scenario import grid
+from ttp.testing.toy import hello
 
 ME = Rank(1)
 FROZEN = "HoldLease CloseGate"

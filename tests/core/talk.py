@@ -30,38 +30,11 @@ from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart, TellLayout
 from ttp.testing.scenario import grid
+from ttp.testing.toy import hello
 
 PATIENCE = ControllerTimeouts(
     answer_s=5, freeze_s=30, grace_s=1, rescue_s=360, gather_s=5, exit_s=10, abandoned_s=120, linger_s=2, stall_s=1000
 )
-
-
-def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
-    plain = m.Hello(
-        rank=Rank(rank),
-        protocol_major=m.PROTOCOL_MAJOR,
-        protocol_minor=m.PROTOCOL_MINOR,
-        ttp_version="1",
-        run_id="job",
-        launch=0,
-        incarnation=0,
-        nonce=f"n{rank}",
-        world_size=layout.world_size,
-        layout_digest=layout.digest,
-        host="h",
-        pid=100 + rank,
-        local_rank=rank,
-        save_dir="/save",
-        framework="toy",
-        version=Version(0),
-        phase=m.Phase.IDLE,
-        base_version=Version(0),
-        term_seen=0,
-        incident="",
-        released=False,
-        resume=False,
-    )
-    return replace(plain, **more)
 
 
 def answers(order: TellLayout, layout: Layout) -> list[LayoutPart]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import Talk, hello
+from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.scenario import grid
+from ttp.testing.toy import hello
 
 
 def test_a_job_forms() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.talk import Talk, hello
+from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
 from ttp.core.controller.membership import Membership
@@ -23,6 +23,7 @@ from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.replication import NOBODY, Buddies, Generations, keepers
 from ttp.testing.scenario import grid
+from ttp.testing.toy import hello
 
 ALONE = grid(4, 1)
 """Four ranks, each with a shard of its own."""

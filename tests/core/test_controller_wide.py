@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.talk import PATIENCE, Talk, Wide, hello, page
+from tests.core.talk import PATIENCE, Talk, Wide, page
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received
 from ttp.core.controller.saving import REPLAN_MAX_S
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
 from ttp.testing.scenario import grid
+from ttp.testing.toy import hello
 
 # -------------------------------------------------------------------------------------------------------- redo and undo
 

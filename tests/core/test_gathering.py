@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.core.talk import PATIENCE, Talk, hello
+from tests.core.talk import PATIENCE, Talk
 from ttp.core import messages as m
 from ttp.core.controller.events import Action, ConnectionId, Received, Record, Tick
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Version
+from ttp.testing.toy import hello
 
 RANKS = 4000
 LAYOUT = Layout.data_parallel(RANKS)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.talk import PATIENCE, Talk, answers, hello
+from tests.core.talk import PATIENCE, Talk, answers
 from ttp.core import messages as m
 from ttp.core.controller import layout_exchange, membership
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
@@ -19,6 +19,7 @@ from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Shard, describe_copies, difference
 from ttp.core.layout_messages import LayoutPart, ShardGroup, TellLayout
 from ttp.testing.scenario import grid
+from ttp.testing.toy import hello
 from ttp.wire.convert import parse_report, report_to_wire
 
 LAYOUT = grid(1, 3)

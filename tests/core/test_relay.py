@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.talk import hello
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.relay import FRESH, HOLD_S, Frame, LineId, Relay, Unfolded, folded, ordered
+from ttp.testing.toy import hello
 
 LINES = 4
 BEAT_S = 1.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tests.core.talk import PATIENCE, Talk, hello
+from tests.core.talk import PATIENCE, Talk
 from ttp.core import messages as m
 from ttp.core.controller.events import Action, LookAt, LookedAt
 from ttp.core.controller.incident import Stage
 from ttp.core.controller.silence import LATE_S, LOOK_S
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.scenario import grid
+from ttp.testing.toy import hello
 
 assert PATIENCE.quiet_s is not None
 QUIET_S: float = PATIENCE.quiet_s

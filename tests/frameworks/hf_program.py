@@ -10,11 +10,13 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from ttp import session
 from ttp.testing import kit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer" / "train_hf.py"
 CLOCKS = ("runtime", "per_second")
 """Parts of the names of what is measured by the clock."""
+PAUSES = ("evaluation", "what was due behind the last step")
 
 
 class Watch(TrainerCallback):
@@ -22,6 +24,9 @@ class Watch(TrainerCallback):
 
     def __init__(self, report: Callable[[int, Any], None]) -> None:
         self.report = report
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kit.at("on_step_begin")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kit.at("on_optimizer_step")
@@ -34,6 +39,8 @@ class Watch(TrainerCallback):
         kit.at("on_log")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        processor = session.current().processor
+        assert processor is None or processor.activity in PAUSES, "a long evaluation would look like a hang"
         kit.at("on_evaluate")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -60,7 +67,10 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     early = EarlyStoppingCallback(early_stopping_patience=100)
     trainer.add_callback(early)
     trainer.add_callback(Watch(report))
-    example.train(trainer, save_dir)
+    if alone := os.environ.get("HF_ALONE"):
+        trainer.train(resume_from_checkpoint=alone)
+    else:
+        example.train(trainer, save_dir)
     history = [{k: v for k, v in line.items() if not any(c in k for c in CLOCKS)} for line in trainer.state.log_history]
     state = {name: getattr(trainer.state, name) for name in ("global_step", "epoch", "best_metric", "best_global_step")}
     return {

@@ -2,25 +2,112 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.forking import ForkedPython
+from ttp.errors import ConfigError, UsageError
 from ttp.testing import kit
 
-pytestmark = [pytest.mark.needs("transformers", "accelerate"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs("transformers", "accelerate"), pytest.mark.timeout(900)]
 PROGRAM = "tests.frameworks.hf_program"
+KILLS = [
+    kit.Kill("backward", rank=1),
+    kit.Kill("on_log", rank=1),
+    kit.Kill("on_evaluate", rank=0),
+    kit.Kill("on_epoch_end", rank=1),
+    kit.Kill("in_step", rank=0),
+]
 
 
 def test_it_is_killed_in_a_step_and_behind_it(tmp_path: Path) -> None:
-    kills = [
-        kit.Kill("backward", rank=1),
-        kit.Kill("on_log", rank=1),
-        kit.Kill("on_evaluate", rank=0),
-        kit.Kill("on_epoch_end", rank=1),
-        kit.Kill("in_step", rank=0),
-    ]
-    found = kit.run(kit.Job(PROGRAM, kills, steps=16), tmp_path, start=ForkedPython)
+    found = kit.run(kit.Job(PROGRAM, KILLS, steps=16), tmp_path, start=ForkedPython)
     print(found)
     found.check()
+
+
+@pytest.mark.slow
+def test_it_is_killed_in_other_hooks_and_in_an_evaluation_of_each_epoch(tmp_path: Path) -> None:
+    kills = [
+        kit.Kill("forward", rank=0),
+        kit.Kill("stepped", rank=1),
+        kit.Kill("on_optimizer_step", rank=0),
+        kit.Kill("on_step_end", rank=1),
+        kit.Kill("on_prediction_step", rank=0, after=2),
+        kit.Kill("on_step_begin", rank=1),
+    ]
+    job = kit.Job(PROGRAM, kills, steps=20, env={"HF_EVALUATE": "epoch"})
+    found = kit.run(job, tmp_path, start=ForkedPython)
+    print(found)
+    found.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ttp", "torchrun"])
+def test_the_same_under_a_launcher(launcher: str, tmp_path: Path) -> None:
+    found = kit.run(kit.Job(PROGRAM, KILLS, steps=16, launcher=launcher), tmp_path, start=ForkedPython)
+    print(found)
+    found.check()
+
+
+@pytest.mark.slow
+def test_the_trainer_alone_resumes_from_the_directory_that_was_made(tmp_path: Path) -> None:
+    """On all ranks, without ttp: the weights are those of the job that nothing happened to."""
+    found = kit.run(kit.Job(PROGRAM, KILLS[:2], steps=16), tmp_path / "protected", start=ForkedPython)
+    found.check()
+    (directory,) = (tmp_path / "protected" / "hurt" / "checkpoints" / "trainer").glob("checkpoint-*")
+    assert {path.name for path in directory.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+        "trainer_state.json",
+    }
+    kit.run(kit.Job(PROGRAM, [], steps=16, env={"HF_ALONE": str(directory)}), tmp_path / "alone", start=ForkedPython)
+    for rank in range(2):
+        ours, alone = (
+            json.loads((tmp_path / run / f"result{rank}.json").read_text())
+            for run in ("protected/unbroken", "alone/unbroken")
+        )
+        for name in ("model", "optimizer", "schedule", "torch's random stream"):
+            assert ours[name] == alone[name], name
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestRefused:
+    """By all ranks, before the training begins."""
+
+    @staticmethod
+    def trainer(*callbacks: Any, **settings: Any) -> Any:
+        args = SimpleNamespace(process_index=0, world_size=1, output_dir="none", **settings)
+        return SimpleNamespace(args=args, callback_handler=SimpleNamespace(callbacks=callbacks))
+
+    @pytest.mark.parametrize("setting", ["enable_jit_checkpoint", "auto_find_batch_size"])
+    def test_what_works_against_ttp(self, setting: str) -> None:
+        from ttp import hf
+
+        trainer = self.trainer(hf.TtpCallback("nowhere"), **{setting: True})
+        with pytest.raises(ConfigError, match=rf"TrainingArguments\({setting}=True\).*switch it off"):
+            hf.resume_directory(trainer)
+
+    def test_a_sharded_model(self) -> None:
+        from ttp import hf
+
+        trainer = self.trainer(hf.TtpCallback("nowhere"))
+        trainer.is_fsdp_enabled = True
+        with pytest.raises(ConfigError, match=r"ttp\.accelerate or ttp\.wrap_optimizer for sharded models"):
+            hf.resume_directory(trainer)
+
+    def test_a_trainer_without_the_callback(self) -> None:
+        from ttp import hf
+
+        with pytest.raises(UsageError, match=r"comes behind trainer\.add_callback"):
+            hf.resume_directory(self.trainer())
+        with pytest.raises(UsageError, match="TtpCallback does not know its trainer"):
+            hf.TtpCallback("nowhere").on_train_begin(None, None, None)

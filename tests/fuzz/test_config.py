@@ -8,11 +8,11 @@ from dataclasses import fields
 import pytest
 from hypothesis import strategies as st
 
-from tests.core.talk import hello
 from tests.fuzz.profile import fuzz
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout
 from ttp.errors import ConfigError
+from ttp.testing.toy import hello
 from ttp.wire.convert import parse_report, report_to_wire
 
 NAMES = [field.metadata["env"] for field in fields(Config)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.core.talk import hello
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.rank import actions as act
@@ -14,6 +13,7 @@ from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.rank.program import RankProgram
 from ttp.mindio.protocol import messages as rm
 from ttp.mindio.protocol.rank_side import NoHandlers, RankRounds, Said, StartAct
+from ttp.testing.toy import hello
 
 LAYOUT = Layout.data_parallel(2)
 ACT = rm.Act(Rank(1), 1, 7, rm.RoundKind.SAVE, Version(5), 1000)

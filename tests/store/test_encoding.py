@@ -128,7 +128,7 @@ def raw_bytes(tensor: Any) -> Any:
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(values())
 def test_what_comes_back_is_what_went_in(value: Any) -> None:
     assert same(decode(encode(value)), value)
@@ -219,12 +219,6 @@ def forged(body: bytes) -> bytes:
     return encode(None)[:4] + xxhash.xxh3_64_digest(body) + body
 
 
-@given(st.binary())
-def test_garbage_is_refused(data: bytes) -> None:
-    with pytest.raises(EncodingError, match="encoded state"):
-        decode(data)
-
-
 @settings(deadline=None)
 @given(values(), st.data())
 def test_a_flipped_bit_or_a_missing_end_is_noticed(value: Any, data: st.DataObject) -> None:
@@ -237,16 +231,7 @@ def test_a_flipped_bit_or_a_missing_end_is_noticed(value: Any, data: st.DataObje
             decode(damaged)
 
 
-@settings(max_examples=500, deadline=None)
-@given(st.binary(max_size=60))
-def test_forged_garbage_gives_a_value_or_a_clear_error(body: bytes) -> None:
-    try:
-        decode(forged(body))
-    except EncodingError as problem:
-        assert "encoded state" in str(problem)
-
-
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from([*range(1, 9), 16, 17, 32, 99]), values())
 def test_forged_extensions_give_a_value_or_a_clear_error(code: int, value: Any) -> None:
     body = msgpack.packb(msgpack.ExtType(code, encode(value)[12:]), unicode_errors="surrogatepass")

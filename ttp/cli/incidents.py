@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_format
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +13,25 @@ from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import SUFFIX, IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, print_json, say, screen, table, when_text
 from ttp.cli.timeline import rows, style_of
+from ttp.cli.trace_events import trace_events
 from ttp.errors import CheckpointError, UsageError
 
 Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]
 Last = Annotated[bool, typer.Option("--last", help="The newest incident.")]
 Detail = Annotated[bool, typer.Option("--detail", help="With the evidence's details, such as tracebacks.")]
 
+Trace = Annotated[
+    Path | None, typer.Option("--trace", help="Write one incident there, for ui.perfetto.dev or chrome://tracing.")
+]
+
 
 def incidents(
-    directory: SaveDir, incident: Id = None, last: Last = False, detail: Detail = False, json: Json = False
+    directory: SaveDir,
+    incident: Id = None,
+    last: Last = False,
+    detail: Detail = False,
+    trace: Trace = None,
+    json: Json = False,
 ) -> None:
     """List a job's incidents, newest first; or show one as a timeline.
 
@@ -33,9 +44,17 @@ def incidents(
     """
     files = incident_files(existing(directory))
     if incident is None and not last:
+        if trace is not None:
+            raise UsageError("--trace writes one incident: give its id, or --last")
         _list(files, directory, json)
         return
     log = read_incident(_pick(files, incident, directory))
+    if trace is not None:
+        try:
+            trace.write_text(json_format.dumps(trace_events(log)))
+        except OSError as problem:
+            raise UsageError(f"{trace} cannot be written: {problem.strerror or problem}") from None
+        return
     if json:
         lines = [{name: getattr(line, name) for name in _LINE} for line in log.lines]
         print_json({**describe(log), "lines": lines})

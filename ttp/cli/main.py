@@ -16,9 +16,11 @@ import typer
 from ttp.cli import (
     chaos,
     convert,
+    goodput,
     incidents,
     inspection,
     listing,
+    metrics,
     recover,
     redundancy,
     report_fault,
@@ -97,6 +99,7 @@ _LAUNCH, _RUNNING, _SAVED, _TRUST, _ABOUT = "Launch", "A running job", "What was
 _register("run", _LAUNCH, _run, **_UNTOUCHED)
 _register("controller", _LAUNCH, _controller, **_UNTOUCHED)
 _register("status", _RUNNING, status.status)
+_register("metrics", _RUNNING, metrics.metrics)
 _register("save", _RUNNING, save.save)
 _register("report-fault", _RUNNING, report_fault.report_fault)
 _register("list", _SAVED, listing.list_checkpoints)
@@ -107,6 +110,7 @@ _register("reshard", _SAVED, reshard.reshard)
 _register("recover", _SAVED, recover.recover)
 _register("redundancy", _SAVED, redundancy.redundancy)
 _register("verdict", _SAVED, verdict.verdict)
+_register("goodput", _SAVED, goodput.goodput)
 _register("incidents", _SAVED, incidents.incidents)
 _register("simulate", _TRUST, simulate.simulate)
 _register("chaos", _TRUST, chaos.chaos)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 
 from ttp.config import Config, saved_exit_code
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
+from ttp.launch.log_format import formatter
 from ttp.launch.ports import hold_port
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.shared_token import new_token
@@ -41,7 +42,7 @@ def show_log(config: Config) -> None:
         raise ConfigError(f"TTP_LOG={config.log_level!r} is no level: try INFO, WARNING or DEBUG") from None
     if not ours.hasHandlers():
         shown = logging.StreamHandler()
-        shown.setFormatter(logging.Formatter("%(asctime)s ttp run: %(message)s", "%H:%M:%S"))
+        shown.setFormatter(formatter(config.log_format, "%(asctime)s ttp run: %(message)s", "%H:%M:%S"))
         ours.addHandler(shown)
         ours.propagate = False  # a library that logs on the root logger would make it say everything twice
 

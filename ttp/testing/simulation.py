@@ -38,7 +38,7 @@ from ttp.testing.sim_copies import Copies
 from ttp.testing.sim_faults import Faults
 from ttp.testing.sim_rank import Killed, SimRank
 from ttp.testing.sim_roads import GIVES_UP_S, Roads
-from ttp.testing.toy import InvariantBroken, Pages, ToyState, ToyStorage, mix
+from ttp.testing.toy import InvariantBroken, Pages, ToyState, ToyStorage, hello, mix
 
 PATIENCE = ControllerTimeouts(
     answer_s=0.5,
@@ -225,34 +225,19 @@ class Simulation(Clock):
         return {r: rank for r, rank in early.items() if rank.alive and rank.hello.launch == launch}
 
     def _hello(self, rank: Rank, launch: int) -> m.Hello:
-        return m.Hello(
-            rank=rank,
-            protocol_major=m.PROTOCOL_MAJOR,
-            protocol_minor=m.PROTOCOL_MINOR,
-            ttp_version="0",
-            run_id="job",
+        here = self.scenario.hosts[rank]
+        return hello(
+            rank,
+            self.layout,
             launch=launch,
-            incarnation=0,
             nonce=f"{launch}.{rank}",
-            world_size=self.layout.world_size,
-            layout_digest=self.layout.digest,
-            host=self.scenario.hosts[rank],
+            host=here,
             stripes=self.scenario.stripes,
             pid=(launch + 1) * 1_000_000 + rank,
-            local_rank=rank,
-            save_dir="/save",
-            framework="toy",
-            version=Version(0),
-            phase=m.Phase.IDLE,
-            base_version=Version(0),
-            term_seen=0,
-            incident="",
-            released=False,
-            resume=False,
-            address=self.scenario.hosts[rank],
+            address=here,
             fallback_dir="/fallback" if self.scenario.fallback else "",
-            pages_at=f"{self.scenario.hosts[rank]}:1" if self.scenario.mirror else "",
-            copies_at=f"{self.scenario.hosts[rank]}:1" if self.scenario.buddy else "",
+            pages_at=f"{here}:1" if self.scenario.mirror else "",
+            copies_at=f"{here}:1" if self.scenario.buddy else "",
             can_continue=self.scenario.keep,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -25,6 +25,18 @@ SLOTS = 3
 
 class InvariantBroken(AssertionError):  # noqa: N818 - it is what it says
     """An invariant was broken; the text says which."""
+
+
+def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
+    """The greeting of a rank of a made up job that starts; ``more``: fields in which it differs."""
+    facts: dict[str, Any] = {
+        "protocol_major": m.PROTOCOL_MAJOR, "protocol_minor": m.PROTOCOL_MINOR, "ttp_version": "0", "run_id": "job",
+        "launch": 0, "incarnation": 0, "nonce": f"n{rank}", "world_size": layout.world_size,
+        "layout_digest": layout.digest, "host": "h", "pid": 100 + rank, "local_rank": rank, "save_dir": "/save",
+        "framework": "toy", "version": Version(0), "phase": m.Phase.IDLE, "base_version": Version(0), "term_seen": 0,
+        "incident": "", "released": False, "resume": False,
+    }  # fmt: skip
+    return m.Hello(rank=Rank(rank), **{**facts, **more})
 
 
 def mix(*words: int | str) -> int:

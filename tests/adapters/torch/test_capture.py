@@ -219,6 +219,28 @@ class TestExtraState:
         assert ExtraState(other).restore(read(page, 1).extra) == []
         assert other.index == 3
 
+    def test_what_an_object_draws_when_it_is_asked_again_is_no_part_of_the_streams(self, page: PageWriter) -> None:
+        """Torchdata's loader makes its iterator then, which draws a seed; the unbroken run has made its own before."""
+
+        class Loader(Cursor):
+            made = False
+
+            def state_dict(self) -> dict[str, int]:
+                if not self.made:
+                    self.made, self.seed = True, torch.rand(())
+                return super().state_dict()
+
+            def load_state_dict(self, state: dict[str, int]) -> None:
+                super().load_state_dict(state)
+                self.made = False
+
+        LocalCapture(network(), ExtraState(Loader()), page=page).capture(1, final=True)
+        expected = torch.rand(3)
+        loader = Loader()
+        LocalCapture(network(), ExtraState(loader)).restore(read(page, 1))
+        loader.state_dict()
+        assert torch.equal(torch.rand(3), expected)
+
     def test_constants_are_asked_only_for_a_checkpoint(self, page: PageWriter) -> None:
         constant = Constant()
         extra = ExtraState({"c": constant, "d": Cursor()})

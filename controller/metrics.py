@@ -1,0 +1,240 @@
+"""Numbers about the job for Prometheus, on ``TTP_METRICS_PORT``.
+
+The controller's loop leaves a snapshot, once a second and when its stage changes; a thread of the HTTP server reads the
+latest one. No lock, no call into the machine, nothing on the way of a rescue. Names and units follow
+https://prometheus.io/docs/practices/naming/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttp._version import __version__
+from ttp.config import Config
+from ttp.controller.driver import Driver
+from ttp.controller.service import rank_state
+from ttp.controller.tally import BUCKETS_S, Histogram, Tally
+
+log = logging.getLogger("ttp.controller")
+
+STATES = ("live", "frozen", "lost", "broken", "released", "done", "missing")
+STAGES = (
+    "waiting", "forming", "training", "freezing", "saving", "mending", "committing", "saved", "released", "finished",
+)  # fmt: skip
+PUBLISH_S = 1.0
+RANKS_MAX = 64
+"""Ranks of a job that has numbers of each: every one is a series."""
+MISSING = "TTP_METRICS_PORT is set and prometheus-client is not installed: pip install 'ttp-ft[metrics]'"
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """One rank. ``silent_s``: seconds since it was heard."""
+
+    rank: int
+    host: str
+    version: int
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is shown of a job; see the table in docs/monitoring.md."""
+
+    stage: str = "waiting"
+    run_id: str = ""
+    framework: str = ""
+    leads: bool = False
+    term: int = 0
+    incarnation: int = 0
+    standbys: int = 0
+    expected: int = 0
+    states: Counter[str] = field(default_factory=Counter)
+    newest: int = 0
+    oldest: int = 0
+    copied: int | None = None
+    silent_s: float = 0.0
+    replicas_min: int | None = None
+    ranks: tuple[RankNumbers, ...] = ()
+    tally: Tally | None = None
+    """None: of a single look from outside, which has no sums."""
+
+
+def snapshot(driver: Driver, tally: Tally) -> Snapshot:
+    """The job as it is now; takes microseconds for each rank."""
+    machine, now = driver.machine, time.monotonic()
+    job, layout = machine.job, machine.job.layout
+    members = job.members
+    expected = layout.world_size if layout else 0
+    states = Counter(rank_state(machine, rank) for rank in members)
+    states["missing"] = expected - len(members)
+    speaking = [members[rank] for rank in job.live if rank in members]
+    known = [member.version for member in speaking] or [member.version for member in members.values()]
+    return Snapshot(
+        stage=machine.stage,
+        run_id=job.run_id,
+        framework=next((member.hello.framework for member in members.values()), ""),
+        leads=layout is not None,
+        term=machine.term,
+        incarnation=job.incarnation,
+        standbys=len(machine.standbys),
+        expected=expected,
+        states=states,
+        newest=max(known, default=0),
+        oldest=min(known, default=0),
+        copied=machine.copied_version,
+        silent_s=max((now - member.last_seen for member in speaking), default=0.0),
+        replicas_min=min((len(job.live.intersection(g)) for g in layout.groups.values()), default=0)
+        if layout
+        else None,
+        ranks=tuple(
+            RankNumbers(rank, member.hello.host, member.version, now - member.last_seen)
+            for rank, member in sorted(members.items())
+        )
+        if expected <= RANKS_MAX
+        else (),
+        tally=tally.copy(),
+    )
+
+
+class Collector:
+    """Makes metric families of the latest snapshot; see ``prometheus_client.registry.Collector``."""
+
+    def __init__(self) -> None:
+        self.latest = Snapshot()
+
+    def describe(self) -> list[Any]:
+        """Nothing: else it is collected when it is registered."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Every family, on the thread of a scrape."""
+        from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+
+        now = self.latest
+        facts = {"version": __version__, "run_id": now.run_id, "framework": now.framework}
+        yield InfoMetricFamily("ttp_controller", "This controller and its job.", value=facts)
+
+        def gauge(name: str, text: str, value: float | None) -> Any:
+            family = GaugeMetricFamily(f"ttp_{name}", text)
+            if value is not None:
+                family.add_metric([], value)
+            return family
+
+        yield gauge("controller_leader", "1: it leads the job; 0: it stands by.", now.leads)
+        yield gauge("controller_term", "Rises with each controller that takes over.", now.term)
+        yield gauge("controller_standbys", "Controllers that stand by.", now.standbys)
+        yield gauge("job_incarnation", "Launches of the job that this controller has seen begin.", now.incarnation)
+        yield gauge("job_ranks_expected", "World size.", now.expected)
+        yield gauge("version_newest", "Finished updates of the rank that is ahead.", now.newest)
+        yield gauge("version_oldest", "Finished updates of the rank that is behind.", now.oldest)
+        yield gauge(
+            "version_copied", "The newest version that all ranks keep on another host (buddy=True).", now.copied
+        )
+        yield gauge(
+            "silent_seconds_max", "Seconds since the rank was heard that has said nothing longest.", now.silent_s
+        )
+        yield gauge("replicas_min", "Living copies of the shard that has the fewest.", now.replicas_min)
+        yield _by("ranks", "Ranks by state.", "state", {state: now.states[state] for state in STATES})
+        yield _by("stage", "1 for the stage that the job is in.", "stage", {each: each == now.stage for each in STAGES})
+        if now.tally is not None:
+            yield gauge("version_saved", "The last version that was committed here.", now.tally.saved_version)
+            committed = now.tally.committed_unix_s or None
+            yield gauge("last_commit_timestamp_seconds", "When that was.", committed)
+            yield from _sums(now.tally)
+        yield from _of_ranks(now.ranks)
+
+
+def _by(name: str, text: str, label: str, values: dict[str, float]) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(f"ttp_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], float(value))
+    return family
+
+
+def _sums(tally: Tally) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+    incidents = CounterMetricFamily("ttp_incidents", "Incidents that are over.", labels=["cause", "outcome"])
+    for (cause, outcome), count in sorted(tally.incidents.items()):
+        incidents.add_metric([cause, outcome], count)
+    spent = CounterMetricFamily("ttp_job_seconds", "What the job's time went into.", labels=["state"])
+    for state in ("training", "freezing", "saving", "down", "restoring"):
+        spent.add_metric([state], tally.spent_s[state])
+    parts = HistogramMetricFamily("ttp_incident_seconds", "How long the parts of incidents took.", labels=["part"])
+    for part, histogram in sorted(tally.parts.items()):
+        parts.add_metric([part], *_buckets(histogram))
+    recovery = HistogramMetricFamily(
+        "ttp_recovery_seconds", "From the first sign of a fault to a step beyond the saved one."
+    )
+    recovery.add_metric([], *_buckets(tally.recovery))
+    yield from (incidents, spent, parts, recovery)
+    yield CounterMetricFamily("ttp_lost_steps", "Finished steps that were trained again.", value=tally.lost_steps)
+    yield CounterMetricFamily("ttp_saved_bytes", "Bytes of committed checkpoints.", value=tally.saved_bytes)
+    yield CounterMetricFamily("ttp_save_failures", "Saves and commits that failed.", value=tally.save_failures)
+
+
+def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+    counts: list[tuple[str, float]] = []
+    below = 0
+    for bound, count in zip((*map(str, map(float, BUCKETS_S)), "+Inf"), histogram.counts, strict=True):
+        below += count
+        counts.append((bound, below))
+    return counts, histogram.total_s
+
+
+def _of_ranks(ranks: tuple[RankNumbers, ...]) -> Iterator[Any]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    version = GaugeMetricFamily("ttp_rank_version", "Finished updates of a rank.", labels=["rank", "host"])
+    silent = GaugeMetricFamily("ttp_rank_silent_seconds", "Seconds since a rank was heard.", labels=["rank", "host"])
+    for each in ranks:
+        labels = [str(each.rank), each.host]
+        version.add_metric(labels, each.version)
+        silent.add_metric(labels, each.silent_s)
+    yield from (version, silent)
+
+
+async def serve_metrics(driver: Driver, config: Config) -> None:
+    """Serve until cancelled. Whatever is wrong with it is said once, and the controller goes on without."""
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        log.warning(MISSING)
+        return
+    port, address = config.metrics_port or 0, config.bind or "127.0.0.1"
+    collector, registry = Collector(), CollectorRegistry()
+    registry.register(collector)
+    tls: dict[str, Any] = {}
+    if config.tls_cert:
+        tls = {"certfile": config.tls_cert, "keyfile": config.tls_key, "client_cafile": config.tls_ca}
+        tls["client_auth_required"] = True
+    try:
+        server, thread = start_http_server(port, address, registry, **tls)
+    except (OSError, ValueError) as problem:
+        log.warning("no metrics on %s:%s (TTP_METRICS_PORT): %s", address, port, problem)
+        return
+    log.info("metrics on %s:%s", address, port)
+    tally, stage = Tally(), ""
+    driver.observe = tally.take
+    try:
+        due = 0.0
+        while True:
+            if (at := time.monotonic()) >= due or driver.machine.stage != stage:
+                stage, due = driver.machine.stage, at + PUBLISH_S
+                now = snapshot(driver, tally)
+                tally.look(stage, now.newest, at)
+                collector.latest = now
+            await asyncio.sleep(PUBLISH_S / 10)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(PUBLISH_S)

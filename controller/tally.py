@@ -1,0 +1,129 @@
+"""What a controller has seen, added up for its metrics. Pure: events and time are passed in."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+"""Upper bounds of the histograms, in seconds; the last bucket has none."""
+SPENDING = {
+    "training": "training",
+    "forming": "restoring",
+    "freezing": "freezing",
+    "saving": "saving",
+    "mending": "saving",
+    "committing": "saving",
+    "saved": "saving",
+    "released": "down",
+    "waiting": "down",
+}
+"""What time is counted as, by the stage of the job; ``finished`` as nothing."""
+
+
+@dataclass
+class Histogram:
+    """How often something took how long."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    total_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.total_s += seconds
+
+    def copy(self) -> Histogram:
+        """One that does not change."""
+        return Histogram(list(self.counts), self.total_s)
+
+
+@dataclass
+class Tally:
+    """The sums. ``incidents`` are by cause and outcome; ``parts`` are freeze, save, commit, release, total."""
+
+    incidents: Counter[tuple[str, str]] = field(default_factory=Counter)
+    parts: dict[str, Histogram] = field(default_factory=dict)
+    recovery: Histogram = field(default_factory=Histogram)
+    spent_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    lost_steps: int = 0
+    saved_bytes: int = 0
+    save_failures: int = 0
+    saved_version: int = 0
+    committed_unix_s: float = 0.0
+    _at: dict[str, float] = field(default_factory=dict)
+    """When the incident reached what."""
+    _cause: str = ""
+    _outcome: str = ""
+    _finished: int = 0
+    """The newest version that a rank is known to have finished."""
+    _down_since: float | None = None
+    _stage: str = ""
+    _looked_at: float = 0.0
+
+    def take(self, kind: str, facts: Mapping[str, Any], now: float, unix_s: float) -> None:
+        """An event of the controller, as it is recorded."""
+        match kind:
+            case "opened":
+                self._at, self._cause, self._outcome = {"opened": now}, "", ""
+            case "evidence":
+                self._cause = self._cause or str(facts["evidence"])
+            case "answer":
+                self._finished = max(self._finished, int(facts["version"]))
+            case "plan":
+                self._reached("plan", "freeze", "opened", now)
+            case "commit":
+                self._reached("commit", "save", "plan", now)
+            case "committed":
+                self._reached("committed", "commit", "commit", now)
+                self._outcome, self.saved_version = "saved", int(facts["version"])
+                self.saved_bytes += int(facts["size"])
+                self.committed_unix_s = unix_s
+            case "save_failed" | "commit_failed":
+                self.save_failures += 1
+            case "nothing_new" | "mended":
+                self._outcome = self._outcome or kind
+            case "thawed":
+                self._over(self._outcome or "thawed", now)
+            case "released":
+                self._reached("released", "release", "committed", now)
+                self._down_since = self._at.get("opened", now)
+                self._over(self._outcome or "not_saved", now)
+            case "restore":
+                restored = int(facts["version"])
+                self.lost_steps += max(0, self._finished - restored)
+                self._finished = restored
+
+    def look(self, stage: str, newest: int, now: float) -> None:
+        """Look at the job from time to time: its stage, and the newest version of a rank."""
+        if self._stage in SPENDING:
+            self.spent_s[SPENDING[self._stage]] += now - self._looked_at
+        self._stage, self._looked_at = stage, now
+        if stage == "training" and self._down_since is not None and newest > self.saved_version:
+            self.recovery.add(now - self._down_since)
+            self._down_since = None
+        if stage == "training" and self._down_since is None:
+            self._finished = max(self._finished, newest)
+
+    def copy(self) -> Tally:
+        """One that does not change, for another thread."""
+        return replace(
+            self,
+            incidents=Counter(self.incidents),
+            parts={name: histogram.copy() for name, histogram in self.parts.items()},
+            recovery=self.recovery.copy(),
+            spent_s=defaultdict(float, self.spent_s),
+        )
+
+    def _reached(self, what: str, part: str, since: str, now: float) -> None:
+        if since in self._at:
+            self.parts.setdefault(part, Histogram()).add(now - self._at[since])
+        self._at[what] = now
+
+    def _over(self, outcome: str, now: float) -> None:
+        self._reached("over", "total", "opened", now)
+        self.incidents[self._cause or "unknown", outcome] += 1
+        self._at = {}

@@ -1,0 +1,81 @@
+"""``ttp goodput``: stories of jobs, added up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttp.cli.main import main
+from ttp.store.history import FILE, line_of
+
+
+def launch(at_s: float, *ends: tuple[str, float, dict[str, Any]], run_id: str = "job") -> str:
+    begins = line_of("incarnation", at_s, {"run_id": run_id, "incarnation": 1})
+    return begins + "".join(line_of(kind, when, facts) for kind, when, facts in ends)
+
+
+def incident(place: Path, number: int, at_s: float, *lines: tuple[str, float, dict[str, Any]], **opened: Any) -> None:
+    """A file of the journal; times are seconds after ``at_s``."""
+    records = [("opened", 0.0, {"run_id": "job", **opened}), *lines]
+    name = f"20261120-094512-{number}-abcd"
+    text = "".join(
+        json.dumps({"kind": kind, "unix_s": at_s + after, "monotonic_s": after, "incident": name, **facts}) + "\n"
+        for kind, after, facts in records
+    )
+    (place / "incidents" / f"{name}.jsonl").write_text(text)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Saved at 100 s, cut off at 200 s with its last word, then lost; a false alarm and a save on request between."""
+    (tmp_path / "incidents").mkdir()
+    story = launch(0.0, ("committed", 100.9, {"version": 7}), ("released", 101.0, {"exit_code": 75}))
+    story += launch(131.0, ("released", 202.0, {"exit_code": 70})) + launch(302.0, ("finished", 402.0, {"version": 20}))
+    (tmp_path / "incidents" / FILE).write_text(story + launch(1000.0, ("finished", 2000.0, {}), run_id="another"))
+    answer = ("answer", 0.2, {"version": 7})
+    plan, saved = ("plan", 0.25, {"version": 7}), ("committed", 0.9, {"version": 7})
+    incident(tmp_path, 1, 100.0, answer, plan, saved, ("released", 1.0, {"exit_code": 75}))
+    incident(tmp_path, 2, 140.0, ("answer", 0.1, {"version": 8}), ("thawed", 2.0, {"reason": "it came back"}))
+    incident(tmp_path, 3, 150.0, ("thawed", 1.0, {"reason": "written"}), snapshot=True)
+    incident(tmp_path, 4, 200.0, ("answer", 0.1, {"version": 9}), ("released", 2.0, {"exit_code": 70}))
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    assert main(["goodput", *map(str, argv), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_the_time_went_into(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, place, "--run-id", "job")
+    assert found == {
+        "ratio": round(266.0 / 402.0, 4), "elapsed": 402.0, "training": 266.0, "freezing": 5.25, "saving": 0.75,
+        "down": 130.0, "launches": 3, "incidents": 2, "false_alarms": 1, "lost_steps": 2,
+        "mttr": (31.0 + 102.0) / 2, "unreadable": 0,
+    }  # fmt: skip
+
+
+def test_in_words(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["goodput", str(place), "--run-id", "job"]) == 0
+    first, _, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("goodput 66.2% of") and first.endswith("in 3 launches")
+    assert third.startswith("2 faults, 1 false alarm, 2 lost steps;")
+
+
+def test_what_cannot_be_read_counts_as_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = told(capsys, place, "--run-id", "job")
+    with (place / "incidents" / FILE).open("a") as log:
+        log.write('{"kind": "released", "exit_co')
+    with (place / "incidents" / "20261120-094512-4-abcd.jsonl").open("a") as story:
+        story.write('{"kind": "closed\x1b[31m')
+    (place / "incidents" / "20261120-094512-5-abcd.jsonl").write_bytes(b"\0\xff[[")
+    assert told(capsys, place, "--run-id", "job") == before | {"unreadable": 2}
+
+
+def test_a_directory_without_a_launch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["goodput", str(tmp_path)]) == 1
+    assert "no launch is written down" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""What Prometheus is told, while a rank is killed and the job starts again."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.controller.conftest import until
+from tests.ports import free_port
+from ttp.controller.metrics import Collector, RankNumbers, Snapshot
+from ttp.controller.tally import Tally
+
+Numbers = dict[tuple[str, str], float]
+ROOT = Path(__file__).parents[2]
+
+
+def scraped(text: str) -> Numbers:
+    """By name and the values of the labels, in the order of their names."""
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        (sample.name, ",".join(value for _, value in sorted(sample.labels.items()))): sample.value for sample in samples
+    }
+
+
+def killed_and_back(tally: Tally) -> None:
+    """A rank dies at version 8; 8 is saved, and the next launch makes the ninth update."""
+    events: list[tuple[float, str, dict[str, Any]]] = [
+        (10.0, "opened", {}),
+        (10.0, "evidence", {"evidence": "exited"}),
+        (10.02, "answer", {"version": 8}),
+        (10.02, "plan", {"version": 8}),
+        (10.3, "save_failed", {}),
+        (10.5, "commit", {}),
+        (10.6, "committed", {"version": 8, "size": 1000}),
+        (10.7, "released", {}),
+        (14.0, "restore", {"version": 8}),
+    ]
+    looks = [(0.0, "training", 0), (9.0, "training", 7), (10.0, "freezing", 8), (10.02, "saving", 8)]
+    looks += [(10.7, "released", 8), (13.0, "forming", 0), (14.0, "training", 8), (15.0, "training", 9)]
+    while events or looks:
+        if looks and (not events or looks[0][0] <= events[0][0]):
+            at, stage, newest = looks.pop(0)
+            tally.look(stage, newest, at)
+        else:
+            at, kind, facts = events.pop(0)
+            tally.take(kind, facts, at, 1e9 + at)
+
+
+def test_sums_of_a_kill() -> None:
+    tally = Tally()
+    killed_and_back(tally)
+    assert tally.incidents == {("exited", "saved"): 1}
+    assert (tally.saved_version, tally.saved_bytes, tally.save_failures, tally.lost_steps) == (8, 1000, 1, 0)
+    assert {part: round(h.total_s, 3) for part, h in tally.parts.items()} == {
+        "freeze": 0.02, "save": 0.48, "commit": 0.1, "release": 0.1, "total": 0.7,
+    }  # fmt: skip
+    assert round(tally.recovery.total_s, 3) == 5.0 and sum(tally.recovery.counts) == 1
+    spent = {state: round(seconds, 3) for state, seconds in tally.spent_s.items()}
+    assert spent == {"training": 11.0, "freezing": 0.02, "saving": 0.68, "down": 2.3, "restoring": 1.0}
+
+
+def test_a_version_that_was_not_saved_is_counted_as_lost_steps() -> None:
+    tally = Tally()
+    tally.look("training", 8, 0.0)
+    for kind, facts in (
+        ("opened", {}),
+        ("evidence", {"evidence": "lost"}),
+        ("released", {}),
+        ("restore", {"version": 5}),
+    ):
+        tally.take(kind, facts, 1.0, 1.0)
+    assert (tally.incidents, tally.lost_steps) == ({("lost", "not_saved"): 1}, 3)
+
+
+def test_what_is_shown_follows_the_rules_of_names(tmp_path: Path) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    tally, registry = Tally(), CollectorRegistry()
+    killed_and_back(tally)
+    collector = Collector()
+    collector.latest = Snapshot(stage="training", ranks=(RankNumbers(0, 'h"ost\n', 9, 0.5),), tally=tally.copy())
+    registry.register(collector)
+    numbers = scraped(generate_latest(registry).decode())
+    assert numbers["ttp_incidents_total", "exited,saved"] == 1 and numbers["ttp_stage", "training"] == 1
+    assert numbers["ttp_incident_seconds_bucket", "+Inf,freeze"] == 1
+    assert numbers["ttp_incident_seconds_bucket", "0.01,freeze"] == 0
+    assert numbers["ttp_rank_version", 'h"ost\n,0'] == 9, "a hostile name stays within its quotes"
+    assert all(name.startswith("ttp_") and not name.endswith("_ms") for name, _ in numbers)
+
+
+def scrape(port: int) -> Numbers:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return scraped(answer.read().decode())
+
+
+def test_a_controller_and_the_command(start: Any, tmp_path: Path) -> None:
+    port = free_port()
+    controller = start(TTP_METRICS_PORT=str(port))
+    until(lambda: f"metrics on 127.0.0.1:{port}" in controller.output())
+    for rank in range(2):
+        controller.rank(rank, world_size=2)
+    until(lambda: scrape(port)["ttp_ranks", "live"] == 2)
+    found = scrape(port)
+    assert (found["ttp_controller_leader", ""], found["ttp_replicas_min", ""]) == (1, 2)
+    file = tmp_path / "ttp.prom"
+    command = [sys.executable, "-m", "ttp", "metrics", "--port", str(controller.port), "--textfile", str(file)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    written = scraped(file.read_text())
+    assert written["ttp_ranks", "live"] == 2 and ("ttp_version_saved", "") not in written
+    assert set(written) <= set(found)
+
+
+def test_a_port_that_is_taken_is_said_and_nothing_stops(start: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        controller = start(TTP_METRICS_PORT=str(port))
+        until(lambda: f"no metrics on 127.0.0.1:{port} (TTP_METRICS_PORT)" in controller.output())
+        assert controller.status().stage == "waiting"
+
+
+@pytest.mark.parametrize("rules", sorted((ROOT / "deploy" / "prometheus").glob("*.yml")))
+def test_rules_use_what_is_there(rules: Path) -> None:
+    """Every metric that a rule names is one that is shown."""
+    import re
+
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    tally, registry, collector = Tally(), CollectorRegistry(), Collector()
+    killed_and_back(tally)
+    collector.latest = Snapshot(stage="training", copied=1, replicas_min=1, tally=tally)
+    registry.register(collector)
+    names = {name for name, _ in scraped(generate_latest(registry).decode())}
+    named = set(re.findall(r"\bttp_\w+", rules.read_text()))
+    assert named and named <= names

@@ -1,0 +1,172 @@
+"""``ttp goodput``: what the time of a job went into, over all its launches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ttp.cli.directories import SaveDir, existing
+from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
+from ttp.cli.output import Json, complain, count_text, duration_text, print_json, say
+from ttp.errors import CheckpointError
+from ttp.store.history import Launch, read_launches
+
+RUNS_S = 3600.0
+"""A last launch without an end is taken to run still when it, or an incident of it, is no older than that."""
+
+RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of this job (TORCHELASTIC_RUN_ID).")]
+
+
+@dataclass
+class Goodput:
+    """Seconds by what they went into, and what was lost.
+
+    Args:
+        training: ranks that join, restore, and train.
+        freezing: from the first sign of a fault to the plan.
+        saving: from the plan to the release, or to the thaw.
+        down: from the end of a launch to the beginning of the next.
+        launches: how many began.
+        incidents: faults that ended a launch.
+        false_alarms: incidents after which training went on.
+        lost_steps: steps that a rank had finished and that no checkpoint had when the next launch began.
+        mttr: mean time from the first sign of a fault to the beginning of the next launch; None: there was none.
+        unreadable: lines and files that could not be read.
+    """
+
+    training: float = 0.0
+    freezing: float = 0.0
+    saving: float = 0.0
+    down: float = 0.0
+    launches: int = 0
+    incidents: int = 0
+    false_alarms: int = 0
+    lost_steps: int = 0
+    mttr: float | None = None
+    unreadable: int = 0
+
+    @property
+    def elapsed(self) -> float:
+        """All of it."""
+        return self.training + self.freezing + self.saving + self.down
+
+    @property
+    def ratio(self) -> float:
+        """The share that was training, from 0 to 1."""
+        return self.training / self.elapsed if self.elapsed else 0.0
+
+
+def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> None:
+    """Say what the time of a job went into, over all its launches: from launches.log and the incidents of a save_dir.
+
+    Training includes the time in which ranks join and restore: where that begins is not written down. Steps that were
+    trained again are the price of launches that ended without a save.
+
+    JSON keys: ratio (training / elapsed, 0 to 1), elapsed, training, freezing, saving, down, mttr (seconds; mttr from
+    the first sign of a fault to the next launch, null without any), launches, incidents, false_alarms, lost_steps,
+    unreadable (lines and files that could not be read).
+    """
+    place = existing(directory)
+    launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
+    if not launches:
+        raise CheckpointError(f"no launch {'of ' + run_id + ' ' if run_id else ''}is written down in {place}")
+    stories, unreadable = _stories(place, run_id)
+    found = add_up(launches, stories, time.time())
+    found.unreadable = unreadable
+    if json:
+        print_json({"ratio": round(found.ratio, 4), "elapsed": found.elapsed, **asdict(found)})
+        return
+    parts = [(name, getattr(found, name)) for name in ("training", "freezing", "saving", "down")]
+    launched = f"{found.launches} launch{'' if found.launches == 1 else 'es'}"
+    say(f"goodput {found.ratio:.1%} of {duration_text(found.elapsed)} in {launched}")
+    say(", ".join(f"{name} {duration_text(seconds)}" for name, seconds in parts))
+    say(
+        f"{count_text(found.incidents, 'fault')}, {count_text(found.false_alarms, 'false alarm')}, "
+        f"{count_text(found.lost_steps, 'lost step')}"
+        + (
+            f"; {duration_text(found.mttr)} from a fault to the next launch, on average"
+            if found.mttr is not None
+            else ""
+        )
+    )
+    if unreadable:
+        complain(f"{count_text(unreadable, 'line')} could not be read, and count as nothing")
+
+
+def _stories(place: Path, run_id: str | None) -> tuple[list[IncidentLog], int]:
+    stories, unreadable = [], 0
+    for path in reversed(incident_files(place)):
+        try:
+            story = read_incident(path)
+        except CheckpointError:
+            unreadable += 1
+            continue
+        unreadable += story.unreadable
+        opened = story.last("opened")
+        if story.lines and (run_id is None or opened is None or opened.facts.get("run_id") == run_id):
+            stories.append(story)
+    return stories, unreadable
+
+
+def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: float) -> Goodput:
+    """Add up.
+
+    Args:
+        launches: of one job, the oldest first.
+        stories: its incidents, the oldest first.
+        now_s: seconds since 1970; a last launch that runs still ends here.
+    """
+    found = Goodput(launches=len(launches))
+    begins = [launch.began_unix_s for launch in launches]
+    mended: list[float] = []
+    saved = 0
+    for number, launch in enumerate(launches):
+        until = begins[number + 1] if number + 1 < len(begins) else float("inf")
+        own = [story for story in stories if launch.began_unix_s <= story.opened_unix_s < until]
+        last_s = max((line.unix_s for story in own for line in story.lines), default=launch.began_unix_s)
+        ended_s = launch.ended_unix_s or (now_s if until > now_s and now_s - last_s < RUNS_S else last_s)
+        ended_s = max(launch.began_unix_s, min(ended_s, until))
+        frozen = sum(_freezing(story) for story in own)
+        spent = sum(_lasted(story) for story in own)
+        found.freezing += frozen
+        found.saving += spent - frozen
+        found.training += max(0.0, ended_s - launch.began_unix_s - spent)
+        if until <= now_s:
+            found.down += max(0.0, until - ended_s)
+        for story in own:
+            saved = max(saved, story.version or 0)
+            if story.last("released") is None:
+                found.false_alarms += story.last("thawed") is not None and not _asked_for(story)
+                continue
+            found.incidents += 1
+            found.lost_steps += max(0, _newest(story) - saved)
+            if until <= now_s:
+                mended.append(until - story.opened_unix_s)
+    found.mttr = sum(mended) / len(mended) if mended else None
+    return found
+
+
+def _lasted(story: IncidentLog) -> float:
+    end = story.last("released", "thawed") or story.lines[-1]
+    return max(0.0, end.at_ms / 1e3)
+
+
+def _freezing(story: IncidentLog) -> float:
+    plan = next(story.of("plan"), None)
+    return min(_lasted(story), max(0.0, plan.at_ms / 1e3)) if plan is not None else _lasted(story)
+
+
+def _asked_for(story: IncidentLog) -> bool:
+    opened = story.last("opened")
+    return opened is not None and bool(opened.facts.get("snapshot"))
+
+
+def _newest(story: IncidentLog) -> int:
+    """The newest version that a rank says it has finished."""
+    versions = (line.facts.get("version") for line in story.of("answer", "acknowledged"))
+    return max((version for version in versions if isinstance(version, int)), default=0)

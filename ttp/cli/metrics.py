@@ -1,0 +1,77 @@
+"""``ttp metrics``: the numbers of a running job, once, in the format of Prometheus."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ttp.cli.connection import Address, Port, Token, connected, find
+from ttp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ttp.controller.metrics import Snapshot
+    from ttp.wire.v1 import controller_pb2 as pb
+
+TextFile = Annotated[
+    Path | None,
+    typer.Option("--textfile", help="Write them there, in one rename, for node_exporter. Default: standard output."),
+]
+
+
+def metrics(*, textfile: TextFile = None, address: Address = None, port: Port = None, token: Token = None) -> None:
+    """Print what a running job is doing, once, in the format of Prometheus; sums over time are TTP_METRICS_PORT's only.
+
+    Needs prometheus-client: pip install 'ttp-ft[metrics]'.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
+    except ImportError:
+        raise ConfigError("ttp metrics needs prometheus-client: pip install 'ttp-ft[metrics]'") from None
+    from ttp.controller.metrics import Collector
+
+    with connected(find(address, port, token)) as client:
+        now = client.status()
+    collector, registry = Collector(), CollectorRegistry()
+    collector.latest = seen(now)
+    registry.register(collector)
+    if textfile is None:
+        sys.stdout.write(generate_latest(registry).decode())
+        return
+    try:
+        write_to_textfile(str(textfile), registry)
+    except OSError as problem:
+        raise ConfigError(f"{textfile} cannot be written: {problem}") from problem
+
+
+def seen(status: pb.GetStatusResponse) -> Snapshot:
+    """A status, as the controller itself would show it."""
+    from ttp.controller.metrics import RANKS_MAX, RankNumbers, Snapshot
+
+    speaking = [rank for rank in status.ranks if rank.state in ("live", "frozen", "broken")]
+    versions = [rank.version for rank in speaking]
+    here = {rank.rank for rank in speaking}
+    return Snapshot(
+        stage=status.stage,
+        run_id=status.run_id,
+        framework=status.framework,
+        leads=bool(status.world_size),
+        term=status.term,
+        incarnation=status.incarnation,
+        standbys=len(status.standbys),
+        expected=status.world_size,
+        states=Counter(rank.state for rank in status.ranks),
+        newest=max(versions, default=0),
+        oldest=min(versions, default=0),
+        copied=status.copied_version if status.HasField("copied_version") else None,
+        silent_s=max((rank.silent_s for rank in speaking), default=0.0),
+        replicas_min=min((len(here.intersection(group.ranks)) for group in status.groups), default=None),
+        ranks=tuple(
+            RankNumbers(rank.rank, rank.host, rank.version, rank.silent_s) for rank in status.ranks if rank.host
+        )
+        if status.world_size <= RANKS_MAX
+        else (),
+    )

@@ -1,0 +1,45 @@
+"""How lines of a log look: text for people, or a JSON object each for what collects logs (``TTP_LOG_FORMAT``)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+FACTS = "ttp_facts"
+"""Name of the extra attribute of a record that holds more of the line: an event, its incident, a rank, a version."""
+TEXT, JSON = "text", "json"
+
+
+class JsonFormatter(logging.Formatter):
+    """One object on a line: time (UTC, RFC 3339), level, logger, process, message, the facts of the record.
+
+    Args:
+        **always: what every line has.
+    """
+
+    def __init__(self, **always: object) -> None:
+        super().__init__()
+        self._always = always
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See ``logging.Formatter``."""
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, object] = {"time": f"{at}.{int(record.msecs):03d}Z", "level": record.levelname}
+        line |= {"logger": record.name, "process": record.process, **self._always, "message": record.getMessage()}
+        line |= getattr(record, FACTS, {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def formatter(kind: str, text: str, datefmt: str | None = None, **always: object) -> logging.Formatter:
+    """The formatter that ``TTP_LOG_FORMAT`` asks for.
+
+    Args:
+        kind: ``text`` or ``json``.
+        text: format of a line of text.
+        datefmt: of its time.
+        **always: what every line of JSON has.
+    """
+    return JsonFormatter(**always) if kind == JSON else logging.Formatter(text, datefmt)
