@@ -5,8 +5,8 @@ moments of torch's optimizer inside of it. The weights of the model are rounded 
 resumes. A partition is on one rank only, hence ``buddy``.
 
 ``engine.step`` is the update: torch's optimizer is stepped once for each param group in it, the schedule behind. Used
-of DeepSpeed, as seen in 0.19.8: ``engine.optimizer.optimizer``, ``single_partition_of_fp32_groups``, ``update_lp_params``,
-``engine.global_steps`` and the other counts.
+of DeepSpeed, as seen in 0.19.8: ``engine.optimizer.optimizer``, ``single_partition_of_fp32_groups``,
+``update_lp_params``, ``engine.global_steps`` and the other counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: Any = None, **settings: Any) -> int:
-    """Join the job, and restore, with what ``deepspeed.initialize`` has returned. To be called in place of ``ttp.restore``.
+    """Join the job, and restore, with what ``deepspeed.initialize`` has returned. It stands for ``ttp.restore`` too.
 
     Args:
         engine: of stage 0, 1 or 2, without offloading; its optimizer is one of torch.
