@@ -340,7 +340,7 @@ class LightningState:
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(state["data"])
         self._epoch = EpochStart(**state["epoch"])
-        self._loops.load(state["loops"], self._epoch)
+        self._loops.load(state["loops"])
 
     # ----------------------------------------------------------------------------------------------------- training
 

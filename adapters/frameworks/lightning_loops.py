@@ -6,7 +6,7 @@ in the order in which they would have.
 
 **All that is used of Lightning's private parts stands in this file**, as seen in 2.6.6: ``FitLoop._data_fetcher``,
 ``_combined_loader``; ``_Loop._restarting``; ``_EvaluationLoop._restart_stage``;
-``_TrainingEpochLoop._should_check_val_fx``; ``Trainer._accelerator_connector``; the keys of ``FitLoop.state_dict()``.
+``_TrainingEpochLoop._should_check_val_fx``; ``_set_sampler_epoch``; ``Trainer._accelerator_connector``; the keys of ``FitLoop.state_dict()``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.errors import UsageError
@@ -86,12 +87,11 @@ class Loops:
                     found[id(generator)] = generator
         return list(found.values())
 
-    def load(self, state: dict[str, Any], epoch: EpochStart) -> None:
-        """Put them there. The random streams go back to the beginning of the epoch: the loaders are made next."""
+    def load(self, state: dict[str, Any]) -> None:
+        """Put them there. The loaders are made next; what they draw is put back by ``reenter``."""
         self._streams = b"".join(RngState().capture())
         self._fit.load_state_dict(state)
         self._max_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # else fit() may return before it is ended
-        epoch.back()
 
     def reenter(self, should_stop: bool, start: EpochStart) -> None:
         """Go on behind the batch that was the last one. Called in ``on_train_start``."""
@@ -127,7 +127,15 @@ class Loops:
             return
         if any(stateful):
             raise UsageError("some loaders have state_dict() and others have not: let all of them have it, or none")
-        if start.generators:
+        epoch = self._fit.epoch_progress.current.processed
+        for each in loaders:
+            _set_sampler_epoch(each, epoch)
+        if (
+            epoch == 0
+        ):  # its iterators are made with the loaders, before the epoch begins; those of later ones after that
+            iter(fetcher)
+            start.back(self.generators())
+        else:
             start.back(self.generators())
             iter(fetcher)
         for _ in range(count):
