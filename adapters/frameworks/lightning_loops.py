@@ -5,8 +5,8 @@ end of the epoch, the order of the data may be lost). Here the loops are put whe
 in the order in which they would have.
 
 **All that is used of Lightning's private parts stands in this file**, as seen in 2.6.6: ``FitLoop._data_fetcher``,
-``_combined_loader``; ``_Loop._restarting``; ``_EvaluationLoop._restart_stage``;
-``_TrainingEpochLoop._should_check_val_fx``; ``_set_sampler_epoch``; ``Trainer._accelerator_connector``; the keys of ``FitLoop.state_dict()``.
+``_combined_loader``; ``_Loop._restarting``; ``_EvaluationLoop._restart_stage``; ``_set_sampler_epoch``;
+``_TrainingEpochLoop._should_check_val_fx``; ``Trainer._accelerator_connector``; the keys of ``FitLoop.state_dict()``.
 """
 
 from __future__ import annotations
