@@ -125,9 +125,9 @@ def test_a_port_that_is_taken_is_said_and_nothing_stops(start: Any) -> None:
         assert controller.status().stage == "waiting"
 
 
-@pytest.mark.parametrize("rules", sorted((ROOT / "deploy" / "prometheus").glob("*.yml")))
-def test_rules_use_what_is_there(rules: Path) -> None:
-    """Every metric that a rule names is one that is shown."""
+@pytest.mark.parametrize("file", ["prometheus/ttp.rules.yml", "grafana/ttp.json"])
+def test_rules_and_panels_use_what_is_there(file: str) -> None:
+    """Every metric that a rule or a panel names is one that is shown."""
     import re
 
     from prometheus_client import CollectorRegistry, generate_latest
@@ -137,5 +137,5 @@ def test_rules_use_what_is_there(rules: Path) -> None:
     collector.latest = Snapshot(stage="training", copied=1, replicas_min=1, tally=tally)
     registry.register(collector)
     names = {name for name, _ in scraped(generate_latest(registry).decode())}
-    named = set(re.findall(r"\bttp_\w+", rules.read_text()))
+    named = set(re.findall(r"\bttp_\w+", (ROOT / "deploy" / file).read_text()))
     assert named and named <= names
