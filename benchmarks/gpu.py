@@ -202,7 +202,7 @@ def _plain_s(device: torch.device, size: int) -> float:
                 staged = buffers[number % 2][: min(BLOCK * 8, size - start)]
                 offset = start % max(1, source.numel() - staged.numel() + 1)
                 staged.copy_(source[offset : offset + staged.numel()])
-                left = memoryview(staged.numpy())
+                left = staged.numpy().data
                 while left:
                     left = left[os.write(fd, left) :]
             os.fsync(fd)

@@ -50,15 +50,16 @@ def hsdp(model: nn.Sequential) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    sharded: Any = fully_shard(model, mesh=mesh)
+    return sharded
 
 
 def tensor_parallel(model: nn.Sequential) -> nn.Module:
     """Two replicas, every two layers cut by columns and then by rows."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
-    plan = {f"{n}.0": RowwiseParallel() if n % 2 else ColwiseParallel() for n in range(LAYERS)}
+    plan: Any = {f"{n}.0": RowwiseParallel() if n % 2 else ColwiseParallel() for n in range(LAYERS)}
     parallelize_module(model, mesh["tp"], plan)
-    wrapped: nn.Module = replicate(model, mesh=mesh["dp"])
+    wrapped: Any = replicate(model, mesh=mesh["dp"])
     return wrapped
 
 

@@ -149,7 +149,7 @@ def _forked(
         os.write(ready[1], b"x")
         os.read(start[0], 1)
         shard = stripes.split(REPLICATED, share.count)[share.index - 1]
-        deal = {"deal": share.of} if share.count > 1 else {}
+        deal: Any = {"deal": share.of} if share.count > 1 else {}
         file = f"part{share.index}"
         write_shard(directory, file, state, shard=shard, writer=Rank(0), progress=limit(), **deal)
         code = 0
@@ -158,7 +158,7 @@ def _forked(
 
 def plain_write_s(path: Path, size: int) -> float:
     """Seconds to write ``size`` bytes sequentially and fsync them."""
-    block = memoryview(torch.randint(0, 255, (BLOCK,), dtype=torch.uint8).numpy())
+    block = torch.randint(0, 255, (BLOCK,), dtype=torch.uint8).numpy().data
     begin = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

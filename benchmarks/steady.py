@@ -95,7 +95,7 @@ QUICK = ("plain", "extra", "groups", "average")
 def run(quick: bool) -> Iterator[Result]:
     """One real rank with a real controller for each job; ttp's hooks are on and off by turns."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
         for name in QUICK if quick else JOBS:
             yield from _protected(JOBS[name], quick)

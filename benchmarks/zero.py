@@ -55,4 +55,5 @@ def _measure(kind: str, title: str, blocks: int, steps: int, width: int, world: 
 
 
 def _ratio(rank: dict[str, Any], one: str, other: str) -> float:
-    return statistics.median(a / b for a, b in zip(rank[one], rank[other], strict=True))
+    ratios: list[float] = [a / b for a, b in zip(rank[one], rank[other], strict=True)]
+    return statistics.median(ratios)

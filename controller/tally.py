@@ -99,7 +99,7 @@ class Tally:
 
     def look(self, stage: str, newest: int, now: float) -> None:
         """Look at the job from time to time: its stage, and the newest version of a rank."""
-        if self._stage in SPENDING:
+        if self._stage in SPENDING and (self.spent_s or self._stage != "waiting"):  # else nothing has begun
             self.spent_s[SPENDING[self._stage]] += now - self._looked_at
         self._stage, self._looked_at = stage, now
         if stage == "training" and self._down_since is not None and newest > self.saved_version:

@@ -42,7 +42,13 @@ def killed_and_back(tally: Tally) -> None:
         (10.7, "released", {}),
         (14.0, "restore", {"version": 8}),
     ]
-    looks = [(0.0, "training", 0), (9.0, "training", 7), (10.0, "freezing", 8), (10.02, "saving", 8)]
+    looks = [
+        (-9.0, "waiting", 0),
+        (0.0, "training", 0),
+        (9.0, "training", 7),
+        (10.0, "freezing", 8),
+        (10.02, "saving", 8),
+    ]
     looks += [(10.7, "released", 8), (13.0, "forming", 0), (14.0, "training", 8), (15.0, "training", 9)]
     while events or looks:
         if looks and (not events or looks[0][0] <= events[0][0]):
