@@ -13,11 +13,29 @@ pytestmark = [pytest.mark.needs("accelerate", "torchdata"), pytest.mark.timeout(
 PROGRAM = "tests.frameworks.accelerate_program"
 
 
+KILLS = [kit.Kill("backward", rank=1), kit.Kill("stepped", rank=0, after=3)]
+
+
 @pytest.mark.parametrize(
     "loop", ["scaler", *(pytest.param(loop, marks=pytest.mark.slow) for loop in ("", "bf16", "split"))]
 )
 def test_it_is_killed_and_ends_with_its_bits(loop: str, tmp_path: Path) -> None:
-    kills = [kit.Kill("backward", rank=1), kit.Kill("stepped", rank=0, after=3)]
-    found = kit.run(kit.Job(PROGRAM, kills, steps=12, env={"LOOP": loop}), tmp_path, start=ForkedPython)
+    found = kit.run(kit.Job(PROGRAM, KILLS, steps=12, env={"LOOP": loop}), tmp_path, start=ForkedPython)
+    print(found)
+    found.check()
+
+
+def test_a_shard_that_has_a_replica_costs_no_step(tmp_path: Path) -> None:
+    job = kit.Job(PROGRAM, KILLS, world_size=4, steps=12, env={"LOOP": "hsdp"})
+    found = kit.run(job, tmp_path, start=ForkedPython)
+    print(found)
+    found.check()
+
+
+@pytest.mark.parametrize("loop", ["fsdp1", "fsdp2"])
+def test_shards_come_back_from_their_copies(loop: str, tmp_path: Path) -> None:
+    kills = [kit.Kill("in_step", rank=0, after=5), kit.Kill("stepped", rank=1, after=5)]
+    job = kit.Job(PROGRAM, kills, steps=12, env={"LOOP": loop, "TTP_BUDDY_EVERY": "2"}, may_lose=3)
+    found = kit.run(job, tmp_path, start=ForkedPython)
     print(found)
     found.check()
