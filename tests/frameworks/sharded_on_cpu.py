@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
@@ -9,5 +11,12 @@ from accelerate.utils import DistributedType
 
 def believe() -> None:
     """Called before the first ``Accelerator`` or ``TrainingArguments``."""
-    PartialState(cpu=True)
-    PartialState._shared_state |= {"distributed_type": DistributedType.MULTI_GPU, "device": torch.device("cpu")}
+    state: Any = PartialState
+    made = state.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        if self._shared_state["distributed_type"] is DistributedType.MULTI_CPU:
+            self._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+
+    state.__init__ = init

@@ -42,6 +42,8 @@ from ttp.errors import EXIT_SAVED
 from ttp.launch.ports import hold_port
 
 KILLED = -9
+WRITTEN_S = 5
+"""How long a controller may take to write down what it has said already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,9 @@ class _Lives:
         ]
         deadline = time.monotonic() + self._timeout_s
         codes = tuple(_ended(rank, deadline) for rank in ranks)
+        written = time.monotonic() + WRITTEN_S if EXIT_SAVED in codes else 0
+        while time.monotonic() < written and len(self.committed()) < life + 1:
+            time.sleep(0.02)  # the controller writes what became of the incident behind the ranks' back
         stop_controllers(self._directory)
         return codes
 
