@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from ttp import api
 from ttp.adapters.frameworks.versions import numbers, require
 from ttp.errors import ConfigError
@@ -50,6 +52,12 @@ def protect(
     kind = getattr(accelerator.distributed_type, "name", "")
     if kind in _REFUSED:
         raise ConfigError(f"ttp.accelerate.protect() cannot protect {kind}: {_REFUSED[kind]}")
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if accelerator.num_processes != ranks:
+        raise ConfigError(
+            f"the job has {ranks} ranks, and Accelerate trains on {accelerator.num_processes} of them: they would not "
+            "exchange their gradients. On the CPU it wants Accelerator(cpu=True)"
+        )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 1 and not plugin.use_orig_params:
         raise ConfigError(

@@ -66,7 +66,12 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     example: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     often = os.environ.get("HF_EVALUATE", "steps")
-    settings: dict[str, Any] = {"eval_strategy": often, "eval_steps": 3, "metric_for_best_model": "loss", "learning_rate": 1e-3}
+    settings: dict[str, Any] = {
+        "eval_strategy": often,
+        "eval_steps": 3,
+        "metric_for_best_model": "loss",
+        "learning_rate": 1e-3,
+    }
     if shard := os.environ.get("HF_SHARD"):
         believe()
         settings |= {"fsdp": True, "fsdp_config": FSDP[shard]}

@@ -1,6 +1,6 @@
 """A job of PyTorch Lightning. ``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``workers`` (a loader that
-knows where it is), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` (Lightning's own strategy). In
-the first life rank 0 sends itself SIGTERM behind ``PROGRAM_TERM`` steps.
+knows where it is), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` (Lightning's strategy).
+In the first life rank 0 sends itself SIGTERM behind ``PROGRAM_TERM`` steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Accelerate shards on GPUs and other devices only: here it believes that the CPU is one. All that follows is its own."""
+"""Accelerate shards on devices only: here it believes that the CPU is one. All that follows is its own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def believe() -> None:
     state: Any = PartialState
     made = state.__init__
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
+    def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        made(self, cpu=True, **kwargs)
         if self._shared_state["distributed_type"] is DistributedType.MULTI_CPU:
             self._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.forking import ForkedPython
+from ttp.errors import ConfigError
 from ttp.testing import kit
 
 pytestmark = [pytest.mark.needs("accelerate", "torchdata"), pytest.mark.timeout(600)]
 PROGRAM = "tests.frameworks.accelerate_program"
 
 
+FLAT = SimpleNamespace(fsdp_version=1, use_orig_params=False)
 KILLS = [kit.Kill("backward", rank=1), kit.Kill("stepped", rank=0, after=3)]
 
 
@@ -39,3 +43,22 @@ def test_shards_come_back_from_their_copies(loop: str, tmp_path: Path) -> None:
     found = kit.run(job, tmp_path, start=ForkedPython)
     print(found)
     found.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_processes": 2}, "the job has 1 ranks, and Accelerate trains on 2"),
+        ({"distributed_type": SimpleNamespace(name="DEEPSPEED")}, "cannot protect DEEPSPEED"),
+        (
+            {"state": SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1, use_orig_params=False))},
+            "have no names",
+        ),
+    ],
+)
+def test_what_cannot_be_protected_is_refused(changes: dict[str, Any], why: str) -> None:
+    import ttp.accelerate
+
+    plain = {"num_processes": 1, "distributed_type": None, "state": None, "scaler": None}
+    with pytest.raises(ConfigError, match=why):
+        ttp.accelerate.protect(SimpleNamespace(**plain | changes), None, None)

@@ -53,7 +53,7 @@ KILLS = {
 def test_it_is_killed_and_ends_with_its_bits(kind: str, tmp_path: Path) -> None:
     if kind == "workers":
         pytest.importorskip("torchdata")
-    sharded = {"world_size": 4} if kind == "hsdp" else {"may_lose": 2} if kind in ("fsdp1", "fsdp2") else {}
+    sharded: Any = {"world_size": 4} if kind == "hsdp" else {"may_lose": 2} if kind in ("fsdp1", "fsdp2") else {}
     job = kit.Job(PROGRAM, KILLS[kind], env={"PROGRAM_KIND": kind, "TTP_BUDDY_EVERY": "1"}, **sharded)
     found = kit.run(job, tmp_path, start=ForkedPython)
     print(found)
