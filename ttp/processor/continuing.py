@@ -107,8 +107,6 @@ class Continuing:
             return "only torch programs whose state is in the memory of the host can go on so far"
         if not self._entered:
             return "wrap_optimizer() was called outside of train()"
-        if len(layout.groups) > 1:
-            return "ranks hold different shards, which has not been tried yet"
         return self._refused or self._groups.why_not()
 
     def out(self, problem: BaseException | None, processor: Processor, adapter: Any) -> NoReturn:
