@@ -44,12 +44,18 @@ def test_the_survivors_of_a_death_keep_their_processes(
     make_job: MakeJob, unbroken: Unbroken, ranks: int, phases: list[str]
 ) -> None:
     faults, _ = kills(ranks, phases)
-    job = make_job(ranks=ranks, steps=3 * len(faults) + 3, max_restarts=len(faults), faults=faults, flags=KEEP)
+    job = make_job(ranks=ranks, steps=3 * len(faults) + 3, max_restarts=len(faults), faults=faults, flags=[*KEEP])
+    job.flags += ["--tee", "3", "--log-dir", str(job.directory / "output")]
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
     assert all(again(job)[:10]) and len(again(job)) == len(faults), job.story()
     assert "ranks do not go on in their processes" not in job.log.read_text()
     assert job.starts() == [0, *job.committed()], job.story()
     assert job.results() == unbroken(job)
+    outputs = list((job.directory / "output").glob("*/attempt_0/0/stderr.log"))  # of all who had the seat of rank 0
+    for version in job.committed()[:10]:
+        restored = f"-step_{version}: training goes on with step {version + 1}"
+        assert [restored in file.read_text() for file in outputs] == [True], job.story()
+        assert re.search(rf"^\[default0\]:.*{restored}$", job.log.read_text(), re.MULTILINE), job.story()
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
