@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed
 from torch.distributed.elastic.multiprocessing import api
 
-from ttp.config import Config
+from ttp.config import KEEP, Config
 from ttp.core.controller.continuing import SEAT_READY
 from ttp.launch.again import NextLaunch
 from ttp.launch.host import Host
 from ttp.launch.warm.torch_workers import forking
 from ttp.launch.warm.worker import ForkedWorker
-from ttp.processor.continuing import KEEP
 
 if TYPE_CHECKING:
     from ttp.launch.agent import TtpAgent

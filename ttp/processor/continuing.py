@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ttp.config import Config, RankEnv
+from ttp.config import KEEP, Config, RankEnv
 from ttp.core.layout import Layout
 from ttp.errors import EXIT_SAVED, ConfigError
 from ttp.launch.again import Again, NextLaunch
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp")
 
-KEEP = "keep"
 LOOK_S = 0.002
 
 

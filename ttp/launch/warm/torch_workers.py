@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api
@@ -34,7 +35,7 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[No
 
     class Handler(SubprocessHandler):
         def _popen(self, args: Any, env: Any) -> Any:
-            out, err = (open(path, "a") if path else None for path in go_on)  # noqa: SIM115 # torch closes them
+            out, err = (Path(path).open("a") if path else None for path in go_on)  # noqa: SIM115 # torch closes them
             self._stdout, self._stderr = out or self._stdout, err or self._stderr
             return warm.worker(list(args), env, self._stdout, self._stderr) or super()._popen(args, env)
 
