@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed
 from torch.distributed.elastic.multiprocessing import api
 
-from ttp.config import Config
+from ttp.config import KEEP, Config
 from ttp.core.controller.continuing import SEAT_READY
 from ttp.launch.again import NextLaunch
 from ttp.launch.host import Host
 from ttp.launch.warm.torch_workers import forking
 from ttp.launch.warm.worker import ForkedWorker
-from ttp.processor.continuing import KEEP
 
 if TYPE_CHECKING:
     from ttp.launch.agent import TtpAgent
@@ -83,8 +82,6 @@ class Seats:
             "ranks were going on already": self._filling and bool(self._marked(workers)),
             "the job has several hosts": (agent._worker_group.group_world_size or 1) > 1,
             "workers are run in another way": not workers or pcontext is None,
-            "the output of workers goes to files": pcontext is not None
-            and any((*pcontext.stdouts.values(), *pcontext.stderrs.values())),
             "no restart is left (--max-restarts)": agent._remaining_restarts <= 0,
             f"they have gone on {CONTINUE_MAX} times since they were started": self._done >= CONTINUE_MAX,
             "no process to fork from is ready": not self._host.warm.ready,
@@ -146,13 +143,13 @@ class Seats:
     def _start(self, pcontext: Any, local_rank: int, changed: dict[str, str]) -> Any:
         make: Any = api
         pcontext.envs[local_rank] = {**pcontext.envs[local_rank], **changed}
-        with forking(self._host.warm):
+        with forking(self._host.warm, (pcontext.stdouts[local_rank], pcontext.stderrs[local_rank])):
             handler = make.get_subprocess_handler(
                 entrypoint=pcontext.entrypoint,
                 args=pcontext.args[local_rank],
                 env=pcontext.envs[local_rank],
-                stdout=pcontext.stdouts[local_rank],
-                stderr=pcontext.stderrs[local_rank],
+                stdout=None,
+                stderr=None,
                 local_rank_id=local_rank,
                 numa_options=pcontext._numa_options,
             )

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ttp.config import Config, RankEnv
+from ttp.config import KEEP, Config, RankEnv
 from ttp.core.layout import Layout
 from ttp.errors import EXIT_SAVED, ConfigError
 from ttp.launch.again import Again, NextLaunch
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp")
 
-KEEP = "keep"
 LOOK_S = 0.002
 
 
@@ -107,8 +106,6 @@ class Continuing:
             return "only torch programs whose state is in the memory of the host can go on so far"
         if not self._entered:
             return "wrap_optimizer() was called outside of train()"
-        if len(layout.groups) > 1:
-            return "ranks hold different shards, which has not been tried yet"
         return self._refused or self._groups.why_not()
 
     def out(self, problem: BaseException | None, processor: Processor, adapter: Any) -> NoReturn:
