@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import nox
 
@@ -76,6 +77,20 @@ def ray(session: nox.Session) -> None:
         "-e", ".[torch]", "ray[train]==2.60.0", "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"
     )
     session.run("python", "-m", "pytest", "-m", "", "tests/frameworks/test_ray.py", *session.posargs)
+
+
+@nox.session
+def web(session: nox.Session) -> None:
+    """The page of ``ttp web`` in Chromium: Debian's chromium and chromium-driver, and npm for axe-core.
+
+    ``WEB_TEST_PICTURES=docs/images nox -s web`` makes the pictures of the documentation.
+    """
+    session.install(TORCH)
+    session.install("-e", ".[torch,test]", "selenium==4.51.0")
+    tools = session.create_tmp()
+    session.run("npm", "install", "--silent", "--prefix", tools, "axe-core@4.14.1", external=True)
+    axe = str(Path(tools, "node_modules", "axe-core", "axe.min.js").resolve())
+    session.run("python", "-m", "pytest", "-m", "", "tests/web", *session.posargs, env={"WEB_TEST_AXE": axe})
 
 
 @nox.session

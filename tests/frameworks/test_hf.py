@@ -30,6 +30,16 @@ def test_it_is_killed_in_a_step_and_behind_it(tmp_path: Path) -> None:
     found.check()
 
 
+@pytest.mark.parametrize("shard", ["fsdp1", "fsdp2", "hsdp"])
+def test_a_sharded_model(shard: str, tmp_path: Path) -> None:
+    kills = [kit.Kill("in_step", rank=0, after=5), kit.Kill("on_evaluate", rank=1, after=5)]
+    sharded: Any = {"world_size": 4} if shard == "hsdp" else {"may_lose": 3}
+    job = kit.Job(PROGRAM, kills, steps=16, env={"HF_SHARD": shard, "TTP_BUDDY_EVERY": "2"}, **sharded)
+    found = kit.run(job, tmp_path, start=ForkedPython)
+    print(found)
+    found.check()
+
+
 @pytest.mark.slow
 def test_it_is_killed_in_other_hooks_and_in_an_evaluation_of_each_epoch(tmp_path: Path) -> None:
     kills = [
@@ -96,12 +106,21 @@ class TestRefused:
         with pytest.raises(ConfigError, match=rf"TrainingArguments\({setting}=True\).*switch it off"):
             hf.resume_directory(trainer)
 
-    def test_a_sharded_model(self) -> None:
+    def test_deepspeed(self) -> None:
         from ttp import hf
 
         trainer = self.trainer(hf.TtpCallback("nowhere"))
-        trainer.is_fsdp_enabled = True
-        with pytest.raises(ConfigError, match=r"ttp\.accelerate or ttp\.wrap_optimizer for sharded models"):
+        trainer.is_deepspeed_enabled = True
+        with pytest.raises(ConfigError, match=r"is_deepspeed_enabled: write the loop with ttp\.deepspeed"):
+            hf.resume_directory(trainer)
+
+    def test_pieces_of_a_number_of_ranks(self) -> None:
+        from ttp import hf
+
+        trainer = self.trainer(hf.TtpCallback("nowhere"))
+        plugin = SimpleNamespace(state_dict_type="StateDictType.LOCAL_STATE_DICT")
+        trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+        with pytest.raises(ConfigError, match="FULL_STATE_DICT or SHARDED_STATE_DICT"):
             hf.resume_directory(trainer)
 
     def test_a_trainer_without_the_callback(self) -> None:

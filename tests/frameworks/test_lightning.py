@@ -38,6 +38,9 @@ KILLS = {
         kit.Kill("on_train_batch_end", rank=0, after=1),
         kit.Kill("on_train_epoch_end", rank=1),
     ],
+    "hsdp": [kit.Kill("backward", rank=1), kit.Kill("in_step", rank=2), kit.Kill("on_train_batch_end", rank=0)],
+    "fsdp2": [kit.Kill("backward", rank=1, after=3), kit.Kill("in_step", rank=0, after=3)],
+    "fsdp1": [kit.Kill("backward", rank=1, after=3), kit.Kill("on_train_batch_end", rank=0, after=3)],
     "workers": [
         kit.Kill("forward", rank=1, after=2),
         kit.Kill("stepped", rank=0, after=1),
@@ -50,7 +53,8 @@ KILLS = {
 def test_it_is_killed_and_ends_with_its_bits(kind: str, tmp_path: Path) -> None:
     if kind == "workers":
         pytest.importorskip("torchdata")
-    job = kit.Job(PROGRAM, KILLS[kind], env={"PROGRAM_KIND": kind})
+    sharded: Any = {"world_size": 4} if kind == "hsdp" else {"may_lose": 2} if kind in ("fsdp1", "fsdp2") else {}
+    job = kit.Job(PROGRAM, KILLS[kind], env={"PROGRAM_KIND": kind, "TTP_BUDDY_EVERY": "1"}, **sharded)
     found = kit.run(job, tmp_path, start=ForkedPython)
     print(found)
     found.check()

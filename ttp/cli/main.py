@@ -31,6 +31,7 @@ from ttp.cli import (
     verdict,
     verify,
     version,
+    web,
 )
 from ttp.cli.output import complain
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigError, TtpError, UsageError
@@ -100,6 +101,7 @@ _register("run", _LAUNCH, _run, **_UNTOUCHED)
 _register("controller", _LAUNCH, _controller, **_UNTOUCHED)
 _register("status", _RUNNING, status.status)
 _register("metrics", _RUNNING, metrics.metrics)
+_register("web", _RUNNING, web.web)
 _register("save", _RUNNING, save.save)
 _register("report-fault", _RUNNING, report_fault.report_fault)
 _register("list", _SAVED, listing.list_checkpoints)
