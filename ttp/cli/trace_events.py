@@ -7,6 +7,7 @@ events of a track overlap.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -36,6 +37,12 @@ def trace_events(log: IncidentLog) -> dict[str, Any]:
     told = {"incident": log.id, "cause": log.cause, "outcome": log.outcome, "opened_unix_s": log.opened_unix_s}
     everything = [order, *(event for group in names for event in group), *sorted(events, key=lambda e: e["ts"])]
     return {"displayTimeUnit": "ms", "otherData": told, "traceEvents": everything}
+
+
+def trace_text(log: IncidentLog) -> str:
+    """The file's text. Characters are not escaped: Perfetto refuses a file with the escapes of an emoji, and torch's
+    errors have one."""
+    return json.dumps(trace_events(log), ensure_ascii=False)
 
 
 def _name(pid: int, name: str, threads: dict[int, str]) -> list[Event]:
