@@ -114,9 +114,10 @@ def prometheus(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
     session.install(TORCH)
-    session.install("-e", ".[hf]", *FRAMEWORKS, "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100")
+    runner = ("pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100")
+    session.install("-e", ".[hf]", *FRAMEWORKS, *runner)
     session.install("--no-deps", *TITAN)
-    session.run("python", "-m", "pytest", "tests/frameworks", *session.posargs)
+    session.run("python", "-m", "pytest", "--reruns", "1", "tests/frameworks", *session.posargs)
 
 
 @nox.session

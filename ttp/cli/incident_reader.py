@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,12 +86,25 @@ class IncidentLog:
     @property
     def cause(self) -> str:
         """The text of the most telling evidence. Withdrawn evidence counts only if there is no other."""
+        known = self._standing() or list({_accusation(line): line for line in self.of("evidence")}.values())
+        if not known:
+            return "no evidence was recorded"
+        return str(min(known, key=_explains).facts.get("text", ""))
+
+    def accused_hosts(self, but: Collection[str]) -> dict[str, list[Line]]:
+        """Evidence that was not withdrawn, by the host of the rank that it is against; without these kinds."""
+        found: dict[str, list[Line]] = {}
+        for line in self._standing():
+            host = line.facts.get("host")
+            if isinstance(host, str) and host and line.facts.get("evidence") not in but:
+                found.setdefault(host, []).append(line)
+        return found
+
+    def _standing(self) -> list[Line]:
+        """The newest evidence of each kind against each rank, but for what was withdrawn."""
         accused = {_accusation(line): line for line in self.of("evidence")}
         retracted = {_accusation(line) for line in self.of("retracted")}
-        standing = [line for key, line in accused.items() if key not in retracted] or list(accused.values())
-        if not standing:
-            return "no evidence was recorded"
-        return str(min(standing, key=_explains).facts.get("text", ""))
+        return [line for key, line in accused.items() if key not in retracted]
 
     @property
     def saved(self) -> bool:
