@@ -224,7 +224,7 @@ async def serve_metrics(driver: Driver, config: Config) -> None:
         return
     log.info("metrics on %s:%s", address, port)
     tally, stage = Tally(), ""
-    driver.observe = tally.take
+    driver.observers.append(tally.take)
     try:
         due = 0.0
         while True:

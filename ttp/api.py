@@ -186,7 +186,8 @@ def wrap_optimizer(
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: called twice, or with objects of no known framework.
     """
-    asked_for(str(save_dir))
+    if session.current().processor is None:  # a second call is an error of a job that has its own save_dir
+        asked_for(str(save_dir))
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
     if "mindspore" in _families(optimizer) and not isinstance(optimizer, (list, tuple)):
@@ -214,7 +215,8 @@ def register(
     from ttp.store.writable import check_places
 
     current = session.current()
-    asked_for(str(save_dir))
+    if current.processor is None:
+        asked_for(str(save_dir))
     directory = current.config.save_dir or str(save_dir)
     path = Path(directory)
     if current.enabled:

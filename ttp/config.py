@@ -20,7 +20,7 @@ from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.token_file import secret_in
 
 PREFIX = "TTP_"
-CONTINUITY_MODES = ("off", "warm", "keep")
+CONTINUITY_MODES = OFF, WARM, KEEP = "off", "warm", "keep"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from ttp import api
 from ttp.adapters.frameworks.versions import numbers, require
 from ttp.errors import ConfigError
@@ -42,7 +44,7 @@ def protect(
         loaders: as they were prepared.
         save_dir: see ``ttp.wrap_optimizer``.
         extra_state: more of it.
-        settings: ``undo``, ``buddy``, ``layout``.
+        settings: ``undo``, ``buddy`` (where a shard is on one rank only: FSDP without replicas), ``layout``.
 
     Raises:
         ConfigError: the accelerator shards the state in a way that ttp does not know, or see ``ttp.wrap_optimizer``.
@@ -50,6 +52,18 @@ def protect(
     kind = getattr(accelerator.distributed_type, "name", "")
     if kind in _REFUSED:
         raise ConfigError(f"ttp.accelerate.protect() cannot protect {kind}: {_REFUSED[kind]}")
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if accelerator.num_processes != ranks:
+        raise ConfigError(
+            f"the job has {ranks} ranks, and Accelerate trains on {accelerator.num_processes} of them: they would not "
+            "exchange their gradients. On the CPU it wants Accelerator(cpu=True)"
+        )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 1 and not plugin.use_orig_params:
+        raise ConfigError(
+            "FSDP1 with use_orig_params=False gives the optimizer flat tensors, which have no names: let "
+            "FullyShardedDataParallelPlugin(use_orig_params=True) or fsdp_version=2"
+        )
     if any(map(_keeps_its_place, loaders)) and accelerator.num_processes > 1 and _counts_wrongly():
         raise ConfigError(
             f"loaders of accelerate {_accelerate.__version__} say a wrong place on several processes (mended in 1.13): "

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ttp import api, session
 from ttp.adapters.frameworks.accelerate import protect
-from ttp.adapters.frameworks.hf_directory import choose, complete
+from ttp.adapters.frameworks.hf_directory import choose, complete, complete_shards, fsdp_plugin
 from ttp.adapters.frameworks.versions import numbers, require
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.adapters.torch.sharding.exchange import gather_bytes
@@ -59,7 +59,7 @@ class TtpCallback(TrainerCallback):
 
     Args:
         save_dir: see ``ttp.wrap_optimizer``. Not the Trainer's ``output_dir``.
-        settings: ``undo``, ``extra_state``: see there too.
+        settings: ``undo``, ``extra_state``, ``buddy`` (for FSDP without replicas): see there too.
     """
 
     def __init__(self, save_dir: Any = "checkpoints", **settings: Any) -> None:
@@ -258,6 +258,7 @@ class TtpCallback(TrainerCallback):
         if hasattr(trainer, "current_flos"):
             trainer.current_flos = (mine or mark)["flos"]
         self._restore_callbacks(mark, control)
+        complete_shards(found["directory"], trainer)
         if not mark["done"]:
             with api.paused("what was due behind the last step"):
                 self._make_again(mark, control)
@@ -348,9 +349,15 @@ def _refuse(trainer: Any) -> None:
     for name, why in refused.items():
         if getattr(trainer.args, name, False):
             raise ConfigError(f"TrainingArguments({name}=True) {why}: switch it off")
-    for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
+    for name in ("is_deepspeed_enabled", "is_fsdp_xla_enabled"):
         if getattr(trainer, name, False):
             raise ConfigError(
-                f"ttp.hf protects a Trainer that trains with DistributedDataParallel, and here {name}: write the loop "
-                "with ttp.accelerate or ttp.wrap_optimizer for sharded models"
+                f"ttp.hf protects a Trainer that trains with DistributedDataParallel or FSDP, and here {name}: write "
+                "the loop with ttp.deepspeed or ttp.wrap_optimizer"
             )
+    plugin = fsdp_plugin(trainer)
+    if plugin is not None and "LOCAL" in str(plugin.state_dict_type):
+        raise ConfigError(
+            "fsdp_config: state_dict_type LOCAL_STATE_DICT is of a number of ranks, and ttp resumes on any: let it be "
+            "FULL_STATE_DICT or SHARDED_STATE_DICT"
+        )

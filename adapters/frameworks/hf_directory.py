@@ -24,6 +24,8 @@ from ttp.store.manifest import Manifest
 NAME = "ttp.hf"
 """Of the extra state."""
 
+_FSDP_MODEL = "pytorch_model_fsdp"
+
 
 def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
     """The newest of what ttp and the Trainer itself have saved. For rank 0.
@@ -75,8 +77,10 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
     final, draft = place / f"checkpoint-{facts['step']}", place / ".new"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    contents = read_checkpoint(checkpoint)
-    _write_model(trainer, draft, tree(contents.below("model"), lambda tensor: tensor.read())["model"])
+    if fsdp_plugin(trainer) is None:
+        _write_model(trainer, draft, _model(checkpoint))
+    else:
+        _write_for_fsdp(trainer, draft, checkpoint)
     (draft / "trainer_state.json").write_text(
         json.dumps(_trainer_state(facts), indent=2, sort_keys=True, default=float)
     )
@@ -84,6 +88,25 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     draft.rename(final)
     return final
+
+
+def fsdp_plugin(trainer: Any) -> Any:
+    """How Accelerate is to shard; None: not."""
+    return getattr(getattr(trainer, "accelerator", None) and trainer.accelerator.state, "fsdp_plugin", None)
+
+
+def _model(checkpoint: Path) -> dict[str, Any]:
+    found: dict[str, Any] = tree(read_checkpoint(checkpoint).below("model"), lambda tensor: tensor.read())["model"]
+    return found
+
+
+def _write_for_fsdp(trainer: Any, directory: Path, checkpoint: Path) -> None:
+    """As ``accelerate.utils.load_fsdp_model`` reads it: one file, or what DCP reads, which a checkpoint of ttp is."""
+    if "FULL" in str(fsdp_plugin(trainer).state_dict_type):
+        torch.save(_model(checkpoint), directory / f"{_FSDP_MODEL}.bin")
+    else:
+        (directory / f"{_FSDP_MODEL}_0").symlink_to(checkpoint.absolute(), target_is_directory=True)
+    trainer.model.config.save_pretrained(directory)
 
 
 def _write_model(trainer: Any, directory: Path, saved: dict[str, Any]) -> None:
@@ -129,7 +152,28 @@ def complete(directory: str, trainer: Any) -> None:
     name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     torch.save(states, Path(directory) / name)
     if args.process_index == 0:
-        named = {"optimizer.pt": trainer.optimizer, "scheduler.pt": trainer.lr_scheduler, "scaler.pt": scaler}
+        named = {"scheduler.pt": trainer.lr_scheduler, "scaler.pt": scaler}
+        named |= {} if fsdp_plugin(trainer) is not None else {"optimizer.pt": trainer.optimizer}
         for name, kept in named.items():
             if kept is not None:
                 torch.save(kept.state_dict(), Path(directory) / name)
+
+
+def complete_shards(directory: str, trainer: Any) -> None:
+    """Of all ranks, by Accelerate; nothing without FSDP. Before an evaluation, behind which FSDP2 has whole weights.
+
+    What ttp has saved will be removed one day, so the model does not stay a link to it.
+    """
+    plugin = fsdp_plugin(trainer)
+    if plugin is None:
+        return
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+    link = Path(directory) / f"{_FSDP_MODEL}_0"
+    if link.is_symlink():
+        trainer.accelerator.wait_for_everyone()
+        if trainer.args.process_index == 0:
+            link.unlink()
+        trainer.accelerator.wait_for_everyone()
+        save_fsdp_model(plugin, trainer.accelerator, trainer.model, directory)
+    save_fsdp_optimizer(plugin, trainer.accelerator, trainer.optimizer, trainer.model, directory)

@@ -31,7 +31,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch import __version__ as _version  # noqa: E402
 from lightning.pytorch.plugins import TorchCheckpointIO  # noqa: E402
 from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # noqa: E402
+from lightning.pytorch.strategies import (  # noqa: E402
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
 from ttp.adapters.frameworks.lightning_loops import EpochStart, Loops, cluster_environment  # noqa: E402
@@ -43,6 +48,8 @@ LAST = "ttp://last"
 
 _OWN_NAME = "lightning"
 """Of Lightning's state among the extra states."""
+
+_STRATEGIES = (DDPStrategy, SingleDeviceStrategy, FSDPStrategy, ModelParallelStrategy)
 
 
 class TtpCheckpointIO(TorchCheckpointIO):
@@ -91,12 +98,12 @@ class TtpCallback(Callback):
     Args:
         save_dir: see ``ttp.wrap_optimizer``.
         extra_state: likewise, beside what Lightning has.
-        settings: ``undo``, ``buddy``: likewise.
+        settings: ``undo``, ``buddy`` (where a shard is on one rank only): likewise.
     """
 
     def __init__(self, save_dir: str | Path = "checkpoints", *, extra_state: Any = None, **settings: Any) -> None:
         self._save_dir, self._extra, self._settings = save_dir, extra_state, settings
-        self._by_hand = False
+        self._ends_with_batch = False
         self._before = self._steps_before = 0  # finished versions, and steps, at the beginning of the batch
         self._handler: Any = None
         self._state: LightningState | None = None
@@ -113,6 +120,7 @@ class TtpCallback(Callback):
         files = getattr(files, "checkpoint_io", None) or files  # of AsyncCheckpointIO
         if isinstance(files, TtpCheckpointIO):
             files.restored_by_callback = stage == "fit"
+            _ask_first(files, trainer.strategy)
         if stage != "fit":
             return
         if isinstance(files, TtpCheckpointIO) and Path(files.save_dir) != Path(self._save_dir):
@@ -128,7 +136,8 @@ class TtpCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the job; restore."""
         _refuse_file(trainer.ckpt_path)
-        self._by_hand = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
+        several = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
+        self._ends_with_batch = several or bool(self._settings.get("buddy"))  # a copy is of the end of a version
         self._state = state = LightningState(trainer)
         extra = self._extra if isinstance(self._extra, dict) or self._extra is None else {"extra_state": self._extra}
         api.wrap_optimizer(
@@ -145,6 +154,8 @@ class TtpCallback(Callback):
         state.agree(version)
         _adapter().settled()  # what was agreed on is what this rank has, if it is lost before its first update
         state.apply()
+        if self._ends_with_batch:
+            api.step_done()  # from the first update on this is what ends one
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lightning's own handler exchanges messages with other ranks, in a signal handler: ours takes its place."""
@@ -154,13 +165,6 @@ class TtpCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A batch begins."""
         self._before, self._steps_before = _version_now(), trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """All optimizers that step in this batch have: with several of them this is where the version ends."""
-        if self._by_hand and trainer.global_step > self._steps_before:
-            api.step_done()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report it, and wait for the rescue: behind this Lightning moves the model away from its device."""
@@ -173,6 +177,11 @@ class TtpCallback(Callback):
         Raises:
             UsageError: one optimizer has made several versions in it.
         """
+        if self._ends_with_batch and trainer.global_step > self._steps_before:
+            self.state.whole = True
+            api.step_done()
+            self.state.whole = False
+            return
         made = _version_now() - self._before
         if made > 1:
             raise UsageError(
@@ -212,12 +221,23 @@ class _Last(Callback):
         self._first.over(trainer)
 
 
+def _ask_first(files: TtpCheckpointIO, strategy: Any) -> None:
+    """Strategies that shard read checkpoints by themselves: ``ttp://`` is none that they know."""
+    theirs = strategy.load_checkpoint
+
+    def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
+        return (files.load_checkpoint if str(path).startswith("ttp:") else theirs)(path, *args, **kwargs)
+
+    strategy.load_checkpoint = load_checkpoint
+
+
 def _refuse(trainer: Trainer) -> None:
     kind = type(trainer.strategy)
-    if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
+    if not isinstance(trainer.strategy, _STRATEGIES):
+        names = ", ".join(each.__name__ for each in _STRATEGIES)
         raise ConfigError(
-            f"ttp.lightning protects DDPStrategy and one device, and {kind.__name__} has not been tried: a training "
-            "that shards its state can be protected by ttp.wrap_optimizer() in a loop of one's own"
+            f"ttp.lightning protects {names}, and {kind.__name__} has not been tried: use one of these, or "
+            "ttp.wrap_optimizer() in a loop of your own"
         )
     for callback in trainer.callbacks:
         if is_overridden("on_save_checkpoint", callback, Callback):

@@ -50,7 +50,8 @@ class Groups:
         self._sockets: set[Socket] = set()
         self._timeouts: dict[Any, timedelta] = {}  # of groups that were made alone
         self._unseen = bool(_c10d._world.pg_map)
-        self._before: list[str] | None = None
+        self._before: list[Any] = []
+        self._count = 0
         self._seat = seat
         self._stock = _c10d._new_process_group_helper, _c10d._store_based_barrier
         _c10d._new_process_group_helper = self._make
@@ -84,7 +85,7 @@ class Groups:
 
     def enter(self) -> None:
         """``train()`` is about to be called for the first time: groups from now on are its own."""
-        self._before = self._names()
+        self._before, self._count = list(_c10d._world.pg_map), _c10d._world.group_count
         if self._seat:
             self._seat = False
             _c10d._store_based_barrier = self._stock[1]
@@ -93,8 +94,8 @@ class Groups:
         """Why these groups cannot be exchanged; empty: they can."""
         if self._unseen:
             return "process groups were made before @ttp_to_persist was met"
-        if self._before and self._names() != self._before:
-            return "train() makes process groups beside those that were there before"
+        if any(group not in _c10d._world.pg_map for group in self._before):
+            return "train() destroys process groups that were there before"
         if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
             return "TORCH_GLOO_LAZY_INIT connects ranks later"
         for group in _c10d._world.pg_map:
@@ -111,7 +112,10 @@ class Groups:
                     found.shutdown(socket.SHUT_RDWR)
 
     def renew(self, address: str, port: int, launch: int, within_s: float) -> None:
-        """All ranks: exchange the groups that were made before ``train()``, and forget those that it has made.
+        """All ranks: exchange the groups that were made before ``train()``, and destroy those that it has made.
+
+        The names of groups are numbers: as they are counted from where they were, groups that ``train()`` makes anew
+        have the names that the others' have, and whatever is kept by name (a ``DeviceMesh``) finds the new ones.
 
         Args:
             address: of a store that was not used before.
@@ -127,6 +131,9 @@ class Groups:
             if _dist.is_initialized():
                 _dist.destroy_process_group()
             return
+        for group in [group for group in _c10d._world.pg_map if group not in self._before]:
+            _dist.destroy_process_group(group)
+        _c10d._world.group_count = self._count
         store = _dist.TCPStore(
             address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=within_s)
         )
@@ -136,11 +143,12 @@ class Groups:
 
     def _compare(self, store: Any) -> None:
         """Meet the other ranks; whoever has other groups would wait for ever in the first of them."""
-        mine = json.dumps(self._names())
-        rank, size = _dist.get_rank(), _dist.get_world_size()
-        store.set(f"ttp/groups/{rank}", mine)
-        for other in range(size):
-            if store.get(f"ttp/groups/{other}").decode() != mine:
+        rank, mine = _dist.get_rank(), self._names()
+        store.set(f"ttp/groups/{rank}", json.dumps([_c10d._world.group_count, mine]))
+        for other in range(_dist.get_world_size()):
+            count, theirs = json.loads(store.get(f"ttp/groups/{other}"))
+            shared = [name for name, ranks in mine if other in ranks]
+            if count != _c10d._world.group_count or [name for name, ranks in theirs if rank in ranks] != shared:
                 raise RuntimeError(f"rank {other} has other process groups than rank {rank}")
 
     def _exchange(self, group: Any, store: Any, launch: int) -> None:
@@ -156,10 +164,10 @@ class Groups:
         _c10d._world.pg_map[group] = ("gloo", new_store)
 
     @staticmethod
-    def _names() -> list[str]:
-        """Every group, in order of creation."""
+    def _names() -> list[tuple[str, list[int]]]:
+        """Every group that this rank is a member of, in order of creation: its name and its members."""
         world = _c10d._world
-        return [f"{world.pg_names[g]} {sorted(world.pg_group_ranks[g])} {_size(g)}" for g in world.pg_map]
+        return [(str(world.pg_names[group]), sorted(world.pg_group_ranks[group])) for group in world.pg_map]
 
 
 def register(group: Any, backend: Any, *, alone: bool, number: int) -> None:
@@ -217,10 +225,6 @@ def _timeout(group: Any) -> timedelta:
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     found = getattr(options, "_timeout", None)
     return found if isinstance(found, timedelta) else _TIMEOUT
-
-
-def _size(group: Any) -> int:
-    return int(group.size())
 
 
 def _connected() -> set[Socket]:

@@ -40,8 +40,8 @@ def make_trainer(output_dir: Path, sequences: int = 64, **arguments: Any) -> Tra
 
 
 @ttp.ttp_to_persist  # 1
-def train(trainer: Trainer, save_dir: Path) -> None:
-    trainer.add_callback(ttp.hf.TtpCallback(save_dir))  # 2
+def train(trainer: Trainer, save_dir: Path, **settings: Any) -> None:
+    trainer.add_callback(ttp.hf.TtpCallback(save_dir, **settings))  # 2
     trainer.train(resume_from_checkpoint=ttp.hf.resume_directory(trainer))  # 3
 
 

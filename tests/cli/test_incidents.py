@@ -67,6 +67,12 @@ def test_a_torn_last_line(tmp_path: Path, lost: int) -> None:
     assert log.cause == "rank 3 was lost"
 
 
+def test_half_a_character_is_replaced_and_a_whole_one_stays(tmp_path: Path) -> None:
+    cause = "a \ud83d b \ud83c\udfd6 c"
+    log = read_incident(write(tmp_path, "one", [(0.0, "evidence", {"rank": 1, "evidence": "lost", "text": cause})]))
+    assert log.cause == "a \ufffd b \U0001f3d6 c"
+
+
 @pytest.mark.parametrize("garbage", [b"\xff\xfe\n", b"[1]\n", b'{"kind": 5}\n', b'"opened"\n', b"[" * 100_000 + b"\n"])
 def test_garbage_in_the_middle(tmp_path: Path, garbage: bytes) -> None:
     path = write(tmp_path, "one", SAVED)

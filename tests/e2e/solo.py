@@ -46,7 +46,7 @@ def train(save_dir: str, steps: int, width: int) -> None:
         if step == start and os.environ.get("SOLO_TELL"):
             print("trained", flush=True)
         if step + 1 == int(os.environ.get("SOLO_MISUSE", "-1")):
-            ttp.wrap_optimizer(optimizer, model=model, save_dir=save_dir)
+            ttp.wrap_optimizer(optimizer, model=model)
         if step + 1 == int(os.environ.get("SOLO_SAVE", "-1")):
             limit = int(os.environ.get("SOLO_FSIZE", "0"))
             if limit:

@@ -93,6 +93,7 @@ def test_a_program_that_calls_ttp_wrongly_ends_with_64_and_is_saved(solo: Run, f
     done = fresh(tmp_path / "ck", 9, SOLO_MISUSE="3")
     assert done.returncode == 64, done.stderr
     assert "wrap_optimizer() was called twice" in done.stderr and 'solo.py", line' in done.stderr
+    assert "called twice" in (tmp_path / "ck" / "incidents" / "wrong.json").read_text(), "for ttp verdict"
     assert "start 3" in solo(tmp_path / "ck", 3, on=False).stdout
 
 

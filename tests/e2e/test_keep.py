@@ -9,11 +9,13 @@ import random
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.e2e import shards
 from tests.e2e.harness import Job
 from tests.e2e.test_faults import PHASES, kills
 
@@ -42,12 +44,49 @@ def test_the_survivors_of_a_death_keep_their_processes(
     make_job: MakeJob, unbroken: Unbroken, ranks: int, phases: list[str]
 ) -> None:
     faults, _ = kills(ranks, phases)
-    job = make_job(ranks=ranks, steps=3 * len(faults) + 3, max_restarts=len(faults), faults=faults, flags=KEEP)
+    job = make_job(ranks=ranks, steps=3 * len(faults) + 3, max_restarts=len(faults), faults=faults, flags=[*KEEP])
+    job.flags += ["--tee", "3", "--log-dir", str(job.directory / "output")]
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
     assert all(again(job)[:10]) and len(again(job)) == len(faults), job.story()
     assert "ranks do not go on in their processes" not in job.log.read_text()
     assert job.starts() == [0, *job.committed()], job.story()
     assert job.results() == unbroken(job)
+    outputs = list((job.directory / "output").glob("*/attempt_0/0/stderr.log"))  # of all who had the seat of rank 0
+    for version in job.committed()[:10]:
+        restored = f"-step_{version}: training goes on with step {version + 1}"
+        assert [restored in file.read_text() for file in outputs] == [True], job.story()
+        assert re.search(rf"^\[default0\]:.*{restored}$", job.log.read_text(), re.MULTILINE), job.story()
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize(
+    ("kind", "who", "phases"),
+    [
+        pytest.param("hsdp", "one rank", ["barrier"], id="hsdp"),
+        *(
+            pytest.param(kind, who, shards.phases(kind, "redo"), id=f"{kind}-{who}", marks=pytest.mark.slow)
+            for kind in ("hsdp", "tp", "pp", "replicated")
+            for who in ("one rank", "rank 0", "one of each shard")
+        ),
+    ],
+)
+def test_ranks_of_several_shards_keep_their_processes(
+    make_job: MakeJob, tmp_path: Path, kind: str, who: str, phases: list[str]
+) -> None:
+    """The mesh and its groups are made in train(), and made again in those that live."""
+    dead = shards.victims(kind, "redo")[who]
+    faults = [shards.fault(phase, phase, dead) | {"step": 3 * n + 2} for n, phase in enumerate(phases)]
+    settings: dict[str, Any] = {"steps": 3 * len(faults) + 2, "max_restarts": len(faults), "faults": faults}
+    job = make_job(script=Path(shards.__file__).with_name("sharded_job.py"), flags=KEEP, **settings)
+    job.env["JOB_KIND"] = kind
+    assert job.run(2 * TIMEOUT_S - 60) == 0, job.story()
+    assert all(again(job)) and len(again(job)) == len(faults), job.story()
+    assert "ranks do not go on in their processes" not in job.log.read_text(), job.story()
+    assert job.starts() == [0, *job.committed()], job.story()
+    unbroken = shards.unbroken(tmp_path / "unbroken", kind, job.steps)
+    for mine, theirs in zip(shards.bits_of(job.directory), unbroken, strict=True):
+        assert mine <= theirs and max(theirs, key=lambda line: int(line.split()[0])) in mine, sorted(mine - theirs)
 
 
 @pytest.mark.timeout(TIMEOUT_S)
@@ -75,6 +114,29 @@ def test_a_second_fault_while_they_go_on_costs_no_step(
     assert job.committed() == [KILL["step"]] and job.starts()[-1] == KILL["step"], job.story()
     assert "ranks do not go on in their processes" in job.log.read_text()
     assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_where_the_others_leave_nothing_stays_that_was_started_beside_their_save(
+    make_job: MakeJob, unbroken: Unbroken
+) -> None:
+    """Rank 1 is killed when rank 0 raises, which is not continued."""
+    raises = {"id": "raise", "rank": 0, "step": KILL["step"], "phase": "data", "action": "raise"}
+    job = make_job(ranks=2, steps=9, max_restarts=1, faults=[KILL | {"phase": "data"}, raises], flags=KEEP)
+    job.env["JOB_STEP_S"] = "0.3"  # there is a process to fork from when the fault comes
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert "1 started while the others save" in job.log.read_text(), job.story()
+    assert again(job) == [False] and job.starts() == [0, *job.committed()], job.story()
+    assert not [p for p in psutil.process_iter() if str(job.directory) in " ".join(environ(p))]
+    assert job.results() == unbroken(job)
+
+
+def environ(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.environ().values())
+    except (psutil.Error, OSError):
+        return []
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """A loop as Accelerate's examples have it, with a loader that keeps its place; see ``ttp.testing.kit``.
 
-``LOOP`` names what is changed: ``scaler``, ``bf16``, ``split``.
+``LOOP`` names what is changed: ``scaler``, ``bf16``, ``split``, ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas).
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ttp
+from tests.frameworks.sharded_on_cpu import believe
+
+LOOP = os.environ.get("LOOP", "")
+SHARDED = LOOP in ("fsdp1", "fsdp2", "hsdp")
 
 
 class Seen:
@@ -44,7 +48,9 @@ def train(accelerator: Accelerator, steps: int, save_dir: Path, report: Callable
     seen = Seen()
     accelerator.register_for_checkpointing(seen)
     torch.manual_seed(100 + accelerator.process_index)
-    ttp.accelerate.protect(accelerator, model, optimizer, scheduler, loader, save_dir=save_dir)
+    ttp.accelerate.protect(
+        accelerator, model, optimizer, scheduler, loader, save_dir=save_dir, buddy=LOOP in ("fsdp1", "fsdp2")
+    )
     done = ttp.restore()
     while done < steps:
         for inputs, labels in loader:
@@ -68,16 +74,22 @@ def scale(accelerator: Accelerator) -> Any:
 
 
 def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
-    loop = os.environ.get("LOOP", "")
     config = DataLoaderConfiguration(
-        use_stateful_dataloader=True, use_seedable_sampler=True, split_batches=loop == "split"
+        use_stateful_dataloader=True, use_seedable_sampler=True, split_batches=LOOP == "split"
     )
+    sharded: dict[str, Any] = {}
+    if SHARDED:
+        believe()
+        sharded["fsdp_plugin"] = FullyShardedDataParallelPlugin(1 if LOOP == "fsdp1" else 2, use_orig_params=True)
+    if LOOP == "hsdp":
+        sharded["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     accelerator = Accelerator(
-        cpu=True,
+        cpu=not SHARDED,
         gradient_accumulation_steps=2,
-        mixed_precision="bf16" if loop == "bf16" else "no",
+        mixed_precision="bf16" if LOOP == "bf16" else "no",
         dataloader_config=config,
+        **sharded,
     )
-    if loop == "scaler":  # Accelerate makes one for fp16, and fp16 on a GPU only; the rest of its way is the same
+    if LOOP == "scaler":  # Accelerate makes one for fp16, and fp16 on a GPU only; the rest of its way is the same
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
     return train(accelerator, steps, save_dir, report)

@@ -1,4 +1,7 @@
-"""The example's Trainer, with evaluations, a best metric and a callback that has a state; see ``ttp.testing.kit``."""
+"""The example's Trainer, with evaluations, a best metric and a callback that has a state; see ``ttp.testing.kit``.
+
+``HF_SHARD``: ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas).
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accelerate import ParallelismConfig
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from tests.frameworks.sharded_on_cpu import believe
 from ttp import session
 from ttp.testing import kit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer" / "train_hf.py"
 CLOCKS = ("runtime", "per_second")
 """Parts of the names of what is measured by the clock."""
+FSDP: dict[str, dict[str, Any]] = {
+    "fsdp1": {"version": 1, "sync_module_states": False},  # it wants a device
+    "fsdp2": {"state_dict_type": "FULL_STATE_DICT"},
+    "hsdp": {"state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["GPT2Block"]},
+}
 PAUSES = ("evaluation", "what was due behind the last step")
 
 
@@ -56,10 +66,20 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     example: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     often = os.environ.get("HF_EVALUATE", "steps")
-    settings = {"eval_strategy": often, "eval_steps": 3, "metric_for_best_model": "loss", "learning_rate": 1e-3}
+    settings: dict[str, Any] = {
+        "eval_strategy": often,
+        "eval_steps": 3,
+        "metric_for_best_model": "loss",
+        "learning_rate": 1e-3,
+    }
+    if shard := os.environ.get("HF_SHARD"):
+        believe()
+        settings |= {"fsdp": True, "fsdp_config": FSDP[shard]}
+    if shard == "hsdp":
+        settings["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     trainer = example.make_trainer(
         save_dir.parent / "output",
-        steps * 4,  # two ranks, batches of two, accumulated twice, two epochs
+        steps * 2 * int(os.environ["WORLD_SIZE"]),  # batches of two, accumulated twice, two epochs
         gradient_accumulation_steps=2,
         use_cpu=True,
         **settings,
@@ -70,7 +90,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     if alone := os.environ.get("HF_ALONE"):
         trainer.train(resume_from_checkpoint=alone)
     else:
-        example.train(trainer, save_dir)
+        example.train(trainer, save_dir, buddy=shard in ("fsdp1", "fsdp2"))
     history = [{k: v for k, v in line.items() if not any(c in k for c in CLOCKS)} for line in trainer.state.log_history]
     state = {name: getattr(trainer.state, name) for name in ("global_step", "epoch", "best_metric", "best_global_step")}
     return {

@@ -1,5 +1,6 @@
 """A job of PyTorch Lightning. ``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``workers`` (a loader that
-knows where it is). In the first life rank 0 sends itself SIGTERM behind ``PROGRAM_TERM`` steps.
+knows where it is), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` (Lightning's strategy).
+In the first life rank 0 sends itself SIGTERM behind ``PROGRAM_TERM`` steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,8 +58,34 @@ class Plateau(Classifier):
         return [optimizer], [{"scheduler": plateau, "interval": "epoch", "monitor": "val"}]
 
 
+class Sharded(Classifier):
+    """As ``ModelParallelStrategy`` has it; with ``hsdp`` each shard is on two ranks."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.layers[1] = nn.LayerNorm(32)
+
+    def configure_model(self) -> None:
+        if KIND == "fsdp1":
+            return
+        mesh = self.device_mesh if KIND == "hsdp" else self.device_mesh["data_parallel"]
+        for layer in self.layers:
+            if any(True for _ in layer.parameters()) and not isinstance(layer, FSDPModule):
+                fully_shard(layer, mesh=mesh)
+
+
+class OnThisDevice(FSDPStrategy):
+    """Lightning starts its strategy on GPUs only, and gives torch the number of one. All else is Lightning's."""
+
+    def _setup_model(self, model: Any) -> Any:
+        found: Any = FullyShardedDataParallel(
+            model, sharding_strategy=self.sharding_strategy, device_id=torch.device("cpu"), **self.kwargs
+        )
+        return found
+
+
 class Gan(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
@@ -124,10 +153,20 @@ def loader(length: int, kind: str) -> DataLoader[Any]:
     return DataLoader(data, 4, shuffle=kind != "validation")
 
 
+def strategy() -> Any:
+    if KIND in ("fsdp2", "hsdp"):
+        replicas = 2 if KIND == "hsdp" else int(os.environ["WORLD_SIZE"])
+        return ModelParallelStrategy(replicas, int(os.environ["WORLD_SIZE"]) // replicas)
+    if KIND == "fsdp1":
+        return OnThisDevice(auto_wrap_policy={nn.Linear}, state_dict_type="sharded")
+    return "ddp_find_unused_parameters_true" if KIND == "manual" else "ddp"
+
+
 def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
-    module: Any = {"manual": Gan, "plateau": lambda: Plateau(steps)}.get(KIND, lambda: Classifier(steps))()
+    kinds = {"manual": Gan, "plateau": Plateau, "fsdp2": Sharded, "fsdp1": Sharded, "hsdp": Sharded}
+    module: Any = kinds.get(KIND, Classifier)(steps)
     torch.manual_seed(100 + int(os.environ["RANK"]))
     watch = Watch(report)
     callbacks: list[Any] = [watch]
@@ -139,13 +178,13 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy="ddp_find_unused_parameters_true" if KIND == "manual" else "ddp",
+        strategy=strategy(),
         max_steps=steps * (3 if KIND == "manual" else 1),
         accumulate_grad_batches=accumulate,
-        gradient_clip_val=None if KIND == "manual" else 1.0,
+        gradient_clip_val=None if KIND in ("manual", "fsdp1") else 1.0,
         val_check_interval=2 * accumulate,
         limit_val_batches=0 if KIND == "manual" else 2,
-        callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir)],  # ttp
+        callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir, buddy=KIND in ("fsdp1", "fsdp2"))],  # ttp
         plugins=[ttp.lightning.TtpCheckpointIO(save_dir)],  # ttp
         enable_checkpointing=KIND != "manual",
         logger=False,
@@ -165,7 +204,8 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     train()
     loops = trainer.fit_loop.state_dict()
     loops["state_dict"] = {}  # the loader's
-    found: dict[str, Any] = {"model": module, "loops": loops, "watch": watch}
+    model = list(module.parameters()) if KIND == "fsdp1" else module  # pieces: torch's state_dict() needs all ranks
+    found: dict[str, Any] = {"model": model, "loops": loops, "watch": watch}
     found |= {f"optimizer {number}": each for number, each in enumerate(trainer.optimizers)}
     found |= {f"schedule {number}": each.scheduler for number, each in enumerate(trainer.lr_scheduler_configs)}
     if KIND != "manual":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.forking import ForkedPython
+from tests.frameworks.conftest import quick
 from ttp.errors import ConfigError, UsageError
 from ttp.testing import kit
 
@@ -24,8 +25,24 @@ KILLS = [
 ]
 
 
-def test_it_is_killed_in_a_step_and_behind_it(tmp_path: Path) -> None:
-    found = kit.run(kit.Job(PROGRAM, KILLS, steps=16), tmp_path, start=ForkedPython)
+COPIES = [kit.Kill("in_step", rank=0, after=5), kit.Kill("on_evaluate", rank=1, after=5)]
+
+
+@pytest.mark.parametrize(("_name", "kills"), quick(KILLS, 0, 2, 3))
+def test_it_is_killed_in_a_step_and_behind_it(_name: str, kills: list[kit.Kill], tmp_path: Path) -> None:
+    found = kit.run(kit.Job(PROGRAM, kills, steps=16), tmp_path, start=ForkedPython)
+    print(found)
+    found.check()
+
+
+@pytest.mark.parametrize(
+    ("shard", "kills"), [*quick(COPIES, 1, name="fsdp2"), *quick(COPIES, name="fsdp1"), *quick(COPIES, name="hsdp")]
+)
+def test_a_sharded_model(shard: str, kills: list[kit.Kill], tmp_path: Path) -> None:
+    """Of shards that have no replica three finished steps may be lost: copies are made every two."""
+    env = {"HF_SHARD": shard, "TTP_BUDDY_EVERY": "2"}
+    ranks, lost = (4, 0) if shard == "hsdp" else (2, 3)
+    found = kit.run(kit.Job(PROGRAM, kills, ranks, 16, env=env, may_lose=lost), tmp_path, start=ForkedPython)
     print(found)
     found.check()
 
@@ -96,12 +113,21 @@ class TestRefused:
         with pytest.raises(ConfigError, match=rf"TrainingArguments\({setting}=True\).*switch it off"):
             hf.resume_directory(trainer)
 
-    def test_a_sharded_model(self) -> None:
+    def test_deepspeed(self) -> None:
         from ttp import hf
 
         trainer = self.trainer(hf.TtpCallback("nowhere"))
-        trainer.is_fsdp_enabled = True
-        with pytest.raises(ConfigError, match=r"ttp\.accelerate or ttp\.wrap_optimizer for sharded models"):
+        trainer.is_deepspeed_enabled = True
+        with pytest.raises(ConfigError, match=r"is_deepspeed_enabled: write the loop with ttp\.deepspeed"):
+            hf.resume_directory(trainer)
+
+    def test_pieces_of_a_number_of_ranks(self) -> None:
+        from ttp import hf
+
+        trainer = self.trainer(hf.TtpCallback("nowhere"))
+        plugin = SimpleNamespace(state_dict_type="StateDictType.LOCAL_STATE_DICT")
+        trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+        with pytest.raises(ConfigError, match="FULL_STATE_DICT or SHARDED_STATE_DICT"):
             hf.resume_directory(trainer)
 
     def test_a_trainer_without_the_callback(self) -> None:

@@ -35,6 +35,7 @@ class Shape:
 
 _WATCHFUL = (("TTP_HANG_S", "2"), ("TTP_HEARTBEAT_S", "0.5"))
 _MIRRORED = (("TTP_MIRROR", "on"),)
+_KEPT = (("TTP_CONTINUE_S", "8"), ("TTP_CONTINUITY", "keep"))
 
 SHAPES = {
     "small": Shape(Script(1, 3), 3),
@@ -47,6 +48,7 @@ SHAPES = {
     "watched": Shape(Script(1, 3, step_ms=250, env=_WATCHFUL), 1, frozenset({"hang"}), LEARNT_VERSIONS + 3),
     "two places": Shape(Script(1, 3, width=20_000, fallback=True), 1, frozenset({"fallback"})),
     "three hosts, standing by": Shape(Script(3, 1, restart="scheduler"), 1, frozenset({"standby"})),
+    "going on": Shape(Script(1, 3, env=_KEPT), 1, frozenset({"keep"})),
     "mirrored": Shape(Script(2, 2, restart="scheduler", env=_MIRRORED), 1, frozenset({"mirror"})),
 }
 """Jobs that runs are drawn for, by name."""

@@ -27,14 +27,14 @@ from ttp.chaos.record import Evidence, Injection, Record, Seen
 from ttp.chaos.script import Fault, Script
 from ttp.chaos.switchboard import RankEnded, RankProcess, RankStarted, RankSwitchboard, RankWaits
 from ttp.chaos.vocabulary import START_PHASES
-from ttp.config import Config
+from ttp.config import KEEP, Config
 
 LOOK_S = 0.05
 RUN_S_MAX = 300.0
 LAUNCHES_MAX = 3
 """Of one run."""
 END_S = 120.0
-STANDBYS_S = 20.0
+READY_S = 20.0
 SETTLE_S = 0.15
 """Longer than an observer needs to see that a controller is gone."""
 
@@ -263,7 +263,7 @@ class Driver:
         if where is None or not self._is_barrier(*where):
             return
         self._held_since = self._held_since or time.monotonic()
-        if not self._quiet() or not (where[1] == END or self._has_standbys()):
+        if not self._quiet() or not (where[1] == END or self._is_ready()):
             return
         self._held_since = None
         if self._record is not None:
@@ -298,11 +298,17 @@ class Driver:
         answered = [answer for answer in record.answers if answer["answer"] == "save"]
         return len(answered) >= len(record.injected("save"))
 
-    def _has_standbys(self) -> bool:
-        """Whether the standby controllers are up, as in a job that has run a while; waits at most ``STANDBYS_S``."""
-        wanted = min(Config.from_env(dict(self.script.env)).standbys, self.script.hosts - 1)
+    def _is_ready(self) -> bool:
+        """Whether the job is as one that has run a while; waits at most ``READY_S``.
+
+        Its standby controllers are up, and, where survivors are to go on, there is a process to fork the dead from.
+        """
+        config = Config.from_env(dict(self.script.env))
         assert self._held_since is not None
-        return len(self._standbys) >= wanted or time.monotonic() > self._held_since + STANDBYS_S
+        if time.monotonic() > self._held_since + READY_S:
+            return True
+        forks = config.continuity != KEEP or self._launches.can_fork()
+        return forks and len(self._standbys) >= min(config.standbys, self.script.hosts - 1)
 
     def _begin(self) -> None:
         self._index += 1

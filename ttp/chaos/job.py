@@ -31,7 +31,11 @@ from ttp.chaos.rank_connection import END, HOLD, LAUNCH, RankConnection
 
 ACCUMULATION = 2
 RANK = int(os.environ.get("RANK", "0"))
-LIFE = (int(os.environ.get(LAUNCH, "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def life() -> tuple[int, int]:
+    """Which start of the job, and of its ranks, this is: a process that goes on after a failure has several lives."""
+    return int(os.environ.get(LAUNCH, "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Here:
@@ -39,7 +43,7 @@ class Here:
 
     def __init__(self) -> None:
         self.step = 0
-        self.line = RankConnection(RANK, LIFE)
+        self.line = RankConnection(RANK, life())
 
     def at(self, phase: str) -> None:
         """Come to ``phase`` of the current step."""
@@ -196,14 +200,15 @@ def digest(parts: Iterable[Any], last: bytes) -> str:
 
 def note(kind: str, value: int, *more: str) -> None:
     """Append to this rank's notes with one write."""
-    words = (f"{time.monotonic():.6f}", f"{LIFE[0]}.{LIFE[1]}", kind, str(value), *more)
+    words = (f"{time.monotonic():.6f}", "{}.{}".format(*life()), kind, str(value), *more)
     with (Path(os.environ["CHAOS_DIR"]) / f"rank{RANK}.log").open("a") as log:
         log.write(" ".join(words) + "\n")
 
 
 @ttp.ttp_to_persist
-def train(here: Here, steps: int, width: int) -> None:
+def train(steps: int, width: int) -> None:
     """The training loop; what a user of ttp writes is in it: three lines."""
+    here = Here()
     training = Training(here, width)
     ttp.wrap_optimizer(
         training.optimizer,
@@ -233,7 +238,7 @@ def main() -> int:
     """One rank's life."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    train(Here(), int(os.environ["CHAOS_STEPS"]), int(os.environ["CHAOS_WIDTH"]))
+    train(int(os.environ["CHAOS_STEPS"]), int(os.environ["CHAOS_WIDTH"]))
     dist.barrier()
     dist.destroy_process_group()
     return 0

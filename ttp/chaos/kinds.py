@@ -310,6 +310,20 @@ def _stopped_while_cut(s: RunDraw) -> tuple[Fault, ...]:
     )
 
 
+def _then_while_others_go_on(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
+    """Kill a rank; the one that takes its seat, or a survivor, is hurt before its first update."""
+
+    def draw(s: RunDraw) -> tuple[Fault, ...]:
+        return s.here("kill", ranks(s.rank)), s.next_start(s.chance.choice(("joined", "restored")), what, ranks(s.rank))
+
+    return draw
+
+
+def _kill_then_soon(what: str, who: Callable[[RunDraw], Target]) -> Callable[[RunDraw], tuple[Fault, ...]]:
+    """Kill a rank; within the time that going on takes something else is hurt."""
+    return lambda s: (s.here("kill", ranks(s.rank)), s.later(s.seconds(0, 0.6), what, who(s)))
+
+
 def _any_host(s: RunDraw) -> Target:
     return Target("host", (s.chance.randrange(s.job.hosts),))
 
@@ -320,6 +334,7 @@ _HANG, _STANDBY = frozenset({"hang"}), frozenset({"standby"})
 _BY, _SEEN = ("three hosts, standing by",), ("watched",)
 _FALLBACK, _MIRROR = frozenset({"fallback"}), frozenset({"mirror"})
 _PLACES = ("two places",)
+_KEEP, _ON = frozenset({"keep"}), ("going on",)
 
 KINDS += (
     Kind("a rank hangs", _hung("hang"), weight=2, shapes=_SEEN, features=_HANG, phases=_OUTER),
@@ -340,6 +355,20 @@ KINDS += (
         needs=_HOSTS,
         features=_SOAK,
     ),
+    Kind("go on: kill a rank", _kill, weight=3, shapes=_ON, features=_KEEP),
+    Kind("go on: kill a rank at any moment", _kill_any_moment, weight=2, phases=("data",), shapes=_ON, features=_KEEP),
+    Kind("go on: kill several ranks", _several, shapes=_ON, features=_KEEP),
+    Kind("go on: another dies", _kill_then_soon("kill", lambda s: ranks(s.rank)), weight=3, shapes=_ON, features=_KEEP),
+    Kind(
+        "go on: the controller dies",
+        _kill_then_soon("kill", lambda _: CONTROLLER),
+        weight=2,
+        shapes=_ON,
+        features=_KEEP,
+    ),
+    Kind("go on: another is stopped", _kill_then_soon("stop", lambda s: ranks(s.rank)), shapes=_ON, features=_KEEP),
+    Kind("go on: one dies at its start", _then_while_others_go_on("kill"), weight=2, shapes=_ON, features=_KEEP),
+    Kind("go on: one raises at its start", _then_while_others_go_on("raise"), shapes=_ON, features=_KEEP),
     Kind("kill a host, mirrored", _host("kill"), weight=2, shapes=("mirrored",), features=_MIRROR),
 )
 """Every kind of run."""

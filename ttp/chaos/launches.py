@@ -17,6 +17,7 @@ from ttp.chaos import launching
 from ttp.chaos.injection import HurtJob, heal_all
 from ttp.chaos.place import Place
 from ttp.chaos.script import Script
+from ttp.launch.warm.starter import STATUS_FILE
 
 GIVE_UP_S = 5.0
 """How long launchers may take to leave after another one has; then their hosts are taken away."""
@@ -61,6 +62,16 @@ class Launches:
         """Where the job's checkpoints are: its ``save_dir`` and its fallback directory."""
         return [self.save_dir, self._folder / launching.FALLBACK]
 
+    def can_fork(self) -> bool:
+        """Whether every host has a process to fork ranks from."""
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            states = [json.loads((self._run_dir(n) / STATUS_FILE).read_text()) for n in range(self._script.hosts)]
+            return all(state["state"] == "ready" for state in states)
+        return False
+
+    def _run_dir(self, host: int) -> Path:
+        return self._folder / f"run-{host}"
+
     def start(self) -> None:
         """Start the launchers on all hosts; hosts that were taken away are replaced."""
         script, hosts = self._script, self._place.hosts
@@ -82,7 +93,7 @@ class Launches:
         interface = "eth0" if script.hosts > 1 else ""
         for host in range(script.hosts):
             command = launching.command(script, host, hosts.addresses[0])
-            settings = launching.on_host(env, self._folder / f"run-{host}", interface)
+            settings = launching.on_host(env, self._run_dir(host), interface)
             self._job.launchers[host] = hosts.start(host, command, settings, self._folder / f"launcher-{host}.log")
         self._count, self.of_run, self._left_at = self._count + 1, self.of_run + 1, None
 

@@ -40,6 +40,7 @@ class Result:
         commit_ms: see ``Judgement``.
         back_ms: see ``Judgement``.
         freezes: how many incidents there were, thawed ones too.
+        kept_processes: how often the survivors went on in their processes.
     """
 
     job: int
@@ -60,6 +61,7 @@ class Result:
     commit_ms: float | None
     back_ms: float | None
     freezes: int = 0
+    kept_processes: int = 0
 
     @property
     def good(self) -> bool:
@@ -92,7 +94,8 @@ def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
         detect_ms=judgement.detect_ms,
         commit_ms=judgement.commit_ms,
         back_ms=judgement.back_ms,
-        freezes=sum(1 for _ in judged.record.told("opened")),
+        freezes=len(judged.record.told("opened")),
+        kept_processes=sum(bool(seen.facts.get("again")) for seen in judged.record.told("released")),
     )
 
 

@@ -66,7 +66,7 @@ RESTARTS = ("agent", "scheduler")
 OUTCOMES = ("saved", "unhurt", "refused", "any")
 """What a run may be expected to come to; see ``ttp.chaos.checks``."""
 
-FEATURES = ("fallback", "hang", "mirror", "soak", "standby")
+FEATURES = ("fallback", "hang", "keep", "mirror", "soak", "standby")
 """What is drawn only when asked for, with ``--include``."""
 
 _PROCESSES = ("ranks", "all", "saver", "committer", "bystander")

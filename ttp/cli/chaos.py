@@ -15,6 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ttp.chaos.vocabulary import FEATURES
 from ttp.cli.output import Json, aside, count_text, print_json, say, screen, table
 from ttp.errors import ConfigError
 
@@ -32,7 +33,7 @@ Jobs = Annotated[int, typer.Option("--jobs", min=1, max=64, help="Jobs at a time
 Out = Annotated[Path | None, typer.Option("--out", help="Logs, scripts and results go here. Default: below runs/.")]
 Report = Annotated[Path | None, typer.Option("--report", help="Write what came of it to this Markdown file.")]
 Include = Annotated[
-    str, typer.Option("--include", help="Draw these, too, separated by commas: fallback, hang, mirror, soak, standby.")
+    str, typer.Option("--include", help=f"Draw these, too, separated by commas: {', '.join(FEATURES)}.")
 ]
 Match = Annotated[str, typer.Option("--match", help="Draw only kinds of runs with this in their title.")]
 Only = Annotated[int | None, typer.Option("--only", min=0, help="Only the job with this number of what was drawn.")]
@@ -97,7 +98,7 @@ def chaos(
 
     Exits with 0 if nothing was found, with 1 if something was. JSON: a list of runs with job, folder, title, phase,
     step, faults, world, launcher, expect, outcome, findings, missed, version, lost_steps, detect_ms, commit_ms,
-    back_ms and freezes.
+    back_ms, freezes and kept_processes.
     """
     from ttp.chaos import world
 
@@ -146,8 +147,6 @@ def _scripts(
 
 def _features(include: str) -> list[str]:
     import difflib
-
-    from ttp.chaos.vocabulary import FEATURES
 
     names = [name.strip() for name in include.split(",") if name.strip()]
     for name in names:
@@ -240,5 +239,8 @@ def _tell(results: list[Result], folder: Path, *, json: bool) -> None:
     covered, coverable = coverage(results)
     found = count_text(sum(not result.good for result in results), "run")
     freezes = count_text(sum(result.freezes for result in results), "freeze")
-    say(f"{covered} of {coverable} states with a consistent checkpoint committed; {freezes}; {found} with findings.")
+    kept = sum(result.kept_processes for result in results)
+    told = f"; in {kept} the survivors kept their processes" if kept else ""
+    covering = f"{covered} of {coverable} states with a consistent checkpoint committed"
+    say(f"{covering}; {freezes}{told}; {found} with findings.")
     say(f"Everything is in {folder}")

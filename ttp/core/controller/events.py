@@ -132,6 +132,8 @@ class HostsDrained(Event):
     """The launchers of these hosts are not to start ranks again: other hosts take their places."""
 
     hosts: frozenset[str]
+    drained: bool = True
+    """False: that is taken back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ class Evidence:
     kind: m.FaultKind
     text: str
     at: float
+    host: str = ""
+    """Of the subject."""
     final: bool = False
     """By whoever knows best: a neighbour sees an end first, the launcher knows the signal."""
 
@@ -66,7 +68,7 @@ class EvidenceBook:
         else:
             return
         facts = {"rank": evidence.subject, "evidence": evidence.kind.value, "text": evidence.text}
-        self._record("evidence", **facts, detail=detail, witness=witness)
+        self._record("evidence", **facts, host=evidence.host, detail=detail, witness=witness)
 
     def withdraw(self, subject: Rank, kind: m.FaultKind) -> bool:
         """The evidence turned out to be wrong; false when there was none."""

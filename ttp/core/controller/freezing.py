@@ -90,5 +90,6 @@ class Freezing:
             incident.waiting.discard(rank)
             what = "is still in an update" if acknowledged else "did not answer the freeze"
             text = f"rank {rank} {what} after {patience_s:g} s"
-            incident.evidence.add(Evidence(rank, m.FaultKind.SILENT, text, now))
+            host = self._job.members[rank].hello.host
+            incident.evidence.add(Evidence(rank, m.FaultKind.SILENT, text, now, host))
         incident.expire_check_at = min(dues, default=now)

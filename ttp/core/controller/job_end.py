@@ -48,8 +48,8 @@ class JobEnd:
                 verdict.starts()
             case LauncherSaid(host, False, code):
                 verdict.asks(host, code)
-            case HostsDrained(hosts):
-                verdict.drained |= hosts
+            case HostsDrained(hosts, drained):
+                verdict.drained = verdict.drained | hosts if drained else verdict.drained - hosts
             case RankWasWrong(text):
                 verdict.is_wrong(text)
             case Remembered(fruitless, progress):

@@ -90,7 +90,8 @@ class Rescue:
         if self._job.ended and self.incident is None:
             return
         incident = self.incident or self._open(now, text)
-        evidence = Evidence(subject, kind, text, now, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
+        host = self._job.members[subject].hello.host if subject in self._job.members else ""
+        evidence = Evidence(subject, kind, text, now, host, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
         if incident.stage is Stage.RELEASED:
             if incident.evidence.stands(subject, kind):  # known by then, not yet by its best name
                 incident.evidence.add(evidence, detail, witness)

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api
@@ -17,8 +18,14 @@ logger = logging.getLogger("ttp.launch")
 
 
 @contextmanager
-def forking(warm: WarmStarter) -> Iterator[None]:
-    """Workers that torch starts while the block runs are forked where that is the same."""
+def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[None]:
+    """Workers that torch starts while the block runs are forked where that is the same.
+
+    Args:
+        warm: forks them.
+        go_on: files that hold the standard output and error of a worker's seat so far, and are to hold this one's, too:
+            torch would empty them. Empty: as torch is told.
+    """
     place: Any = api
     stock = getattr(place, "get_subprocess_handler", None)
     if not _known(stock):
@@ -28,6 +35,8 @@ def forking(warm: WarmStarter) -> Iterator[None]:
 
     class Handler(SubprocessHandler):
         def _popen(self, args: Any, env: Any) -> Any:
+            out, err = (Path(path).open("a") if path else None for path in go_on)  # noqa: SIM115 # torch closes them
+            self._stdout, self._stderr = out or self._stdout, err or self._stderr
             return warm.worker(list(args), env, self._stdout, self._stderr) or super()._popen(args, env)
 
     place.get_subprocess_handler = Handler

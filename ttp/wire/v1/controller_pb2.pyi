@@ -1873,6 +1873,7 @@ class ReportFaultRequest(google.protobuf.message.Message):
     PAGES_FIELD_NUMBER: builtins.int
     EXIT_CODE_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    RECOVERED_FIELD_NUMBER: builtins.int
     SEAT_FIELD_NUMBER: builtins.int
     host: builtins.str
     """every rank of this host"""
@@ -1882,6 +1883,8 @@ class ReportFaultRequest(google.protobuf.message.Message):
     """of the accused ranks' processes; 0: not known"""
     drain: builtins.bool
     """launchers of their hosts do not start again, so that other hosts take their places"""
+    recovered: builtins.bool
+    """nobody is accused: the host is well again, and a drain of it is taken back"""
     seat: builtins.str
     """"ready": their launcher can start them alone, beside those that run; else why not; empty: unknown"""
     @property
@@ -1905,9 +1908,10 @@ class ReportFaultRequest(google.protobuf.message.Message):
         pages: collections.abc.Iterable[global___Mirror] | None = ...,
         exit_code: builtins.int = ...,
         drain: builtins.bool = ...,
+        recovered: builtins.bool = ...,
         seat: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason", "seat", b"seat"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason", "recovered", b"recovered", "seat", b"seat"]) -> None: ...
 
 global___ReportFaultRequest = ReportFaultRequest
 

@@ -1,0 +1,22 @@
+"""Accelerate shards on devices only: here it believes that the CPU is one. All that follows is its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+
+def believe() -> None:
+    """Called before the first ``Accelerator`` or ``TrainingArguments``."""
+    state: Any = PartialState
+    made = state.__init__
+
+    def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        made(self, cpu=True, **kwargs)
+        if self._shared_state["distributed_type"] is DistributedType.MULTI_CPU:
+            self._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+
+    state.__init__ = init
