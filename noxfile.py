@@ -103,6 +103,14 @@ def traces(session: nox.Session) -> None:
 
 
 @nox.session
+def prometheus(session: nox.Session) -> None:
+    """Rules, alerts and the dashboard, by promtool and a real server that scrapes a job: Debian's prometheus."""
+    session.install(TORCH)
+    session.install("-e", ".[torch,test]")
+    session.run("python", "-m", "pytest", "-m", "", "tests/prometheus", *session.posargs)
+
+
+@nox.session
 def frameworks(session: nox.Session) -> None:
     """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
     session.install(TORCH)
