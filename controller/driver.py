@@ -221,6 +221,9 @@ class Driver:
         match action:
             case ce.Send(connection, order):
                 self._send(connection, order)
+            case ce.SendAlike(who, order):
+                for connection, _ in who:
+                    self._send(connection, order)
             case ce.Record(kind, incident, facts):
                 self._record(kind, incident, facts)
             case ce.AnswerSave(request):

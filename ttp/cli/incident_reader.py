@@ -53,6 +53,12 @@ class Line:
     monotonic_s: float
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that an answer is of."""
+        told = self.facts.get("ranks")
+        return [rank for rank in told if isinstance(rank, int) and rank >= 0] if isinstance(told, list) else []
+
 
 @dataclass(frozen=True, slots=True)
 class IncidentLog:

@@ -81,12 +81,12 @@ def _ranks(log: IncidentLog) -> Iterator[Event]:
             begun |= {
                 r: line.at_ms for r in (savers.values() if isinstance(savers, dict) else ()) if isinstance(r, int)
             }
+        if line.kind == "answer":
+            stood = dict.fromkeys(line.ranks, line.at_ms) | stood
+            answers |= dict.fromkeys(line.ranks, line)
         if not isinstance(rank, int) or rank < 0:
             continue
-        if line.kind == "answer":
-            stood.setdefault(rank, line.at_ms)
-            answers[rank] = line
-        elif line.kind == "commit":
+        if line.kind == "commit":
             begun[rank] = line.at_ms
         elif line.kind in ("saved", "save_failed", "committed", "commit_failed") and rank in begun:
             yield _span(rank + 1, SAVING, line.kind, begun.pop(rank), line.at_ms, line.facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ttp.core import messages as m
@@ -79,6 +79,11 @@ class EvidenceBook:
         self._withdrawn.append(evidence)
         self._record("retracted", rank=subject, evidence=kind.value)
         return True
+
+    def withdraw_from(self, subjects: Iterable[Rank], kind: m.FaultKind) -> list[Rank]:
+        """It turned out to be wrong of these; returns against whom there was any."""
+        found = self.by_kind.get(kind)
+        return [subject for subject in subjects if self.withdraw(subject, kind)] if found else []
 
     def withdraw_all(self, kind: m.FaultKind) -> None:
         """None of this kind holds."""
