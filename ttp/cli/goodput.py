@@ -71,8 +71,8 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
     trained again are the price of launches that ended without a save.
 
     JSON keys: ratio (training / elapsed, 0 to 1), elapsed, joining, training, freezing, saving, down, mttr
-    (seconds; mttr from the first sign of a fault to the next launch, null without any), launches, incidents, false_alarms,
-    lost_steps, unreadable (lines and files that could not be read).
+    (seconds; mttr from the first sign of a fault to the next launch, null without any), launches, incidents,
+    false_alarms, lost_steps, unreadable (lines and files that could not be read).
     """
     place = existing(directory)
     launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
