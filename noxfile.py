@@ -65,8 +65,15 @@ FRAMEWORKS = [
     "transformers==4.57.1; python_version < '3.11'",
 ]
 """The newest that were tried."""
-TITAN = ["torchtitan==0.3.0", "spmd_types==0.3.1", "tyro==1.0.17", "docstring-parser", "typeguard"]
-"""What its containers import; all that its trainer wants is much more."""
+TITAN = [
+    "torchtitan==0.3.0",
+    "spmd_types==0.3.1",
+    "tyro==1.0.17",
+    "docstring-parser",
+    "typeguard",
+    "tensorboard==2.21.0",
+]
+"""What its Trainer imports; all that torchtitan wants is much more. ``--no-deps``: see ``frameworks``."""
 
 
 @nox.session
