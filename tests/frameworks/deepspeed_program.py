@@ -33,13 +33,13 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     others = [p for p in model.parameters() if p.ndim == 1]
     groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": TYPE == "bf16"},
-        "fp16": {"enabled": TYPE == "fp16", "initial_scale_power": 127, "loss_scale_window": 3, "hysteresis": 1},
+        "fp16": {"enabled": TYPE == "fp16", "initial_scale_power": 22, "loss_scale_window": 3, "hysteresis": 1},
         "zero_optimization": {"stage": STAGE},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

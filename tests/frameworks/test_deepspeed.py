@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.forking import ForkedPython
+from ttp.errors import ConfigError
 from ttp.testing import kit
 
 pytestmark = [pytest.mark.needs("deepspeed"), pytest.mark.timeout(900)]
@@ -49,3 +51,20 @@ def test_another_number_of_ranks_goes_on_with_the_same_weights_and_moments(ranks
     other = whole("other", world_size=ranks, env={"PROGRAM_FROM": str(tmp_path / "two" / "hurt" / "checkpoints")})
     assert other == whole("unbroken")
     assert not list((tmp_path / "other" / "hurt").glob("reported*.log"))  # nothing was made again
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "why"),
+    [
+        (3, {}, "not stage 3"),
+        (0, {"optimizer": None}, "ZeRO 0 in half precision"),
+        (1, {"single_partition_of_fp32_groups": [], "cpu_offload": True}, "without offloading"),
+        (2, {"single_partition_of_fp32_groups": [], "round_robin_gradients": True}, "round_robin_gradients"),
+    ],
+)
+def test_what_cannot_be_protected_is_refused(stage: int, optimizer: dict[str, Any], why: str) -> None:
+    import ttp.deepspeed
+
+    engine = SimpleNamespace(zero_optimization_stage=lambda: stage, optimizer=SimpleNamespace(**optimizer))
+    with pytest.raises(ConfigError, match=why):
+        ttp.deepspeed.protect(engine)

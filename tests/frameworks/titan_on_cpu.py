@@ -21,7 +21,7 @@ class Cpu:
 
     get_device_name = staticmethod(lambda _device: "CPU")
     get_device_properties = staticmethod(lambda _device: SimpleNamespace(total_memory=1 << 30))
-    memory_stats = staticmethod(lambda _device: {})
+    memory_stats = staticmethod(lambda _device: dict[str, int]())
     empty_cache = reset_peak_memory_stats = manual_seed = manual_seed_all = set_device = staticmethod(lambda *_: None)
     current_device = staticmethod(lambda: 0)
 
@@ -45,5 +45,5 @@ for wants, name in (("triton", "distributed.minimal_async_ep.kernels"), ("datase
         sys.modules[f"torchtitan.{name}"] = Uncalled(f"torchtitan.{name}")
 
 if not hasattr(dist, "set_timeout"):  # which a torch newer than 2.13 has
-    dist.set_timeout = lambda *_: None  # type: ignore[attr-defined]
+    dist.set_timeout = lambda *_: None
 importlib.import_module("torchtitan.trainer")

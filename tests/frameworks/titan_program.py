@@ -98,7 +98,7 @@ def config(steps: int, save_dir: Path) -> Trainer.Config:
         parallelism=ParallelismConfig(
             data_parallel_replicate_degree=world // SHARDS,
             data_parallel_shard_degree=SHARDS,
-            spmd_backend=os.environ.get("PROGRAM_SPMD", "partial_dtensor"),  # type: ignore[arg-type]
+            spmd_backend=os.environ.get("PROGRAM_SPMD", "partial_dtensor"),
         ),
         checkpoint=ttp.titan.TtpCheckpointManager.Config(save_dir=str(save_dir), buddy=world == SHARDS),  # ttp
     )
