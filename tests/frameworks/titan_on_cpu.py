@@ -38,12 +38,12 @@ class Uncalled(ModuleType):
         return SimpleNamespace(Config=lambda **_: None)
 
 
-utils.device_type, utils.device_module = "cpu", Cpu()  # type: ignore[assignment]
+utils.device_type, utils.device_module = "cpu", Cpu()
 utils.get_local_device = lambda: torch.device("cpu")
 for wants, name in (("triton", "distributed.minimal_async_ep.kernels"), ("datasets", "hf_datasets.text_datasets")):
     if importlib.util.find_spec(wants) is None:
         sys.modules[f"torchtitan.{name}"] = Uncalled(f"torchtitan.{name}")
 
 if not hasattr(dist, "set_timeout"):  # which a torch newer than 2.13 has
-    dist.set_timeout = lambda *_: None
+    vars(dist)["set_timeout"] = lambda *_: None
 importlib.import_module("torchtitan.trainer")
