@@ -21,6 +21,7 @@ from ttp.controller.journal import Journal
 from ttp.controller.log_output import written_aside
 from ttp.controller.metrics import serve_metrics
 from ttp.controller.service import start_server, stop_server
+from ttp.controller.spans import SpanSender, wanted
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
 from ttp.launch.presence import port_owner
@@ -129,12 +130,17 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
         loop.add_signal_handler(signum, driver.stopped.set)
     watcher = asyncio.create_task(_watch_owner(driver, args.owner_pid, args.orphan_s)) if args.owner_pid else None
     metrics = asyncio.create_task(serve_metrics(driver, config)) if config.metrics_port else None
+    spans = SpanSender(driver.history) if wanted(os.environ) else None
+    if spans is not None:
+        driver.observers.append(spans.take)
     await driver.stopped.wait()
     for task in (watcher, metrics):
         if task is not None:
             task.cancel()
     await stop_server(server, driver)
     journal.close(timeout_s=5.0)
+    if spans is not None:
+        spans.close()
     return EXIT_TRAINED
 
 

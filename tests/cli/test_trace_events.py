@@ -58,7 +58,7 @@ def test_facts_of_odd_kinds_do_no_harm_and_one_incident_is_wanted(tmp_path: Path
         (0.0, "opened", {}),
         (1.0, "plan", {"savers": [1]}),
         (1.5, "saved", {"rank": 1}),
-        (2.0, "answer", {"rank": "x"}),
+        (2.0, "answer", {"ranks": ["x"]}),
     ]
     write(tmp_path, "one", odd)
     assert ttp("incidents", tmp_path, "--last", "--trace", tmp_path / "out.json").code == 0

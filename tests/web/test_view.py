@@ -102,7 +102,7 @@ def test_an_incident_has_a_lane_for_each_rank_that_matters(tmp_path: Path) -> No
 
 
 def test_four_thousand_ranks_share_lanes(tmp_path: Path) -> None:
-    answers = [(1.0 + r / 1e3, "answer", {"rank": r, "version": 12, "phase": "idle"}) for r in range(4, 4096)]
+    answers = [(1.0 + r / 1e3, "answer", {"ranks": [r], "version": 12, "phase": "idle"}) for r in range(4, 4096)]
     told = story(read_incident(write(tmp_path, "one", [*SAVED[:7], *answers, *SAVED[7:]])))
     assert len(told["lanes"]) <= LANES_MAX + 4 and told["lanes"][-1]["label"] == f"{4096 - LANES_MAX + 4} ranks"
     assert len(json.dumps(told)) < 100_000

@@ -28,9 +28,11 @@ from ttp.cli import (
     save,
     simulate,
     status,
+    suspects,
     verdict,
     verify,
     version,
+    watch_node,
     web,
 )
 from ttp.cli.output import complain
@@ -116,6 +118,7 @@ _register("metrics", _RUNNING, metrics.metrics)
 _register("web", _RUNNING, web.web)
 _register("save", _RUNNING, save.save)
 _register("report-fault", _RUNNING, report_fault.report_fault)
+_register("watch-node", _RUNNING, watch_node.watch_node)
 _register("list", _SAVED, listing.list_checkpoints)
 _register("verify", _SAVED, verify.verify)
 _register("inspect", _SAVED, inspection.inspect)
@@ -126,6 +129,7 @@ _register("redundancy", _SAVED, redundancy.redundancy)
 _register("verdict", _SAVED, verdict.verdict)
 _register("goodput", _SAVED, goodput.goodput)
 _register("incidents", _SAVED, incidents.incidents)
+_register("suspects", _SAVED, suspects.suspects)
 _register("simulate", _TRUST, simulate.simulate)
 _register("chaos", _TRUST, chaos.chaos)
 _register("version", _ABOUT, version.version)

@@ -7,6 +7,7 @@ events of a track overlap.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -36,6 +37,12 @@ def trace_events(log: IncidentLog) -> dict[str, Any]:
     told = {"incident": log.id, "cause": log.cause, "outcome": log.outcome, "opened_unix_s": log.opened_unix_s}
     everything = [order, *(event for group in names for event in group), *sorted(events, key=lambda e: e["ts"])]
     return {"displayTimeUnit": "ms", "otherData": told, "traceEvents": everything}
+
+
+def trace_text(log: IncidentLog) -> str:
+    """The file's text. Characters are not escaped: Perfetto refuses a file with the escapes of an emoji, and torch's
+    errors have one."""
+    return json.dumps(trace_events(log), ensure_ascii=False)
 
 
 def _name(pid: int, name: str, threads: dict[int, str]) -> list[Event]:
@@ -74,12 +81,12 @@ def _ranks(log: IncidentLog) -> Iterator[Event]:
             begun |= {
                 r: line.at_ms for r in (savers.values() if isinstance(savers, dict) else ()) if isinstance(r, int)
             }
+        if line.kind == "answer":
+            stood = dict.fromkeys(line.ranks, line.at_ms) | stood
+            answers |= dict.fromkeys(line.ranks, line)
         if not isinstance(rank, int) or rank < 0:
             continue
-        if line.kind == "answer":
-            stood.setdefault(rank, line.at_ms)
-            answers[rank] = line
-        elif line.kind == "commit":
+        if line.kind == "commit":
             begun[rank] = line.at_ms
         elif line.kind in ("saved", "save_failed", "committed", "commit_failed") and rank in begun:
             yield _span(rank + 1, SAVING, line.kind, begun.pop(rank), line.at_ms, line.facts)

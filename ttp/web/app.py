@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ttp.cli.output import shown, table, when_text
 from ttp.cli.status import picture
-from ttp.cli.trace_events import trace_events
+from ttp.cli.trace_events import trace_text
 from ttp.errors import TtpError
 from ttp.web.looks import Looks
 from ttp.web.story import story
@@ -195,16 +195,16 @@ class _Pages:
 
     async def incident(self, request: Request) -> Response:
         """One incident; see ``ttp.web.story``."""
-        return await self._of_incident(request, story)
+        return await self._of_incident(request, lambda log: json.dumps(story(log)))
 
     async def trace(self, request: Request) -> Response:
         """One incident, for ui.perfetto.dev."""
-        return await self._of_incident(request, trace_events)
+        return await self._of_incident(request, trace_text)
 
-    async def _of_incident(self, request: Request, tell: Callable[[Any], dict[str, Any]]) -> Response:
+    async def _of_incident(self, request: Request, tell: Callable[[Any], str]) -> Response:
         def read() -> str | None:
             found = self._looks.incidents.read(request.path_params["name"])
-            return None if found is None else json.dumps(tell(found))
+            return None if found is None else tell(found)
 
         try:
             text = await asyncio.to_thread(read)
