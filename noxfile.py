@@ -15,7 +15,7 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 """The torch to test with; the plain name would take the registry's newest build."""
 
-PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "controller", "rounds")]
+PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "controller", "recover", "rounds")]
 
 
 @nox.session

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,8 @@ class Controller:
                 if isinstance(order, TellLayout):
                     for part in answers(order, Layout.data_parallel(world_size)):
                         outbox.put(report_to_wire(part))
+                if isinstance(order, (m.Freeze, m.Release)):  # said to all at once
+                    order = replace(order, rank=rank)
                 answer = obey(order, version, saves=saves)
                 if answer is not None:
                     outbox.put(report_to_wire(answer))
