@@ -96,7 +96,9 @@ class Namespaces:
                 text=True,
             )
         assert init.stdout is not None
-        if init.stdout.readline() != "up\n":
+        with init.stdout:
+            said = init.stdout.readline()
+        if said != "up\n":
             raise OSError(f"host {host} of a chaos job could not be made; see {self._log}")
         self._inits[host], self._pids[host] = init, psutil.Process(init.pid).children()[0].pid
         self._plug_in(host)
