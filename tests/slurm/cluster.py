@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ttp.chaos import world
@@ -153,7 +153,7 @@ class Cluster:
             AssertionError: it failed.
         """
         wanted = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **(env or {})}
-        enter: Sequence[str] = self.hosts._enter(0, "--net", "--uts", "--mount", "--pid", "--ipc")
+        enter = self.hosts.enter(0, "--net", "--uts", "--mount", "--pid", "--ipc")
         done = subprocess.run([*enter, *command], env=wanted, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0 or command[0] == "sinfo", f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -187,11 +187,8 @@ class BatchJob:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "SLURM_"))}
         command = ["sbatch", "--parsable", f"--output={self.out}", f"--chdir={self.folder}", "--gpus-per-node=1"]
         training = [str(TRAIN), f"--steps={steps}", f"--step-ms={step_ms}", f"--save-dir={self.save_dir}"]
-        said = cluster.command(
-            *command, "--nodes=2", *options, str(SBATCH), *training,
-            env=kept | {"HOME": str(self.folder), "SAVE_DIR": str(self.save_dir), "OMP_NUM_THREADS": "1", **(env or {})},
-        )  # fmt: skip
-        self.id = said.strip()
+        kept |= {"HOME": str(self.folder), "SAVE_DIR": str(self.save_dir), "OMP_NUM_THREADS": "1", **(env or {})}
+        self.id = cluster.command(*command, "--nodes=2", *options, str(SBATCH), *training, env=kept).strip()
 
     def facts(self) -> dict[str, str]:
         """What ``scontrol show job`` says."""

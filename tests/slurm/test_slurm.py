@@ -57,7 +57,7 @@ def test_what_is_cancelled_is_saved_and_not_started_again(cluster: Cluster) -> N
     job = BatchJob(cluster)
     job.wait_for("step 10/")
     cluster.command("scancel", job.id)
-    facts = job.wait_for_state("CANCELLED", "PENDING", "COMPLETED", "FAILED")
+    facts = job.wait_for_state("CANCELLED", "COMPLETED", "FAILED")
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
     until("the checkpoint is there", lambda: verdict(job) == ("saved", 75))
 
@@ -90,17 +90,19 @@ def test_before_the_time_limit_it_is_saved_and_started_again(cluster: Cluster, u
 
 def test_a_wrong_configuration_is_not_started_again(cluster: Cluster) -> None:
     job = BatchJob(cluster, env={"TTP_KEEP": "many"})
-    facts = job.wait_for_state("FAILED", "COMPLETED", "PENDING")
+    facts = job.wait_for_state("FAILED", "COMPLETED")
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "64:0", "0"), job.text()
 
 
 def test_a_wrong_configuration_on_one_node_is_not_started_again(cluster: Cluster) -> None:
     program = cluster.folder / "bin" / "ttp"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/bash\n[ "$(hostname)" = {cluster.nodes[1]} ] && export TTP_KEEP=many\nexec {TTP} "$@"\n')
+    program.write_text(
+        f'#!/bin/bash\n[ "$(hostname)" = {cluster.nodes[1]} ] && export TTP_KEEP=many\nexec {TTP} "$@"\n'
+    )
     program.chmod(0o755)
     job = BatchJob(cluster, env={"PATH": f"{program.parent}:{os.environ['PATH']}"})
-    facts = job.wait_for_state("FAILED", "COMPLETED", "PENDING")
+    facts = job.wait_for_state("FAILED", "COMPLETED")
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "64:0", "0"), job.text()
 
 
