@@ -21,6 +21,7 @@ from ttp.controller.journal import Journal
 from ttp.controller.log_output import written_aside
 from ttp.controller.metrics import serve_metrics
 from ttp.controller.service import start_server, stop_server
+from ttp.controller.spans import SpanSender, wanted
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
 from ttp.launch.presence import port_owner
@@ -134,11 +135,16 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
         tasks.append(asyncio.create_task(_watch_owner(driver, args.owner_pid, args.orphan_s)))
     if config.metrics_port:
         tasks.append(asyncio.create_task(serve_metrics(driver, config)))
+    spans = SpanSender(driver.history) if wanted(os.environ) else None
+    if spans is not None:
+        driver.observers.append(spans.take)
     await driver.stopped.wait()
     for task in tasks:
         task.cancel()
     await stop_server(server, driver)
     journal.close(timeout_s=5.0)
+    if spans is not None:
+        spans.close()
     return EXIT_TRAINED
 
 

@@ -37,6 +37,7 @@ from ttp.core.rank.failover import HOME
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.replication import keepers
 from ttp.core.stripes import split
+from ttp.testing.network import apart
 from ttp.testing.scenario import grid
 
 PATIENCE = ControllerTimeouts(
@@ -250,7 +251,7 @@ class Model:
                 if isinstance(action, act.StartStandby):
                     events.append((r, ev.StandbyStarted(RIVAL)))
                 if isinstance(action, act.Send):
-                    for answer in controller.on_event(Received(ConnectionId(2 * r + 2), action.report), 0.0):
+                    for answer in apart(controller.on_event(Received(ConnectionId(2 * r + 2), action.report), 0.0)):
                         if isinstance(answer, Send):
                             events.append((answer.order.rank, ev.OrderReceived(answer.order)))
 
@@ -422,7 +423,7 @@ class Model:
         actions, number = self.machines.step(state.controllers[place], event, state.now)
         state = state._replace(controllers=_put(state.controllers, place, number))
         down = list(state.down)
-        for action in actions:
+        for action in apart(actions):
             if isinstance(action, Send) and action.connection in state.streams:
                 r = state.streams.index(action.connection)
                 down[r] = (*down[r], action.order)
