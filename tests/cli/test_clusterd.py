@@ -89,8 +89,8 @@ def signal(kind: str, *actions: str, faults: tuple[int, ...] = (), **fields: obj
     return pb.RecoverSignal(actions=actions, fault_ranks=named, **known)  # type: ignore[arg-type]
 
 
-def seen(incident: str, stage: str, *, lost: tuple[int, ...] = (), saved: bool = False) -> Seen:
-    return Seen(JOB.hosts, frozenset(lost), incident, stage, saved, "words")
+def seen(incident: str, stage: str, *, lost: tuple[int, ...] = (), saved: bool = False, faulty: bool = True) -> Seen:
+    return Seen(JOB.hosts, incident, stage, faulty, frozenset(lost), saved, "words")
 
 
 @pytest.fixture
@@ -154,6 +154,24 @@ def test_a_dump_of_which_nobody_knows_is_none(bridge: Bridge) -> None:
     assert bridge.look(None, 300.0) == []
     (result,) = bridge.look(None, 362.0)
     assert isinstance(result, pb.RecoverResult) and result.status.code == 407
+
+
+def test_a_checkpoint_on_request_is_no_dump(bridge: Bridge) -> None:
+    """It comes between the signal and the accusation; training goes on after it."""
+    bridge.signal(signal("saveAndExit", "save_and_exit", node_rank_ids=["0"]), 1.0)
+    (accusation,) = bridge.look(seen("snapshot", "saving", faulty=False), 1.0)
+    assert isinstance(accusation, Accuse)
+    assert bridge.look(seen("snapshot", "closed", saved=True, faulty=False), 1.5) == []
+    (result,) = bridge.look(seen("real", "released", saved=True), 2.0)
+    assert isinstance(result, pb.RecoverResult) and result.status.code == 0
+
+
+def test_a_death_that_came_and_went_between_two_looks_is_told_once(bridge: Bridge) -> None:
+    (faults,) = bridge.look(seen("quick", "closed", lost=(2,), saved=True), 1.0)
+    assert isinstance(faults, pb.RecoverFaults)
+    assert bridge.look(seen("quick", "closed", lost=(2,), saved=True), 1.2) == []
+    late = Bridge("j")
+    assert late.look(seen("before", "closed", lost=(2,), saved=True), 1.0) == [], "it is over since long"
 
 
 def test_what_ttp_does_not_do_is_refused(bridge: Bridge) -> None:

@@ -8,15 +8,20 @@ import queue
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ttp.cli.connection import Address, Client, Port, Token, connected, find
+from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import complain
+from ttp.cli.suspects import OF_OTHERS
 from ttp.config import Config
-from ttp.errors import EXIT_SAVED, EXIT_TRAINED, CheckpointError, TtpError, UsageError
+from ttp.core.messages import FaultKind
+from ttp.errors import CheckpointError, TtpError, UsageError
+from ttp.store.names import INCIDENTS
 
 if TYPE_CHECKING:
     from ttp.mindio.clusterd import Accuse, Message, Seen
@@ -29,6 +34,8 @@ PORT = 8899
 ROLE = "master agent"
 SWITCHED_OFF = 403
 CALL_S = 5.0
+DEATHS = frozenset({FaultKind.EXITED.value, FaultKind.LOST.value, FaultKind.SILENT.value})
+NOBODY: frozenset[int] = frozenset()
 AGAIN_MAX_S = 10.0
 
 
@@ -78,6 +85,7 @@ class Eyes:
         self._closing = contextlib.ExitStack()
         self._client: Client | None = None
         self._save_dir: Path | None = None
+        self._read: IncidentLog | None = None
 
     def look(self) -> Seen | None:
         """The job now. None: nobody can be asked, and it has not left how it ended."""
@@ -87,20 +95,58 @@ class Eyes:
             now = self._connected().status()
         except TtpError:
             self.close()
-            return self._end()
+            return self._left()
         self._save_dir = Path(now.save_dir) if now.save_dir else self._save_dir
         hosts: dict[str, list[int]] = {}
         for rank in sorted(now.ranks, key=lambda rank: rank.rank):
             hosts.setdefault(rank.host, []).append(rank.rank)
         last = now.last_incident
-        return Seen(
+        seen = Seen(
             hosts=tuple(tuple(ranks) for ranks in hosts.values()),
-            lost=frozenset(rank.rank for rank in now.ranks if rank.state == "lost"),
             incident=last.id,
             stage=last.stage,
+            faulty=last.stage != "closed" and any(rank.state in ("lost", "broken") for rank in now.ranks),
+            lost=frozenset(rank.rank for rank in now.ranks if rank.state == "lost")
+            if last.stage != "closed"
+            else NOBODY,
             saved=bool(last.path),
             text=last.outcome or last.reason,
         )
+        return self._with_file(seen) if seen.over else seen
+
+    def _with_file(self, seen: Seen) -> Seen:
+        """What its file says of an incident that is over: it may have come and gone between two looks."""
+        if self._read is None or self._read.id != seen.incident or self._read.last("released", "thawed") is None:
+            try:
+                path = self._save_dir and self._save_dir / INCIDENTS / f"{seen.incident}.jsonl"
+                self._read = read_incident(path) if path else None
+            except CheckpointError:
+                self._read = None
+        if self._read is None:
+            return seen
+        standing = [line for lines in self._read.accused_hosts(OF_OTHERS).values() for line in lines]
+        dead = {line.facts.get("rank") for line in standing if line.facts.get("evidence") in DEATHS}
+        return replace(
+            seen,
+            faulty=bool(standing) or seen.faulty,
+            lost=frozenset(rank for rank in dead if isinstance(rank, int)) | seen.lost,
+            saved=self._read.saved,
+            text=self._read.outcome,
+        )
+
+    def _left(self) -> Seen | None:
+        """How the last incident ended, by what a controller that is gone has left."""
+        from ttp.mindio.clusterd import Seen
+
+        try:
+            newest = next(iter(incident_files(self._save_dir)), None) if self._save_dir is not None else None
+        except CheckpointError:
+            return None
+        if newest is None:
+            return None
+        seen = self._with_file(Seen(incident=newest.stem))
+        over = self._read is not None and self._read.last("released", "thawed") is not None
+        return replace(seen, stage="closed") if over else None
 
     def accuse(self, accusation: Accuse) -> None:
         """Report ranks as broken; what the controller answers is logged."""
@@ -120,21 +166,6 @@ class Eyes:
         if self._client is None:
             self._client = self._closing.enter_context(connected(find(*self._asked)))
         return self._client
-
-    def _end(self) -> Seen | None:
-        """How the last launch has ended, by what its controller has left."""
-        from ttp.mindio.clusterd import Seen
-        from ttp.store.history import read_launches
-
-        try:
-            launches = read_launches(self._save_dir) if self._save_dir is not None else []
-        except CheckpointError:
-            return None
-        if not launches or launches[-1].code is None:
-            return None
-        last = launches[-1]
-        saved = last.code in (EXIT_SAVED, EXIT_TRAINED)
-        return Seen(incident=f"ended {last.ended_unix_s}", stage="closed", saved=saved, text=last.text)
 
 
 class ClusterLink:

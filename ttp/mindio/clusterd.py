@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ttp.wire.v1 import recover_pb2 as pb
@@ -36,17 +36,19 @@ class Seen:
 
     Args:
         hosts: ranks of each host, in the order of the lowest ones; empty: no job.
-        lost: ranks that have died.
         incident: id of the last one; empty: none.
         stage: its stage.
+        faulty: something is broken; else it was a checkpoint on request, or a false alarm.
+        lost: ranks that have died in it.
         saved: it has committed a checkpoint.
         text: what came of it.
     """
 
     hosts: tuple[tuple[int, ...], ...] = ()
-    lost: frozenset[int] = frozenset()
     incident: str = ""
     stage: str = ""
+    faulty: bool = False
+    lost: frozenset[int] = frozenset()
     saved: bool = False
     text: str = ""
 
@@ -97,7 +99,9 @@ class Bridge:
 
     def __init__(self, job_id: str, stop_s: float = 60.0, dump_s: float = 360.0) -> None:
         self._job_id, self._stop_s, self._dump_s = job_id, stop_s, dump_s
-        self._seen = Seen()
+        self._seen: Seen | None = None
+        self._told: deque[str] = deque(maxlen=KNOWN_MAX)
+        """Incidents whose dead ClusterD knows."""
         self._episode: Episode | None = None
         self._heard: deque[tuple[str, ...]] = deque(maxlen=KNOWN_MAX)
         self.ended = False
@@ -118,17 +122,17 @@ class Bridge:
                 answer = pb.RecoverAnswer(code=NOT_DONE, info="ttp pauses no job for others: it saves and restarts")
                 return [pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=signal.fault_ranks)]
             case "stopTrain", _:
-                self._fault(ranks, self._seen.hosts_of(ranks), now).owed["stop"] = now + self._stop_s
+                self._fault(ranks, self._hosts_of(ranks), now).owed["stop"] = now + self._stop_s
             case "globalFault", _:
-                self._fault(ranks, self._seen.hosts_of(ranks), now)
+                self._fault(ranks, self._hosts_of(ranks), now)
                 can = pb.RecoverStrategies(job_id=self._job_id, fault_ranks=signal.fault_ranks)
                 can.strategies.extend([DUMP, EXIT])
                 return [can]
             case "saveAndExit", _:
                 nodes = {int(node) for node in signal.node_rank_ids if node.isdecimal()}
-                self._fault(ranks, nodes | self._seen.hosts_of(ranks), now).owed[DUMP] = now + self._dump_s
+                self._fault(ranks, nodes | self._hosts_of(ranks), now).owed[DUMP] = now + self._dump_s
             case "changeStrategy", "dump":
-                self._fault(ranks, self._seen.hosts_of(ranks), now).owed[DUMP] = now + self._dump_s
+                self._fault(ranks, self._hosts_of(ranks), now).owed[DUMP] = now + self._dump_s
             case "changeStrategy", "exit":
                 self._episode = None
             case "changeStrategy", _:
@@ -140,12 +144,13 @@ class Bridge:
         actions: list[Action] = []
         if seen is not None:
             actions += self._died(seen, now)
-            self._seen = seen
+            self._seen = seen if seen.hosts or self._seen is None else replace(seen, hosts=self._seen.hosts)
         episode = self._episode
         if episode is None:
             return actions
         known = episode.result
-        if seen is not None and seen.incident not in ("", episode.before) and not (known and known.over):
+        new = seen is not None and seen.faulty and seen.incident not in ("", episode.before)
+        if new and not (known and known.over):
             episode.result = seen
         if episode.result is None and seen is not None and seen.hosts and now >= episode.accused_s + ACCUSE_AGAIN_S:
             episode.accused_s = now
@@ -159,16 +164,23 @@ class Bridge:
         """The episode that a signal is about: the present one, unless that is over and was about other hosts."""
         episode = self._episode
         if episode is None or (episode.result is not None and episode.result.over and not hosts <= episode.hosts):
-            episode = self._episode = Episode(now, self._seen.incident)
+            episode = self._episode = Episode(now, self._seen.incident if self._seen is not None else "")
         episode.ranks |= ranks
         episode.hosts |= hosts
         return episode
 
+    def _hosts_of(self, ranks: Iterable[int]) -> set[int]:
+        return self._seen.hosts_of(ranks) if self._seen is not None else set()
+
     def _died(self, seen: Seen, now: float) -> list[Action]:
-        """ClusterD hears of ranks whose death it cannot know, once."""
+        """ClusterD hears of ranks whose death it cannot know, once. Not of what was over before this process began."""
+        if self._seen is None and seen.over:
+            self._told.append(seen.incident)
+        if not seen.lost or seen.incident in self._told:
+            return []
+        self._told.append(seen.incident)
         episode = self._episode
-        open_now = seen.incident != "" and not seen.over
-        if not open_now or not seen.lost or (episode is not None and seen.lost <= episode.ranks):
+        if episode is not None and seen.lost <= episode.ranks:
             return []
         if episode is None or (episode.result is not None and episode.result.incident != seen.incident):
             episode = self._episode = Episode(now, "")
