@@ -107,8 +107,10 @@ def test_a_fault_is_accused_until_the_job_knows_of_it(bridge: Bridge) -> None:
     assert isinstance(accusation, Accuse) and accusation.ranks == (2, 3), "the whole host goes"
     assert bridge.look(JOB, 1.2) == []
     assert len(bridge.look(JOB, 3.5)) == 1, "again: it was not heard"
-    assert bridge.look(seen("new", "freezing"), 3.6) == []
-    (stopped,) = bridge.look(seen("new", "saving"), 3.7)
+    bridge.believed()
+    assert bridge.look(JOB, 7.0) == []
+    assert bridge.look(seen("new", "freezing"), 7.6) == []
+    (stopped,) = bridge.look(seen("new", "saving"), 7.7)
     assert isinstance(stopped, pb.RecoverStopped) and stopped.status.code == 0
 
 

@@ -19,9 +19,13 @@ WAIT_S = 150
 @pytest.mark.xdist_group("ttp")
 def test_what_clusterd_hears_is_what_is_on_disk(make_job: Callable[..., Job]) -> None:
     """A rank is killed, which only ttp sees; then, in the next launch, a device breaks, which only ClusterD sees."""
-    faults = [{"id": "killed", "rank": 1, "step": 3, "phase": "backward", "action": "kill"}]
+    faults = [{"id": "killed", "rank": 1, "step": 3, "phase": "backward", "action": "kill", "when": "seen"}]
     job = make_job(ranks=2, steps=100_000, max_restarts=0, faults=faults).start()
-    with FakeClusterD() as clusterd, agent(job.port, clusterd.port):
+    with FakeClusterD() as clusterd, agent(job.port, clusterd.port) as process:
+        assert process.stderr is not None
+        while "the job has 2 ranks on 1 hosts" not in process.stderr.readline():
+            assert process.poll() is None, job.story()
+        (job.directory / "seen").touch()
         assert [fault.rank_id for fault in clusterd.hear("ReportProcessFault").fault_ranks] == ["1"], job.story()
         clusterd.send("saveAndExit", "save_and_exit", node_rank_ids=["0"], uuid="first")
         first = clusterd.hear("ReportRecoverStatus")

@@ -70,10 +70,10 @@ def clusterd(
             signal = link.next(every)
             actions = [] if signal is None else bridge.signal(signal, time.time())
             for action in [*actions, *bridge.look(eyes.look(), time.time())]:
-                if isinstance(action, Accuse):
-                    eyes.accuse(action)
-                else:
+                if not isinstance(action, Accuse):
                     link.say(action)
+                elif eyes.accuse(action):
+                    bridge.believed()
 
 
 class Eyes:
@@ -86,6 +86,7 @@ class Eyes:
         self._client: Client | None = None
         self._save_dir: Path | None = None
         self._read: IncidentLog | None = None
+        self._saw = False
 
     def look(self) -> Seen | None:
         """The job now. None: nobody can be asked, and it has not left how it ended."""
@@ -100,15 +101,17 @@ class Eyes:
         hosts: dict[str, list[int]] = {}
         for rank in sorted(now.ranks, key=lambda rank: rank.rank):
             hosts.setdefault(rank.host, []).append(rank.rank)
+        if hosts and not self._saw:
+            complain(f"the job has {len(now.ranks)} ranks on {len(hosts)} hosts")
+            self._saw = True
         last = now.last_incident
+        dead = frozenset(rank.rank for rank in now.ranks if rank.state == "lost")
         seen = Seen(
             hosts=tuple(tuple(ranks) for ranks in hosts.values()),
             incident=last.id,
             stage=last.stage,
-            faulty=last.stage != "closed" and any(rank.state in ("lost", "broken") for rank in now.ranks),
-            lost=frozenset(rank.rank for rank in now.ranks if rank.state == "lost")
-            if last.stage != "closed"
-            else NOBODY,
+            faulty=any(rank.state in ("lost", "broken", "released") for rank in now.ranks),
+            lost=dead if last.stage != "closed" else NOBODY,
             saved=bool(last.path),
             text=last.outcome or last.reason,
         )
@@ -148,14 +151,16 @@ class Eyes:
         over = self._read is not None and self._read.last("released", "thawed") is not None
         return replace(seen, stage="closed") if over else None
 
-    def accuse(self, accusation: Accuse) -> None:
-        """Report ranks as broken; what the controller answers is logged."""
+    def accuse(self, accusation: Accuse) -> bool:
+        """Report ranks as broken; what the controller answers is said. Whether it has heard that."""
         try:
             answer = self._connected().report_fault(list(accusation.ranks), "", accusation.text)
-            complain(f"ClusterD has named ranks {', '.join(map(str, accusation.ranks))}. {answer.text}")
         except TtpError as problem:
             complain(str(problem))
             self.close()
+            return False
+        complain(f"ClusterD has named ranks {', '.join(map(str, accusation.ranks))}. {answer.text}")
+        return bool(answer.accused)
 
     def close(self) -> None:
         """Close the connection; the next look opens one."""

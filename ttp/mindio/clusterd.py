@@ -160,6 +160,11 @@ class Bridge:
             self._episode = None
         return actions
 
+    def believed(self) -> None:
+        """The controller has taken the accusation; it is not made again."""
+        if self._episode is not None:
+            self._episode.accused_s = float("inf")
+
     def _fault(self, ranks: set[int], hosts: set[int], now: float) -> Episode:
         """The episode that a signal is about: the present one, unless that is over and was about other hosts."""
         episode = self._episode

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
+import tensorflow as tf  # type: ignore[import-untyped]
 
 SAVED = 75
 EVERY = 20
@@ -73,7 +73,7 @@ def newest_that_loads(checkpoint: Any, save_dir: Path) -> int:
     for path in reversed(list(state.all_model_checkpoint_paths)[-5:] if state else []):
         try:
             checkpoint.restore(path).assert_existing_objects_matched()
-            return int(checkpoint.step)
+            return int(checkpoint.step.numpy())
         except (tf.errors.OpError, AssertionError, ValueError) as problem:
             print(f"{path} is passed over: {problem!s:.200}", flush=True)
     return 0
