@@ -16,13 +16,14 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from ttp.core import messages as m
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart
-from ttp.core.relay import Frame, LineId
+from ttp.core.relay import ALIKE, Frame, LineId, folded
 from ttp.testing import toy
 from ttp.wire.convert import report_to_wire
 from ttp.wire.relay import frame_to_wire
@@ -114,8 +115,8 @@ class Ranks(asyncio.Protocol):
     def _said(self, reports: Sequence[m.Report], *, beat: bool = False) -> bytes:
         if not self._relayed:
             return b"".join(said(report_to_wire(report).SerializeToString()) for report in reports)
-        lines = tuple((LineId(report.rank), report) for report in reports)
-        return said(frame_to_wire(Frame(lines, beat)).SerializeToString())
+        lines = ((LineId(r.rank), replace(r, rank=m.SEVERAL) if isinstance(r, ALIKE) else r) for r in reports)
+        return said(frame_to_wire(Frame(tuple(folded(lines)), beat)).SerializeToString())
 
 
 def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:

@@ -95,8 +95,8 @@ class Driver:
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self.perform_program: Callable[[ce.ProgramAction], None] = lambda action: None
         """Performs an action of ``program``."""
-        self.observe: Callable[[str, dict[str, object], float, float], None] = lambda *event: None
-        """Called with each event that is recorded: its kind, its facts, and the time of both clocks."""
+        self.observers: list[Callable[[str, dict[str, object], float, float], None]] = []
+        """Each is called with each event that is recorded: its kind, its facts, and the time of both clocks."""
         self.on_close: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -223,6 +223,9 @@ class Driver:
         match action:
             case ce.Send(connection, order):
                 self._send(connection, order)
+            case ce.SendAlike(who, order):
+                for connection, _ in who:
+                    self._send(connection, order)
             case ce.Record(kind, incident, facts):
                 self._record(kind, incident, facts)
             case ce.AnswerSave(request):
@@ -260,7 +263,8 @@ class Driver:
             self._journal.launch_begins(self.machine.save_dir, happening, bool(facts.get("resumed")), self._remembered)
         elif kind in HISTORY_KINDS:
             self._journal.launch_goes_on(self.machine.save_dir, happening)
-        self.observe(kind, facts, happening.monotonic_s, happening.unix_s)
+        for observe in self.observers:
+            observe(kind, facts, happening.monotonic_s, happening.unix_s)
 
     def _remembered(self, fruitless: int, progress: bool) -> None:
         """See ``Journal.launch_begins``. Called on the journal's thread."""

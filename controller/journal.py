@@ -113,7 +113,7 @@ class Journal:
 
     def write(self, save_dir: str, happening: Happening) -> None:
         """Queue one line; never blocks. Lines beyond ``LINES_MAX`` that a hanging disk has not taken are dropped."""
-        incident, line = happening.incident, _line(happening)
+        incident, line = happening.incident, line_of(happening)
         with self._lock:
             story = self._stories.get(incident) or self._begin(incident, Path(save_dir) if save_dir else self._run_dir)
             if len(story.lines) < LINES_MAX:
@@ -270,7 +270,8 @@ class _Writer:
         return batch
 
 
-def _line(happening: Happening) -> str:
+def line_of(happening: Happening) -> str:
+    """A happening as a line of its incident's file."""
     h = happening
     facts = h.facts[1:-1]  # of an object; made into text once, for watchers too
     return (

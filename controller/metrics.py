@@ -8,6 +8,7 @@ https://prometheus.io/docs/practices/naming/.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from ttp.config import Config
 from ttp.controller.driver import Driver
 from ttp.controller.service import rank_state
 from ttp.controller.tally import BUCKETS_S, Histogram, Tally
+from ttp.core.messages import FaultKind
 
 log = logging.getLogger("ttp.controller")
 
@@ -27,6 +29,8 @@ STATES = ("live", "frozen", "lost", "broken", "released", "done", "missing")
 STAGES = (
     "waiting", "forming", "training", "freezing", "saving", "mending", "committing", "saved", "released", "finished",
 )  # fmt: skip
+CAUSES = (*(kind.value for kind in FaultKind), "unknown")
+OUTCOMES = ("saved", "nothing_new", "mended", "thawed", "not_saved")
 PUBLISH_S = 1.0
 RANKS_MAX = 64
 """Ranks of a job that has numbers of each: every one is a series."""
@@ -164,8 +168,8 @@ def _sums(tally: Tally) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
     incidents = CounterMetricFamily("ttp_incidents", "Incidents that are over.", labels=["cause", "outcome"])
-    for (cause, outcome), count in sorted(tally.incidents.items()):
-        incidents.add_metric([cause, outcome], count)
+    for cause, outcome in itertools.product(CAUSES, OUTCOMES):  # also with 0: a first increase has to be one
+        incidents.add_metric([cause, outcome], tally.incidents[cause, outcome])
     spent = CounterMetricFamily("ttp_job_seconds", "What the job's time went into.", labels=["state"])
     for state in ("training", "freezing", "saving", "down", "restoring"):
         spent.add_metric([state], tally.spent_s[state])
@@ -224,7 +228,7 @@ async def serve_metrics(driver: Driver, config: Config) -> None:
         return
     log.info("metrics on %s:%s", address, port)
     tally, stage = Tally(), ""
-    driver.observe = tally.take
+    driver.observers.append(tally.take)
     try:
         due = 0.0
         while True:

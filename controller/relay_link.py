@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import grpc
 
@@ -16,7 +16,7 @@ from ttp.controller.driver import Driver
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.layout import Rank
-from ttp.core.relay import LineId, Unfolded, folded
+from ttp.core.relay import ALIKE, LineId, Lines, Unfolded, folded
 from ttp.wire.convert import WireError
 from ttp.wire.relay import LINES_MAX, orders_to_wire, parse_frame
 from ttp.wire.v1 import controller_pb2 as pb
@@ -30,13 +30,14 @@ class RelayedStream:
     Args:
         id: unique in this controller.
         line: its number at the relay.
+        rank: that has opened it.
         link: the relay's stream.
     """
 
-    __slots__ = ("_link", "closing", "id", "line", "peer")
+    __slots__ = ("_link", "closing", "id", "line", "peer", "rank")
 
-    def __init__(self, id: ce.ConnectionId, line: LineId, link: RelayLink) -> None:
-        self.id, self.line, self.closing = id, line, False
+    def __init__(self, id: ce.ConnectionId, line: LineId, rank: Rank, link: RelayLink) -> None:
+        self.id, self.line, self.rank, self.closing = id, line, rank, False
         self.peer = link.peer
         self._link = link
 
@@ -97,31 +98,34 @@ class RelayLink:
         finally:
             self.close()
 
-    def _events(self, reports: Iterator[tuple[LineId, m.Report | None]]) -> Iterator[ce.Event]:
-        for line, report in reports:
+    def _events(self, reports: Iterable[tuple[Lines, m.Report | None]]) -> Iterator[ce.Event]:
+        for lines, report in reports:
+            if isinstance(report, m.Hello):
+                for line in lines:
+                    if line not in self._lines:
+                        self._open(line, report.rank)
+            known = [self._lines[line] for line in lines if line in self._lines]  # the controller has ended others
             if report is None:
-                ended = self._lines.pop(line, None)
-                if ended is not None:
+                for ended in known:
+                    del self._lines[ended.line]
                     self._driver.disconnect(ended)
                 continue
-            known = self._lines.get(line)
-            if known is None:
-                if not isinstance(report, m.Hello):
-                    continue  # the controller has ended this line already
-                known = self._open(line)
-            if not known.closing:
-                yield ce.Received(known.id, report)
+            who = tuple((each.id, each.rank) for each in known if not each.closing)
+            if isinstance(report, ALIKE) and report.rank == m.SEVERAL:
+                yield ce.ReceivedAlike(who, report)
+            else:
+                yield from (ce.Received(connection, report) for connection, _ in who)
 
-    def _open(self, line: LineId) -> RelayedStream:
+    def _open(self, line: LineId, rank: Rank) -> RelayedStream:
         if len(self._lines) >= LINES_MAX:
             raise WireError(f"more than {LINES_MAX} ranks")
-        opened = self._driver.admit(lambda id: RelayedStream(id, line, self))
+        opened = self._driver.admit(lambda id: RelayedStream(id, line, rank, self))
         self._lines[line] = opened
         return opened
 
     def _refuse(self, line: LineId, problem: str) -> None:
         log.warning("line %s of a relay is refused: %s", line, problem)
-        refused = self._lines.get(line) or self._open(line)
+        refused = self._lines.get(line) or self._open(line, Rank(-1))
         refused.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, problem))
 
     # -------------------------------------------------------------------------------------------------------- outwards

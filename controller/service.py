@@ -127,6 +127,8 @@ class ControllerService(rpc.ControllerServicer):
 
     async def ReportFault(self, request: pb.ReportFaultRequest, context: Any) -> pb.ReportFaultResponse:
         """See the proto."""
+        if request.recovered:
+            return self._recovered(request.host)
         if request.pids and len(request.pids) != len(request.ranks):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "pids and ranks must have the same length")
         try:
@@ -151,6 +153,13 @@ class ControllerService(rpc.ControllerServicer):
             f"accused: rank {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
         )
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
+
+    def _recovered(self, host: str) -> pb.ReportFaultResponse:
+        """A host is well again: by its name, or the short form of it."""
+        hosts = {name for name in self._driver.machine.drained_hosts if host in (name, name.partition(".")[0])}
+        self._driver.feed(ce.HostsDrained(frozenset(hosts), drained=False))
+        text = f"{host} may start ranks again" if hosts else f"{host} is not drained; nothing was done"
+        return pb.ReportFaultResponse(text=text)
 
     def _are_of_this_launch(self, pid_of: Mapping[Rank, int]) -> bool:
         """Whether no reported rank has joined with another pid. One that has not joined may have ended before."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ttp import api, session
 from ttp.adapters.frameworks.accelerate import protect
-from ttp.adapters.frameworks.hf_directory import choose, complete, fsdp_plugin
+from ttp.adapters.frameworks.hf_directory import choose, complete, complete_shards, fsdp_plugin
 from ttp.adapters.frameworks.versions import numbers, require
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.adapters.torch.sharding.exchange import gather_bytes
@@ -258,6 +258,7 @@ class TtpCallback(TrainerCallback):
         if hasattr(trainer, "current_flos"):
             trainer.current_flos = (mine or mark)["flos"]
         self._restore_callbacks(mark, control)
+        complete_shards(found["directory"], trainer)
         if not mark["done"]:
             with api.paused("what was due behind the last step"):
                 self._make_again(mark, control)

@@ -151,19 +151,22 @@ def complete(directory: str, trainer: Any) -> None:
         states["cuda"] = torch.cuda.get_rng_state_all() if args.world_size > 1 else torch.cuda.get_rng_state()
     name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     torch.save(states, Path(directory) / name)
-    plugin = fsdp_plugin(trainer)
-    if plugin is not None:  # all ranks have a part
-        _save_sharded(directory, trainer, plugin)
     if args.process_index == 0:
         named = {"scheduler.pt": trainer.lr_scheduler, "scaler.pt": scaler}
-        named |= {} if plugin is not None else {"optimizer.pt": trainer.optimizer}
+        named |= {} if fsdp_plugin(trainer) is not None else {"optimizer.pt": trainer.optimizer}
         for name, kept in named.items():
             if kept is not None:
                 torch.save(kept.state_dict(), Path(directory) / name)
 
 
-def _save_sharded(directory: str, trainer: Any, plugin: Any) -> None:
-    """By Accelerate. What ttp has saved will be removed one day, so the model does not stay a link to it."""
+def complete_shards(directory: str, trainer: Any) -> None:
+    """Of all ranks, by Accelerate; nothing without FSDP. Before an evaluation, behind which FSDP2 has whole weights.
+
+    What ttp has saved will be removed one day, so the model does not stay a link to it.
+    """
+    plugin = fsdp_plugin(trainer)
+    if plugin is None:
+        return
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 
     link = Path(directory) / f"{_FSDP_MODEL}_0"

@@ -22,10 +22,10 @@ SAVED: list[tuple[float, str, dict[str, Any]]] = [
     (0.0, "opened", {"incarnation": 2, "term": 1, "world_size": 4, "snapshot": False, "recovered": False}),
     (0.1, "evidence", {"rank": 0, "evidence": "collective", "text": "rank 0 raised", "detail": "Trace\nback"}),
     (0.2, "evidence", {"rank": 3, "evidence": "lost", "text": "rank 3 was lost", "detail": "", "witness": None}),
-    (0.9, "acknowledged", {"rank": 1, "version": 11, "phase": "updating", "stuck": False, "settled": True}),
-    (1.0, "answer", {"rank": 0, "version": 12, "phase": "idle", "stuck": False, "settled": True}),
-    (1.5, "answer", {"rank": 2, "version": 12, "phase": "idle", "stuck": False, "settled": True}),
-    (2.0, "answer", {"rank": 1, "version": 12, "phase": "idle", "stuck": True, "settled": False}),
+    (0.9, "acknowledged", {"ranks": [1], "version": 11, "phase": "updating", "stuck": False, "settled": True}),
+    (1.0, "answer", {"ranks": [0], "version": 12, "phase": "idle", "stuck": False, "settled": True}),
+    (1.5, "answer", {"ranks": [2], "version": 12, "phase": "idle", "stuck": False, "settled": True}),
+    (2.0, "answer", {"ranks": [1], "version": 12, "phase": "idle", "stuck": True, "settled": False}),
     (2.1, "plan", {"version": 12, "reason": "the newest", "savers": {"model": 0}, "how": {"model": "redo"}}),
     (9.0, "saved", {"rank": 0, "pieces": [{"file": "a", "size": 1500}, {"file": "b", "size": 500}]}),
     (9.1, "commit", {"rank": 0, "generation": 0}),
@@ -65,6 +65,12 @@ def test_a_torn_last_line(tmp_path: Path, lost: int) -> None:
     assert len(log.lines) == len(SAVED) - (lost > 1)  # only the newline is missing: the line is whole
     assert log.unreadable == (lost > 1)
     assert log.cause == "rank 3 was lost"
+
+
+def test_half_a_character_is_replaced_and_a_whole_one_stays(tmp_path: Path) -> None:
+    cause = "a \ud83d b \ud83c\udfd6 c"
+    log = read_incident(write(tmp_path, "one", [(0.0, "evidence", {"rank": 1, "evidence": "lost", "text": cause})]))
+    assert log.cause == "a \ufffd b \U0001f3d6 c"
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xfe\n", b"[1]\n", b'{"kind": 5}\n', b'"opened"\n', b"[" * 100_000 + b"\n"])

@@ -46,8 +46,10 @@ def test_controller_and_ranks_have_their_tracks(trace: dict[str, Any]) -> None:
     assert [span["name"] for span in spans(trace)[1, 2]] == ["saved", "committed"]
     assert {pid for pid, tid in spans(trace) if tid == 1} == {1, 2, 3, 1_000_000}, "three ranks have answered"
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
-    assert names == {"controller", "rank 0", "rank 1", "rank 2"}
+    assert names == {"controller", "rank 0", "rank 1", "rank 2", "rank 3"}
     signs = [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"]
+    accused = {event["pid"] for event in trace["traceEvents"] if event["name"].startswith("evidence")}
+    assert accused == {1, 4}, "what is said of a rank is on its own track"
     assert "evidence: rank 3 was lost" in signs and trace["otherData"]["outcome"] == "exit 75: saved version 12"
 
 
@@ -56,7 +58,7 @@ def test_facts_of_odd_kinds_do_no_harm_and_one_incident_is_wanted(tmp_path: Path
         (0.0, "opened", {}),
         (1.0, "plan", {"savers": [1]}),
         (1.5, "saved", {"rank": 1}),
-        (2.0, "answer", {"rank": "x"}),
+        (2.0, "answer", {"ranks": ["x"]}),
     ]
     write(tmp_path, "one", odd)
     assert ttp("incidents", tmp_path, "--last", "--trace", tmp_path / "out.json").code == 0

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.controller.conftest import until
 from tests.ports import free_port
+from ttp.cli.main import main
 from ttp.controller.metrics import Collector, RankNumbers, Snapshot
 from ttp.controller.tally import Tally
 
@@ -106,7 +107,7 @@ def scrape(port: int) -> Numbers:
         return scraped(answer.read().decode())
 
 
-def test_a_controller_and_the_command(start: Any, tmp_path: Path) -> None:
+def test_a_controller_and_the_command(start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     controller = start(TTP_METRICS_PORT=str(port))
     until(lambda: f"metrics on 127.0.0.1:{port}" in controller.output())
@@ -121,6 +122,8 @@ def test_a_controller_and_the_command(start: Any, tmp_path: Path) -> None:
     written = scraped(file.read_text())
     assert written["ttp_ranks", "live"] == 2 and ("ttp_version_saved", "") not in written
     assert set(written) <= set(found)
+    assert main(["metrics", "--port", str(controller.port), "--textfile", str(tmp_path / "no" / "ttp.prom")]) == 64
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_said_and_nothing_stops(start: Any) -> None:

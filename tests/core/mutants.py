@@ -35,6 +35,7 @@ SUITES: dict[str, list[str]] = {
         "test_replica_vote.py",
         "test_stripes.py",
         "test_buddies.py",
+        "test_relay.py",
         "test_route.py",
         "test_admission.py",
         "test_controller_machine.py",

@@ -29,6 +29,7 @@ from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart, TellLayout
+from ttp.testing.network import apart
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 
@@ -69,12 +70,12 @@ class Talk:
     # ------------------------------------------------------------------------------------------------------- what comes
 
     def event(self, event: Event, *, together: bool = False) -> str:
-        self.said = self.machine.on_event(event, self.now, more=together)
+        self.said = apart(self.machine.on_event(event, self.now, more=together))
         return line(self.said)
 
     def all_said(self) -> str:
         """All that came together was said."""
-        self.said = self.machine.settle(self.now)
+        self.said = apart(self.machine.settle(self.now))
         return line(self.said)
 
     def report(self, rank: int, report: m.Report, *, together: bool = False) -> str:

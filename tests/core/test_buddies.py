@@ -22,6 +22,7 @@ from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.replication import NOBODY, Buddies, Generations, keepers
+from ttp.testing.network import apart
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
 
@@ -296,7 +297,7 @@ class Played:
 
     def up(self, r: int, _: bool) -> None:
         self.buddies.copied(self.ups[r].popleft())
-        for action in self.outbox.take():
+        for action in apart(self.outbox.take()):
             order = getattr(action, "order", None)
             if order is not None:
                 self.downs[order.rank].append(order)

@@ -114,7 +114,7 @@ def a_life(random: Random) -> Iterator[tuple[HangWatch, Oracle, set[Rank], float
             places[rank] = (version + random.choice([0, 0, 1]), random.random() < 0.3, mark + random.choice([0, 1]))
         activity = "evaluation" if random.random() < wild / 4 else ""
         version, updating, mark = places[rank]
-        watch.observed(rank, Version(version), mark, UPDATING if updating else IDLE, activity, now)
+        watch.observed((Rank(rank),), Version(version), mark, UPDATING if updating else IDLE, activity, now)
         oracle.beats.append(Beat(now, rank, places[rank], activity))
         yield watch, oracle, live, now
 
@@ -177,7 +177,7 @@ def watched(training: Training, hung: int | None, stopped: bool, floor_s: float)
         if suspicion is not None:
             found.append(suspicion)
             raised_at = at
-        watch.observed(Rank(rank), Version(version), mark, IDLE, "", at)
+        watch.observed((Rank(rank),), Version(version), mark, IDLE, "", at)
     return found, raised_at - end
 
 

@@ -37,7 +37,7 @@ class Job:
         for rank in sorted(self.live):
             if rank in self.at:
                 version, mark, phase, activity = self.at[rank]
-                self.watch.observed(rank, Version(version), mark, phase, activity, self.now)
+                self.watch.observed((Rank(rank),), Version(version), mark, phase, activity, self.now)
 
     def stand(self, **places: tuple[int, int] | str) -> None:
         """Ranks (``r0=...``) are from now on at (versions ahead, mark), or pause for what is named, or are silent."""
@@ -295,7 +295,7 @@ class TestExcuses:
         job.live.discard(Rank(0))
         for _ in range(100):
             job.now += 1.0
-            job.watch.observed(Rank(0), Version(job.version), 0, IDLE, "", job.now)
+            job.watch.observed((Rank(0),), Version(job.version), 0, IDLE, "", job.now)
             assert job.watch.check(job.now, job.live) is None
 
     def test_an_empty_world(self) -> None:

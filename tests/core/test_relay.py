@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.relay import FRESH, HOLD_S, Frame, LineId, Relay, Unfolded, folded, ordered
+from ttp.core.relay import ALIKE, FRESH, HOLD_S, Frame, LineId, Relay, Unfolded, folded
 from ttp.testing.toy import hello
 
 LINES = 4
@@ -25,6 +27,14 @@ def frozen(rank: int) -> m.Frozen:
 
 def fault(rank: int) -> m.Fault:
     return m.Fault(Rank(rank), Rank(rank), m.FaultKind.EXCEPTION, "boom", "", "")
+
+
+def alike(report: m.Report) -> m.Report:
+    return replace(report, rank=m.SEVERAL)
+
+
+def lines(*numbers: int) -> tuple[LineId, ...]:
+    return tuple(map(LineId, numbers))
 
 
 def relay_of(ranks: int) -> Relay:
@@ -52,20 +62,25 @@ STEPS = st.lists(
 @given(STEPS)
 def test_the_controller_hears_what_it_would_have_heard_without(steps: list[tuple[str, int, int, float]]) -> None:
     relay, unfolded, now = Relay(BEAT_S), Unfolded(), 0.0
+    rank_of: dict[LineId, Rank] = {}
     said: dict[LineId, list[m.Report | None]] = {}
     heard: dict[LineId, list[m.Report | None]] = {}
-    lines = {rank: LineId(rank) for rank in range(LINES)}
-    for rank, line in lines.items():
+    line_of = {rank: LineId(rank) for rank in range(LINES)}
+    for rank, line in line_of.items():
         relay.reported(line, hello(rank, LAYOUT), now)
         said[line] = [hello(rank, LAYOUT)]
 
     def take() -> None:
         frame = relay.take(now)
-        for line, report in unfolded.reports(frame) if frame is not None else ():
-            heard.setdefault(line, []).append(report)
+        for several, report in unfolded.reports(frame) if frame is not None else ():
+            for line in several:
+                if isinstance(report, m.Hello):
+                    rank_of[line] = report.rank
+                each = replace(report, rank=rank_of[line]) if isinstance(report, ALIKE) else report
+                heard.setdefault(line, []).append(each)
 
     for what, rank, version, wait_s in steps:
-        line = lines[rank]
+        line = line_of[rank]
         saying: dict[str, m.Report] = {"beat": beat(rank, version), "frozen": frozen(rank), "fault": fault(rank)}
         report = saying.get(what)
         if report is not None:
@@ -74,9 +89,9 @@ def test_the_controller_hears_what_it_would_have_heard_without(steps: list[tuple
         elif what == "end":
             relay.ended(line, now)
             said[line].append(None)
-            lines[rank] = LineId(max(said) + 1)  # it comes back on another stream
-            relay.reported(lines[rank], hello(rank, LAYOUT), now)
-            said[lines[rank]] = [hello(rank, LAYOUT)]
+            line_of[rank] = LineId(max(said) + 1)  # it comes back on another stream
+            relay.reported(line_of[rank], hello(rank, LAYOUT), now)
+            said[line_of[rank]] = [hello(rank, LAYOUT)]
         elif what == "freeze":
             relay.told([line], m.Freeze(Rank(rank), 1, "i", "c", snapshot=False))
         now += wait_s
@@ -119,14 +134,14 @@ def test_evidence_goes_up_at_once_and_is_not_behind_beats() -> None:
     relay.reported(LineId(0), beat(0, 2), 0.5)
     assert relay.take(0.5) is None  # a beat has time
     relay.reported(LineId(1), fault(1), 0.5)
-    assert relay.take(0.5) == Frame(((LineId(1), fault(1)),))
+    assert relay.take(0.5) == Frame(((lines(1), fault(1)),))
 
 
 def test_what_a_rank_said_earlier_arrives_earlier() -> None:
     relay = relay_of(LINES)
     relay.reported(LineId(0), beat(0, 2), 0.5)
     relay.reported(LineId(0), fault(0), 0.5)
-    assert relay.take(0.5) == Frame(((LineId(0), beat(0, 2)), (LineId(0), fault(0))))
+    assert relay.take(0.5) == Frame(((lines(0), alike(beat(0, 2))), (lines(0), fault(0))))
 
 
 def test_one_frame_stands_for_all_that_beat_and_names_the_silent() -> None:
@@ -136,24 +151,54 @@ def test_one_frame_stands_for_all_that_beat_and_names_the_silent() -> None:
             relay.reported(LineId(rank), beat(rank, 1 + (rank == 0) * second), second - 0.01)
         frame = relay.take(float(second))
         assert frame is not None and frame.beat
-        assert frame.reports == ((LineId(0), beat(0, 1 + second)),)
+        assert frame.reports == ((lines(0), alike(beat(0, 1 + second))),)
         assert frame.silent == (() if second < FRESH else (LineId(LINES - 1),))
 
 
 def test_a_new_activity_is_said_at_once() -> None:
     relay = relay_of(LINES)
     relay.reported(LineId(0), beat(0, 1, "saving"), 0.5)
-    assert relay.take(0.5) == Frame(((LineId(0), beat(0, 1, "saving")),))
+    assert relay.take(0.5) == Frame(((lines(0), alike(beat(0, 1, "saving"))),))
+
+
+def test_what_ranks_say_alike_goes_up_once() -> None:
+    relay = relay_of(LINES)
+    for rank in range(LINES):
+        relay.reported(LineId(rank), beat(rank, 2), 0.9)
+    beats = relay.take(1.0)
+    assert beats is not None and beats.reports == ((lines(*range(LINES)), alike(beat(0, 2))),)
+    relay.told(lines(*range(LINES)), m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
+    for rank in range(LINES):
+        relay.reported(LineId(rank), frozen(rank) if rank != 1 else replace(frozen(rank), has_gradient=True), 1.1)
+    answers = relay.take(1.1)
+    assert answers is not None and [of for of, _ in answers.reports] == [lines(0, 2, 3), lines(1)]
+
+
+def test_what_a_line_says_for_another_rank_is_not_taken_for_its_own() -> None:
+    relay = relay_of(2)
+    relay.reported(LineId(0), frozen(1), 0.5)
+    assert relay.take(0.5) == Frame(((lines(0), frozen(1)),))
+
+
+def test_alike_is_not_put_before_what_the_line_has_said_earlier() -> None:
+    relay = relay_of(2)
+    relay.told(lines(0, 1), m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
+    relay.reported(LineId(0), frozen(0), 0.5)
+    relay.reported(LineId(1), fault(1), 0.5)
+    relay.reported(LineId(1), frozen(1), 0.5)
+    frame = relay.take(0.5)
+    assert frame is not None and [of for of, _ in frame.reports] == [lines(0), lines(1), lines(1)]
+    assert frame.reports[1][1] == fault(1)
 
 
 def test_answers_of_a_host_go_up_together_but_wait_for_nobody_for_long() -> None:
     relay = relay_of(LINES)
-    relay.told([LineId(rank) for rank in range(LINES)], m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
+    relay.told(lines(*range(LINES)), m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
     for rank in range(LINES - 1):
         relay.reported(LineId(rank), frozen(rank), 0.5)
     assert relay.take(0.5) is None and relay.deadline() == 0.5 + HOLD_S
     late = relay.take(0.5 + HOLD_S)
-    assert late is not None and len(late.reports) == LINES - 1
+    assert late is not None and late.reports == ((lines(*range(LINES - 1)), alike(frozen(0))),)
     relay.reported(LineId(LINES - 1), frozen(LINES - 1), 0.7)
     last = relay.take(0.7)
     assert last is not None and len(last.reports) == 1  # nobody is left to wait for
@@ -164,29 +209,28 @@ def test_the_answers_do_not_wait_for_one_that_is_lost() -> None:
     relay.told([LineId(0), LineId(1)], m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
     relay.reported(LineId(0), frozen(0), 0.5)
     relay.ended(LineId(1), 0.5)
-    assert relay.take(0.5) == Frame(((LineId(0), frozen(0)), (LineId(1), None)))
+    assert relay.take(0.5) == Frame(((lines(0), alike(frozen(0))), (lines(1), None)))
 
 
 def test_an_order_for_all_comes_down_once() -> None:
-    def freeze(rank: int, incident: str = "i") -> m.Freeze:
-        return m.Freeze(Rank(rank), 1, incident, "c", snapshot=False)
+    def freeze(incident: str = "i") -> m.Freeze:
+        return m.Freeze(m.SEVERAL, 1, incident, "c", snapshot=False)
 
     welcome = m.Welcome(Rank(0), 1, 1, "x")
     orders: list[tuple[LineId, m.Order | None]] = [
-        *((LineId(rank), freeze(rank)) for rank in range(3)),
+        *((LineId(rank), freeze()) for rank in range(3)),
         (LineId(0), welcome),
         (LineId(1), welcome),
-        (LineId(2), freeze(2, "another")),
+        (LineId(2), freeze("another")),
+        (LineId(2), freeze()),
         (LineId(2), None),
+        (LineId(3), freeze()),
     ]
     together = folded(orders)
-    assert [len(lines) for lines, _ in together] == [3, 1, 1, 1, 1]
-    back = [
-        (line, None if order is None else ordered(order, Rank(int(line)) if isinstance(order, m.Freeze) else Rank(0)))
-        for lines, order in together
-        for line in lines
-    ]
-    assert back == orders
+    assert [of for of, _ in together] == [lines(0, 1, 2), lines(0), lines(1), lines(2), lines(2, 3), lines(2)]
+    for each in set(orders_of := [line for line, _ in orders]):
+        said = [order for of, order in together if each in of]
+        assert said == [order for line, order in orders if line == each], orders_of
 
 
 def test_a_relay_without_ranks_says_nothing() -> None:

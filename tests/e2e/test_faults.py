@@ -103,7 +103,7 @@ def assert_exceptions(incidents: list[list[dict[str, Any]]]) -> None:
     causes = [next(e["text"] for e in events if e.get("evidence") == "exception") for events in incidents]
     assert all("ValueError: a wrong turn in the training loop" in cause for cause in causes)
     torn = incidents[-1]
-    assert any(e["kind"] == "answer" and e["rank"] == 0 and e["phase"] == "torn" for e in torn)
+    assert any(e["kind"] == "answer" and e["ranks"] == [0] and e["phase"] == "torn" for e in torn)
     assert all(0 not in e["savers"].values() for e in torn if e["kind"] == "plan")
 
 

@@ -116,6 +116,29 @@ def test_a_second_fault_while_they_go_on_costs_no_step(
     assert job.results() == unbroken(job)
 
 
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_where_the_others_leave_nothing_stays_that_was_started_beside_their_save(
+    make_job: MakeJob, unbroken: Unbroken
+) -> None:
+    """Rank 1 is killed when rank 0 raises, which is not continued."""
+    raises = {"id": "raise", "rank": 0, "step": KILL["step"], "phase": "data", "action": "raise"}
+    job = make_job(ranks=2, steps=9, max_restarts=1, faults=[KILL | {"phase": "data"}, raises], flags=KEEP)
+    job.env["JOB_STEP_S"] = "0.3"  # there is a process to fork from when the fault comes
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert "1 started while the others save" in job.log.read_text(), job.story()
+    assert again(job) == [False] and job.starts() == [0, *job.committed()], job.story()
+    assert not [p for p in psutil.process_iter() if str(job.directory) in " ".join(environ(p))]
+    assert job.results() == unbroken(job)
+
+
+def environ(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.environ().values())
+    except (psutil.Error, OSError):
+        return []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tests import forking
+from ttp.testing import kit
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 forking.PRELOAD[-1:-1] = [
@@ -20,6 +23,15 @@ forking.PRELOAD[-1:-1] = [
     )
     if importlib.util.find_spec(name.partition(".")[0])
 ]
+if importlib.util.find_spec("torchtitan"):
+    forking.PRELOAD.insert(-1, "tests.frameworks.titan_on_cpu")
+
+
+def quick(kills: Sequence[kit.Kill], *chosen: int, name: str = "") -> Any:
+    """For ``parametrize``: these of the kills; all of them with ``-m slow``."""
+    few = pytest.param(name, [kills[number] for number in chosen], id=f"{name or 'job'}")
+    every = pytest.param(name, kills, id=f"{name or 'job'}-all", marks=pytest.mark.slow)
+    return [few, every] if chosen else [every]
 
 
 @pytest.fixture(autouse=True)

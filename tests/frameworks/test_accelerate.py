@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.forking import ForkedPython
+from tests.frameworks.conftest import quick
 from ttp.errors import ConfigError
 from ttp.testing import kit
 
@@ -20,26 +21,23 @@ FLAT = SimpleNamespace(fsdp_version=1, use_orig_params=False)
 KILLS = [kit.Kill("backward", rank=1), kit.Kill("stepped", rank=0, after=3)]
 
 
+COPIES = [kit.Kill("in_step", rank=0, after=5), kit.Kill("stepped", rank=1, after=5)]
+
+
 @pytest.mark.parametrize(
-    "loop", ["scaler", *(pytest.param(loop, marks=pytest.mark.slow) for loop in ("", "bf16", "split"))]
+    ("loop", "kills"),
+    [
+        *quick(KILLS, 1, name="scaler"),
+        *quick(KILLS, 0, name="hsdp"),
+        *quick(COPIES, 0, name="fsdp2"),
+        *(case for loop in ("", "bf16", "split") for case in quick(KILLS, name=loop)),
+        *quick(COPIES, name="fsdp1"),
+    ],
 )
-def test_it_is_killed_and_ends_with_its_bits(loop: str, tmp_path: Path) -> None:
-    found = kit.run(kit.Job(PROGRAM, KILLS, steps=12, env={"LOOP": loop}), tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
-
-
-def test_a_shard_that_has_a_replica_costs_no_step(tmp_path: Path) -> None:
-    job = kit.Job(PROGRAM, KILLS, world_size=4, steps=12, env={"LOOP": "hsdp"})
-    found = kit.run(job, tmp_path, start=ForkedPython)
-    print(found)
-    found.check()
-
-
-@pytest.mark.parametrize("loop", ["fsdp1", "fsdp2"])
-def test_shards_come_back_from_their_copies(loop: str, tmp_path: Path) -> None:
-    kills = [kit.Kill("in_step", rank=0, after=5), kit.Kill("stepped", rank=1, after=5)]
-    job = kit.Job(PROGRAM, kills, steps=12, env={"LOOP": loop, "TTP_BUDDY_EVERY": "2"}, may_lose=3)
+def test_it_is_killed_and_ends_with_its_bits(loop: str, kills: list[kit.Kill], tmp_path: Path) -> None:
+    """Of shards that have no replica three finished steps may be lost: copies are made every two."""
+    env, ranks = {"LOOP": loop, "TTP_BUDDY_EVERY": "2"}, 4 if loop == "hsdp" else 2
+    job = kit.Job(PROGRAM, kills, ranks, steps=12, env=env, may_lose=3 if kills[0] in COPIES else 0)
     found = kit.run(job, tmp_path, start=ForkedPython)
     print(found)
     found.check()

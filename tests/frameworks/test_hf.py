@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.forking import ForkedPython
+from tests.frameworks.conftest import quick
 from ttp.errors import ConfigError, UsageError
 from ttp.testing import kit
 
@@ -24,18 +25,24 @@ KILLS = [
 ]
 
 
-def test_it_is_killed_in_a_step_and_behind_it(tmp_path: Path) -> None:
-    found = kit.run(kit.Job(PROGRAM, KILLS, steps=16), tmp_path, start=ForkedPython)
+COPIES = [kit.Kill("in_step", rank=0, after=5), kit.Kill("on_evaluate", rank=1, after=5)]
+
+
+@pytest.mark.parametrize(("_name", "kills"), quick(KILLS, 0, 2, 3))
+def test_it_is_killed_in_a_step_and_behind_it(_name: str, kills: list[kit.Kill], tmp_path: Path) -> None:
+    found = kit.run(kit.Job(PROGRAM, kills, steps=16), tmp_path, start=ForkedPython)
     print(found)
     found.check()
 
 
-@pytest.mark.parametrize("shard", ["fsdp1", "fsdp2", "hsdp"])
-def test_a_sharded_model(shard: str, tmp_path: Path) -> None:
-    kills = [kit.Kill("in_step", rank=0, after=5), kit.Kill("on_evaluate", rank=1, after=5)]
-    sharded: Any = {"world_size": 4} if shard == "hsdp" else {"may_lose": 3}
-    job = kit.Job(PROGRAM, kills, steps=16, env={"HF_SHARD": shard, "TTP_BUDDY_EVERY": "2"}, **sharded)
-    found = kit.run(job, tmp_path, start=ForkedPython)
+@pytest.mark.parametrize(
+    ("shard", "kills"), [*quick(COPIES, 1, name="fsdp2"), *quick(COPIES, name="fsdp1"), *quick(COPIES, name="hsdp")]
+)
+def test_a_sharded_model(shard: str, kills: list[kit.Kill], tmp_path: Path) -> None:
+    """Of shards that have no replica three finished steps may be lost: copies are made every two."""
+    env = {"HF_SHARD": shard, "TTP_BUDDY_EVERY": "2"}
+    ranks, lost = (4, 0) if shard == "hsdp" else (2, 3)
+    found = kit.run(kit.Job(PROGRAM, kills, ranks, 16, env=env, may_lose=lost), tmp_path, start=ForkedPython)
     print(found)
     found.check()
 

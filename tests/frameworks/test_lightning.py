@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.forking import ForkedPython
+from tests.frameworks.conftest import quick
 from ttp.errors import ConfigError
 from ttp.testing import kit
 
@@ -49,18 +50,24 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("kind", KILLS)
-def test_it_is_killed_and_ends_with_its_bits(kind: str, tmp_path: Path) -> None:
+QUICK = {"automatic": (1, 3, 4), "manual": (1,), "fsdp2": (1,), "workers": (1,)}
+"""Those of them that run without ``-m slow``."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "kills"), [case for kind in KILLS for case in quick(KILLS[kind], *QUICK.get(kind, ()), name=kind)]
+)
+def test_it_is_killed_and_ends_with_its_bits(kind: str, kills: list[kit.Kill], tmp_path: Path) -> None:
     if kind == "workers":
         pytest.importorskip("torchdata")
-    sharded: Any = {"world_size": 4} if kind == "hsdp" else {"may_lose": 2} if kind in ("fsdp1", "fsdp2") else {}
-    job = kit.Job(PROGRAM, KILLS[kind], env={"PROGRAM_KIND": kind, "TTP_BUDDY_EVERY": "1"}, **sharded)
+    env, ranks = {"PROGRAM_KIND": kind, "TTP_BUDDY_EVERY": "1"}, 4 if kind == "hsdp" else 2
+    job = kit.Job(PROGRAM, kills, ranks, env=env, may_lose=2 if kind in ("fsdp1", "fsdp2") else 0)
     found = kit.run(job, tmp_path, start=ForkedPython)
     print(found)
     found.check()
 
 
-@pytest.mark.parametrize(("ranks", "step"), [(2, 3), (1, 10)])
+@pytest.mark.parametrize(("ranks", "step"), [pytest.param(2, 3, marks=pytest.mark.slow), (1, 10)])
 def test_a_sigterm_saves_and_is_not_the_frameworks(ranks: int, step: int, tmp_path: Path) -> None:
     """One rank has a sampler that draws from the random stream; its tenth step is in the second epoch."""
     env = {"PROGRAM_KIND": "plateau", "PROGRAM_TERM": str(step)}

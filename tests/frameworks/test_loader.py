@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.forking import ForkedPython
+from tests.frameworks.conftest import quick
 from ttp.testing import kit
 
 
 @pytest.mark.needs("torchdata")
 @pytest.mark.timeout(600)
-def test_batches_of_workers_come_in_their_order(tmp_path: Path) -> None:
-    kills = [kit.Kill("backward", rank=1), kit.Kill("stepped", rank=0, after=7)]
+@pytest.mark.parametrize(("_name", "kills"), quick([kit.Kill("backward", 1), kit.Kill("stepped", 0, after=7)], 1))
+def test_batches_of_workers_come_in_their_order(_name: str, kills: list[kit.Kill], tmp_path: Path) -> None:
     job = kit.Job("tests.frameworks.loader_program", kills, steps=14)  # seven batches make an epoch
     found = kit.run(job, tmp_path, start=ForkedPython)
     print(found)

@@ -21,8 +21,8 @@ ID = "20261120-094512-1-3fa9"
 FACTS: dict[str, dict[str, Any]] = {
     "opened": {"incarnation": 1, "term": 1, "world_size": 2, "save_dir": "/s", "snapshot": False, "recovered": False},
     "evidence": {"rank": 1, "evidence": "lost", "text": "rank 1 was lost", "detail": "x", "witness": None},
-    "acknowledged": {"rank": 0, "version": 3, "phase": "updating"},
-    "answer": {"rank": 0, "version": 4, "phase": "idle", "stuck": True, "settled": False, "after_ms": 1.5},
+    "acknowledged": {"ranks": [0], "version": 3, "phase": "updating"},
+    "answer": {"ranks": [0], "version": 4, "phase": "idle", "stuck": True, "settled": False, "after_ms": 1.5},
     "plan": {"version": 4, "savers": {"model": 0}, "how": {"model": "redo"}, "reason": "newest", "draft": "d"},
     "saved": {"rank": 0, "generation": 0, "pieces": [{"file": "f", "size": 10, "digest": "d", "shard": "model"}]},
     "replan": {"generation": 0, "lost_savers": [0]},

@@ -35,6 +35,7 @@ from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.restore_messages import Candidate, Reading, RestoreView
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.mindio.protocol.rank_side import RankRounds
+from ttp.testing.network import apart
 from ttp.testing.toy import hello
 from ttp.wire import limits
 from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_report, report_to_wire
@@ -54,6 +55,7 @@ def machine() -> ControllerMachine:
 
 def check(actions: list[Action]) -> list[Action]:
     """What the edges do with actions: orders are sent, records become JSON."""
+    actions = apart(actions)
     for action in actions:
         if isinstance(action, Send):
             order_to_wire(action.order).SerializeToString()
@@ -163,7 +165,7 @@ def test_what_is_said_on_other_streams_does_not_touch_a_healthy_job(script: list
         assert not [a for a in actions if isinstance(a, Send) and a.connection in HONEST], report
         assert (subject.stage, subject.incidents_total) == ("training", 0), report
     for connection in STRANGERS:
-        assert not [a for a in subject.on_event(StreamEnded(connection), 1.0) if isinstance(a, Send)]
+        assert not [a for a in check(subject.on_event(StreamEnded(connection), 1.0)) if isinstance(a, Send)]
     rescue(subject)
 
 
@@ -183,7 +185,7 @@ def test_a_stray_rank_does_not_make_a_controller_leave_its_job(change: dict[str,
 
 def rescue(subject: ControllerMachine, version: int = 5) -> None:
     """The job of three ranks is saved as if nobody else had spoken."""
-    actions = subject.on_event(StreamEnded(HONEST[2]), 2.0)
+    actions = check(subject.on_event(StreamEnded(HONEST[2]), 2.0))
     assert [a.connection for a in actions if isinstance(a, Send) and isinstance(a.order, m.Freeze)] == HONEST[:2]
     assert subject.incident is not None
     incident = subject.incident.id

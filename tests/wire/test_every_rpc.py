@@ -234,7 +234,7 @@ def attach(job: Any) -> None:
 def relay(job: Any) -> None:
     """The same rank, behind a relay of its host."""
     hello = report_to_wire(hello_of(0, launch=0, nonce="old", pid=1000)).SerializeToString()
-    frame = pb.RelayFrame(reports=[pb.LineReport(line=1, report=hello)])
+    frame = pb.RelayFrame(reports=[pb.LineReport(lines=[1], report=hello)])
     frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
     frames.put(frame)
 

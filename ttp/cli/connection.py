@@ -127,6 +127,8 @@ def _port_of(config: Config) -> int | None:
 
 def _only_local_job(address: str) -> int:
     running = [port for port in _known_ports() if _runs_here(port)] if address == LOCAL else []
+    if os.environ.get("TTP_RUN_DIR"):  # of a job that is meant; it is none of those that are found by their ports
+        raise ConfigError("which port? TTP_RUN_DIR does not say it: use --port, or set TTP_PORT as the job has it")
     if len(running) == 1:
         return running[0]
     several = f"You have several jobs here, on ports {', '.join(map(str, running))}"
@@ -183,11 +185,21 @@ class Client:
         with self._asking(timeout_s) as stub:
             return stub.SaveNow(pb.SaveNowRequest(reason=reason), timeout=timeout_s, metadata=self._metadata)
 
-    def report_fault(self, ranks: list[int], host: str, reason: str, drain: bool = False) -> pb.ReportFaultResponse:
-        """Report these ranks, or all ranks of a host, as broken; with ``drain`` their launchers do not start again."""
+    def report_fault(
+        self, ranks: list[int], host: str, reason: str, *, drain: bool = False, recovered: bool = False
+    ) -> pb.ReportFaultResponse:
+        """Report these ranks, or all ranks of a host, as broken.
+
+        Args:
+            ranks: by number.
+            host: its name.
+            reason: in words.
+            drain: their launchers do not start again.
+            recovered: nobody is broken: the host is well again, and may start ranks.
+        """
         from ttp.wire.v1 import controller_pb2 as pb
 
-        request = pb.ReportFaultRequest(ranks=ranks, host=host, reason=reason, drain=drain)
+        request = pb.ReportFaultRequest(ranks=ranks, host=host, reason=reason, drain=drain, recovered=recovered)
         with self._asking(ANSWER_S) as stub:
             return stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
 

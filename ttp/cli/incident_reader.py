@@ -7,7 +7,9 @@ says ``recovered``, counts its lines anew, and may run on another host, whose mo
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ FILE_MAX = 128 << 20
 TIME_MAX = 1e12
 """Seconds; no clock shows so much."""
 
+_SURROGATE = re.compile(r"(?i)\\ud[89a-f]")
 _HEAD = ("sequence", "unix_s", "monotonic_s", "kind", "incident")
 
 
@@ -49,6 +52,12 @@ class Line:
     unix_s: float
     monotonic_s: float
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that an answer is of."""
+        told = self.facts.get("ranks")
+        return [rank for rank in told if isinstance(rank, int) and rank >= 0] if isinstance(told, list) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +92,25 @@ class IncidentLog:
     @property
     def cause(self) -> str:
         """The text of the most telling evidence. Withdrawn evidence counts only if there is no other."""
+        known = self._standing() or list({_accusation(line): line for line in self.of("evidence")}.values())
+        if not known:
+            return "no evidence was recorded"
+        return str(min(known, key=_explains).facts.get("text", ""))
+
+    def accused_hosts(self, but: Collection[str]) -> dict[str, list[Line]]:
+        """Evidence that was not withdrawn, by the host of the rank that it is against; without these kinds."""
+        found: dict[str, list[Line]] = {}
+        for line in self._standing():
+            host = line.facts.get("host")
+            if isinstance(host, str) and host and line.facts.get("evidence") not in but:
+                found.setdefault(host, []).append(line)
+        return found
+
+    def _standing(self) -> list[Line]:
+        """The newest evidence of each kind against each rank, but for what was withdrawn."""
         accused = {_accusation(line): line for line in self.of("evidence")}
         retracted = {_accusation(line) for line in self.of("retracted")}
-        standing = [line for key, line in accused.items() if key not in retracted] or list(accused.values())
-        if not standing:
-            return "no evidence was recorded"
-        return str(min(standing, key=_explains).facts.get("text", ""))
+        return [line for key, line in accused.items() if key not in retracted]
 
     @property
     def saved(self) -> bool:
@@ -159,11 +181,20 @@ def read_incident(path: Path) -> IncidentLog:
     """
     try:
         with open_plain(path) as raw, io.BufferedReader(raw) as file:
-            records = [_parse(line) for line in _lines(file) if line is None or line.strip()]
+            return parse_incident(file, path.name.removesuffix(SUFFIX), path)
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+
+
+def parse_incident(file: io.BufferedIOBase, incident: str, path: Path) -> IncidentLog:
+    """Read the lines of one incident.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    records = [_parse(line) for line in _lines(file) if line is None or line.strip()]
     whole = [record for record in records if record is not None]
-    return IncidentLog(path.name.removesuffix(SUFFIX), path, tuple(_timed(whole)), len(records) - len(whole))
+    return IncidentLog(incident, path, tuple(_timed(whole)), len(records) - len(whole))
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[bytes | None]:
@@ -187,8 +218,12 @@ def _lines(file: io.BufferedIOBase) -> Iterator[bytes | None]:
 def _parse(line: bytes | None) -> dict[str, Any] | None:
     if line is None:
         return None
+    text = line.decode("utf-8", errors="replace")
     try:
-        record = parse_json(line.decode("utf-8", errors="replace"))
+        record = parse_json(text)
+        if _SURROGATE.search(text):  # half of a pair is no text, and no reader of what we write takes it
+            whole = json.dumps(record, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+            record = parse_json(whole.decode("utf-16-le", errors="replace"))
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None

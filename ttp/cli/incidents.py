@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +10,10 @@ from rich.text import Text
 
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import SUFFIX, IncidentLog, incident_files, read_incident
-from ttp.cli.output import Json, print_json, say, screen, table, when_text
+from ttp.cli.output import Json, count_text, print_json, say, screen, table, when_text
+from ttp.cli.spans import send, trace_id
 from ttp.cli.timeline import rows, style_of
-from ttp.cli.trace_events import trace_events
+from ttp.cli.trace_events import trace_text
 from ttp.errors import CheckpointError, UsageError
 
 Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]
@@ -23,6 +23,7 @@ Detail = Annotated[bool, typer.Option("--detail", help="With the evidence's deta
 Trace = Annotated[
     Path | None, typer.Option("--trace", help="Write one incident there, for ui.perfetto.dev or chrome://tracing.")
 ]
+Otlp = Annotated[bool, typer.Option("--otlp", help="Send one incident as spans to OTEL_EXPORTER_OTLP_ENDPOINT.")]
 
 
 def incidents(
@@ -31,6 +32,7 @@ def incidents(
     last: Last = False,
     detail: Detail = False,
     trace: Trace = None,
+    otlp: Otlp = False,
     json: Json = False,
 ) -> None:
     """List a job's incidents, newest first; or show one as a timeline.
@@ -44,14 +46,17 @@ def incidents(
     """
     files = incident_files(existing(directory))
     if incident is None and not last:
-        if trace is not None:
-            raise UsageError("--trace writes one incident: give its id, or --last")
+        if trace is not None or otlp:
+            raise UsageError("--trace and --otlp take one incident: give its id, or --last")
         _list(files, directory, json)
         return
     log = read_incident(_pick(files, incident, directory))
+    if otlp:
+        say(f"{count_text(send(log), 'span')} sent as trace {trace_id(log.id)}")
+        return
     if trace is not None:
         try:
-            trace.write_text(json_format.dumps(trace_events(log)))
+            trace.write_text(trace_text(log), encoding="utf-8")
         except OSError as problem:
             raise UsageError(f"{trace} cannot be written: {problem.strerror or problem}") from None
         return

@@ -28,9 +28,12 @@ from ttp.cli import (
     save,
     simulate,
     status,
+    suspects,
     verdict,
     verify,
     version,
+    watch_node,
+    web,
 )
 from ttp.cli.output import complain
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigError, TtpError, UsageError
@@ -69,7 +72,13 @@ def _control(argv: list[str]) -> int:
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
 
 
-PASSED_ON: dict[str, Callable[[list[str]], int]] = {"run": _launch, "controller": _control}
+def _reset(argv: list[str]) -> int:
+    from ttp.launch.reset_process import main as look_after
+
+    return look_after(argv)
+
+
+PASSED_ON: dict[str, Callable[[list[str]], int]] = {"run": _launch, "controller": _control, "reset-process": _reset}
 """Commands with a command line of their own: their arguments, ``--help`` included, are passed on untouched."""
 
 
@@ -90,6 +99,11 @@ def _controller(context: typer.Context) -> None:
     raise typer.Exit(_control(context.args))
 
 
+def _reset_process(context: typer.Context) -> None:
+    """Kill and restart a script's MindSpore ranks as MindCluster's reset.json says, like its reset_process.py."""
+    raise typer.Exit(_reset(context.args))
+
+
 _UNTOUCHED: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
     "add_help_option": False,
@@ -98,10 +112,13 @@ _LAUNCH, _RUNNING, _SAVED, _TRUST, _ABOUT = "Launch", "A running job", "What was
 
 _register("run", _LAUNCH, _run, **_UNTOUCHED)
 _register("controller", _LAUNCH, _controller, **_UNTOUCHED)
+_register("reset-process", _LAUNCH, _reset_process, **_UNTOUCHED)
 _register("status", _RUNNING, status.status)
 _register("metrics", _RUNNING, metrics.metrics)
+_register("web", _RUNNING, web.web)
 _register("save", _RUNNING, save.save)
 _register("report-fault", _RUNNING, report_fault.report_fault)
+_register("watch-node", _RUNNING, watch_node.watch_node)
 _register("list", _SAVED, listing.list_checkpoints)
 _register("verify", _SAVED, verify.verify)
 _register("inspect", _SAVED, inspection.inspect)
@@ -112,6 +129,7 @@ _register("redundancy", _SAVED, redundancy.redundancy)
 _register("verdict", _SAVED, verdict.verdict)
 _register("goodput", _SAVED, goodput.goodput)
 _register("incidents", _SAVED, incidents.incidents)
+_register("suspects", _SAVED, suspects.suspects)
 _register("simulate", _TRUST, simulate.simulate)
 _register("chaos", _TRUST, chaos.chaos)
 _register("version", _ABOUT, version.version)

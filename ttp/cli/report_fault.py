@@ -25,6 +25,9 @@ Drain = Annotated[
         help="The host's launcher does not start again: one that stands by (`ttp run --stand-by`) takes its place.",
     ),
 ]
+Recovered = Annotated[
+    bool, typer.Option("--recovered", help="Take --drain back: the host is well again and may start ranks.")
+]
 Reason = Annotated[str, typer.Option("--reason", help="What is wrong, for the incident's file.")]
 
 
@@ -33,6 +36,7 @@ def report_fault(
     rank: Ranks = None,
     host: Host = "",
     drain: Drain = False,
+    recovered: Recovered = False,
     reason: Reason = "reported with `ttp report-fault`",
     address: Address = None,
     port: Port = None,
@@ -42,8 +46,8 @@ def report_fault(
     """Report that ranks are broken, as a node monitor or an operator sees it.
 
     The whole job then saves its newest step and exits with 75, so that its launcher starts it again: this ends the
-    present incarnation. With --drain the accused host is left out of it. For a checkpoint without a restart see `ttp
-    save`. Exits with 1 when no such rank is known.
+    present incarnation. With --drain the accused host is left out of it, until --recovered. For a checkpoint without a
+    restart see `ttp save`. Exits with 1 when no such rank is known.
 
     JSON keys: accused (ranks), text (what happened, in words).
     """
@@ -51,14 +55,16 @@ def report_fault(
         raise UsageError("report-fault needs --rank N or --host NAME")
     if drain and not host:
         raise UsageError("--drain is of a whole host: give --host NAME")
+    if recovered and (rank or drain or not host):
+        raise UsageError("--recovered is of a whole host: give --host NAME, and neither --rank nor --drain")
     where = find(address, port, token)
     with connected(where) as client:
-        answer = client.report_fault(rank or [], host, reason, drain)
+        answer = client.report_fault(rank or [], host, reason, drain=drain, recovered=recovered)
     if json:
         print_json({"accused": list(answer.accused), "text": answer.text})
-    elif answer.accused:
+    elif answer.accused or recovered:
         say(answer.text)
     else:
         complain(answer.text)
-    if not answer.accused:
+    if not (answer.accused or recovered):
         raise typer.Exit(1)

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ttp.cli.connection import Address, Client, Port, Token, UnreachableError, Where, connected, find
-from ttp.cli.output import Json, count_text, duration_text, print_json, screen, table, when_text
+from ttp.cli.output import Json, count_text, duration_text, print_json, screen, shown, table, when_text
 from ttp.core.layout import compact_ranks
 
 if TYPE_CHECKING:
@@ -149,11 +149,11 @@ def _job_line(now: pb.GetStatusResponse) -> Text:
         f"kept copies of version {now.copied_version}" if now.HasField("copied_version") else "",
         f"controller pid {now.pid}, term {now.term}, up {duration_text(now.uptime_s)}",
     ]
-    return Text.assemble((now.stage, "bold"), " · ", " · ".join(fact for fact in facts if fact))
+    return shown(Text.assemble((now.stage, "bold"), " · ", " · ".join(fact for fact in facts if fact)))
 
 
 def _group_lines(now: pb.GetStatusResponse) -> list[Text]:
-    lines = [Text(f"shard {g.name}: ranks {compact_ranks(g.ranks)}") for g in now.groups[:GROUPS_SHOWN_MAX]]
+    lines = [shown(f"shard {g.name}: ranks {compact_ranks(g.ranks)}") for g in now.groups[:GROUPS_SHOWN_MAX]]
     if len(now.groups) > GROUPS_SHOWN_MAX:
         lines.append(Text(f"and {len(now.groups) - GROUPS_SHOWN_MAX} more shards (--json lists them)"))
     return lines
@@ -192,7 +192,7 @@ def _incident_lines(incident: pb.IncidentStatus) -> Text:
     lines = [f"last incident {incident.id}, {when_text(incident.opened_unix_s)}: {incident.cause}", f"  {said}"]
     if incident.path:
         lines.append(f"  {incident.path}")
-    return Text("\n".join(lines))
+    return shown("\n".join(lines))
 
 
 # -------------------------------------------------------------------------------- for machines

@@ -76,7 +76,7 @@ def _answer_text(line: Line) -> str:
 
 
 def _merged(group: list[Line]) -> tuple[Line, str]:
-    ranks = {r for line in group if isinstance(r := line.facts.get("rank"), int)}
+    ranks = {rank for line in group for rank in line.ranks}
     name = "rank" if len(ranks) == 1 else "ranks"
     return group[-1], f"{name} {compact_ranks(ranks)} {_answer_text(group[0])}"
 

@@ -7,6 +7,7 @@ events of a track overlap.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -18,10 +19,12 @@ Event = dict[str, Any]
 CONTROLLER = 1_000_000
 """Its process number; a rank has its own plus 1, as 0 is the kernel's idle process."""
 STAGES, SIGNS = 1, 2
-FROZEN, SAVING = 1, 2
+FROZEN, SAVING, TOLD = 1, 2, 3
 BEGINS = {"opened": "freeze", "plan": "save", "commit": "commit", "committed": "saved", "replan": "freeze"}
 """What begins with which line."""
 ENDS = ("released", "thawed", "closed")
+_TRACKS = {FROZEN: "stands still", SAVING: "save and commit", TOLD: "said of it"}
+"""Of a rank."""
 
 
 def trace_events(log: IncidentLog) -> dict[str, Any]:
@@ -29,11 +32,17 @@ def trace_events(log: IncidentLog) -> dict[str, Any]:
     events = [*_stages(log), *_ranks(log), *_signs(log)]
     ranks = sorted({event["pid"] for event in events} - {CONTROLLER})
     names = [_name(CONTROLLER, "controller", {STAGES: "stages", SIGNS: "signs"})]
-    names += [_name(pid, f"rank {pid - 1}", {FROZEN: "stands still", SAVING: "save and commit"}) for pid in ranks]
+    names += [_name(pid, f"rank {pid - 1}", _TRACKS) for pid in ranks]
     order = {"ph": "M", "pid": CONTROLLER, "name": "process_sort_index", "args": {"sort_index": -1}}
     told = {"incident": log.id, "cause": log.cause, "outcome": log.outcome, "opened_unix_s": log.opened_unix_s}
     everything = [order, *(event for group in names for event in group), *sorted(events, key=lambda e: e["ts"])]
     return {"displayTimeUnit": "ms", "otherData": told, "traceEvents": everything}
+
+
+def trace_text(log: IncidentLog) -> str:
+    """The file's text. Characters are not escaped: Perfetto refuses a file with the escapes of an emoji, and torch's
+    errors have one."""
+    return json.dumps(trace_events(log), ensure_ascii=False)
 
 
 def _name(pid: int, name: str, threads: dict[int, str]) -> list[Event]:
@@ -62,6 +71,7 @@ def _stages(log: IncidentLog) -> Iterator[Event]:
 
 def _ranks(log: IncidentLog) -> Iterator[Event]:
     end_ms = log.lines[-1].at_ms if log.lines else 0.0
+    stood: dict[int, float] = {}
     answers: dict[int, Line] = {}
     begun: dict[int, float] = {}
     for line in log.lines:
@@ -71,21 +81,26 @@ def _ranks(log: IncidentLog) -> Iterator[Event]:
             begun |= {
                 r: line.at_ms for r in (savers.values() if isinstance(savers, dict) else ()) if isinstance(r, int)
             }
+        if line.kind == "answer":
+            stood = dict.fromkeys(line.ranks, line.at_ms) | stood
+            answers |= dict.fromkeys(line.ranks, line)
         if not isinstance(rank, int) or rank < 0:
             continue
-        if line.kind == "answer":
-            answers[rank] = line
-        elif line.kind == "commit":
+        if line.kind == "commit":
             begun[rank] = line.at_ms
         elif line.kind in ("saved", "save_failed", "committed", "commit_failed") and rank in begun:
             yield _span(rank + 1, SAVING, line.kind, begun.pop(rank), line.at_ms, line.facts)
     for rank, line in answers.items():
-        yield _span(rank + 1, FROZEN, f"version {line.facts.get('version')}", line.at_ms, end_ms, line.facts)
+        yield _span(rank + 1, FROZEN, f"version {line.facts.get('version')}", stood[rank], end_ms, line.facts)
 
 
 def _signs(log: IncidentLog) -> Iterator[Event]:
     for line in log.of("evidence", "retracted", "waits", "retry", "fallback", "restore", *ENDS):
         text = str(line.facts.get("text") or line.facts.get("reason") or "")
         name = f"{line.kind}: {text}" if text else line.kind
+        rank = line.facts.get("rank")
+        pid, tid = CONTROLLER, SIGNS
+        if line.kind in ("evidence", "retracted") and isinstance(rank, int) and rank >= 0:
+            pid, tid = rank + 1, TOLD
         at = max(0.0, line.at_ms) * 1e3
-        yield {"ph": "i", "s": "p", "pid": CONTROLLER, "tid": SIGNS, "name": name, "ts": at, "args": dict(line.facts)}
+        yield {"ph": "i", "s": "p", "pid": pid, "tid": tid, "name": name, "ts": at, "args": dict(line.facts)}

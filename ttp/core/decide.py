@@ -60,9 +60,9 @@ class How(enum.Enum):
     KEPT = "kept"  # not from its own state: it brings a copy that was kept of the shard
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a plan for ten thousand ranks makes one of each, and that costs four times as much
 class Answer:
-    """What a frozen rank can still materialise.
+    """What a frozen rank can still materialise. Nobody changes one.
 
     Args:
         rank: who answers.

@@ -15,6 +15,9 @@ from ttp.core.layout import Rank, Shard, Version
 PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 0
 
+SEVERAL = Rank(-1)
+"""In place of a rank: the same for, or from, several, and it is said beside the message who they are."""
+
 
 class Phase(enum.Enum):
     """Where a rank's copy is between two versions."""

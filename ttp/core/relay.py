@@ -11,21 +11,20 @@ What a relay saves, and what it must not cost:
   goes up at once, as a rank says it at once.
 * Answers to a freeze go up together when all lines that were asked have answered, or after ``HOLD_S``.
 * Everything else, evidence above all, goes up at once, and takes along what waits.
-* An order that is the same for several ranks comes down once, for all their lines.
+* What is the same for several ranks travels once, for all their lines: beats and answers up, orders down. It names
+  ``SEVERAL`` in place of a rank: a line is of the rank that has opened it.
 
-``Relay`` is the end near the ranks, ``Unfolded`` the one in the controller, ``folded`` and ``ordered`` are the way
-down. No I/O, no clock, no threads.
+``Relay`` is the end near the ranks, ``Unfolded`` the one in the controller, ``folded`` puts together what is alike on
+either way. No I/O, no clock, no threads.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NewType
+from dataclasses import dataclass, replace
+from typing import NewType, TypeVar
 
 from ttp.core import messages as m
-from ttp.core.copy_messages import Settled
 from ttp.core.layout import Rank
 
 LineId = NewType("LineId", int)
@@ -34,8 +33,11 @@ HOLD_S = 0.002
 """How long the answers of some ranks wait for those of the other ranks of their host."""
 FRESH = 1.5
 """Heartbeats after which a line counts as silent: beats and frames of the same period drift against each other."""
-SHARED = (m.Freeze, m.Thaw, m.Release, m.Finished, m.Standbys, Settled)
-"""Orders that often are the same for all ranks."""
+ALIKE = (m.Heartbeat, m.Frozen)
+"""Reports that often are the same of all ranks."""
+
+Word = TypeVar("Word", m.Report, m.Order)
+Lines = tuple[LineId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,12 @@ class Frame:
     """What a relay sends to the controller in one message.
 
     Args:
-        reports: by line; ``None``: this line has ended. Those of one line are in order.
+        reports: by lines; ``None``: these lines have ended. Those of one line are in order.
         beat: every line that has ever beaten has beaten again as it did the last time, but those in ``silent``.
         silent: no beat came of these for ``FRESH`` heartbeats.
     """
 
-    reports: tuple[tuple[LineId, m.Report | None], ...]
+    reports: tuple[tuple[Lines, m.Report | None], ...]
     beat: bool = False
     silent: tuple[LineId, ...] = ()
 
@@ -57,6 +59,7 @@ class Frame:
 class _Line:
     """One rank, as its relay sees it."""
 
+    rank: Rank
     beat: m.Heartbeat | None = None
     """The last one that came."""
     told: m.Heartbeat | None = None
@@ -81,7 +84,9 @@ class Relay:
 
     def reported(self, line: LineId, report: m.Report, now: float) -> None:
         """A rank said something; the first report opens its line."""
-        known = self._lines.setdefault(line, _Line())
+        known = self._lines.setdefault(line, _Line(report.rank))
+        if isinstance(report, ALIKE) and report.rank == known.rank:
+            report = replace(report, rank=m.SEVERAL)
         if isinstance(report, m.Heartbeat):
             self._beaten(line, known, report, now)
             return
@@ -125,8 +130,8 @@ class Relay:
             silent = tuple(self._tell_beats(now))
             beating = any(line.told is not None for line in self._lines.values())
             self._beat_at = now + self._heartbeat_s if beating else None
-        reports, self._waiting, self._send_at = tuple(self._waiting), [], None
-        return Frame(reports, beat, silent)
+        reports, self._waiting, self._send_at = folded(self._waiting), [], None
+        return Frame(tuple(reports), beat, silent)
 
     def _tell_beats(self, now: float) -> Iterator[LineId]:
         for id, line in self._lines.items():
@@ -160,50 +165,42 @@ class Unfolded:
     def __init__(self) -> None:
         self._beats: dict[LineId, m.Heartbeat] = {}
 
-    def reports(self, frame: Frame) -> Iterator[tuple[LineId, m.Report | None]]:
-        """Reports by line, ``None`` where a line ends."""
+    def reports(self, frame: Frame) -> Iterator[tuple[Lines, m.Report | None]]:
+        """Reports by the lines that say them, ``None`` where lines end."""
         fresh = set(frame.silent)
-        for line, report in frame.reports:
+        for lines, report in frame.reports:
             if isinstance(report, m.Heartbeat):
-                self._beats[line] = report
-                fresh.add(line)
+                self._beats.update(dict.fromkeys(lines, report))
+                fresh.update(lines)
             elif report is None:
-                self._beats.pop(line, None)
-            yield line, report
+                for line in lines:
+                    self._beats.pop(line, None)
+            yield lines, report
         if frame.beat:
-            for line, beat in list(self._beats.items()):
-                if line not in fresh:
-                    yield line, beat
+            yield from folded((line, beat) for line, beat in self._beats.items() if line not in fresh)
 
     def closed(self, line: LineId) -> None:
         """The controller has ended a line."""
         self._beats.pop(line, None)
 
 
-def folded(orders: Iterable[tuple[LineId, m.Order | None]]) -> list[tuple[list[LineId], m.Order | None]]:
-    """Orders on their way down, neighbours that differ in nothing but the rank together; ``None`` ends a line."""
-    together: list[tuple[list[LineId], m.Order | None]] = []
-    last: object = None
-    for line, order in orders:
-        key = _key(order)
-        if key is not None and key == last:
-            together[-1][0].append(line)
+def folded(said: Iterable[tuple[LineId, Word | None]]) -> list[tuple[Lines, Word | None]]:
+    """What is said by, or to, several lines alike, together; ``None`` ends a line.
+
+    Of each line the order stays. Between lines it may change, as it may between streams.
+    """
+    together: list[tuple[list[LineId], Word | None]] = []
+    alike: dict[Word, int] = {}
+    last: dict[LineId, int] = {}
+    for line, word in said:
+        for_all = word is not None and word.rank == m.SEVERAL
+        at = alike.get(word, -1) if for_all else -1  # type: ignore[arg-type]
+        if at > last.get(line, -1):
+            together[at][0].append(line)
         else:
-            together.append(([line], order))
-        last = key
-    return together
-
-
-def _key(order: m.Order | None) -> object:
-    """Equal for orders that differ in nothing but the rank; ``None`` for those that are not looked at."""
-    if not isinstance(order, SHARED):
-        return None
-    return type(order), *(getattr(order, field) for field in _FIELDS[type(order)])
-
-
-_FIELDS = {kind: tuple(f.name for f in dataclasses.fields(kind) if f.name != "rank") for kind in SHARED}
-
-
-def ordered(order: m.Order, rank: Rank) -> m.Order:
-    """The order as it is meant for one of the ranks that it came down for."""
-    return order if order.rank == rank or not isinstance(order, SHARED) else dataclasses.replace(order, rank=rank)
+            at = len(together)
+            together.append(([line], word))
+            if for_all:
+                alike[word] = at  # type: ignore[index]
+        last[line] = at
+    return [(tuple(lines), word) for lines, word in together]

@@ -29,12 +29,14 @@ know such a version to be whole, that version is not.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import next_host
 from ttp.core.controller.outbox import Outbox
 from ttp.core.copy_messages import Copied, CopyTo, Settled
 from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.messages import SEVERAL
 
 NOBODY = Rank(-1)
 FATES_MAX = 16
@@ -142,7 +144,7 @@ class Buddies:
     def copied(self, report: Copied) -> None:
         """A rank says what came of its copy."""
         if report.version in self._fates:
-            self._settled(report.version, report.rank)
+            self._settled(report.version, (report.rank,))
             return
         self._learn(report)
         if report.version in self._fates:
@@ -174,8 +176,7 @@ class Buddies:
         self._well = whole
         for old in sorted(self._fates)[:-FATES_MAX]:
             del self._fates[old]
-        for rank in sorted(self._job.live):
-            self._settled(version, rank)
+        self._settled(version, sorted(self._job.live))
 
-    def _settled(self, version: Version, rank: Rank) -> None:
-        self._outbox.send_to(rank, Settled(rank, self._job.term, version, self._fates[version]))
+    def _settled(self, version: Version, ranks: Iterable[Rank]) -> None:
+        self._outbox.send_alike(ranks, Settled(SEVERAL, self._job.term, version, self._fates[version]))

@@ -28,12 +28,14 @@ class NextLaunch:
         seats: ranks that are started.
         address: of a store that nobody has used yet.
         port: likewise.
+        released: the others go on; False: they still save, and who was started already waits.
     """
 
     launch: int
     seats: tuple[int, ...]
     address: str
     port: int
+    released: bool
 
 
 class Again:
@@ -70,7 +72,8 @@ class Again:
         """What the launcher has said last; None: nothing."""
         try:
             said = json.loads((self._directory / NEXT).read_text())
-            return NextLaunch(int(said["launch"]), tuple(said["seats"]), str(said["address"]), int(said["port"]))
+            place = str(said["address"]), int(said["port"])
+            return NextLaunch(int(said["launch"]), tuple(said["seats"]), *place, released=said["released"] is True)
         except (OSError, ValueError, LookupError, TypeError):
             return None
 

@@ -55,6 +55,7 @@ class TtpAgent(LocalElasticAgent):
         self.job_code = EXIT_FAILED
         """Exit code of the whole job, once ``run`` is over; without a controller to ask, as seen from this host."""
         spec = self._worker_group.spec
+        self._look_s, spec.monitor_interval = spec.monitor_interval, 0.0  # torch would sleep when a worker dies
         give_fresh_stores(spec)
         wait_s = host.reschedule_s
         if stand_by:
@@ -108,6 +109,7 @@ class TtpAgent(LocalElasticAgent):
 
         This must block: were we to say HEALTHY meanwhile, torch would look for nodes that wait to join and restart.
         """
+        self._fail_open(lambda: self._host.wait_for_a_death(self._look_s))
         workers = self._workers()
         self._fail_open(self._host.warm.look)
         self._fail_open(lambda: self._seats.look(workers))
@@ -124,6 +126,7 @@ class TtpAgent(LocalElasticAgent):
     def _hold(self, workers: Mapping[int, Popen[Any]]) -> None:
         """Let those that live save, and go on where they can; else they may be stopped when this returns."""
         self._seats.second_fault(workers)
+        self._fail_open(lambda: self._seats.start_early(workers))
         if self._host.hold(workers):
             self._seats.fill(workers)
         if any(worker.poll() not in (None, 0) for worker in self._workers().values()):
@@ -166,6 +169,7 @@ class TtpAgent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Stop what runs: by an operator's signal, a change of members (no signal given), or an error of the agent."""
+        self._fail_open(self._seats.drop_early)
         workers = self._workers()
         if args or "death_sig" in kwargs:
             how = args[0] if args else kwargs["death_sig"]

@@ -38,7 +38,7 @@ logger = logging.getLogger("ttp.launch")
 Workers = Mapping[int, Popen[Any]]
 """Worker processes by global rank; each leads its own process group."""
 
-LOOK_S = 0.02
+LOOK_S = 0.01
 GRACE_S = 30.0
 """How long torch leaves a worker between SIGTERM and SIGKILL."""
 OTHERS_S = 10.0
@@ -131,6 +131,11 @@ class Host:
         self._reporter = FaultReporter(self._places, self._home, token, pages.after, self.seat)
         self._watch.watch(workers, self._reporter)
         self._sentinels.watch(pids, self._on_death)
+
+    def wait_for_a_death(self, timeout_s: float) -> None:
+        """Return at once when a worker ends, else after ``timeout_s`` seconds."""
+        self._watch.died.wait(timeout_s)
+        self._watch.died.clear()
 
     def has_ended(self, worker: Popen[Any]) -> bool:
         """Whether the program of a worker has come to its end: what kills the process afterwards is no failure."""

@@ -27,8 +27,7 @@ import grpc
 
 from ttp.config import Config
 from ttp.core import messages as m
-from ttp.core.layout import Rank
-from ttp.core.relay import LineId, Relay, ordered
+from ttp.core.relay import LineId, Relay
 from ttp.wire import access, tls
 from ttp.wire.address import split, target
 from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub
@@ -76,7 +75,6 @@ class _Local:
 
     id: LineId
     orders: queue.SimpleQueue[m.Order | _Ended] = field(default_factory=queue.SimpleQueue)
-    rank: Rank = Rank(-1)  # noqa: RUF009 - an int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ class RelayServer(rpc.ControllerServicer):
         threading.Thread(target=_read, args=(request_iterator, uplink, local), name="ttp-relay", daemon=True).start()
         try:
             while not isinstance(order := local.orders.get(), _Ended):
-                yield order_to_wire(ordered(order, local.rank))
+                yield order_to_wire(order)
             if order.code is not grpc.StatusCode.OK:
                 context.abort(order.code, order.text)
         finally:
@@ -200,8 +198,6 @@ def _read(reports: Iterator[pb.RankReport], uplink: _Uplink, local: _Local) -> N
             except WireError as problem:
                 log.warning("a rank says what is not understood: %s", problem)
                 break
-            if isinstance(report, m.Hello):
-                local.rank = report.rank
             uplink.reported(local, report)
     local.orders.put(_Ended())
 

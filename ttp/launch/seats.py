@@ -7,8 +7,10 @@ begun no update, so it is killed, and what the job has saved is on disk since be
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,6 +50,8 @@ class Seats:
         self._agent, self._host = agent, host
         self._wanted, self._within_s = config.continuity == KEEP, config.continue_s
         self._store: Any = None  # held: the server ends with its last reference
+        self._next: NextLaunch | None = None
+        self._early: dict[int, Any] = {}  # torch's handlers of workers that wait, by rank
         host.seat = self._say
         self.begin()
 
@@ -88,6 +92,23 @@ class Seats:
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
+    def start_early(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """Workers have died: start them beside the save. They wait until the others are released to go on."""
+        dead = [rank for rank, worker in workers.items() if worker.poll() is not None]
+        killed = all((workers[rank].returncode or 0) < 0 for rank in dead)  # others are not continued
+        if not killed or len(dead) == len(workers) or self._early or self.why_not(workers):
+            return
+        self._meet(dead)
+        self._early = {rank: self._start(rank) for rank in dead}
+        logger.info("%d started while the others save, in case they go on", len(dead))
+
+    def drop_early(self) -> None:
+        """The others do not go on: end what was started beside them."""
+        early, self._early, self._next = self._early, {}, None
+        for handler in early.values():
+            handler.close(signal.SIGKILL)
+            handler.proc.wait()
+
     def second_fault(self, workers: Mapping[int, Popen[Any]]) -> None:
         """A worker has failed: if others were still going on, all are started anew."""
         if self._filling and self._marked(workers):
@@ -99,6 +120,7 @@ class Seats:
             self._agent._worker_group.spec.max_restarts += 1
             self._agent._remaining_restarts += 1
         self._failed = self._failed or why
+        self.drop_early()
         self._host.stop_going_on(workers, why)
 
     def fill(self, workers: Mapping[int, Popen[Any]]) -> None:
@@ -109,40 +131,53 @@ class Seats:
             self.fail(workers, reason)
             return
         self._filling = True
-        self._agent._remaining_restarts -= 1
         try:
             self._fill([rank for rank, worker in workers.items() if worker.poll() is not None])
         except Exception as problem:
             logger.exception("workers cannot be started alone")
             self.fail(workers, repr(problem))
             return
+        finally:
+            self._agent._remaining_restarts -= 1
+        self._next = None
         self._done += 1
         took_ms = (time.monotonic() - began_s) * 1e3
         logger.warning("the others go on in their processes; the dead were started beside them in %.0f ms", took_ms)
 
-    def _fill(self, ranks: list[int]) -> None:
-        agent = self._agent
-        group, pcontext = agent._worker_group, cast("Any", agent._pcontext)
+    def _meet(self, ranks: list[int]) -> NextLaunch:
+        """Say where the ranks of the next launch will meet, and who is started for it."""
+        group: Any = self._agent._worker_group
         address = str(group.master_addr)
         self._store = _TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        launch = group.spec.max_restarts - agent._remaining_restarts
-        self._host.again.announce(NextLaunch(launch, tuple(ranks), address, self._store.port))
-        changed = {
-            "TORCHELASTIC_RESTART_COUNT": str(launch),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(self._store.port),
-        }
-        for worker in group.workers:
+        launch = group.spec.max_restarts - self._agent._remaining_restarts + 1
+        self._next = NextLaunch(launch, tuple(ranks), address, self._store.port, released=False)
+        self._host.again.announce(self._next)
+        return self._next
+
+    def _fill(self, ranks: list[int]) -> None:
+        agent = self._agent
+        told = replace(self._next or self._meet(ranks), seats=tuple(ranks), released=True)
+        self._host.again.announce(told)
+        for worker in agent._worker_group.workers:
             if worker.global_rank in ranks:
-                handler = self._start(pcontext, worker.local_rank, changed)
-                pcontext.subprocess_handlers[worker.local_rank] = handler
+                handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
+                self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s)
+                cast("Any", agent._pcontext).subprocess_handlers[worker.local_rank] = handler
                 worker.id = handler.proc.pid
         self._host.watch(agent._workers())
 
-    def _start(self, pcontext: Any, local_rank: int, changed: dict[str, str]) -> Any:
+    def _start(self, rank: int) -> Any:
         make: Any = api
-        pcontext.envs[local_rank] = {**pcontext.envs[local_rank], **changed}
+        pcontext, told = cast("Any", self._agent._pcontext), self._next
+        (local_rank,) = (w.local_rank for w in self._agent._worker_group.workers if w.global_rank == rank)
+        assert told is not None
+        pcontext.envs[local_rank] = {
+            **pcontext.envs[local_rank],
+            "TORCHELASTIC_RESTART_COUNT": str(told.launch),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": told.address,
+            "MASTER_PORT": str(told.port),
+        }
         with forking(self._host.warm, (pcontext.stdouts[local_rank], pcontext.stderrs[local_rank])):
             handler = make.get_subprocess_handler(
                 entrypoint=pcontext.entrypoint,
@@ -153,8 +188,8 @@ class Seats:
                 local_rank_id=local_rank,
                 numa_options=pcontext._numa_options,
             )
-        self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s)
         if not isinstance(handler.proc, ForkedWorker):
+            handler.proc.kill()
             raise RuntimeError("the process to fork from was lost; see why restarts are cold")
         return handler
 

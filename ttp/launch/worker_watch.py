@@ -37,6 +37,8 @@ class WorkerWatch:
         self._next: tuple[dict[int, Popen[Any]], Reporter] | None = None
         self._expected: set[int] = set()
         self._oom = OomWatch()
+        self.died = threading.Event()
+        """A worker has ended."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-worker-watch", daemon=True)
         self._thread.start()
@@ -77,6 +79,7 @@ class WorkerWatch:
                     workers, reporter = fresh
                     watch = DeathWatch(workers)
                 for rank, code in watch.wait(TURN_S).items():
+                    self.died.set()
                     if reporter is not None:
                         self._tell(reporter, rank, workers[rank].pid, code)
             except Exception:

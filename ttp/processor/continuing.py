@@ -60,6 +60,7 @@ class Continuing:
 
     def __init__(self, config: Config, groups: Groups | None, next_launch: NextLaunch | None) -> None:
         self._files, self._within_s = Again(config.resolved_run_dir()), config.continue_s
+        self._patience_s = config.rescue_patience_s + config.continue_s
         self._groups, self._next = groups, next_launch
         self._pid = os.getpid()
         self._refused = ""
@@ -92,7 +93,8 @@ class Continuing:
             groups.enter()
             self._refused = _self_test()
         if self._next is not None:
-            if self._timer is None:  # a rank that takes a seat: the clock of the others runs already
+            if self._timer is None:  # a rank that takes a seat: it may have been started while the others save
+                self._next = self._await(self._next.launch)
                 self._start_clock()
             out_s = time.monotonic() - self._since
             groups.renew(self._next.address, self._next.port, self._next.launch, self._within_s)
@@ -134,9 +136,7 @@ class Continuing:
         """Wait for the launcher, and become a rank of the launch that it names. Call it when nothing holds the old."""
         if self._old is not None and self._old() is not None:
             gc.collect()
-        env = RankEnv.from_env()
-        while (told := self._files.next()) is None or told.launch != env.launch + 1:
-            time.sleep(LOOK_S)
+        told = self._await(RankEnv.from_env().launch + 1)
         os.environ.update(
             TORCHELASTIC_RESTART_COUNT=str(told.launch),
             TORCHELASTIC_USE_AGENT_STORE="True",
@@ -144,6 +144,14 @@ class Continuing:
             MASTER_PORT=str(told.port),
         )
         self._next, self.releasing = told, False
+
+    def _await(self, launch: int) -> NextLaunch:
+        """What the launcher says of that launch, when the ranks are to meet. It kills whom it does not want."""
+        while (told := self._files.next()) is None or told.launch != launch or not told.released:
+            if time.monotonic() > self._since + self._patience_s:
+                self.leave("its launcher says nothing")
+            time.sleep(LOOK_S)
+        return told
 
     # ---------------------------------------------------------------------------------------------------- any thread
 

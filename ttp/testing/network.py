@@ -7,13 +7,26 @@ ends learn of a break at different times. On request messages are repeated, at o
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ttp.core import messages as m
-from ttp.core.controller.events import ConnectionId, Received, StreamEnded
+from ttp.core.controller.events import Action, ConnectionId, Received, Send, SendAlike, StreamEnded
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.restore_messages import RestoreDecision
 from ttp.testing.clock import Clock
+
+
+def apart(actions: Iterable[Action]) -> list[Action]:
+    """An order for several ranks, as orders for each."""
+    found: list[Action] = []
+    for action in actions:
+        if isinstance(action, SendAlike):
+            found += (Send(connection, replace(action.order, rank=rank)) for connection, rank in action.who)
+        else:
+            found.append(action)
+    return found
 
 
 class RankEnd(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
@@ -14,14 +15,17 @@ from ttp.core.controller.events import (
     LookAt,
     LookedAt,
     Received,
+    ReceivedAlike,
     Record,
     SaveRequested,
     Send,
+    SendAlike,
     Stop,
     StreamEnded,
     Tick,
 )
 from ttp.core.controller.machine import ControllerMachine
+from ttp.core.layout import Rank
 from ttp.testing.network import Stream
 from ttp.testing.sim_rank import SimRank
 from ttp.testing.sim_relay import Line
@@ -153,7 +157,7 @@ class SimController:
         if self._events_left is not None:
             self._events_left -= 1
             dies = self._events_left <= 0
-        for index, action in enumerate(actions):
+        for index, action in enumerate(_apart(actions)):
             if dies and index >= self._actions_left:
                 break
             self._do(action)
@@ -163,12 +167,10 @@ class SimController:
     def _do(self, action: Action) -> None:
         match action:
             case Send(connection, order):
-                self._world.trace(self.name, f"> {type(order).__name__} {order.rank}")
-                stream = self._streams.get(connection)
-                if stream is not None:
-                    stream.order(order)
-                    if isinstance(order, m.Refused):
-                        stream.end()
+                self._send(connection, order.rank, order)
+            case SendAlike(who, order):
+                for connection, rank in who:
+                    self._send(connection, rank, order)
             case Record(kind, incident, facts):
                 self._world.trace(self.name, f"[{incident}] {kind} {facts}")
             case LookAt(host):
@@ -178,6 +180,14 @@ class SimController:
                 self.alive = False
                 for stream in list(self._streams.values()):
                     stream.end()
+
+    def _send(self, connection: ConnectionId, rank: Rank, order: m.Order) -> None:
+        self._world.trace(self.name, f"> {type(order).__name__} {rank}")
+        stream = self._streams.get(connection)
+        if stream is not None:
+            stream.order(order)
+            if isinstance(order, m.Refused):
+                stream.end()
 
     def _plan_timer(self) -> None:
         """Keep one call due, at the machine's deadline or before."""
@@ -204,10 +214,21 @@ class SimController:
             raise InvariantBroken("I6: the controller's machine spins: its deadline does not move")
 
 
-def _describe(event: Event) -> str:
+def _apart(actions: list[Action]) -> Iterator[Action]:
+    """It may die when some have been told and others have not."""
+    for action in actions:
+        if isinstance(action, SendAlike):
+            yield from (SendAlike((one,), action.order) for one in action.who)
+        else:
+            yield action
+
+
+def _describe(event: Event) -> str:  # noqa: PLR0911 - one line for each event
     match event:
         case Received(connection, report):
             return f"< {type(report).__name__} {report.rank} on {connection}"
+        case ReceivedAlike(who, report):
+            return f"< {type(report).__name__} {', '.join(f'{rank} on {connection}' for connection, rank in who)}"
         case StreamEnded(connection):
             return f"< stream {connection} ended"
         case Accused(ranks):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from ttp.core import messages as m
-from ttp.core.controller.events import ConnectionId, Received, StreamEnded
+from ttp.core.controller.events import ConnectionId, Received, ReceivedAlike, StreamEnded
 from ttp.core.layout import Rank
-from ttp.core.relay import LineId, Relay, Unfolded, folded, ordered
+from ttp.core.relay import ALIKE, LineId, Lines, Relay, Unfolded, folded
 from ttp.testing.network import Stream
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Uplink:
         self.host, self.machine = relay.host, controller.machine
         self._relay, self._world = relay, relay.world
         self._said = Relay(relay.world.timeouts.heartbeat_s)
-        self._ranks: dict[LineId, tuple[Rank, Stream]] = {}
+        self._ranks: dict[LineId, Stream] = {}
         self._lines = 0
         self._due = float("inf")
         world, port = relay.world, _Port(relay.world, controller)
@@ -84,13 +84,13 @@ class Uplink:
         self._lines += 1
         world, line = self._world, ConnectionId(self._lines)
         stream = Stream(world, world.rng, rank, self, line, delay_s=LOOPBACK_S, repeats=0)
-        self._ranks[LineId(line)] = rank.rank, stream
+        self._ranks[LineId(line)] = stream
         return stream
 
     def break_off(self, controller_learns_s: float) -> None:
         """The relay is gone."""
         self.up.cut(rank_learns_s=0.0, controller_learns_s=controller_learns_s)
-        for _, stream in self._ranks.values():
+        for stream in self._ranks.values():
             stream.cut(rank_learns_s=self._world.rng.choice((0.0, 0.001, 0.05)), controller_learns_s=0.0)
 
     # ----------------------------------------------------------------------------------------------- towards the ranks
@@ -125,7 +125,7 @@ class Uplink:
 
     # ------------------------------------------------------------------------------------------ towards the controller
 
-    def on_order(self, _: Stream, orders: list[tuple[list[LineId], m.Order | None]]) -> None:
+    def on_order(self, _: Stream, orders: list[tuple[Lines, m.Order | None]]) -> None:
         """What comes down, to those for whom it is meant."""
         if not self._relay.alive:
             return
@@ -136,16 +136,15 @@ class Uplink:
                 if order is None:
                     self._said.closed(line)
                 if line in self._ranks:
-                    rank, stream = self._ranks[line]
                     if order is None:
-                        stream.end()
+                        self._ranks[line].end()
                     else:
-                        stream.order(ordered(order, rank))
+                        self._ranks[line].order(order)
 
     def on_down(self, stream: Stream | None) -> None:
         """The controller, or the way to it, is gone."""
         if self._relay.alive:
-            for _, attached in self._ranks.values():
+            for attached in self._ranks.values():
                 attached.end()
 
 
@@ -168,17 +167,20 @@ class _Port:
                 self._ended(line)
             self._controller.carries_no_more(self.up)
             return
-        for number, report in self._unfolded.reports(cast(Any, event.report)):
-            known = self._lines.get(number)
-            if known is None and isinstance(report, m.Hello):
-                known = self._lines[number] = Line(self, number)
+        for numbers, report in self._unfolded.reports(cast(Any, event.report)):
+            if isinstance(report, m.Hello) and numbers[0] not in self._lines:
+                known = self._lines[numbers[0]] = Line(self, numbers[0], report.rank)
                 known.connection = self._controller.adopt(known)
-            if known is None:
-                continue  # of a line that this controller has ended
+            lines = [self._lines[number] for number in numbers if number in self._lines]  # others it has ended
+            who = tuple((line.connection, line.rank) for line in lines if line.open)
             if report is None:
-                self._ended(known)
-            elif known.open:
-                self._controller.on_event(Received(known.connection, report), more=True)
+                for line in lines:
+                    self._ended(line)
+            elif isinstance(report, ALIKE) and report.rank == m.SEVERAL:
+                self._controller.on_event(ReceivedAlike(who, report), more=True)
+            else:
+                for connection, _ in who:
+                    self._controller.on_event(Received(connection, report), more=True)
         self._controller.settle()
 
     def put(self, line: LineId, order: m.Order | None) -> None:
@@ -212,11 +214,12 @@ class Line:
     Args:
         port: carries it.
         number: at the relay.
+        rank: that has opened it.
     """
 
-    def __init__(self, port: _Port, number: LineId) -> None:
+    def __init__(self, port: _Port, number: LineId, rank: Rank) -> None:
         self.connection = ConnectionId(0)
-        self.number, self.open = number, True
+        self.number, self.rank, self.open = number, rank, True
         self._port = port
 
     def order(self, order: m.Order) -> None:

@@ -1,26 +1,32 @@
-"""Converts between a relay's frames and protobuf. Reports and orders inside stay serialised: each is parsed alone."""
+"""Converts between a relay's frames and protobuf. Reports and orders inside stay serialised: each is parsed alone.
+
+What ranks of a thousand hosts say alike is parsed once, and what they are told alike is serialised once.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import DecodeError
 
 from ttp.core import messages as m
-from ttp.core.relay import Frame, LineId
+from ttp.core.relay import Frame, LineId, Lines
 from ttp.wire import limits
 from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_report, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
 LINES_MAX = 4096
 """Ranks of one host, and more than any has."""
+ALIKE_MAX, ALIKE_BYTES_MAX = 64, 1 << 14
+"""So many of the last messages are remembered, and no larger ones."""
 
 
 def frame_to_wire(frame: Frame) -> pb.RelayFrame:
     """Core frame -> protobuf."""
     reports = (
-        pb.LineReport(line=line, report=None if report is None else report_to_wire(report).SerializeToString())
-        for line, report in frame.reports
+        pb.LineReport(lines=lines, report=None if report is None else report_to_wire(report).SerializeToString())
+        for lines, report in frame.reports
     )
     return pb.RelayFrame(reports=reports, beat=frame.beat, silent=frame.silent)
 
@@ -29,7 +35,7 @@ def parse_frame(data: bytes) -> tuple[Frame, dict[LineId, str]]:
     """Bytes of a relay's stream -> core frame, and what is wrong with which line: nothing of it follows in the frame.
 
     Raises:
-        WireError: they are no frame.
+        WireError: they are no frame, or one of more lines than a host can have.
     """
     limits.check_size(data)
     try:
@@ -37,30 +43,45 @@ def parse_frame(data: bytes) -> tuple[Frame, dict[LineId, str]]:
     except DecodeError:
         raise WireError(f"{len(data)} bytes that are no frame of a relay") from None
     problems: dict[LineId, str] = {}
-    reports: list[tuple[LineId, m.Report | None]] = []
+    reports: list[tuple[Lines, m.Report | None]] = []
     for item in message.reports:
-        line = LineId(item.line)
-        if line in problems:
-            continue
+        lines = tuple(map(LineId, item.lines))
+        if len(lines) > LINES_MAX:
+            raise WireError(f"more than {LINES_MAX} ranks")
+        if not problems.keys().isdisjoint(lines):
+            lines = tuple(line for line in lines if line not in problems)
         try:
-            reports.append((line, parse_report(item.report) if item.HasField("report") else None))
+            reports.append((lines, _parse(item.report) if item.HasField("report") else None))
         except WireError as problem:
-            problems[line] = str(problem)
+            problems |= dict.fromkeys(lines, str(problem))
     silent = (LineId(line) for line in message.silent[:LINES_MAX])
     return Frame(tuple(reports), message.beat, tuple(silent)), problems
 
 
-def orders_to_wire(orders: Iterable[tuple[list[LineId], m.Order | None]]) -> pb.RelayOrders:
+def _parse(data: bytes) -> m.Report:
+    return _parsed(data) if len(data) <= ALIKE_BYTES_MAX else parse_report(data)
+
+
+_parsed = functools.lru_cache(ALIKE_MAX)(parse_report)
+
+
+def orders_to_wire(orders: Iterable[tuple[Lines, m.Order | None]]) -> pb.RelayOrders:
     """Core orders, each for some lines -> protobuf."""
     return pb.RelayOrders(
-        orders=(
-            pb.LineOrder(lines=lines, order=None if order is None else order_to_wire(order).SerializeToString())
-            for lines, order in orders
-        )
+        orders=(pb.LineOrder(lines=lines, order=None if order is None else _bytes(order)) for lines, order in orders)
     )
 
 
-def orders_from_wire(message: pb.RelayOrders) -> Iterator[tuple[list[LineId], m.Order | None]]:
+def _bytes(order: m.Order) -> bytes:
+    return _serialised(order) if order.rank == m.SEVERAL else order_to_wire(order).SerializeToString()
+
+
+@functools.lru_cache(ALIKE_MAX)
+def _serialised(order: m.Order) -> bytes:
+    return order_to_wire(order).SerializeToString()
+
+
+def orders_from_wire(message: pb.RelayOrders) -> Iterator[tuple[Lines, m.Order | None]]:
     """Protobuf -> core orders.
 
     Raises:
@@ -68,4 +89,4 @@ def orders_from_wire(message: pb.RelayOrders) -> Iterator[tuple[list[LineId], m.
     """
     for item in message.orders:
         order = order_from_wire(pb.ControllerOrder.FromString(item.order)) if item.HasField("order") else None
-        yield [LineId(line) for line in item.lines], order
+        yield tuple(map(LineId, item.lines)), order

@@ -62,8 +62,8 @@ class Admission:
         self._job.join(connection, hello, now)
         self._outbox.send(connection, m.Welcome(hello.rank, self._job.term, self._job.incarnation, hello.ttp_version))
         if first:  # one that comes back has not moved
-            self._parts.hangs.observed(hello.rank, hello.version, 0, hello.phase, "", now)
-        self._parts.silence.heard(hello.rank, now)
+            self._parts.hangs.observed((hello.rank,), hello.version, 0, hello.phase, "", now)
+        self._parts.silence.joined(hello.rank, now)
         self._parts.standby.joined(hello.rank)
         self._parts.buddies.joined(hello.rank)
         self._parts.mirrors.joined(hello.rank)
@@ -76,7 +76,7 @@ class Admission:
 
     def _joined(self, hello: m.Hello, now: float) -> None:
         if self._end.finished_at is not None:
-            self._end.finish(hello.rank)
+            self._end.finish((hello.rank,))
             return
         self._rescue.joined(hello, now)
         if hello.broken:

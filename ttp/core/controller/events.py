@@ -10,6 +10,8 @@ from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
 
 ConnectionId = NewType("ConnectionId", int)
+Who = tuple[tuple[ConnectionId, Rank], ...]
+"""Streams, and the ranks that they are of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,14 @@ class Received(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ReceivedAlike(Event):
+    """A heartbeat, or an answer to a freeze, as each of these said it on its stream; it names ``SEVERAL``."""
+
+    who: Who
+    report: m.Heartbeat | m.Frozen
+
+
+@dataclass(frozen=True, slots=True)
 class StreamEnded(Event):
     """A stream ended, for whatever reason."""
 
@@ -124,6 +134,8 @@ class HostsDrained(Event):
     """The launchers of these hosts are not to start ranks again: other hosts take their places."""
 
     hosts: frozenset[str]
+    drained: bool = True
+    """False: that is taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +184,14 @@ class Send(Action):
     """Put an order on a stream."""
 
     connection: ConnectionId
+    order: m.Order
+
+
+@dataclass(frozen=True, slots=True)
+class SendAlike(Action):
+    """Put the same order on several streams; it names ``SEVERAL``."""
+
+    who: Who
     order: m.Order
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ttp.core import messages as m
@@ -32,6 +32,8 @@ class Evidence:
     kind: m.FaultKind
     text: str
     at: float
+    host: str = ""
+    """Of the subject."""
     final: bool = False
     """By whoever knows best: a neighbour sees an end first, the launcher knows the signal."""
 
@@ -66,7 +68,7 @@ class EvidenceBook:
         else:
             return
         facts = {"rank": evidence.subject, "evidence": evidence.kind.value, "text": evidence.text}
-        self._record("evidence", **facts, detail=detail, witness=witness)
+        self._record("evidence", **facts, host=evidence.host, detail=detail, witness=witness)
 
     def withdraw(self, subject: Rank, kind: m.FaultKind) -> bool:
         """The evidence turned out to be wrong; false when there was none."""
@@ -77,6 +79,11 @@ class EvidenceBook:
         self._withdrawn.append(evidence)
         self._record("retracted", rank=subject, evidence=kind.value)
         return True
+
+    def withdraw_from(self, subjects: Iterable[Rank], kind: m.FaultKind) -> list[Rank]:
+        """It turned out to be wrong of these; returns against whom there was any."""
+        found = self.by_kind.get(kind)
+        return [subject for subject in subjects if self.withdraw(subject, kind)] if found else []
 
     def withdraw_all(self, kind: m.FaultKind) -> None:
         """None of this kind holds."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ttp.core import messages as m
 from ttp.core.controller.events import ControllerTimeouts, in_queue
 from ttp.core.controller.evidence import Evidence
@@ -23,46 +25,55 @@ class Freezing:
     def __init__(self, job: Membership, outbox: Outbox, timeouts: ControllerTimeouts) -> None:
         self._job, self._outbox, self._timeouts = job, outbox, timeouts
 
-    def ask(self, incident: Incident, rank: Rank, cause: str, now: float) -> None:
-        """The rank has to close its gate, because of ``cause``, and to say (again) what it holds."""
-        incident.forget(rank)
-        incident.waiting.add(rank)
-        incident.frozen_at[rank] = now
+    def ask(self, incident: Incident, ranks: Collection[Rank], cause: str, now: float) -> None:
+        """These ranks have to close their gates, because of ``cause``, and to say (again) what they hold."""
+        waited = bool(incident.waiting.difference(ranks))
+        for rank in ranks:
+            incident.forget(rank)
+        incident.waiting.update(ranks)
+        incident.frozen_at.update(dict.fromkeys(ranks, now))
         due = now + self._answer_s
-        incident.expire_check_at = min(incident.expire_check_at, due) if len(incident.waiting) > 1 else due
-        self.send(incident, rank, cause)
+        incident.expire_check_at = min(incident.expire_check_at, due) if waited else due
+        self.send(incident, ranks, cause)
 
     @property
     def _answer_s(self) -> float:
         """How long a rank may take to answer a freeze."""
         return in_queue(self._timeouts.answer_s, len(self._job.members))
 
-    def send(self, incident: Incident, rank: Rank, cause: str) -> None:
-        """Tell the rank once more what it is frozen for; its answer stands."""
-        self._outbox.send_to(rank, m.Freeze(rank, self._job.term, incident.id, cause, incident.snapshot))
+    def send(self, incident: Incident, ranks: Collection[Rank], cause: str) -> None:
+        """Tell these ranks once more what they are frozen for; their answers stand."""
+        order = m.Freeze(m.SEVERAL, self._job.term, incident.id, cause, incident.snapshot)
+        self._outbox.send_alike(ranks, order)
 
-    def take(self, incident: Incident, answer: m.Frozen, now: float) -> bool:
-        """Take the answer of a rank. Returns whether it says anything new."""
+    def take(self, incident: Incident, ranks: Collection[Rank], answer: m.Frozen, now: float) -> list[Rank]:
+        """Take the answer of these ranks. Returns of whom it says anything new."""
         if not answer.main_thread_blocked:
-            incident.evidence.withdraw(answer.rank, m.FaultKind.HUNG)  # it came to the gate after all
-        if incident.answered(answer.rank) and (not answer.final or incident.is_stale(answer)):
-            return False  # said again: it stands still since its final answer
-        incident.accept(answer)
-        spoke = incident.evidence.withdraw(answer.rank, m.FaultKind.SILENT)
-        if spoke and not answer.final and now < incident.frozen_at.get(answer.rank, now) + self._timeouts.freeze_s:
-            incident.waiting.add(answer.rank)  # it is in an update: its answer was late, or this controller was
-            incident.expire_check_at = now
+            incident.evidence.withdraw_from(ranks, m.FaultKind.HUNG)  # they came to the gate after all
+        news = [
+            rank
+            for rank in ranks
+            if not incident.answered(rank) or (answer.final and not incident.is_stale(rank, answer))
+        ]  # else it is said again: the rank stands still since its final answer
+        if not news:
+            return []
+        incident.accept(news, answer)
+        asked_at = incident.frozen_at
+        for rank in incident.evidence.withdraw_from(news, m.FaultKind.SILENT):
+            if not answer.final and now < asked_at.get(rank, now) + self._timeouts.freeze_s:
+                incident.waiting.add(rank)  # it is in an update: its answer was late, or this controller was
+                incident.expire_check_at = now
         self._outbox.record(
             "answer" if answer.final else "acknowledged",
-            rank=answer.rank,
+            ranks=news,
             version=answer.version,
             phase=answer.phase.value,
             stuck=answer.main_thread_blocked,
             settled=answer.post_step_done,
             bad=list(answer.bad),
-            after_ms=round((now - incident.frozen_at.get(answer.rank, now)) * 1e3, 3),
+            after_ms=round((now - min(asked_at.get(rank, now) for rank in news)) * 1e3, 3),
         )
-        return True
+        return news
 
     def expire(self, incident: Incident, now: float) -> None:
         """Stop waiting for ranks that take too long to answer; that is evidence against them."""
@@ -79,5 +90,6 @@ class Freezing:
             incident.waiting.discard(rank)
             what = "is still in an update" if acknowledged else "did not answer the freeze"
             text = f"rank {rank} {what} after {patience_s:g} s"
-            incident.evidence.add(Evidence(rank, m.FaultKind.SILENT, text, now))
+            host = self._job.members[rank].hello.host
+            incident.evidence.add(Evidence(rank, m.FaultKind.SILENT, text, now, host))
         incident.expire_check_at = min(dues, default=now)

@@ -18,7 +18,7 @@ Who is it? Ranks that do not even beat while others do are stopped, or something
 the suspects, whatever their last place was, as no rescue can count on them. Otherwise those with the least progress,
 when most others are further: their peers wait for them. Otherwise nobody is named: it is a collective or a device.
 
-Cost: constant per heartbeat; proportional to the world when something is suspected.
+Cost: constant per heartbeat of a rank; proportional to the world when something is suspected.
 """
 
 from __future__ import annotations
@@ -112,22 +112,27 @@ class HangWatch:
         self._told = False
         self._excused_until = now
 
-    def observed(self, rank: Rank, version: Version, mark: int, phase: Phase, activity: str, now: float) -> None:
-        """A rank said where it is: it joined, or its heart beats."""
+    def observed(
+        self, ranks: Iterable[Rank], version: Version, mark: int, phase: Phase, activity: str, now: float
+    ) -> None:
+        """Ranks said where they are: they joined, or their hearts beat."""
         if self._floor_s is None:
             return
         if now - self._heard_at > SILENT_BEATS * self._beat_s:
             self.restart(now)  # nobody was heard: we were away, not they
         self._heard_at = now
-        self._note_activity(rank, activity, now)
         self._ending = self._ending or phase is Phase.DONE
-        place, seen = (int(version), phase is Phase.UPDATING, mark), self._seen.get(rank)
-        if seen is None:
-            self._seen[rank] = _Seen(place, now)
-        else:
-            moved, seen.place, seen.heard_at = seen.place != place, place, now
-            if moved:
-                self._moved(now)
+        place, moved = (int(version), phase is Phase.UPDATING, mark), False
+        for rank in ranks:
+            self._note_activity(rank, activity, now)
+            seen = self._seen.get(rank)
+            if seen is None:
+                self._seen[rank] = _Seen(place, now)
+            else:
+                moved |= seen.place != place
+                seen.place, seen.heard_at = place, now
+        if moved:
+            self._moved(now)
         self._follow_front(int(version), now)
 
     def forget(self, rank: Rank) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
@@ -95,6 +95,7 @@ class Incident:
     waits_for: str = ""
     """Why no plan is made yet, as it was recorded last."""
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
+    """Often one object for many ranks, and of ``SEVERAL``."""
     frozen_at: dict[Rank, float] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
     expire_check_at: float = 0.0
@@ -196,18 +197,20 @@ class Incident:
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    def accept(self, answer: m.Frozen) -> None:
-        """Take an answer; a later answer of the same rank replaces the earlier one."""
-        target = self.redoing.get(answer.rank)
-        self.forget(answer.rank)
-        self.answers[answer.rank] = answer
-        if target is not None and answer.version < target and answer.phase is not m.Phase.TORN:
-            self.redoing[answer.rank] = target  # said before it was told, or on its way
+    def accept(self, ranks: Collection[Rank], answer: m.Frozen) -> None:
+        """Take an answer of these ranks; a later answer of the same rank replaces the earlier one."""
+        torn = answer.phase is m.Phase.TORN
+        for rank in ranks:
+            target = self.redoing.get(rank)
+            self.forget(rank)
+            self.answers[rank] = answer
+            if target is not None and answer.version < target and not torn:
+                self.redoing[rank] = target  # said before it was told, or on its way
         if not answer.final:
             return
-        self.waiting.discard(answer.rank)
-        if answer.phase is not m.Phase.TORN and answer.rank not in self.failures:
-            self._count(answer.rank, answer.version)
+        self.waiting.difference_update(ranks)
+        if not torn:
+            self._count([rank for rank in ranks if rank not in self.failures], answer.version)
 
     def forget(self, rank: Rank) -> None:
         """Drop the answer of a rank that is gone, or that is asked again."""
@@ -235,7 +238,7 @@ class Incident:
         for rank in failed:
             answer = self.answers.get(rank)
             if answer is not None and answer.final and answer.phase is not m.Phase.TORN:
-                self._count(rank, answer.version)
+                self._count((rank,), answer.version)
 
     def use(self, layout: Layout) -> None:
         """Replace the layout by one that says better which ranks hold what."""
@@ -244,16 +247,16 @@ class Incident:
             self._discount(rank)
         self.layout = layout
         for rank, version in counted.items():
-            self._count(rank, version)
+            self._count((rank,), version)
 
     def answered(self, rank: Rank) -> bool:
         """Whether the rank has given its final answer."""
         answer = self.answers.get(rank)
         return answer is not None and answer.final
 
-    def is_stale(self, answer: m.Frozen) -> bool:
+    def is_stale(self, rank: Rank, answer: m.Frozen) -> bool:
         """Whether the rank has answered with a newer version since; only with a pre-image can it go back."""
-        known = self.answers[answer.rank]
+        known = self.answers[rank]
         return answer.version < known.version and answer.phase is not m.Phase.TORN and not known.has_preimage
 
     def able(self, rank: Rank) -> bool:
@@ -304,12 +307,14 @@ class Incident:
                 self.tasks.remove(task)
                 del self.pending[order.rank]
 
-    def _count(self, rank: Rank, version: Version) -> None:
-        self._counted[rank] = version
-        self._ranks_at[version] += 1
-        for shard in self.layout.shards_of(rank):
-            self._copies_at[version, shard] += 1
-            self._shards_at[version] += self._copies_at[version, shard] == 1
+    def _count(self, ranks: Collection[Rank], version: Version) -> None:
+        if not ranks:
+            return
+        self._counted.update(dict.fromkeys(ranks, version))
+        self._ranks_at[version] += len(ranks)
+        for shard, copies in Counter(shard for rank in ranks for shard in self.layout.shards_of(rank)).items():
+            self._shards_at[version] += not self._copies_at[version, shard]
+            self._copies_at[version, shard] += copies
 
     def _discount(self, rank: Rank) -> None:
         version = self._counted.pop(rank, None)

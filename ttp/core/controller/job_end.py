@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ControllerTimeouts, HostsDrained, LauncherSaid, RankWasWrong, Remembered, Stop
@@ -48,8 +48,8 @@ class JobEnd:
                 verdict.starts()
             case LauncherSaid(host, False, code):
                 verdict.asks(host, code)
-            case HostsDrained(hosts):
-                verdict.drained |= hosts
+            case HostsDrained(hosts, drained):
+                verdict.drained = verdict.drained | hosts if drained else verdict.drained - hosts
             case RankWasWrong(text):
                 verdict.is_wrong(text)
             case Remembered(fruitless, progress):
@@ -57,10 +57,12 @@ class JobEnd:
         if verdict.now.code == EXIT_BAD_CONFIG != before.code:
             self._outbox.record("wrong", text=verdict.now.text)
 
-    def finish(self, rank: Rank) -> None:
-        """Tell a rank that the job is over."""
-        self._job.members[rank].left = True
-        self._outbox.send_to(rank, m.Finished(rank, self._job.term))
+    def finish(self, ranks: Iterable[Rank]) -> None:
+        """Tell these ranks that the job is over."""
+        ranks = tuple(ranks)
+        for rank in ranks:
+            self._job.members[rank].left = True
+        self._outbox.send_alike(ranks, m.Finished(m.SEVERAL, self._job.term))
 
     def advance(self, now: float, *, incident: bool) -> None:
         """See whether it is over; while an ``incident`` is open the job is not."""
@@ -83,8 +85,7 @@ class JobEnd:
             return
         self.finished_at, self._job.ended = now, True
         self._verdict.finished()
-        for rank in self._job.members:
-            self.finish(rank)
+        self.finish(self._job.members)
         self._outbox.record("finished", version=max(mb.version for mb in self._job.members.values()))
 
     def _maybe_stop(self, now: float) -> None:

@@ -24,8 +24,8 @@ The controller holds soft state only. After a takeover it hears from every rank'
 which incident, opens that incident again under a higher term and goes through the same stages. If every rank comes back
 and nothing is broken, the world is thawed. While ranks are still coming back nothing is decided.
 
-Cost: constant time per event, O(world size) per stage of an incident. Answers to a freeze that came in one message are
-taken one by one, and what follows from all of them is looked for once (``settle``).
+Cost: constant time per event, O(world size) per stage of an incident. What ranks of a host say alike is one event, and
+what follows from the answers that came in one message is looked for once (``settle``).
 
 Files: this one takes events, and passes each on. ``admission`` lets ranks in, ``fault_reports`` says what is evidence
 of a fault, ``rescue`` moves an incident through its stages (with ``evidence``, ``freezing``, ``planning``, ``saving``,
@@ -38,7 +38,7 @@ and ``ttp.core.replication`` say which pages and shards other hosts keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from ttp.core import messages as m
 from ttp.core.controller.admission import Admission
@@ -54,10 +54,12 @@ from ttp.core.controller.events import (
     ProgramEvent,
     RankWasWrong,
     Received,
+    ReceivedAlike,
     Remembered,
     SaveRequested,
     StreamEnded,
     Tick,
+    Who,
     in_queue,
 )
 from ttp.core.controller.fault_reports import FaultReports
@@ -125,9 +127,16 @@ class ControllerMachine:
             case Received(connection, LayoutPart() as part):
                 for waited_on, hello in self._parts.layouts.told(connection, part, now):
                     self._admission.hello(waited_on, hello, now)
-            case Received(connection, m.Heartbeat() as beat):
-                if not self._heartbeat(connection, beat, now):
+            case Received(connection, m.Heartbeat() | m.Frozen() as report):
+                return self.on_event(ReceivedAlike(((connection, report.rank),), report), now, more=more)
+            case ReceivedAlike(who, m.Heartbeat() as beat):
+                if not self._heartbeats(who, beat, now):
                     return self._outbox.take()  # nothing can follow from it
+            case ReceivedAlike(who, m.Frozen() as answer):
+                self._answered(who, answer, now)
+                if more:
+                    self._unsettled = True
+                    return self._outbox.take()
             case Received(connection, report):
                 self._report(connection, report, now)
             case StreamEnded(connection):
@@ -145,9 +154,6 @@ class ControllerMachine:
             case Tick():
                 if self.stage == "training":
                     self._faults.look_for_hangs(now)
-        if more and isinstance(event, Received) and isinstance(event.report, m.Frozen):
-            self._unsettled = True
-            return self._outbox.take()
         return self._settle(now)
 
     def settle(self, now: float) -> list[Action]:
@@ -274,19 +280,46 @@ class ControllerMachine:
         member = self.job.members.get(rank)
         return member if member is not None and member.connection == connection else None
 
-    def _heartbeat(self, connection: ConnectionId, beat: m.Heartbeat, now: float) -> bool:
-        """Whether anything may follow from it."""
-        member = self._member(connection, beat.rank)
-        if member is None:
+    def _heartbeats(self, who: Who, beat: m.Heartbeat, now: float) -> bool:
+        """Whether anything may follow from them."""
+        speaking = self._speaking(who)
+        for member in speaking.values():
+            if not self.job.formed:
+                self._formed_by(member.version, beat.version)
+            member.last_seen, member.version, member.phase = now, beat.version, beat.phase
+            member.mark, member.activity = beat.mark, beat.activity
+        if not speaking:
             return False
-        self._formed_by(member.version, beat.version)
-        member.last_seen, member.version, member.phase = now, beat.version, beat.phase
-        member.mark, member.activity = beat.mark, beat.activity
-        self._parts.hangs.observed(beat.rank, beat.version, beat.mark, beat.phase, beat.activity, now)
+        self._parts.hangs.observed(speaking, beat.version, beat.mark, beat.phase, beat.activity, now)
         self._rescue.program.moved(beat.version)
         if self.incident is not None:
-            self._rescue.saving.written(self.incident, beat.rank, beat.written, now)
-        return self._parts.silence.heard(beat.rank, now)
+            for rank in speaking:
+                self._rescue.saving.written(self.incident, rank, beat.written, now)
+        return self._heard(speaking, now)
+
+    def _answered(self, who: Who, answer: m.Frozen, now: float) -> None:
+        speaking = self._speaking(who)
+        self._heard(speaking, now)
+        for member in speaking.values():
+            member.last_seen, member.version, member.phase = now, answer.version, answer.phase
+        if speaking:
+            self._rescue.answered(list(speaking), answer, now)
+
+    def _speaking(self, who: Who) -> dict[Rank, Member]:
+        """The ranks among these whose stream is the one that speaks for them."""
+        members = self.job.members
+        return {
+            rank: member
+            for connection, rank in who
+            if (member := members.get(rank)) is not None and member.connection == connection
+        }
+
+    def _heard(self, speaking: Mapping[Rank, Member], now: float) -> bool:
+        """Ranks have said something; true when that ends a doubt about their host."""
+        ends_a_doubt = False
+        for host in dict.fromkeys(member.hello.host for member in speaking.values()):
+            ends_a_doubt |= self._parts.silence.heard(host, now)
+        return ends_a_doubt
 
     def _formed_by(self, known: Version, version: Version) -> None:
         """An update needs every rank: those that have not said hello exist too, and train without protection.
@@ -294,7 +327,7 @@ class ControllerMachine:
         The first change of a version may be a restore that nobody has told of; the next one is an update.
         """
         job = self.job
-        if job.formed or not version > known > self.base_version or job.layout is None:
+        if not version > known > self.base_version or job.layout is None:
             return
         job.formed = True
         missing = compact_ranks(Rank(rank) for rank in range(job.layout.world_size) if rank not in job.members)
@@ -307,13 +340,10 @@ class ControllerMachine:
         if member is None:
             return  # said before hello, or by somebody who was replaced
         member.last_seen = now
-        self._parts.silence.heard(report.rank, now)
+        self._parts.silence.heard(member.hello.host, now)
         match report:
             case m.Fault():
                 self._faults.reported(report, now)
-            case m.Frozen():
-                member.version, member.phase = report.version, report.phase
-                self._rescue.answered(report, now)
             case RestoreView():
                 self._viewed(report)
             case m.Goodbye():

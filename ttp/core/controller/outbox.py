@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ttp.core import messages as m
-from ttp.core.controller.events import Action, ConnectionId, Record, Send
+from ttp.core.controller.events import Action, ConnectionId, Record, Send, SendAlike
 from ttp.core.controller.membership import Membership
 from ttp.core.layout import Rank
 
@@ -41,6 +42,14 @@ class Outbox:
         member = self._job.members.get(rank)
         if member is not None and member.connection is not None:
             self.send(member.connection, order)
+
+    def send_alike(self, ranks: Iterable[Rank], order: m.Order) -> None:
+        """Put one order, for ``SEVERAL``, on the streams of these ranks; those that have none do not get it."""
+        members = self._job.members
+        streams = ((members[rank].connection, rank) for rank in ranks if rank in members)
+        who = tuple((stream, rank) for stream, rank in streams if stream is not None)
+        if who:
+            self._actions.append(SendAlike(who, order))
 
     def refuse(self, connection: ConnectionId, hello: m.Hello, code: m.RefusalCode, text: str) -> None:
         """Tell a rank that it is not admitted, and remember it."""

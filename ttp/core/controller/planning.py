@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ttp.core import messages as m
@@ -136,7 +137,7 @@ class Planner:
         return full if better else plain
 
     def _decided(self, incident: Incident, *, with_offers: bool) -> Plan | NoPlan:
-        answers = (self._answer(incident, a, with_offers) for a in incident.answers.values() if a.final)
+        answers = self._answers(incident, with_offers=with_offers)
         return decide(incident.layout, answers, incident.written(), incident.uncut)
 
     def _newest_finished(self, incident: Incident) -> Version:
@@ -144,33 +145,40 @@ class Planner:
         answered = (a.version for a in incident.answers.values())
         return max((*answered, *(mb.version for mb in self._job.members.values())), default=Version(0))
 
-    def _answer(self, incident: Incident, frozen: m.Frozen, with_offers: bool) -> Answer:
-        member, redoing = self._job.members[frozen.rank], frozen.rank in incident.redoing
-        return Answer(
-            rank=frozen.rank,
-            version=frozen.version,
-            torn=frozen.phase is m.Phase.TORN or redoing or self.program.invalid(frozen.rank),
-            has_gradient=frozen.has_gradient and with_offers,
-            has_preimage=frozen.has_preimage and with_offers and not redoing,
-            main_thread_blocked=frozen.main_thread_blocked or bool(member.broken),
-            post_step_done=frozen.post_step_done,
-            host=member.hello.host,
-            incarnation=self._job.incarnation,
-            digests={d.shard: d.digest for d in frozen.digests} if frozen.digests else NO_DIGESTS,
-            bad=bool(frozen.bad),
-            can_save=frozen.rank not in incident.failures,
-            kept=self._kept(incident, frozen),
-            busy=frozen.rank in incident.pending,
-            stripes=member.hello.stripes,
-            sizes={d.shard: d.size for d in frozen.digests} if frozen.digests else NO_SIZES,
-        )
+    def _answers(self, incident: Incident, *, with_offers: bool) -> Iterator[Answer]:
+        members, incarnation, invalid = self._job.members, self._job.incarnation, self.program.invalid
+        redoing, failures, pending = incident.redoing, incident.failures, incident.pending
+        copies: dict[int, tuple[Mapping[Shard, str], Mapping[Shard, int]]] = {}
+        for rank, frozen in incident.answers.items():
+            if not frozen.final:
+                continue
+            if id(frozen) not in copies:  # often one object for many ranks
+                copies[id(frozen)] = _copies(frozen)
+            digests, sizes = copies[id(frozen)]
+            member, redoes = members[rank], rank in redoing
+            yield Answer(
+                rank=rank,
+                version=frozen.version,
+                torn=frozen.phase is m.Phase.TORN or redoes or invalid(rank),
+                has_gradient=frozen.has_gradient and with_offers,
+                has_preimage=frozen.has_preimage and with_offers and not redoes,
+                main_thread_blocked=frozen.main_thread_blocked or bool(member.broken),
+                post_step_done=frozen.post_step_done,
+                host=member.hello.host,
+                incarnation=incarnation,
+                digests=digests,
+                bad=bool(frozen.bad),
+                can_save=rank not in failures,
+                kept=self._kept(incident, rank, frozen) if frozen.kept else (),
+                busy=rank in pending,
+                stripes=member.hello.stripes,
+                sizes=sizes,
+            )
 
-    def _kept(self, incident: Incident, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
-        if not frozen.kept:
-            return ()
+    def _kept(self, incident: Incident, rank: Rank, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
         if not incident.keepers:
             incident.keepers = keepers(incident.layout)
-        copies = [copy for copy in frozen.kept if self._still_there(incident, frozen.rank, copy)]
+        copies = [copy for copy in frozen.kept if self._still_there(incident, rank, copy)]
         return tuple((shard, copy.version) for copy in copies for shard in incident.keepers.get(copy.of, ()))
 
     def _still_there(self, incident: Incident, witness: Rank, copy: m.KeptCopy) -> bool:
@@ -180,3 +188,10 @@ class Planner:
             return True
         members = self._job.members
         return members[copy.of].hello.host != members[witness].hello.host
+
+
+def _copies(frozen: m.Frozen) -> tuple[Mapping[Shard, str], Mapping[Shard, int]]:
+    """Digests and sizes of the shards that a rank holds."""
+    if not frozen.digests:
+        return NO_DIGESTS, NO_SIZES
+    return {d.shard: d.digest for d in frozen.digests}, {d.shard: d.size for d in frozen.digests}

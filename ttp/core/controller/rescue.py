@@ -7,7 +7,7 @@ for the program itself to save, whatever is behind ``program_recovery``. The sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from ttp.core import messages as m
 from ttp.core.controller import continuing
@@ -24,7 +24,7 @@ from ttp.core.controller.program_recovery import Ending, MakeRecovery, Outcome, 
 from ttp.core.controller.retries import Retries
 from ttp.core.controller.saving import Saving
 from ttp.core.decide import NoPlan, Plan
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 OUTSIDER = Rank(-1)
@@ -83,15 +83,15 @@ class Rescue:
         if self._job.ended and self.incident is None:
             return
         incident = self.incident or self._open(now, text)
-        evidence = Evidence(subject, kind, text, now, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
+        host = self._job.members[subject].hello.host if subject in self._job.members else ""
+        evidence = Evidence(subject, kind, text, now, host, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
         if incident.stage is Stage.RELEASED:
             if incident.evidence.stands(subject, kind):  # known by then, not yet by its best name
                 incident.evidence.add(evidence, detail, witness)
             return
         if incident.snapshot:
             incident.snapshot, incident.rescue_since = False, now
-            for rank in sorted(self._job.live):  # from now on nobody may thaw without being told
-                self._freezing.send(incident, rank, text)
+            self._freezing.send(incident, sorted(self._job.live), text)  # nobody may thaw now without being told
         incident.evidence.add(evidence, detail, witness)
 
     def request(self, event: SaveRequested, now: float) -> None:
@@ -127,8 +127,7 @@ class Rescue:
             snapshot=snapshot,
             recovered=incident.recovered,
         )
-        for rank in sorted(self._job.live):
-            self._freezing.ask(incident, rank, cause, now)
+        self._freezing.ask(incident, sorted(self._job.live), cause, now)
         return incident
 
     # -------------------------------------------------------------------------------------------------------- members
@@ -141,12 +140,12 @@ class Rescue:
                 self._after_incident(hello, now)
             return
         if incident.stage is Stage.RELEASED:
-            self._send_release(incident, hello.rank)
+            self._send_release(incident, (hello.rank,))
             return
         incident.evidence.withdraw(hello.rank, m.FaultKind.LOST)
         if hello.incident != incident.id:
             self.saving.drop(incident, hello.rank)  # its gate was open meanwhile
-        self._freezing.ask(incident, hello.rank, incident.cause, now)
+        self._freezing.ask(incident, (hello.rank,), incident.cause, now)
         self.saving.resend(incident, hello.rank)
         self.program.came_back(hello.rank, frozen=hello.incident == incident.id)
 
@@ -154,7 +153,7 @@ class Rescue:
         """The rank is frozen and no incident is open here: it missed the end, or another controller froze it."""
         last = self.last
         if last is not None and last.exit_code is not None and self._job.ended:
-            self._send_release(last, hello.rank)
+            self._send_release(last, (hello.rank,))
         elif last is not None and last.id == hello.incident:
             self._outbox.send_to(hello.rank, m.Thaw(hello.rank, self._job.term, last.id, last.outcome))
         else:
@@ -183,18 +182,19 @@ class Rescue:
         incident = self.incident
         if incident is not None and incident.stage is not Stage.RELEASED:
             incident.evidence.withdraw(rank, m.FaultKind.SILENT)
-            self._freezing.ask(incident, rank, incident.cause, now)
+            self._freezing.ask(incident, (rank,), incident.cause, now)
 
-    def answered(self, answer: m.Frozen, now: float) -> None:
-        """A rank says how it stands."""
+    def answered(self, ranks: Collection[Rank], answer: m.Frozen, now: float) -> None:
+        """These ranks say how they stand."""
         incident = self.incident
         if incident is None and not self._job.ended:  # frozen for something that is over, or that nobody knows of
-            order = m.Thaw(answer.rank, self._job.term, answer.incident, "no incident is open")
-            self._outbox.send_to(answer.rank, order)
+            order = m.Thaw(m.SEVERAL, self._job.term, answer.incident, "no incident is open")
+            self._outbox.send_alike(ranks, order)
         if incident is None or answer.incident != incident.id or incident.stage is Stage.RELEASED:
             return
-        if self._freezing.take(incident, answer, now) and self._planner.improves(incident, answer):
-            incident.enter(Stage.FREEZING, f"rank {answer.rank} has brought a newer version")
+        news = self._freezing.take(incident, ranks, answer, now)
+        if news and self._planner.improves(incident, answer):
+            incident.enter(Stage.FREEZING, f"a newer version has come from ranks {compact_ranks(news)}")
             incident.committer = None
 
     # ----------------------------------------------------------------------------------------------------------- time
@@ -331,8 +331,7 @@ class Rescue:
     def _thaw(self, incident: Incident, reason: str, *, mended: bool = False) -> None:
         false_alarm = not (incident.snapshot or mended)
         self.false_alarms += false_alarm
-        for rank in sorted(self._job.live):
-            self._outbox.send_to(rank, m.Thaw(rank, self._job.term, incident.id, reason))
+        self._outbox.send_alike(sorted(self._job.live), m.Thaw(m.SEVERAL, self._job.term, incident.id, reason))
         incident.outcome = incident.outcome or reason
         self._outbox.record("thawed", reason=reason, false_alarm=false_alarm)
         self.close()
@@ -369,13 +368,13 @@ class Rescue:
         self._job.ended = True
         self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **told)
         self._answer_requests(incident)
-        for rank in sorted(self._job.live):
-            self._send_release(incident, rank)
+        self._send_release(incident, sorted(self._job.live))
 
-    def _send_release(self, incident: Incident, rank: Rank) -> None:
+    def _send_release(self, incident: Incident, ranks: Collection[Rank]) -> None:
         assert incident.exit_code is not None
         code, text = incident.exit_code, incident.release_text
-        self._outbox.send_to(rank, m.Release(rank, self._job.term, incident.id, code, text, incident.again))
+        order = m.Release(m.SEVERAL, self._job.term, incident.id, code, text, incident.again)
+        self._outbox.send_alike(ranks, order)
 
     def _maybe_close(self, incident: Incident, now: float) -> None:
         assert incident.released_at is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ttp.core import messages as m
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank, Version
@@ -49,7 +50,7 @@ class Restoring:
         assert self._job.layout is not None
         self._views[view.rank] = view
         if self.decision is not None:
-            self._tell(view.rank)
+            self._tell((view.rank,))
         elif len(self._views) == self._job.layout.world_size:
             self._decide()
 
@@ -59,7 +60,7 @@ class Restoring:
         if self._committed is not None and not error and vanished(self._committed, self._views.values()):
             chosen, error = Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
         self.decision = RestoreDecision(
-            Rank(-1),
+            m.SEVERAL,
             self._job.term,
             chosen.version,
             chosen.name,
@@ -69,14 +70,13 @@ class Restoring:
         )
         if not self.decision.unread:
             self._outbox.record("restore", version=chosen.version, name=chosen.name, error=error)
-        for rank in self._views:
-            self._tell(rank)
+        self._tell(self._views)
         if self.decision.unread:
             self.reset()  # who did not hear says again what it found, and hears the next one
 
-    def _tell(self, rank: Rank) -> None:
+    def _tell(self, ranks: Iterable[Rank]) -> None:
         assert self.decision is not None
-        self._outbox.send_to(rank, replace(self.decision, rank=rank, term=self._job.term))
+        self._outbox.send_alike(ranks, replace(self.decision, term=self._job.term))
 
 
 def vanished(committed: tuple[Version, str], views: Iterable[RestoreView]) -> bool:

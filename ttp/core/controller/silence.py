@@ -11,7 +11,7 @@ arrived from there, neither data nor an acknowledgement. The other kernel answer
 
 A controller that comes late to its own turn was stopped, or its machine was: then every host is given time anew.
 
-Cost: constant for every word of a rank.
+Cost: constant for every word of a host.
 """
 
 from __future__ import annotations
@@ -61,19 +61,23 @@ class Silence:
 
     # ---------------------------------------------------------------------------------------------------- what is told
 
-    def heard(self, rank: Rank, now: float) -> bool:
-        """A rank has said something; true when that ends a doubt."""
+    def joined(self, rank: Rank, now: float) -> None:
+        """A rank can be spoken to."""
         host = self._job.members[rank].hello.host
+        self._ranks.setdefault(host, set()).add(rank)
+        self.heard(host, now)
+
+    def heard(self, host: str, now: float) -> bool:
+        """A rank of a host has said something; true when that ends a doubt."""
         if host == self._host or self._patience.quiet_s is None:
             return False
-        ranks = self._ranks.setdefault(host, set())
-        ranks.add(rank)
         self._looks.pop(host, None)
         self._asked.discard(host)
         self._heard[host] = now
         self._heard.move_to_end(host)
         if self._doubted.pop(host, None) is None:
             return False
+        ranks = self._ranks[host]
         self._outbox.record("heard_again", host=host, ranks=compact_ranks(sorted(ranks)))
         for each in sorted(ranks & self._job.silent):
             self._job.silent.discard(each)

@@ -8,6 +8,8 @@ the seconds that the other takes to start, ranks know where to go on asking.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ttp.core import messages as m
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
@@ -42,7 +44,7 @@ class Standby:
 
     def joined(self, rank: Rank) -> None:
         """A rank has joined: ask its host for a standby controller, if one is wanted there."""
-        self._tell(rank)
+        self._tell((rank,))
         if self._ask(rank):
             self._tell_all()
 
@@ -72,13 +74,12 @@ class Standby:
         self._tell_all()
 
     def _tell_all(self) -> None:
-        for rank in sorted(self._job.live):
-            self._tell(rank)
+        self._tell(sorted(self._job.live))
 
-    def _tell(self, rank: Rank) -> None:
+    def _tell(self, ranks: Iterable[Rank]) -> None:
         places = tuple(place for place in self._places.values() if place)
         if places:
-            self._outbox.send_to(rank, m.Standbys(rank, self._job.term, places))
+            self._outbox.send_alike(ranks, m.Standbys(m.SEVERAL, self._job.term, places))
 
 
 def _at(address: str, port: int) -> str:

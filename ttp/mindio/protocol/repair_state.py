@@ -198,5 +198,6 @@ class RepairState:
             known = incident.answers.get(rank)
             plain = known or m.Frozen(rank, incident.id, at, phase, True)
             incident.accept(
-                replace(plain, version=at, phase=phase, final=True, has_gradient=False, main_thread_blocked=False)
+                (rank,),
+                replace(plain, version=at, phase=phase, final=True, has_gradient=False, main_thread_blocked=False),
             )

@@ -4,7 +4,8 @@ isort:skip_file
 The wire of ttp: ranks report, the controller orders.
 
 Versioning: `Hello.protocol_major` must equal the controller's, or the stream is refused with Refused{PROTOCOL}; fields
-and messages are only ever added within a major version. Every message names the rank it is from or for.
+and messages are only ever added within a major version. Every message names the rank it is from or for;
+-1 stands for whoever is on the stream.
 """
 
 import builtins
@@ -1572,23 +1573,27 @@ global___ControllerOrder = ControllerOrder
 
 @typing.final
 class LineReport(google.protobuf.message.Message):
-    """---------------------------------------------------------------------------------------------------------------- relays"""
+    """---------------------------------------------------------------------------------------------------------------- relays
+
+    What is the same for several lines travels once, with -1 for the rank: a line is of the rank that has opened it.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    LINE_FIELD_NUMBER: builtins.int
+    LINES_FIELD_NUMBER: builtins.int
     REPORT_FIELD_NUMBER: builtins.int
-    line: builtins.int
     report: builtins.bytes
-    """a RankReport; absent: the line has ended"""
+    """a RankReport; absent: these lines have ended"""
+    @property
+    def lines(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
-        line: builtins.int = ...,
+        lines: collections.abc.Iterable[builtins.int] | None = ...,
         report: builtins.bytes | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_report", b"_report", "report", b"report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_report", b"_report", "line", b"line", "report", b"report"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_report", b"_report", "lines", b"lines", "report", b"report"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_report", b"_report"]) -> typing.Literal["report"] | None: ...
 
 global___LineReport = LineReport
@@ -1872,6 +1877,7 @@ class ReportFaultRequest(google.protobuf.message.Message):
     PAGES_FIELD_NUMBER: builtins.int
     EXIT_CODE_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    RECOVERED_FIELD_NUMBER: builtins.int
     SEAT_FIELD_NUMBER: builtins.int
     host: builtins.str
     """every rank of this host"""
@@ -1881,6 +1887,8 @@ class ReportFaultRequest(google.protobuf.message.Message):
     """of the accused ranks' processes; 0: not known"""
     drain: builtins.bool
     """launchers of their hosts do not start again, so that other hosts take their places"""
+    recovered: builtins.bool
+    """nobody is accused: the host is well again, and a drain of it is taken back"""
     seat: builtins.str
     """"ready": their launcher can start them alone, beside those that run; else why not; empty: unknown"""
     @property
@@ -1904,9 +1912,10 @@ class ReportFaultRequest(google.protobuf.message.Message):
         pages: collections.abc.Iterable[global___Mirror] | None = ...,
         exit_code: builtins.int = ...,
         drain: builtins.bool = ...,
+        recovered: builtins.bool = ...,
         seat: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason", "seat", b"seat"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason", "recovered", b"recovered", "seat", b"seat"]) -> None: ...
 
 global___ReportFaultRequest = ReportFaultRequest
 

@@ -4,7 +4,8 @@ isort:skip_file
 The wire of ttp: ranks report, the controller orders.
 
 Versioning: `Hello.protocol_major` must equal the controller's, or the stream is refused with Refused{PROTOCOL}; fields
-and messages are only ever added within a major version. Every message names the rank it is from or for.
+and messages are only ever added within a major version. Every message names the rank it is from or for;
+-1 stands for whoever is on the stream.
 """
 
 import abc

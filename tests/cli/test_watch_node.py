@@ -1,0 +1,109 @@
+"""``ttp watch-node``: a check, and MindCluster's reset.json, against a real controller."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Controller, Ttp
+from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
+
+Start = Callable[..., Controller]
+BROKEN = {"RankId": 3, "LogicId": 1, "Status": "unrecovered", "Policy": "reset", "ErrorCodeHex": ["0x80C98000"]}
+
+
+def shell(text: str) -> list[str]:
+    return ["sh", "-c", text]
+
+
+@pytest.mark.parametrize(
+    ("check", "found"),
+    [
+        ("echo all; echo well", Finding(Health.HEALTHY, "well")),
+        ("echo warm >&2; exit 1", Finding(Health.SUB_HEALTHY, "warm")),
+        ("exit 2", Finding(Health.FAULTY, "the check sh says nothing more")),
+        ("sleep 60", Finding(Health.FAULTY, "the check sh did not end within 0.2 s")),
+        ("echo bug; exit 127", "the check sh exited with 127, which is none of 0, 1 and 2: bug"),
+    ],
+)
+def test_what_a_check_says(check: str, found: Finding | str) -> None:
+    assert run_check(shell(check), 0.2 if "sleep" in check else 30) == found
+
+
+def test_a_check_that_is_not_there() -> None:
+    assert run_check(["/no/check"], 1) == "the check /no/check cannot be run: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        (json.dumps({"RankList": []}), Health.HEALTHY),
+        (json.dumps({"RankList": [BROKEN | {"Status": "recovered"}]}), Health.HEALTHY),
+        (json.dumps({"RankList": [BROKEN | {"Policy": "ignore"}, "?", BROKEN | {"Policy": ""}]}), Health.HEALTHY),
+        (json.dumps({"RankList": [BROKEN, BROKEN | {"RankId": 1}]}), (1, 3)),
+        (json.dumps({"RankList": [BROKEN | {"RankId": "x" * 999}]}), ()),
+        (json.dumps({"RankList": [BROKEN]})[:-9], "is not whole, or not JSON"),
+        (json.dumps({"RankList": 7}), "has no RankList"),
+        ("[]", "has no RankList"),
+    ],
+)
+def test_what_reset_json_says(tmp_path: Path, written: str, found: Any) -> None:
+    file = tmp_path / "reset.json"
+    file.write_text(written)
+    said = read_reset(file)
+    if isinstance(found, str):
+        assert isinstance(said, str) and found in said
+    else:
+        assert isinstance(said, Finding)
+        assert (
+            said.health is found if isinstance(found, Health) else (said.health, said.ranks) == (Health.FAULTY, found)
+        )
+        assert len(said.text) < 400
+    assert read_reset(tmp_path / "none") == Finding(Health.HEALTHY, f"there is no {tmp_path / 'none'}")
+
+
+def test_when_a_job_is_told() -> None:
+    bad, ill, well = Finding(Health.FAULTY, "x"), Finding(Health.SUB_HEALTHY), Finding(Health.HEALTHY)
+    course = Course(2, report_sub_healthy=False)
+    assert [course.report(each) for each in (bad, well, bad, ill, bad, bad, bad)] == [*[False] * 5, True, True]
+    course.told(bad)
+    assert not course.report(bad) and not course.take_back(ill) and course.take_back(well)
+    course.told(None)
+    assert not course.take_back(well) and not course.report(bad) and course.report(bad)
+    assert Course(1, report_sub_healthy=True).report(ill)
+
+
+def test_a_faulty_host_is_reported_to_its_job(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(4)
+    where = ["--port", controller.port, "--once"]
+    well = ttp("watch-node", *where, "--host", "left", "--", *shell("exit 0"))
+    assert (well.code, well.err) == (0, "")
+    bad = ttp("watch-node", *where, "--host", "left", "--drain", "--", *shell("echo the fan stands still; exit 2"))
+    assert bad.code == 2 and "left is faulty: the fan stands still" in bad.err and "accused: rank 0-1" in bad.err
+    back = ttp("report-fault", "--port", controller.port, "--host", "left", "--recovered")
+    assert (back.code, back.out) == (0, "left may start ranks again\n")
+    again = ttp("report-fault", "--port", controller.port, "--host", "left", "--recovered")
+    assert (again.code, again.out) == (0, "left is not drained; nothing was done\n")
+
+
+def test_ranks_of_reset_json_are_reported(ttp: Ttp, start: Start, tmp_path: Path) -> None:
+    controller = start()
+    controller.ranks(4)
+    (tmp_path / "reset.json").write_text(json.dumps({"RankList": [BROKEN]}))
+    said = ttp("watch-node", "--port", controller.port, "--once", "--reset-json", tmp_path / "reset.json")
+    assert said.code == 2 and "accused: rank 3" in said.err and "0x80C98000" in said.err
+
+
+def test_no_job_is_no_end_of_it(ttp: Ttp) -> None:
+    said = ttp("watch-node", "--port", 1, "--once", "--", *shell("exit 2"))
+    assert said.code == 2 and "127.0.0.1:1" in said.err
+
+
+def test_bad_usage(ttp: Ttp) -> None:
+    assert "needs a check" in ttp("watch-node").err
+    assert "--recovered is of a whole host" in ttp("report-fault", "--rank", 1, "--recovered").err

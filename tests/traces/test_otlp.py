@@ -1,0 +1,169 @@
+"""Spans of an incident, as a collector gets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="pip install 'ttp-ft[otlp]': nox -s traces does")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="pip install 'ttp-ft[otlp]'")
+
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
+
+from tests.cli.conftest import Ttp, ttp
+from tests.cli.test_incidents import SAVED, write
+from tests.e2e.harness import Job
+from tests.ports import free_port
+from ttp.cli.incident_reader import read_incident
+from ttp.cli.spans import spans, trace_id
+
+__all__ = ["ttp"]
+
+Span = dict[str, Any]
+
+
+class Collector(otlp_grpc.TraceServiceServicer):  # type: ignore[misc]
+    """Takes what it is sent."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.service = ""
+        self._server = grpc.server(futures.ThreadPoolExecutor(2))
+        otlp_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
+        for part in request.resource_spans:
+            self.service = next(a.value.string_value for a in part.resource.attributes if a.key == "service.name")
+            self.spans += [span for scope in part.scope_spans for span in scope.spans]
+        return otlp.ExportTraceServiceResponse()
+
+    def close(self) -> None:
+        self._server.stop(None).wait()
+
+    @property
+    def env(self) -> dict[str, str]:
+        where = f"http://127.0.0.1:{self.port}"
+        return {"OTEL_EXPORTER_OTLP_ENDPOINT": where, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+def assert_is_one_trace(found: list[Any], incident: str) -> None:
+    """One root; every other span lies within its parent."""
+    by_id = {span.span_id: span for span in found}
+    assert len(by_id) == len(found) and {span.trace_id.hex() for span in found} == {trace_id(incident)}
+    assert [span.name for span in found if not span.parent_span_id] == ["ttp.incident"]
+    for span in found:
+        above = by_id.get(span.parent_span_id, span)
+        begin, end = above.start_time_unix_nano, above.end_time_unix_nano
+        assert begin <= span.start_time_unix_nano <= span.end_time_unix_nano <= end + 1000, span.name
+
+
+def test_an_incident_is_sent_from_its_file_and_twice_is_the_same(
+    tmp_path: Path, ttp: Ttp, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in collector.env.items():
+        monkeypatch.setenv(name, value)
+    write(tmp_path, "one", SAVED)
+    said = ttp("incidents", tmp_path, "--last", "--otlp")
+    assert (said.code, said.out) == (0, f"7 spans sent as trace {trace_id('one')}\n")
+    assert_is_one_trace(collector.spans, "one")
+    first, collector.spans = collector.spans, []
+    ttp("incidents", tmp_path, "--last", "--otlp")
+    assert [span.span_id for span in first] == [span.span_id for span in collector.spans]
+    root = next(span for span in first if span.name == "ttp.incident")
+    facts = {a.key: a.value.string_value or a.value.int_value for a in root.attributes}
+    assert (facts["ttp.incident.id"], facts["ttp.version"], facts["ttp.exit.code"]) == ("one", 12, 75)
+    assert collector.service == "ttp-controller" and any("rank 3 was lost" in event.name for event in root.events)
+
+
+def test_what_failed_is_an_error(tmp_path: Path) -> None:
+    story = [
+        *SAVED[:8],
+        (9.0, "save_failed", {"rank": 0, "text": "No space left"}),
+        (10.0, "released", {"exit_code": 70}),
+    ]
+    found = {span.name: span for span in spans(read_incident(write(tmp_path, "one", story)))}
+    assert found["ttp.save.shard"].status.description == "No space left"
+    assert not found["ttp.incident"].status.is_ok
+
+
+def test_a_collector_that_is_not_there_is_said(tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    write(tmp_path, "one", SAVED)
+    said = ttp("incidents", tmp_path, "--last", "--otlp")
+    assert said.code == 1 and "the collector does not take spans" in said.err
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(**settings: Any) -> Job:
+        jobs.append(Job(tmp_path / "job", **settings))
+        return jobs[-1].start()
+
+    yield make
+    for job in jobs:
+        job.stop()
+
+
+def kill(job: Job, rank: int, launch: int) -> None:
+    until(lambda: len(job.starts()) == launch, 60)
+    job.wait_for_version(5 + job.starts()[-1])
+    process = json.loads(job.ttp("status", "--json").stdout)["ranks"][rank]["pid"]
+    os.kill(process, signal.SIGKILL)
+    until(lambda: len(job.starts()) == launch + 1, 90)
+
+
+def until(condition: Callable[[], Any], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("ttp")
+def test_a_real_kill_arrives_at_a_real_collector(make_job: Callable[..., Job], collector: Collector) -> None:
+    job = make_job(ranks=2, steps=100_000, env=collector.env)
+    kill(job, 1, launch=1)
+    until(lambda: collector.spans, 60)
+    (lines,) = job.incidents()
+    assert_is_one_trace(collector.spans, lines[0]["incident"])
+    names = {span.name for span in collector.spans}
+    assert {"ttp.freeze", "ttp.save", "ttp.commit", "ttp.save.shard", "ttp.commit.manifest"} <= names
+    root = next(span for span in collector.spans if span.name == "ttp.incident")
+    assert abs(root.start_time_unix_nano / 1e9 - lines[0]["unix_s"]) < 0.001
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("ttp")
+def test_without_a_collector_jobs_are_saved_as_ever_and_it_is_said_once(make_job: Callable[..., Job]) -> None:
+    nobody = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    job = make_job(ranks=2, steps=100_000, env=nobody)
+    kill(job, 1, launch=1)
+    kill(job, 0, launch=2)
+    assert len(job.committed()) == 2
+    log = job.directory / "run" / "controller.log"
+    until(lambda: "not sent: the collector does not take spans" in log.read_text(), 30)
+    time.sleep(3)
+    assert log.read_text().count("not sent") == 1

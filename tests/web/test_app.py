@@ -1,0 +1,151 @@
+"""The application, called as a server would call it: who is let in, and what leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="pip install 'ttp-ft[web]'")
+
+from tests.cli.test_incidents import SAVED, write
+from tests.web.test_view import status
+from ttp.errors import ConfigError
+from ttp.web.app import HEADERS, make_app
+from ttp.web.looks import Incidents, Looks
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m"
+BEARER = {"authorization": "Bearer secret"}
+
+
+@dataclass
+class Answer:
+    code: int
+    headers: dict[str, str]
+    text: str
+
+
+async def get(app: Any, path: str, headers: dict[str, str] | None = None, method: str = "GET") -> Answer:
+    said: list[dict[str, Any]] = []
+    where, _, query = path.partition("?")
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        "path": where, "raw_path": where.encode(), "root_path": "", "query_string": query.encode(),
+        "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
+
+    first = iter([{"type": "http.request", "body": b"", "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        for message in first:
+            return message
+        await asyncio.Event().wait()  # the client stays
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        said.append(message)
+
+    await app(scope, receive, send)
+    body = b"".join(message.get("body", b"") for message in said[1:]).decode()
+    return Answer(said[0]["status"], {k.decode(): v.decode() for k, v in said[0]["headers"]}, body)
+
+
+def ask(tmp_path: Path, *paths: str, headers: dict[str, str] | None = None, method: str = "GET") -> list[Answer]:
+    """Answers of an application whose job has had a hostile incident."""
+    evil = [(0.1, "evidence", {"rank": 1, "evidence": "exception", "text": HOSTILE, "detail": HOSTILE})]
+    write(tmp_path, "one", [SAVED[0], *evil, *SAVED[2:]])
+    now = status("training", "llll", framework=HOSTILE, save_dir=str(tmp_path))
+
+    async def run() -> list[Answer]:
+        looks = Looks(lambda: (now, "here:1", None), Incidents(tmp_path))
+        running = asyncio.create_task(looks.run())
+        try:
+            app = make_app(looks, "secret", 8780)
+            return [await get(app, path, headers, method) for path in paths]
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    return asyncio.run(run())
+
+
+PATHS = ["/", "/plain", "/events", "/api/v1/status", "/api/v1/incidents", "/api/v1/incidents/one"]
+PATHS += ["/api/v1/incidents/one/trace.json", "/static/page.js", "/no"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"cookie": "ttp_web_8780=wrong; a=b"}])
+def test_without_the_token_nothing_is_told_but_that_the_process_lives(tmp_path: Path, headers: dict[str, str]) -> None:
+    answers = ask(tmp_path, *PATHS, "/?token=wrong", "/?token=", headers=headers)
+    assert {answer.code for answer in answers} == {401} and "ttp web" in answers[0].text
+    assert [answer.code for answer in ask(tmp_path, "/healthz", headers=headers)] == [200]
+
+
+def test_the_token_becomes_a_cookie_that_scripts_cannot_read(tmp_path: Path) -> None:
+    (first,) = ask(tmp_path, "/?token=secret")
+    cookie = first.headers["set-cookie"]
+    assert first.code == 303 and first.headers["location"] == "/" and "HttpOnly" in cookie and "lax" in cookie.lower()
+    assert ask(tmp_path, "/", headers={"cookie": cookie.partition(";")[0]})[0].code == 200
+
+
+def test_it_is_read_only(tmp_path: Path) -> None:
+    for method in ("POST", "PUT", "DELETE"):
+        assert {a.code for a in ask(tmp_path, "/", "/api/v1/incidents/one", headers=BEARER, method=method)} == {405}
+
+
+def test_every_answer_forbids_what_is_not_ours(tmp_path: Path) -> None:
+    for answer in ask(tmp_path, "/", "/plain", "/api/v1/status", "/static/page.css", "/no", headers=BEARER):
+        assert all(answer.headers[name.lower()] == value for name, value in HEADERS.items())
+
+
+def test_what_is_told(tmp_path: Path) -> None:
+    shown, listed, one, trace, none, outside = ask(
+        tmp_path, "/api/v1/status", *PATHS[4:7], "/api/v1/incidents/two", "/api/v1/incidents/..%2fone", headers=BEARER
+    )
+    assert json.loads(shown.text)["counts"] == {"live": 4} and json.loads(listed.text)[0]["id"] == "one"
+    assert json.loads(one.text)["saved"].startswith("version 12") and json.loads(trace.text)["traceEvents"]
+    assert (none.code, outside.code) == (404, 404)
+
+
+def test_hostile_texts_are_no_markup(tmp_path: Path) -> None:
+    (plain,) = ask(tmp_path, "/plain", headers=BEARER)
+    assert "<script>" not in plain.text and "&lt;script>" in plain.text and "\x1b" not in plain.text
+
+
+def test_a_controller_that_does_not_answer_is_said(tmp_path: Path) -> None:
+    def nobody() -> Any:
+        raise ConfigError("nobody is there")
+
+    async def run() -> Answer:
+        looks = Looks(nobody, Incidents(None))
+        running = asyncio.create_task(looks.run())
+        try:
+            return await get(make_app(looks, "secret"), "/api/v1/status", BEARER)
+        finally:
+            running.cancel()
+
+    assert json.loads(asyncio.run(run()).text)["error"] == "nobody is there"
+
+
+def test_nobody_is_asked_while_nobody_watches() -> None:
+    asked: list[int] = []
+
+    def count() -> Any:
+        asked.append(1)
+        return status("training", "llll"), "here:1", None
+
+    async def run() -> None:
+        looks = Looks(count, Incidents(None))
+        running = asyncio.create_task(looks.run())
+        await asyncio.sleep(0.1)
+        assert not asked
+        assert await looks.newer(0, 5.0) and asked
+        running.cancel()
+
+    asyncio.run(run())

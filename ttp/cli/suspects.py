@@ -1,0 +1,95 @@
+"""``ttp suspects``: which hosts the last incidents of a job speak against, for a scheduler that may leave them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ttp.cli.directories import SaveDir, existing
+from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
+from ttp.cli.output import Json, complain, print_json, say, screen, table, when_text
+from ttp.core.messages import FaultKind
+from ttp.errors import CheckpointError
+
+OF_OTHERS = frozenset({FaultKind.COLLECTIVE.value, FaultKind.SNAPSHOT.value})
+"""Evidence that speaks of somebody else: a collective fails on those that live."""
+
+Last = Annotated[int, typer.Option("--last", min=1, help="How many incidents are looked at, the newest first.")]
+Least = Annotated[int, typer.Option("--at-least", min=1, help="Only hosts that so many of them speak against.")]
+
+
+@dataclass
+class Suspect:
+    """One host.
+
+    Args:
+        host: as its ranks name it.
+        incidents: how many of those that were looked at have evidence against a rank of it that still holds.
+        ranks: that the evidence is against.
+        kinds: of evidence, such as ``exited``, ``hung``, ``outside``.
+        text: of the newest.
+        unix_s: when that was, in seconds since 1970.
+    """
+
+    host: str
+    incidents: int = 0
+    ranks: list[int] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    text: str = ""
+    unix_s: float = 0.0
+
+
+def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: Json = False) -> None:
+    """List the hosts that the last incidents of a job speak against, the most often named first.
+
+    For whoever starts the job again and may leave a host out: a script of the scheduler, or an operator. One killed
+    process says little of its host, the same host in three incidents says more: --last 10 --at-least 3. A drained host
+    is among them. Incidents after which training went on count as well, withdrawn evidence does not.
+
+    Exits with 1 if no host is named. JSON: a list of hosts with host, incidents, ranks, kinds, text, unix_s.
+    """
+    found = [each for each in named(_read(existing(directory), last)) if each.incidents >= at_least]
+    if json:
+        print_json([asdict(each) for each in found])
+    elif found:
+        rows = [
+            [s.host, str(s.incidents), _ranks(s.ranks), ", ".join(s.kinds), when_text(s.unix_s), s.text] for s in found
+        ]
+        screen().print(table(["host", "incidents", "ranks", "evidence", "last", "in words"], rows, right=["incidents"]))
+    else:
+        say("no host is named")
+    if not found:
+        raise typer.Exit(1)
+
+
+def named(incidents: Iterable[IncidentLog]) -> list[Suspect]:
+    """The hosts that incidents speak against, the most often named first; ``incidents`` come with the newest first."""
+    found: dict[str, Suspect] = {}
+    for incident in incidents:
+        for host, lines in incident.accused_hosts(OF_OTHERS).items():
+            suspect = found.setdefault(host, Suspect(host))
+            suspect.incidents += 1
+            suspect.text = suspect.text or str(lines[-1].facts.get("text", ""))
+            suspect.unix_s = suspect.unix_s or lines[-1].unix_s
+            ranks = {line.facts.get("rank") for line in lines} | set(suspect.ranks)
+            suspect.ranks = sorted(rank for rank in ranks if isinstance(rank, int))
+            suspect.kinds = sorted({str(line.facts.get("evidence")) for line in lines} | set(suspect.kinds))
+    return sorted(found.values(), key=lambda suspect: (-suspect.incidents, suspect.host))
+
+
+def _read(place: Path, last: int) -> Iterable[IncidentLog]:
+    for path in incident_files(place)[:last]:
+        try:
+            yield read_incident(path)
+        except CheckpointError as problem:
+            complain(str(problem))
+
+
+def _ranks(ranks: list[int]) -> str:
+    from ttp.core.layout import Rank, compact_ranks
+
+    return compact_ranks(map(Rank, ranks))

@@ -1,0 +1,118 @@
+"""``ttp watch-node``: looks after the health of a host, and tells the job that trains there."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ttp.cli.connection import Address, Port, Token, connected, find
+from ttp.cli.output import complain
+from ttp.config import Config
+from ttp.errors import TtpError, UsageError
+from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
+
+Check = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- COMMAND ...",
+        help="The check: exits with 0 healthy, 1 sub-healthy, 2 faulty; its last line is the reason.",
+    ),
+]
+ResetJson = Annotated[
+    Path | None, typer.Option("--reset-json", help="MindCluster's reset.json: broken devices by rank.")
+]
+Host = Annotated[
+    str, typer.Option("--host", help="This host's name as `ttp status` spells it. Default: TTP_HOST, or its own name.")
+]
+Every = Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="Seconds that a check may take; one that hangs says faulty.")
+]
+Strikes = Annotated[int, typer.Option("--strikes", min=1, help="Report after so many bad looks in a row.")]
+SubHealthy = Annotated[
+    bool, typer.Option("--report-sub-healthy", help="Report a sub-healthy host, too; else it is only said.")
+]
+Drain = Annotated[
+    bool, typer.Option("--drain", help="As of `ttp report-fault`: another host takes the place of this one.")
+]
+Once = Annotated[bool, typer.Option("--once", help="Look once, report at once, and exit with what the check has said.")]
+
+
+def watch_node(
+    check: Check = None,
+    *,
+    reset_json: ResetJson = None,
+    host: Host = "",
+    every: Every = 30.0,
+    timeout: Timeout = 60.0,
+    strikes: Strikes = 2,
+    report_sub_healthy: SubHealthy = False,
+    drain: Drain = False,
+    once: Once = False,
+    address: Address = None,
+    port: Port = None,
+    token: Token = None,
+) -> None:
+    """Look after the health of this host with a check of yours, and report what is broken to the job that trains here.
+
+    A faulty host is reported like `ttp report-fault --host`: the job saves its newest step and is started again, with
+    --drain on another host. It is reported once, until the check has called it healthy again; then what --drain asked
+    for is taken back, too. A check that cannot be run, a reset.json that is half written, a job that does not run: each
+    is said, and nothing is reported. It runs until it is stopped.
+    """
+    if not check and reset_json is None:
+        raise UsageError("watch-node needs a check (ttp watch-node -- COMMAND ...) or --reset-json FILE")
+    name = host or Config.from_env().host or socket.gethostname()
+    course = Course(1 if once else strikes, report_sub_healthy=report_sub_healthy)
+    tell = Complaints()
+    while True:
+        worst = _look(check, timeout, reset_json, tell)
+        try:
+            if course.report(worst):
+                with connected(find(address, port, token)) as client:
+                    answer = client.report_fault(
+                        list(worst.ranks), "" if worst.ranks else name, worst.text, drain=drain and not worst.ranks
+                    )
+                tell(f"{name} is {worst}. {answer.text}")
+                course.told(worst if answer.accused else None)
+            elif course.take_back(worst):
+                with connected(find(address, port, token)) as client:
+                    client.report_fault([], name, "it is healthy again", recovered=True)
+                tell(f"{name} is healthy again")
+                course.told(None)
+            elif worst.health is not Health.HEALTHY:
+                tell(f"{name} is {worst}")
+        except TtpError as problem:  # no job, or not yet: the next look tries again
+            tell(str(problem))
+        if once:
+            raise typer.Exit(worst.health.value)
+        time.sleep(every)
+
+
+def _look(check: list[str] | None, timeout_s: float, reset_json: Path | None, tell: Complaints) -> Finding:
+    """The worst that is found; who can say nothing says why."""
+    worst = Finding(Health.HEALTHY)
+    found = [run_check(check, timeout_s)] if check else []
+    for each in [*found, *([read_reset(reset_json)] if reset_json is not None else [])]:
+        if isinstance(each, str):
+            tell(each)
+        elif each.health.value > worst.health.value:
+            worst = each
+    return worst
+
+
+class Complaints:
+    """Says each thing once, until something else is to be said."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, text: str) -> None:
+        """Say it on stderr."""
+        if text != self._last:
+            complain(text)
+            self._last = text

@@ -1,0 +1,73 @@
+"""``ttp web``: a page that shows a job."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ttp.cli.connection import Address, Port, Token, find
+from ttp.config import Config
+from ttp.errors import ConfigError, UsageError
+
+Listen = Annotated[str, typer.Option("--listen", help="Where browsers connect: HOST:PORT. Port 0: any that is free.")]
+Directory = Annotated[
+    Path | None,
+    typer.Option("--save-dir", help="Show the incidents of this directory, also without a job that runs."),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option("--access-token-file", help="The page's own token (mode 0600). Default: one is made, and printed."),
+]
+Certificates = Annotated[
+    bool,
+    typer.Option(
+        "--client-certificates/--no-client-certificates",
+        help="With TTP_TLS_CERT: whether browsers have to show a certificate of the job's authority too.",
+    ),
+]
+
+
+def web(
+    *,
+    listen: Listen = "127.0.0.1:8780",
+    save_dir: Directory = None,
+    access_token_file: TokenFile = None,
+    client_certificates: Certificates = True,
+    address: Address = None,
+    port: Port = None,
+    token: Token = None,
+) -> None:
+    """Show a job to browsers: ranks, replica groups, incidents. Prints the address to open; ends with Ctrl-C.
+
+    Read-only, and a process of its own: nothing of it is in the job. It asks the controller as `ttp status` does, only
+    while somebody looks, and reads incidents where the save_dir is on this host. Browsers need the token in the printed
+    address; with TTP_TLS_CERT they speak HTTPS.
+
+    Needs starlette and uvicorn: pip install 'ttp-ft[web]'.
+    """
+    try:
+        from ttp.web.server import Place, serve
+    except ImportError as problem:
+        raise ConfigError(f"ttp web needs starlette and uvicorn: pip install 'ttp-ft[web]' ({problem})") from None
+    from ttp.web.looks import Asker, Incidents, Looks
+
+    host, _, number = listen.rpartition(":")
+    if not host or not number.isdecimal() or int(number) > 65535:
+        raise UsageError(f"--listen takes HOST:PORT, such as 127.0.0.1:8780, not {listen!r}")
+    if save_dir is not None and not save_dir.is_dir():
+        raise UsageError(f"there is no directory {save_dir}")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    asker: Asker | None = Asker(address, port, token)
+    try:
+        find(address, port, token)
+    except ConfigError:
+        if save_dir is None:
+            raise
+        asker = None
+    looks = Looks(asker, Incidents(save_dir))
+    serve(looks, Place(host.strip("[]"), int(number), access_token_file, client_certificates), Config.from_env())

@@ -1,0 +1,129 @@
+"""What a node's check and MindCluster's ``reset.json`` say of this host, and when a job is to be told of it.
+
+``reset.json`` (Ascend Device Plugin, ``-hotReset``): ``{"RankList": [{"RankId": 0, "Status": "unrecovered", "Policy":
+"reset", "ErrorCodeHex": ["0x80C98000"]}], "GracefulExit": 0, "RetryTime": 0, ...}``. It is replaced as a whole, by a
+link that is moved; a reader may still meet half of it, and the next look finds the rest.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+OUTPUT_MAX = 300
+"""Characters of a check's last line that are reported."""
+RESET_BYTES_MAX = 1 << 20
+NOTHING_TO_DO = frozenset({"", "empty", "ignore"})
+"""Policies that want nothing of a job."""
+
+
+class Health(Enum):
+    """Exit codes of a check."""
+
+    HEALTHY = 0
+    SUB_HEALTHY = 1
+    FAULTY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one look has found.
+
+    Args:
+        health: of the node.
+        text: in words; the check's last line.
+        ranks: that it is about; empty: every rank of the host.
+    """
+
+    health: Health
+    text: str = ""
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.health.name.lower().replace('_', '-')}: {self.text}"
+
+
+class Course:
+    """Decides when to report, from one finding after the other.
+
+    Args:
+        strikes: findings of a bad node in a row before it is reported: a check may be wrong once.
+        report_sub_healthy: a sub-healthy node is reported, too; else it is only said.
+    """
+
+    def __init__(self, strikes: int, *, report_sub_healthy: bool) -> None:
+        self._strikes, self._report_sub_healthy = strikes, report_sub_healthy
+        self._bad = 0
+        self.reported: Finding | None = None
+        """What the job was told and was not taken back."""
+
+    def report(self, finding: Finding) -> bool:
+        """Whether the job is to be told of it. Say ``told`` when it was, as it may not be there yet."""
+        wanted = finding.health is Health.FAULTY or (finding.health is Health.SUB_HEALTHY and self._report_sub_healthy)
+        self._bad = self._bad + 1 if wanted else 0
+        return wanted and self._bad >= self._strikes and self.reported is None
+
+    def take_back(self, finding: Finding) -> bool:
+        """Whether the job is to be told that the node is well again."""
+        return finding.health is Health.HEALTHY and self.reported is not None
+
+    def told(self, finding: Finding | None) -> None:
+        """The job knows of ``finding``; None: that the node is well again."""
+        self.reported, self._bad = finding, 0
+
+
+def run_check(command: Sequence[str], timeout_s: float) -> Finding | str:
+    """Run a check; its exit code is its word. Text: it could not say anything, and why."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(Health.FAULTY, f"the check {command[0]} did not end within {timeout_s:g} s")
+    except OSError as problem:
+        return f"the check {command[0]} cannot be run: {problem.strerror or problem}"
+    said = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+    text = (said[-1] if said else f"the check {command[0]} says nothing more")[:OUTPUT_MAX]
+    try:
+        return Finding(Health(done.returncode), text)
+    except ValueError:
+        return f"the check {command[0]} exited with {done.returncode}, which is none of 0, 1 and 2: {text}"
+
+
+def read_reset(path: Path) -> Finding | str:
+    """What ``reset.json`` says. Text: nothing that could be read, and why."""
+    from ttp.store.json_text import parse_json
+    from ttp.store.plain_file import read_plain
+
+    try:
+        said = parse_json(read_plain(path, RESET_BYTES_MAX))
+    except FileNotFoundError:
+        return Finding(Health.HEALTHY, f"there is no {path}")
+    except OSError as problem:
+        return f"{path} cannot be read: {problem.strerror or problem}"
+    except ValueError as problem:
+        return f"{path} is not whole, or not JSON: {problem!s:.200}"
+    entries = said.get("RankList") if isinstance(said, dict) else None
+    if not isinstance(entries, list):
+        return f"{path} has no RankList"
+    broken = [entry for entry in entries if isinstance(entry, dict) and _is_broken(entry)]
+    if not broken:
+        return Finding(Health.HEALTHY, f"{path} names no broken device")
+    ranks = sorted({rank for entry in broken if type(rank := entry.get("RankId")) is int and rank >= 0})
+    words = ", ".join(
+        f"rank {e.get('RankId')!s:.20}: {e.get('Policy')!s:.40} {e.get('ErrorCodeHex')!s:.80}" for e in broken[:8]
+    )
+    return Finding(Health.FAULTY, f"{path.name} says {words}", tuple(ranks))
+
+
+def _is_broken(entry: dict[str, object]) -> bool:
+    return entry.get("Status") != "recovered" and str(entry.get("Policy", "")).lower() not in NOTHING_TO_DO

@@ -1,0 +1,241 @@
+"""Looks at a job for everybody who watches: one question at a time, and none while nobody watches.
+
+The status and the files of incidents are looked at by two tasks, each in threads of its own: storage that hangs does
+not keep the status from being shown. The controller spends at most a twentieth of its time on answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ttp.cli.connection import Client, find
+from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
+from ttp.cli.incidents import describe
+from ttp.errors import TtpError
+from ttp.store.history import read_launches
+from ttp.web.view import TEXT_MAX, Pace, tell, view
+from ttp.wire.v1 import controller_pb2 as pb
+
+log = logging.getLogger("ttp.web")
+
+LOOK_S = 0.4
+SHARE = 20
+"""The time between two looks is at least so many times what the last one took."""
+IDLE_S = 10.0
+"""So long after the last request nobody watches any more."""
+LATE_S = 3.0
+"""Beats are a second apart; who has not reached by then what another had is late."""
+LISTED_MAX = 100
+"""Incidents in the list, the newest."""
+
+Answer = tuple[pb.GetStatusResponse, str, Path | None]
+"""A status, the controller that gave it, and the job's run directory on this host, if there is one."""
+
+
+class Asker:
+    """Asks the controller, and looks for it again after a failure: another one may lead, or a new job run."""
+
+    def __init__(self, address: str | None, port: int | None, token: str | None) -> None:
+        self._given = (address, port, token)
+        self._client: Client | None = None
+
+    def __call__(self) -> Answer:
+        """The status now.
+
+        Raises:
+            TtpError: nobody answers; the text says what to do.
+        """
+        client = self._client = self._client or Client(find(*self._given))
+        try:
+            now = client.status()
+        except TtpError:
+            client.close()
+            self._client = None
+            raise
+        return now, str(client.where), client.where.run_dir
+
+
+class Incidents:
+    """The incident files of a job: a list for people, and the whole story of the newest.
+
+    Args:
+        directory: a ``save_dir`` to read whatever the controller says; None: only the job's.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._given = directory
+        self._known: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
+        self.places: tuple[Path, ...] = () if directory is None else (directory,)
+        self.listed: list[dict[str, Any]] = []
+        self.newest: IncidentLog | None = None
+
+    def belong_to(self, save_dir: str, run_dir: Path | None) -> None:
+        """Where a job's incidents are: its save_dir, and its run directory for those that storage refused."""
+        there = [self._given, Path(save_dir) if save_dir else None, run_dir]
+        self.places = tuple(dict.fromkeys(place for place in there if place is not None))
+
+    def look(self) -> bool:
+        """Read what has changed. Returns whether there is anything new."""
+        found, changed = {}, False
+        for path in self._files():
+            with contextlib.suppress(OSError, TtpError):  # removed meanwhile, or no file that can be read
+                stat = path.stat()
+                stamp = (stat.st_size, stat.st_mtime_ns)
+                known = self._known.get(path)
+                if known is None or known[0] != stamp:
+                    story, changed = read_incident(path), True
+                    known = (stamp, {**describe(story), "good": tell(story).get("good"), "lines": len(story.lines)})
+                    if self.newest is None or _age(story) >= _age(self.newest):
+                        self.newest = story
+                found[path] = known
+        changed = changed or len(found) != len(self._known)
+        self._known = found
+        best: dict[str, dict[str, Any]] = {}
+        for _, one in found.values():
+            if one["id"] not in best or one["lines"] > best[one["id"]]["lines"]:
+                best[one["id"]] = one
+        self.listed = sorted(best.values(), key=lambda one: (one["opened_unix_s"], one["id"]), reverse=True)
+        return changed
+
+    def ended(self) -> str:
+        """How the last launch ended, if that was written down; empty: it may run still, or was cut off."""
+        for place in self.places:
+            with contextlib.suppress(TtpError):
+                if (launches := read_launches(place)) and (last := launches[-1]).code is not None:
+                    return f"exit {last.code}: {last.text}"[:TEXT_MAX]
+        return ""
+
+    def _files(self) -> Iterator[Path]:
+        for place in self.places:
+            with contextlib.suppress(TtpError):
+                yield from incident_files(place)[:LISTED_MAX]
+
+    def read(self, name: str) -> IncidentLog | None:
+        """One incident by its id; None: there is none of that name. The longest story of those in several places."""
+        paths = [path for path in self._files() if path.stem == name]
+        stories = [read_incident(path) for path in paths]
+        return max(stories, key=lambda story: len(story.lines), default=None)
+
+
+def _age(story: IncidentLog) -> tuple[float, str, int]:
+    """Of two files of one incident the longer one is newer."""
+    return story.opened_unix_s, story.id, len(story.lines)
+
+
+class Progress:
+    """Sees how a job moves; see ``Pace``."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+        self._still: tuple[int, int, float] = (0, -1, 0.0)
+
+    def at(self, now: pb.GetStatusResponse, at_s: float) -> Pace:
+        """Look at the job, at a time of the monotonic clock."""
+        newest = max((rank.version for rank in now.ranks), default=0)
+        if self._still[:2] != (now.incarnation, newest):
+            if self._still[0] != now.incarnation:
+                self._seen.clear()
+            self._still = (now.incarnation, newest, at_s)
+        self._seen.append((at_s, newest))
+        while len(self._seen) > 1 and self._seen[1][0] <= at_s - LATE_S:
+            self._seen.popleft()
+        then_s, passed = self._seen[0]
+        return Pace(passed if then_s <= at_s - LATE_S else 0, at_s - self._still[2])
+
+
+class Looks:
+    """What is known of the job, for all watchers. Lives on one event loop.
+
+    Args:
+        ask: gives the status; None: there is no controller, only incidents.
+        incidents: where the files are.
+    """
+
+    def __init__(self, ask: Callable[[], Answer] | None, incidents: Incidents) -> None:
+        self.incidents = incidents
+        self.number = 0
+        """Of the latest news."""
+        self.text = "{}"
+        """The latest view as JSON; see ``ttp.web.view``."""
+        self.status: pb.GetStatusResponse | None = None
+        self._ask = ask
+        self._news = asyncio.Condition()
+        self._wanted = asyncio.Event()
+        self._wanted_at = 0.0
+        self._view: dict[str, Any] = {"error": "", "ended": "", "stage": "", "incident": None}
+        self._said = ""
+        self._progress = Progress()
+
+    def want(self) -> None:
+        """Somebody watches: look for the next seconds."""
+        self._wanted_at = time.monotonic()
+        self._wanted.set()
+
+    async def newer(self, number: int, timeout_s: float) -> bool:
+        """Wait until there is something newer than ``number``. Returns whether there is."""
+        self.want()
+        async with self._news:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait_for(lambda: self.number > number), timeout_s)
+        return self.number > number
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        tasks = [asyncio.create_task(self._watch(look)) for look in (self._look_at_job, self._look_at_files)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _watch(self, look: Callable[[], Any]) -> None:
+        while True:
+            if time.monotonic() - self._wanted_at > IDLE_S:
+                self._wanted.clear()
+            await self._wanted.wait()
+            began = time.monotonic()
+            try:
+                await look()
+            except Exception:
+                log.exception("a look at the job failed")
+            await asyncio.sleep(max(LOOK_S, SHARE * (time.monotonic() - began)) if not self._view["error"] else 1.0)
+
+    async def _look_at_job(self) -> None:
+        if self._ask is None:
+            await self._publish()
+            return
+        try:
+            now, controller, run_dir = await asyncio.to_thread(self._ask)
+        except TtpError as problem:
+            if str(problem) != self._said:
+                log.warning("%s", problem)
+            self._said = str(problem)
+            self._view |= {"error": str(problem), "ended": await asyncio.to_thread(self.incidents.ended)}
+        else:
+            self.status, self._said = now, ""
+            self.incidents.belong_to(now.save_dir, run_dir)
+            pace = self._progress.at(now, time.monotonic())
+            self._view = {**view(now, self.incidents.newest, pace), "controller": controller}
+        await self._publish()
+
+    async def _look_at_files(self) -> None:
+        if await asyncio.to_thread(self.incidents.look):
+            if self.status is not None and not self._view["error"]:
+                self._view |= {"incident": view(self.status, self.incidents.newest)["incident"]}
+            await self._publish()
+
+    async def _publish(self) -> None:
+        whole = {**self._view, "asks": self._ask is not None, "incidents": self.incidents.listed[:LISTED_MAX]}
+        text = json.dumps(whole, separators=(",", ":"), ensure_ascii=True)
+        async with self._news:
+            self.text = text
+            self.number += 1
+            self._news.notify_all()

@@ -1,0 +1,232 @@
+"""What the page shows of a job: one object for JSON, made of a status and of the incident that it speaks of.
+
+Ranks are columns, one entry a rank: of 4,096 ranks that is 90 kB. Sentences for people are made here, where they are
+tested, and not in the browser.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ttp.cli.incident_reader import IncidentLog
+from ttp.cli.output import count_text, duration_text
+from ttp.cli.status import phase_name
+from ttp.core.layout import compact_ranks
+from ttp.errors import EXIT_SAVED
+from ttp.wire.v1 import controller_pb2 as pb
+
+SILENT_S = 5.0
+"""A rank that trains beats every second."""
+STILL_S = 15.0
+"""Steps of large jobs take some seconds."""
+GROUPS_MAX = 64
+TEXT_MAX = 2_000
+"""Characters of a text of a rank that are sent."""
+HERE = ("live", "frozen", "broken")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the job moves, as it was seen from here: ranks tell their versions once a second, not all at the same time.
+
+    Args:
+        passed: the newest version of some seconds ago; who is not there yet is late.
+        still_s: seconds for which no rank has finished a step.
+    """
+
+    passed: int = 0
+    still_s: float = 0.0
+
+
+def view(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()) -> dict[str, Any]:
+    """The whole page.
+
+    Args:
+        now: the status.
+        log: the newest incident's file; None: there is none that can be read here.
+        pace: of the job.
+    """
+    if log is not None and log.id != now.last_incident.id:
+        log = None
+    plain = ["stage", "run_id", "incarnation", "term", "world_size", "framework", "save_dir", "pid", "ttp_version"]
+    plain += ["incidents_total", "false_alarms", "uptime_s"]
+    versions = [rank.version for rank in now.ranks if rank.state in HERE] or [rank.version for rank in now.ranks]
+    return {
+        "error": "",
+        "ended": "",
+        "at_unix_s": time.time(),
+        **{name: getattr(now, name) for name in plain},
+        "standbys": list(now.standbys),
+        "copied_version": now.copied_version if now.HasField("copied_version") else None,
+        "newest": max(versions, default=0),
+        "late": late(now, pace),
+        "counts": Counter(rank.state for rank in now.ranks),
+        "hosts": _hosts(now.ranks),
+        "state": [rank.state for rank in now.ranks],
+        "version": [rank.version for rank in now.ranks],
+        "silent": [round(rank.silent_s, 1) for rank in now.ranks],
+        "process": [rank.pid for rank in now.ranks],
+        "phase": [phase_name(rank.phase) for rank in now.ranks],
+        "activity": {rank.rank: rank.activity[:TEXT_MAX] for rank in now.ranks if rank.activity},
+        "groups": _groups(now),
+        "groups_total": len(now.groups),
+        "waits": list(waits(now, log, pace)),
+        "incident": _incident(now, log) if now.HasField("last_incident") else None,
+    }
+
+
+def _hosts(ranks: Iterable[pb.RankStatus]) -> list[tuple[str, list[int]]]:
+    """Names of hosts with their ranks, in the order of their first ranks."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        found[rank.host].append(rank.rank)
+    return list(found.items())
+
+
+def _groups(now: pb.GetStatusResponse) -> list[dict[str, Any]]:
+    """Replica groups, those with the fewest living copies first."""
+    here = {rank.rank for rank in now.ranks if rank.state in HERE}
+    found = []
+    for group in now.groups:
+        gone = [rank for rank in group.ranks if rank not in here]
+        found.append(
+            {
+                "name": group.name[:TEXT_MAX],
+                "living": len(group.ranks) - len(gone),
+                "copies": len(group.ranks),
+                "ranks": compact_ranks(group.ranks),
+                "gone": compact_ranks(gone),
+            }
+        )
+    return sorted(found, key=lambda group: (group["living"], group["name"]))[:GROUPS_MAX]
+
+
+# ------------------------------------------------------------------------------------------------- who waits for what
+
+
+def late(now: pb.GetStatusResponse, pace: Pace) -> list[int]:
+    """Ranks of a job that trains which are silent, or not where others were some seconds ago."""
+    if now.stage != "training":
+        return []
+    live = (rank for rank in now.ranks if rank.state in HERE)
+    return [rank.rank for rank in live if rank.silent_s > SILENT_S or rank.version + 1 < pace.passed]
+
+
+def waits(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()) -> Iterator[str]:
+    """Who waits for what, in sentences; none: everything goes on."""
+    states: dict[str, list[int]] = defaultdict(list)
+    for rank in now.ranks:
+        states[rank.state].append(rank.rank)
+    if now.stage == "training":
+        yield from _behind(now, pace)
+    elif now.stage in ("waiting", "forming"):
+        if not now.ranks or states["released"]:
+            yield "the launchers have to start the next launch: no rank of it has joined yet"
+        elif states["missing"]:
+            joined = now.world_size - len(states["missing"])
+            yield f"{joined} of {count_text(now.world_size, 'rank')} joined; {_ranks(states['missing'])} not yet"
+    elif now.stage == "freezing":
+        if states["live"]:
+            frozen = f"{_ranks(states['frozen'])} stand still; " if states["frozen"] else ""
+            yield f"{frozen}waiting for the answer of {_ranks(states['live'])}"
+        if log is not None and (line := log.last("waits")) is not None and log.last("plan") is None:
+            yield f"no plan yet: {str(line.facts.get('reason'))[:TEXT_MAX]}"
+    elif now.stage in ("saving", "committing"):
+        yield from _writing(log, now.stage)
+    elif now.stage in ("saved", "released") and (stay := [*states["frozen"], *states["live"], *states["broken"]]):
+        yield f"{_ranks(stay)} {'has' if len(stay) == 1 else 'have'} not left yet"
+
+
+def _behind(now: pb.GetStatusResponse, pace: Pace) -> Iterator[str]:
+    here = [rank for rank in now.ranks if rank.state in HERE]
+    slow = set(late(now, pace))
+    silent = [rank for rank in here if rank.silent_s > SILENT_S]
+    if behind := sorted(slow - {rank.rank for rank in silent}):
+        at = min(rank.version for rank in here if rank.rank in behind)
+        yield f"the others wait for {_ranks(behind)}: at version {at}, and others have finished {pace.passed}"
+    for rank in silent[:8]:
+        yield f"rank {rank.rank} on {rank.host} has said nothing for {duration_text(rank.silent_s)}"
+    if pace.still_s > STILL_S:
+        yield f"no rank has finished a step for {duration_text(pace.still_s)}"
+    active: dict[str, list[int]] = defaultdict(list)
+    for rank in here:
+        if rank.activity:
+            active[rank.activity[:TEXT_MAX]].append(rank.rank)
+    for activity, ranks in list(active.items())[:8]:
+        yield f"{_ranks(ranks)}: {activity}"
+
+
+def _writing(log: IncidentLog | None, stage: str) -> Iterator[str]:
+    if log is None:
+        yield "everybody waits for the ranks that write"
+    plan, commit = (None, None) if log is None else (log.last("plan"), log.last("commit"))
+    if stage == "committing" and commit is not None:
+        yield f"everybody waits for rank {commit.facts.get('rank')}, which makes the checkpoint's manifest durable"
+    savers = plan.facts.get("savers") if plan is not None else None
+    if stage == "saving" and log is not None and plan is not None and isinstance(savers, dict):
+        written = {line.facts.get("rank") for line in log.of("saved")}
+        still = {rank for rank in savers.values() if isinstance(rank, int) and rank not in written}
+        if still:
+            yield f"everybody waits for {_ranks(still)} to write version {plan.facts.get('version')}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    text = compact_ranks(ranks)
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
+
+
+# ------------------------------------------------------------------------------------------------- the last incident
+
+
+def _incident(now: pb.GetStatusResponse, log: IncidentLog | None) -> dict[str, Any]:
+    last = now.last_incident
+    shown: dict[str, Any] = {
+        "id": last.id,
+        "open": last.stage != "closed",
+        "stage": last.stage,
+        "opened_unix_s": last.opened_unix_s,
+        "cause": last.cause[:TEXT_MAX],
+        "outcome": last.outcome[:TEXT_MAX],
+        "dead": [],
+        "saved": f"version {last.version}" if last.path else "",
+        "path": last.path,
+        "good": None,
+        "told": log is not None,
+    }
+    return shown | ({} if log is None else tell(log))
+
+
+def tell(log: IncidentLog) -> dict[str, Any]:
+    """What an incident's file adds: who was hurt, what was saved, and whether that is good."""
+    over = log.last("released", "thawed", "closed") is not None
+    told: dict[str, Any] = {"cause": log.cause[:TEXT_MAX], "dead": hurt(log), "path": log.checkpoint}
+    if (line := log.last("committed")) is not None:
+        size = line.facts.get("size")
+        told["saved"] = f"version {log.version}, durable {line.at_ms:.0f} ms after the first sign"
+        told["bytes"] = size if isinstance(size, int) else 0
+    elif (line := log.last("nothing_new")) is not None:
+        told["saved"] = f"version {log.version} was on disk already"
+    released = log.last("released")
+    if released is not None:
+        told["good"] = released.facts.get("exit_code") == EXIT_SAVED or bool(released.facts.get("again"))
+    elif over:
+        told["good"] = True
+    return told
+
+
+def hurt(log: IncidentLog) -> list[int]:
+    """Ranks that the evidence is against, but for those that only saw a collective fail; at most 64."""
+    back = {(line.facts.get("rank"), line.facts.get("evidence")) for line in log.of("retracted")}
+    found = [
+        line.facts["rank"]
+        for line in log.of("evidence")
+        if isinstance(line.facts.get("rank"), int)
+        and line.facts["rank"] >= 0
+        and line.facts.get("evidence") not in ("collective", "snapshot")
+        and (line.facts["rank"], line.facts.get("evidence")) not in back
+    ]
+    return sorted(set(found))[:64]
