@@ -141,7 +141,7 @@ class StandIn:
         match report:
             case m.Frozen():
                 member.version, member.phase = report.version, report.phase
-                self.rescue.answered(report, now)
+                self.rescue.answered((report.rank,), report, now)
             case m.Heartbeat() if incident is not None:
                 member.version, member.phase = report.version, report.phase
                 saving.written(incident, report.rank, report.written, now)
