@@ -55,8 +55,8 @@ def status(
     JSON keys: stage, run_id, incarnation, term, world_size, framework, save_dir, groups (ranks by shard), ranks (rank,
     host, pid, version, phase, state, silent_s, activity, can_continue), incidents_total, false_alarms, standbys,
     copied_version (null without buddy=True), restarts (of this host: state, which is preparing, ready or why they are
-    cold, modules, bytes, seconds; null where no launcher has said), last_incident (null, or id, stage, cause, version, outcome, reason, path,
-    opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
+    cold, modules, bytes, seconds; null where no launcher has said), last_incident (null, or id, stage, cause, version,
+    outcome, reason, path, opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
     """
     where = find(address, port, token)
     with connected(where) as client:
