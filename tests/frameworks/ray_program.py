@@ -55,7 +55,9 @@ def train(config: dict[str, Any]) -> None:
                 raise ValueError("a fault of the program")
             if config["how"] == "drain":
                 (place / f"at{rank}").write_text(str(step))
-                time.sleep(0.5)
+                while not start and step > config["killed_in"] and not (place / "drained").exists():
+                    time.sleep(0.1)
+                time.sleep(1)  # Ray looks for notices now and then
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -72,7 +74,8 @@ def drain_one(cluster: Any, place: Path, step: int) -> None:
         time.sleep(0.05)
     reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "it is taken away"]
     command = ["drain-node", "--address", cluster.address, "--node-id", (place / "node0").read_text(), *reason]
-    subprocess.run([Path(sys.executable).with_name("ray"), *command, "--deadline-remaining-seconds", "60"], check=True)
+    subprocess.run([Path(sys.executable).with_name("ray"), *command, "--deadline-remaining-seconds", "90"], check=True)
+    (place / "drained").touch()
 
 
 def main(directory: str, steps: int, killed_in: int, how: str) -> None:

@@ -17,7 +17,7 @@ from ttp.errors import EXIT_SAVED, ConfigError
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
-STEPS, KILLED_IN = 8, 5
+STEPS, KILLED_IN = 12, 5
 
 
 def ray_train(folder: Path, *arguments: object) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_node_that_is_drained_costs_no_step(tmp_path: Path) -> None:
     drained, whole = ray_train(tmp_path / "drained", 3, "drain"), ray_train(tmp_path / "whole", -1, "plain")
-    assert [end.pop("start") for end in drained] >= [3, 3]
+    assert all(end.pop("start") > 3 for end in drained)
     assert [end.pop("start") for end in whole] == [0, 0] and drained == whole
 
 
