@@ -15,6 +15,8 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 """The torch to test with; the plain name would take the registry's newest build."""
 
+PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"]
+
 PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "controller", "rounds")]
 
 
@@ -65,17 +67,35 @@ FRAMEWORKS = [
     "transformers==4.57.1; python_version < '3.11'",
 ]
 """The newest that were tried."""
-TITAN = ["torchtitan==0.3.0", "spmd_types==0.3.1", "tyro==1.0.17", "docstring-parser", "typeguard"]
-"""What its containers import; all that its trainer wants is much more."""
+TITAN = [
+    "torchtitan==0.3.0",
+    "spmd_types==0.3.1",
+    "tyro==1.0.17",
+    "docstring-parser",
+    "typeguard",
+    "tensorboard==2.21.0",
+    "absl-py",
+    "werkzeug",
+    "markdown",
+]
+"""What its Trainer imports; all that torchtitan wants is much more. ``--no-deps``: see ``frameworks``."""
+PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
+
+
+@nox.session
+def deepspeed(session: nox.Session) -> None:
+    """DeepSpeed, on the CPU: docs/frameworks.md. By itself: its build wants torch, and its first use a compiler."""
+    session.install(TORCH)
+    session.install("setuptools", "-e", ".[torch]", *PYTEST)
+    session.install("--no-build-isolation", "deepspeed==0.19.8", env={"DS_BUILD_OPS": "0"})
+    session.run("python", "-m", "pytest", "tests/frameworks/test_deepspeed.py", *session.posargs)
 
 
 @nox.session
 def ray(session: nox.Session) -> None:
     """Ray Train, on a cluster of this machine alone: docs/frameworks.md. By itself, as Ray is large."""
     session.install(TORCH)
-    session.install(
-        "-e", ".[torch]", "ray[train]==2.60.0", "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"
-    )
+    session.install("-e", ".[torch]", "ray[train]==2.60.0", *PYTEST)
     session.run("python", "-m", "pytest", "-m", "", "tests/frameworks/test_ray.py", *session.posargs)
 
 
@@ -114,10 +134,23 @@ def prometheus(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
     session.install(TORCH)
-    runner = ("pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100")
-    session.install("-e", ".[hf]", *FRAMEWORKS, *runner)
+    session.install("-e", ".[hf]", *FRAMEWORKS, *PYTEST)
     session.install("--no-deps", *TITAN)
     session.run("python", "-m", "pytest", "--reruns", "1", "tests/frameworks", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def slurm(session: nox.Session) -> None:
+    """deploy/slurm.sbatch on a cluster of four nodes on this machine: root, and Debian's slurmctld, slurmd, munge."""
+    session.run(sys.executable, "-m", "tests.slurm", *session.posargs)
+
+
+@nox.session
+def manifests(session: nox.Session) -> None:
+    """deploy/kubernetes against the models of Kubernetes, JobSet and Kubeflow Trainer, without a cluster."""
+    session.install(TORCH)
+    session.install("-e", ".[torch]", "kubeflow-trainer-api==2.3.0", "pyyaml>=6", *PYTEST)
+    session.run("python", "-m", "pytest", "tests/test_deploy.py", *session.posargs)
 
 
 @nox.session

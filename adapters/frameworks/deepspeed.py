@@ -2,27 +2,33 @@
 
 What counts are the flat fp32 partitions that DeepSpeed's optimizer keeps, one of each param group on each rank, and the
 moments of torch's optimizer inside of it. The weights of the model are rounded from them: they are made anew when a job
-resumes. A partition is on one rank only, hence ``buddy``.
+resumes. A partition is on one rank only, hence ``buddy``. It is a stretch of the flat tensor of its group, and is saved
+as one, without the padding that makes all partitions equally long: so another number of ranks can read it.
 
 ``engine.step`` is the update: torch's optimizer is stepped once for each param group in it, the schedule behind. Used
 of DeepSpeed, as seen in 0.19.8: ``engine.optimizer.optimizer``, ``single_partition_of_fp32_groups``,
-``update_lp_params``, ``engine.global_steps`` and the other counts.
+``update_lp_params``, ``round_robin_bit16_offsets`` and ``_meta``, ``real_dp_process_group``, ``loss_scaler``,
+``engine.global_steps`` and the other counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ttp import api
 from ttp.adapters.frameworks.versions import require
+from ttp.adapters.torch.sharding.fsdp1 import FlatPiece
 from ttp.errors import ConfigError
 
 TESTED = ("0.19", "0.19")
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Of the loss: fp16."""
 
 
 def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: Any = None, **settings: Any) -> int:
@@ -45,8 +51,15 @@ def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: A
     partitions = getattr(optimizer, "single_partition_of_fp32_groups", None)
     if stage > 2 or (stage and partitions is None) or getattr(optimizer, "cpu_offload", False):
         raise ConfigError(f"ttp.deepspeed knows ZeRO 0 to 2 without offloading, and not stage {stage} of this engine")
-    inner = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
-    model = engine.module if partitions is None else _Partitions(partitions, engine.module)
+    if stage == 0 and hasattr(optimizer, "optimizer"):
+        raise ConfigError(
+            f"ZeRO 0 in half precision is {type(optimizer).__name__} of DeepSpeed, which flattens the weights in a way "
+            "of its own: use zero_optimization.stage 1, whose updates are the same"
+        )
+    if stage and optimizer.round_robin_gradients:
+        raise ConfigError("round_robin_gradients lets the order of weights depend on the number of ranks: leave it out")
+    inner = optimizer.optimizer if stage else optimizer
+    model = engine.module if partitions is None else _Partitions(optimizer, engine.module)
     counts = _Counts(engine)
     extra = extra_state if isinstance(extra_state, dict) or extra_state is None else {"extra_state": extra_state}
     api.wrap_optimizer(
@@ -82,15 +95,39 @@ def _bracket(engine: Any, counts: _Counts) -> None:
 
 
 class _Partitions(nn.Module):
-    """What a rank trains, under names of its own; and the buffers of the model."""
+    """What a rank trains; and the buffers of the model."""
 
-    def __init__(self, partitions: list[Any], module: nn.Module) -> None:
+    def __init__(self, optimizer: Any, module: nn.Module) -> None:
         super().__init__()
-        for number, partition in enumerate(partitions):
+        self._optimizer = optimizer
+        for number, partition in enumerate(optimizer.single_partition_of_fp32_groups):
             partition._is_param = True  # it is a leaf that torch's optimizer updates
-            self.register_parameter(f"group{number}_rank{dist.get_rank()}", partition)
+            self.register_parameter(f"group{number}", partition)
         for name, buffer in module.named_buffers():
             self.register_buffer(name.replace(".", "/"), buffer)
+
+    def flat_pieces(self) -> Iterator[FlatPiece]:
+        """See ``fsdp1``."""
+        optimizer = self._optimizer
+        for number, partition in enumerate(optimizer.single_partition_of_fp32_groups):
+            group = optimizer.real_dp_process_group[number]
+            whole = (
+                optimizer.round_robin_bit16_offsets[number][-1] + optimizer.round_robin_bit16_meta[number][-1].numel()
+            )
+            start = min(dist.get_rank(group) * partition.numel(), whole)
+            count = min(partition.numel(), whole - start)
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            yield _Stretch(partition, None, (whole,), start, 0, count, ranks)
+
+
+class _Stretch(FlatPiece):
+    """One that ends with padding."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()[: self.count]
+
+    def describes(self, tensor: Tensor) -> bool:
+        return tensor.shape == self.parameter.shape
 
 
 class _Counts:
@@ -102,12 +139,16 @@ class _Counts:
 
     def state_dict(self) -> dict[str, Any]:
         counts = {name: getattr(self._engine, name) for name in _COUNTS}
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        scale = {name: getattr(scaler, name) for name in _SCALE if hasattr(scaler, name)}
         if not self.settled:
             counts["global_steps"] += 1
             counts["micro_steps"] += 1
             counts["global_samples"] += self._engine.train_batch_size()
-        return counts
+        return {"counts": counts, "scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
+        for name, value in state["counts"].items():
             setattr(self._engine, name, value)
+        for name, value in state["scale"].items():
+            setattr(self._engine.optimizer.loss_scaler, name, value)

@@ -20,11 +20,11 @@ forking.PRELOAD[-1:-1] = [
         "transformers.trainer",
         "transformers.models.gpt2.modeling_gpt2",
         "torchdata.stateful_dataloader",
-        "torchtitan.components.checkpointer",
-        "torchtitan.components.optimizer",
     )
     if importlib.util.find_spec(name.partition(".")[0])
 ]
+if importlib.util.find_spec("torchtitan"):
+    forking.PRELOAD.insert(-1, "tests.frameworks.titan_on_cpu")
 
 
 def quick(kills: Sequence[kit.Kill], *chosen: int, name: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""torchtitan's containers and its checkpoint manager: HSDP, killed in the phases of a step, ends with its bits."""
+"""torchtitan's Trainer: killed in the phases of a step, it ends with its bits."""
 
 from __future__ import annotations
 
@@ -20,5 +20,14 @@ KILLS = [kit.Kill("backward", rank=3), kit.Kill("in_step", rank=0), kit.Kill("st
 def test_it_is_killed_and_ends_with_its_bits(_name: str, kills: list[kit.Kill], tmp_path: Path) -> None:
     job = kit.Job("tests.frameworks.titan_program", kills, world_size=4, steps=8)
     found = kit.run(job, tmp_path, start=ForkedPython)
+    print(found)
+    found.check()
+
+
+@pytest.mark.slow
+def test_shards_without_replicas_come_back_from_their_copies(tmp_path: Path) -> None:
+    kills = [kit.Kill("in_step", rank=1, after=5)]
+    env = {"PROGRAM_SHARDS": "2", "TTP_BUDDY_EVERY": "2"}
+    found = kit.run(kit.Job("tests.frameworks.titan_program", kills, env=env, may_lose=3), tmp_path, start=ForkedPython)
     print(found)
     found.check()

@@ -1,97 +1,122 @@
-"""A trainer with torchtitan's own containers and checkpoint manager, called as its Trainer does; HSDP."""
+"""torchtitan's own Trainer with a small llama3, HSDP; see ``ttp.testing.kit``. ``PROGRAM_SHARDS``: 2, or all ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
 
+import tests.frameworks.titan_on_cpu  # noqa: F401  # isort: split
 import ttp
 import ttp.titan
-from tests.programs.titan_like import ACCUMULATION, DataLoader, Transformer
+
+LENGTH, VOCABULARY = 16, 2048
+SHARDS = int(os.environ.get("PROGRAM_SHARDS", "2"))
 
 
-def group(pattern: str, rate: float) -> ParamGroupConfig:
-    return ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={"lr": rate, "weight_decay": 0.1})
+class Letters(BaseTokenizer):
+    """Not asked for anything: the stream is of tokens."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return VOCABULARY
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
 
 
-class Trainer:
-    def __init__(self, steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> None:
-        self.steps, self.report = steps, report
-        self.step = self.ntokens_seen = 0
-        torch.manual_seed(1)
-        shards = int(os.environ.get("PROGRAM_SHARDS", "2"))
-        mesh = init_device_mesh(
-            "cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
-        with torch.device("meta"):
-            model = Transformer()
-        for layer in model.layers.values():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            model.init_weights()
-        model.train()
-        self.model_parts: list[nn.Module] = [model]
-        self.dataloader = DataLoader()
-        groups = [group(r"norm", 1e-3), group(r".*", 3e-3)]
-        optimizer = OptimizersContainer.Config(param_groups=groups, implementation="for-loop")
-        self.optimizers = optimizer.build(model_parts=self.model_parts)
-        schedule = LRSchedulersContainer.Config(warmup_steps=3)
-        self.lr_schedulers = schedule.build(optimizers=self.optimizers, training_steps=steps)
-        self.checkpointer = ttp.titan.TtpCheckpointManager.Config(save_dir=str(save_dir)).build(  # ttp
-            dataloader=self.dataloader,
-            model_parts=self.model_parts,
-            optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
-            states={"train_state": self},
-            sd_adapter=None,
-        )
-        torch.manual_seed(100 + dist.get_rank())
+class Stream(BaseDataLoader):
+    """Endless tokens; it knows where it is."""
 
-    def train_step(self, data: Any) -> None:
-        self.optimizers.zero_grad()
-        total = 0.0
-        for _ in range(ACCUMULATION):
-            tokens, labels = next(data)
-            self.ntokens_seen += labels.numel()
-            logits = self.model_parts[0](tokens)
-            loss = cross_entropy(logits.flatten(0, 1), labels.flatten()) / ACCUMULATION
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_([p for part in self.model_parts for p in part.parameters()], 1.0, foreach=True)
-        self.checkpointer.maybe_wait_for_staging()
-        self.optimizers.step()
-        self.lr_schedulers.step()
-        self.report(self.step, total)
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
 
-    def train(self) -> None:
-        self.checkpointer.load(step=-1)
-        data = iter(self.dataloader)
-        while self.step < self.steps:
-            self.step += 1
-            self.train_step(data)
-            self.checkpointer.save(self.step, last_step=self.step == self.steps)
+    def __init__(self, config: Config, *, dp_rank: int, local_batch_size: int, **_: Any) -> None:
+        self._rank, self._batch, self.position = dp_rank, local_batch_size, 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            source = torch.Generator().manual_seed(1000 * self.position + self._rank)
+            self.position += 1
+            tokens = torch.randint(0, VOCABULARY, (self._batch, LENGTH + 1), generator=source)
+            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+        return {"position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"]
+        self.position = state_dict["position"]
+
+
+def config(steps: int, save_dir: Path) -> Trainer.Config:
+    world = int(os.environ["WORLD_SIZE"])
+    llama: Any = model_registry("debugmodel")
+    llama.model.layers = llama.model.layers[:2]
+    for layer in llama.model.layers:  # flex attention would be compiled
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return Trainer.Config(
+        model_spec=llama,
+        dump_folder=str(save_dir.parent / "outputs"),
+        loss=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
+        tokenizer=Letters.Config(),
+        dataloader=Stream.Config(),
+        optimizer=default_adamw(lr=1e-3),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=3),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        training=TrainingConfig(
+            local_batch_size=2,
+            global_batch_size=4 * world,  # accumulated twice
+            seq_len=LENGTH,
+            steps=steps,
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(
+            data_parallel_replicate_degree=world // SHARDS,
+            data_parallel_shard_degree=SHARDS,
+            spmd_backend=os.environ.get("PROGRAM_SPMD", "partial_dtensor"),
+        ),
+        checkpoint=ttp.titan.TtpCheckpointManager.Config(save_dir=str(save_dir), buddy=world == SHARDS),  # ttp
+    )
 
 
 def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
-    trainer = Trainer(steps, save_dir, report)
+    torch.manual_seed(1)
+    trainer = config(steps, save_dir).build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
+    logs = trainer.metrics_processor.log
+
+    def log(step: int, loss: float, *rest: Any, **more: Any) -> None:
+        report(step, loss)
+        logs(step, loss, *rest, **more)
+
+    trainer.metrics_processor.log = log
     ttp.ttp_to_persist(trainer.train)()  # ttp
     return {
         "model": trainer.model_parts[0],

@@ -164,7 +164,7 @@ class Cutter:
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
         """See ``Sharding.stored``."""
         piece = self._flat.get(owner)
-        if piece is None or (tensor is not piece.parameter and tensor.shape != (piece.count,)):
+        if piece is None or not piece.describes(tensor):
             return stored(tensor)
         shape = piece.shape
         nothing = Chunk(tensor.detach().new_empty((0,) * len(shape)), shape, (0,) * len(shape))

@@ -1,4 +1,8 @@
-"""Describes the parameters of FullyShardedDataParallel (FSDP1), which are stretches of one flat tensor."""
+"""Describes the parameters of FullyShardedDataParallel (FSDP1), which are stretches of one flat tensor.
+
+Another library that cuts flat tensors is shown by a module with ``flat_pieces()``, which yields a ``FlatPiece`` for
+each of its parameters.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,10 @@ class FlatPiece:
             return memory.detach()[self.offset : self.offset + self.count]
         return tensor.detach()
 
+    def describes(self, tensor: Tensor) -> bool:
+        """Whether this is the parameter, or a tensor of the optimizer that is cut as the parameter is."""
+        return tensor is self.parameter or tensor.shape == (self.count,)
+
 
 def flat_pieces(model: nn.Module, names: ModelNames) -> dict[str, FlatPiece]:
     """Every parameter that FSDP1 has flattened, by each of its names.
@@ -61,6 +69,9 @@ def flat_pieces(model: nn.Module, names: ModelNames) -> dict[str, FlatPiece]:
                 "it, or use fully_shard()"
             )
         by_identity.update((id(piece.parameter), piece) for piece in _pieces(handle))
+    for module in model.modules():
+        if (others := getattr(module, "flat_pieces", None)) is not None:
+            by_identity.update((id(piece.parameter), piece) for piece in others())
     return {name: by_identity[id(p)] for name, p in names.parameters.items() if id(p) in by_identity}
 
 
