@@ -76,9 +76,7 @@ def test_all_lines_end_with_the_relay_and_their_ranks_come_back_without_it(
     until(lambda: states(controller) == ["live", "live"])
 
 
-def test_a_freeze_reaches_each_rank_and_the_last_answer_decides(
-    controller: Controller, relay: RelayServer
-) -> None:
+def test_a_freeze_reaches_each_rank_and_the_last_answer_decides(controller: Controller, relay: RelayServer) -> None:
     ranks = [rank_through(controller, relay, number, world_size=4) for number in range(3)]
     outside = controller.rank(3, world_size=4)
     for rank in (*ranks, outside):
