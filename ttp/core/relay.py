@@ -21,7 +21,7 @@ either way. No I/O, no clock, no threads.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NewType, TypeVar
@@ -171,7 +171,8 @@ class Relay:
 
 def slot_s(host: str, heartbeat_s: float) -> float:
     """When frames of a host leave: seconds before the full heartbeat of the wall clock."""
-    return zlib.crc32(host.encode()) % SLOTS * heartbeat_s / SLOTS
+    number = int.from_bytes(hashlib.sha256(host.encode()).digest()[:4])
+    return number % SLOTS * heartbeat_s / SLOTS
 
 
 class Unfolded:
