@@ -243,6 +243,7 @@ def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
         silent_s=max(0.0, now - member.last_seen),
         mark=member.mark,
         activity=member.activity,
+        can_continue=member.hello.can_continue,
     )
 
 
