@@ -171,7 +171,7 @@ class Relay:
 
 def slot_s(host: str, heartbeat_s: float) -> float:
     """When frames of a host leave: seconds before the full heartbeat of the wall clock."""
-    number = int.from_bytes(hashlib.sha256(host.encode()).digest()[:4])
+    number = int.from_bytes(hashlib.sha256(host.encode()).digest()[:4], "big")
     return number % SLOTS * heartbeat_s / SLOTS
 
 
