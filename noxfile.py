@@ -15,6 +15,8 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 """The torch to test with; the plain name would take the registry's newest build."""
 
+PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"]
+
 PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "controller", "rounds")]
 
 
@@ -133,6 +135,20 @@ def frameworks(session: nox.Session) -> None:
     session.install("-e", ".[hf]", *FRAMEWORKS, *PYTEST)
     session.install("--no-deps", *TITAN)
     session.run("python", "-m", "pytest", "--reruns", "1", "tests/frameworks", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def slurm(session: nox.Session) -> None:
+    """deploy/slurm.sbatch on a cluster of four nodes on this machine: root, and Debian's slurmctld, slurmd, munge."""
+    session.run(sys.executable, "-m", "tests.slurm", *session.posargs)
+
+
+@nox.session
+def manifests(session: nox.Session) -> None:
+    """deploy/kubernetes against the models of Kubernetes, JobSet and Kubeflow Trainer, without a cluster."""
+    session.install(TORCH)
+    session.install("-e", ".[torch]", "kubeflow-trainer-api==2.3.0", "pyyaml>=6", *PYTEST)
+    session.run("python", "-m", "pytest", "tests/test_deploy.py", *session.posargs)
 
 
 @nox.session

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -30,7 +31,11 @@ from ttp.wire.access import listening_address
 
 log = logging.getLogger("ttp.controller")
 
+COLLECT_AFTER = 50_000, 20, 20
+"""New objects until garbage is looked for: as Python does it, ten thousand answers cause it several times."""
+
 OWNER_CHECK_S = 1.0
+IDLE_CHECK_S = 0.1
 
 QUIET_BEATS, DOUBT_BEATS, DOUBT_MIN_S = 1.25, 2.0, 1.0
 """In heartbeats: silence after which a host is probed, and after which it is in doubt, but at least so many seconds."""
@@ -74,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
     with written_aside(config.log_level.upper(), kind=config.log_format):
         return asyncio.run(serve(config, args, port))
 
@@ -126,22 +133,39 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
         return EXIT_BAD_CONFIG
     log.info("ttp %s controller, pid %s, listens on %s:%s", __version__, os.getpid(), bind, port)
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, driver.stopped.set)
-    watcher = asyncio.create_task(_watch_owner(driver, args.owner_pid, args.orphan_s)) if args.owner_pid else None
-    metrics = asyncio.create_task(serve_metrics(driver, config)) if config.metrics_port else None
+    asked = asyncio.Event()
+    loop.add_signal_handler(signal.SIGINT, driver.stopped.set)
+    loop.add_signal_handler(signal.SIGTERM, asked.set)
+    tasks = [asyncio.create_task(_end_when_idle(driver, asked))]
+    if args.owner_pid:
+        tasks.append(asyncio.create_task(_watch_owner(driver, args.owner_pid, args.orphan_s)))
+    if config.metrics_port:
+        tasks.append(asyncio.create_task(serve_metrics(driver, config)))
     spans = SpanSender(driver.history) if wanted(os.environ) else None
     if spans is not None:
         driver.observers.append(spans.take)
     await driver.stopped.wait()
-    for task in (watcher, metrics):
-        if task is not None:
-            task.cancel()
+    for task in tasks:
+        task.cancel()
     await stop_server(server, driver)
     journal.close(timeout_s=5.0)
     if spans is not None:
         spans.close()
     return EXIT_TRAINED
+
+
+async def _end_when_idle(driver: Driver, asked: asyncio.Event) -> None:
+    """Stop the controller after a SIGTERM, but not before its ranks have left.
+
+    A scheduler that preempts a job sends SIGTERM to all processes of it at once (SLURM to a step, systemd to a unit):
+    the ranks then want to be saved, and that takes a controller.
+    """
+    await asked.wait()
+    if driver.machine.job.live:
+        log.info("SIGTERM: this controller ends when its ranks have left")
+    while driver.machine.job.live:
+        await asyncio.sleep(IDLE_CHECK_S)
+    driver.stopped.set()
 
 
 async def _watch_owner(driver: Driver, pid: int, orphan_s: float) -> None:

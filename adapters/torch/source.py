@@ -151,8 +151,9 @@ class TorchSource(Standing):
         if order.shards:
             self._check_stands(version, image)
         pages = self.read_pages(order.pages or (order.rank,), version)
-        job = self._job_state(version)
-        state = self._state(pages, job, image, order.shards) if order.shards else {}
+        # A rank that was stopped before its update of this version brings its own pages, and knows no schedule of it.
+        job = self._job_state(version) if order.shards or order.job_state else None
+        state = self._state(pages, job, image, order.shards) if job is not None and order.shards else {}
         with all_or_nothing(draft) as pieces:
             for shard in order.shards:
                 pieces.append(self._write_shard(draft, shard, state, order, generation, cancelled))
@@ -160,7 +161,7 @@ class TorchSource(Standing):
             if order.pages:
                 file = f"rank_local_{order.rank}_{generation}.msgpack"
                 pieces.append(write_local_piece(draft, file, pages, order.rank))
-            if order.job_state:
+            if job is not None and order.job_state:
                 pieces.append(write_piece(draft, f"job_{generation}.msgpack", job.encode(), JOB_KIND, order.rank))
             sync_directory(draft)
             if order.shards:

@@ -250,6 +250,19 @@ def test_sigterm_ends_the_controller(controller: Controller) -> None:
     assert controller.process.wait(20) == 0
 
 
+def test_sigterm_ends_it_only_when_its_ranks_have_left(controller: Controller) -> None:
+    """SLURM sends SIGTERM to all processes of a step at once: the ranks that it asks to leave want to be saved."""
+    zero = controller.rank(0)
+    controller.rank(1)
+    until(lambda: controller.status().stage == "training")
+    controller.process.send_signal(signal.SIGTERM)
+    zero.say(m.Fault(Rank(0), Rank(0), m.FaultKind.PREEMPTED, "SIGTERM"))
+    zero.expect(m.Freeze)
+    assert controller.process.poll() is None
+    controller.process.send_signal(signal.SIGINT)
+    assert controller.process.wait(20) == 0
+
+
 def test_the_incident_file_tells_the_whole_story(controller: Controller, tmp_path: Path) -> None:
     zero, one = (controller.rank(r, save_dir=str(tmp_path)) for r in (0, 1))
     until(lambda: controller.status().stage == "training")
@@ -290,7 +303,7 @@ def test_a_controller_that_is_ended_ends_its_streams_and_accuses_nobody(controll
     for rank in ranks:
         while not isinstance(rank.hear(), m.Freeze):
             pass
-    controller.process.terminate()
+    controller.process.send_signal(signal.SIGINT)
     assert "this controller ends" in asked.result(timeout=30).text
     assert [event.kind for event in events if event.kind != "opened"] == ["evidence"], "it ends, and with the request"
     for rank in ranks:

@@ -54,6 +54,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if PLAN.get("deaf") else signal.default_int_handler)
     if LEASES is not None and PLAN.get("armed", True):
         LEASES.arm(PID)
+    put(f"device-{RANK}-{ATTEMPT}", os.environ.get("DEVICE_ID", ""))
     put(f"pid-{RANK}-{ATTEMPT}", str(PID))
     if PLAN.get("attempts", 1) <= ATTEMPT:
         put(f"trained-{RANK}-{ATTEMPT}")

@@ -70,7 +70,8 @@ def main() -> int:
         print(f"port {args.port} is taken", file=sys.stderr)
         return 64
     over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: over.set())
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: over.set())
     server.start()
     (run_dir / "started").open("a").write(f"{os.getpid()}\n")
     over.wait()

@@ -161,7 +161,7 @@ def test_msruns_default_place_is_none_on_several_hosts(script: str, table: Path,
         (["--worker-num=4", "--local-worker-num=2", "--node-rank=0"], "--master-addr is needed"),
         (["--local-worker-num=4", "--nproc-per-node=2"], "mean the same"),
         (["--nnodes=3", "--nproc-per-node=2", "--worker-num=4"], "are not --worker-num 4"),
-        (["--nproc-per-node=2", "--rank-table-file=/no/such"], "cannot be read"),
+        (["--nproc-per-node=2", "--rank-table-file=/no/such/table"], "cannot be read"),
     ],
 )
 def test_what_cannot_be(script: str, flags: list[str], text: str) -> None:
@@ -174,6 +174,7 @@ def test_bad_input_is_one_message_and_64(script: str, capsys: pytest.CaptureFixt
         (["--nproc-per-node", "2", "no-such.py"], "there is no script no-such.py"),
         (["--nproc-per-node", "0", script], "a number from 1"),
         (["--no-such-flag", script], "unrecognized arguments"),
+        (["--nproc-per-node=2", "--monitor_interval=nan", script], "a number of seconds from 0.01"),
         (["--nproc-per-node", "2", "--master-port", "70000", script], "a port is a number"),
     ):
         assert run(["--mindspore", *words]) == 64

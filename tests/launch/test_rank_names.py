@@ -108,7 +108,7 @@ def set_in(*path: Any, to: Any) -> Any:
 BAD_TABLES: dict[str, tuple[str, str]] = {
     "no json": ("{", "is not JSON"),
     "a list": ("[]", "an object with server_list"),
-    "old": (changed(set_in("version", to="0.1")), "version is '0.1'; 1.0 and 1.2 are known"),
+    "old": (changed(set_in("version", to="0.1")), "version is '0.1'; 1.0, 1.2, 2.0 are known"),
     "unfinished": (changed(set_in("status", to="initializing")), "wait until"),
     "no servers": (changed(set_in("server_list", to=None)), "no server_list"),
     "count": (changed(set_in("server_count", to="3")), "2 servers are listed"),

@@ -49,7 +49,7 @@ class Namespaces:
         """See ``Hosts``."""
         with log.open("ab") as out:
             return subprocess.Popen(
-                [*self._enter(host, "--net", "--uts", "--mount", "--pid", "--ipc"), f"--wd={log.parent}", *command],
+                [*self.enter(host, "--net", "--uts", "--mount", "--pid", "--ipc"), f"--wd={log.parent}", *command],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -59,7 +59,7 @@ class Namespaces:
 
     def listen(self, host: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
         """See ``Hosts``."""
-        return piped([*self._enter(host, "--net"), *command], env)
+        return piped([*self.enter(host, "--net"), *command], env)
 
     def processes(self, host: int) -> list[psutil.Process]:
         """See ``Hosts``."""
@@ -96,7 +96,9 @@ class Namespaces:
                 text=True,
             )
         assert init.stdout is not None
-        if init.stdout.readline() != "up\n":
+        with init.stdout:
+            said = init.stdout.readline()
+        if said != "up\n":
             raise OSError(f"host {host} of a chaos job could not be made; see {self._log}")
         self._inits[host], self._pids[host] = init, psutil.Process(init.pid).children()[0].pid
         self._plug_in(host)
@@ -135,7 +137,8 @@ class Namespaces:
         with contextlib.suppress(OSError):
             run("ip", "link", "del", self._bridge)
 
-    def _enter(self, host: int, *which: str) -> list[str]:
+    def enter(self, host: int, *which: str) -> list[str]:
+        """What a command begins with that is to run in these namespaces of a host (options of ``nsenter``)."""
         return ["nsenter", "--target", str(self._pids[host]), *which]
 
 

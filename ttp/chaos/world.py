@@ -45,9 +45,9 @@ def obstacle() -> str:
     return ""
 
 
-def enter(arguments: Sequence[str]) -> int:
-    """Run ``python -m ttp ARGUMENTS`` inside a new world. Returns its exit code; nothing of it is left then."""
-    command = _command([sys.executable, "-m", "ttp", *arguments])
+def enter(arguments: Sequence[str], module: str = "ttp") -> int:
+    """Run ``python -m MODULE ARGUMENTS`` inside a new world. Returns its exit code; nothing of it is left then."""
+    command = _command([sys.executable, "-m", module, *arguments])
     process = subprocess.Popen(command, env={**os.environ, INSIDE: "1"})
     signal.signal(signal.SIGTERM, _interrupted)
     try:

@@ -27,7 +27,8 @@ class Goodput:
     """Seconds by what they went into, and what was lost.
 
     Args:
-        training: ranks that join, restore, and train.
+        joining: from the first rank of a launch to the moment when all have agreed on what they restore.
+        training: ranks that read what they restore, and train.
         freezing: from the first sign of a fault to the plan.
         saving: from the plan to the release, or to the thaw.
         down: from the end of a launch to the beginning of the next.
@@ -39,6 +40,7 @@ class Goodput:
         unreadable: lines and files that could not be read.
     """
 
+    joining: float = 0.0
     training: float = 0.0
     freezing: float = 0.0
     saving: float = 0.0
@@ -53,7 +55,7 @@ class Goodput:
     @property
     def elapsed(self) -> float:
         """All of it."""
-        return self.training + self.freezing + self.saving + self.down
+        return self.joining + self.training + self.freezing + self.saving + self.down
 
     @property
     def ratio(self) -> float:
@@ -64,12 +66,13 @@ class Goodput:
 def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> None:
     """Say what the time of a job went into, over all its launches: from launches.log and the incidents of a save_dir.
 
-    Training includes the time in which ranks join and restore: where that begins is not written down. Steps that were
+    Joining ends when all ranks are there and have agreed on what they restore; reading it counts as training, and so
+    does joining in a job that never calls restore(). Steps that were
     trained again are the price of launches that ended without a save.
 
-    JSON keys: ratio (training / elapsed, 0 to 1), elapsed, training, freezing, saving, down, mttr (seconds; mttr from
-    the first sign of a fault to the next launch, null without any), launches, incidents, false_alarms, lost_steps,
-    unreadable (lines and files that could not be read).
+    JSON keys: ratio (training / elapsed, 0 to 1), elapsed, joining, training, freezing, saving, down, mttr
+    (seconds; mttr from the first sign of a fault to the next launch, null without any), launches, incidents,
+    false_alarms, lost_steps, unreadable (lines and files that could not be read).
     """
     place = existing(directory)
     launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
@@ -81,7 +84,7 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
     if json:
         print_json({"ratio": round(found.ratio, 4), "elapsed": found.elapsed, **asdict(found)})
         return
-    parts = [(name, getattr(found, name)) for name in ("training", "freezing", "saving", "down")]
+    parts = [(name, getattr(found, name)) for name in ("training", "joining", "freezing", "saving", "down")]
     launched = f"{found.launches} launch{'' if found.launches == 1 else 'es'}"
     say(f"goodput {found.ratio:.1%} of {duration_text(found.elapsed)} in {launched}")
     say(", ".join(f"{name} {duration_text(seconds)}" for name, seconds in parts))
@@ -135,7 +138,9 @@ def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: fl
         spent = sum(_lasted(story) for story in own)
         found.freezing += frozen
         found.saving += spent - frozen
-        found.training += max(0.0, ended_s - launch.began_unix_s - spent)
+        joining = max(0.0, min(launch.joined_unix_s, ended_s) - launch.began_unix_s)
+        found.joining += joining
+        found.training += max(0.0, ended_s - launch.began_unix_s - spent - joining)
         if until <= now_s:
             found.down += max(0.0, until - ended_s)
         for story in own:

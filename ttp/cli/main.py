@@ -72,7 +72,13 @@ def _control(argv: list[str]) -> int:
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
 
 
-PASSED_ON: dict[str, Callable[[list[str]], int]] = {"run": _launch, "controller": _control}
+def _reset(argv: list[str]) -> int:
+    from ttp.launch.reset_process import main as look_after
+
+    return look_after(argv)
+
+
+PASSED_ON: dict[str, Callable[[list[str]], int]] = {"run": _launch, "controller": _control, "reset-process": _reset}
 """Commands with a command line of their own: their arguments, ``--help`` included, are passed on untouched."""
 
 
@@ -93,6 +99,11 @@ def _controller(context: typer.Context) -> None:
     raise typer.Exit(_control(context.args))
 
 
+def _reset_process(context: typer.Context) -> None:
+    """Kill and restart a script's MindSpore ranks as MindCluster's reset.json says, like its reset_process.py."""
+    raise typer.Exit(_reset(context.args))
+
+
 _UNTOUCHED: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
     "add_help_option": False,
@@ -101,6 +112,7 @@ _LAUNCH, _RUNNING, _SAVED, _TRUST, _ABOUT = "Launch", "A running job", "What was
 
 _register("run", _LAUNCH, _run, **_UNTOUCHED)
 _register("controller", _LAUNCH, _controller, **_UNTOUCHED)
+_register("reset-process", _LAUNCH, _reset_process, **_UNTOUCHED)
 _register("status", _RUNNING, status.status)
 _register("metrics", _RUNNING, metrics.metrics)
 _register("web", _RUNNING, web.web)

@@ -88,23 +88,26 @@ def start_controller(
 
 
 def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:
-    """SIGTERM, then SIGKILL after ``patience_s`` (it writes its journal meanwhile); returns when it is gone."""
-    child.terminate()
+    """SIGINT, then SIGKILL after ``patience_s`` (it writes its journal meanwhile); returns when it is gone.
+
+    No SIGTERM: with that one a controller waits until its ranks have left.
+    """
+    child.send_signal(signal.SIGINT)
     try:
         child.wait(patience_s)
     except subprocess.TimeoutExpired:
-        logger.warning("the controller (pid %d) ignores SIGTERM and is killed", child.pid)
+        logger.warning("the controller (pid %d) ignores SIGINT and is killed", child.pid)
         child.kill()
         child.wait()
 
 
 def end_controller(address: str, port: int, token: str, patience_s: float = 10.0) -> None:
-    """SIGTERM to the controller of this machine that serves there, if any does; returns when the port is free again."""
+    """SIGINT to the controller of this machine that serves there, if any does; returns when the port is free again."""
     pid = controller_pid(address, port, token)
     if pid is None:
         return
     try:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
     except (ProcessLookupError, PermissionError) as problem:
         logger.warning("the controller at %s:%d (pid %d) is not ended: %s", address, port, pid, problem)
         return

@@ -56,7 +56,7 @@ def _of_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
         MASTER_ADDR="127.0.0.1" if alone else None,
     )
     if not alone and "MASTER_ADDR" not in environ and "RANK_TABLE_FILE" in environ:
-        told["MASTER_ADDR"] = read_rank_table(environ["RANK_TABLE_FILE"]).master
+        told |= _given(MASTER_ADDR=read_rank_table(environ["RANK_TABLE_FILE"]).master or None)
     return {**told, **environ}
 
 
@@ -75,7 +75,7 @@ def _in_table(table: RankTable, rank: int, size: str | None) -> dict[str, str]:
     return {
         "WORLD_SIZE": str(table.world_size),
         "LOCAL_RANK": str(table.local_rank(rank)),
-        "MASTER_ADDR": table.master,
+        **_given(MASTER_ADDR=table.master or None),
     }
 
 

@@ -1,11 +1,16 @@
-"""Reads ``RANK_TABLE_FILE``: the hosts, devices and ranks of a job on Ascend (HCCL's JSON, versions 1.0 and 1.2).
+"""Reads ``RANK_TABLE_FILE``: the hosts, devices and ranks of a job on Ascend (HCCL's JSON, versions 1.0, 1.2 and 2.0).
 
 ``{"version": "1.0", "server_count": "1", "server_list": [{"server_id": "10.0.0.1", "device": [{"device_id": "0",
 "device_ip": "192.1.27.6", "rank_id": "0"}]}], "status": "completed"}``. Numbers are written as texts.
+
+Version 2.0 names no hosts: ``{"version": "2.0", "status": "completed", "rank_count": 2, "rank_list": [{"rank_id": 0,
+"local_id": 0, "device_id": 0, "level_list": []}, ...]}``.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +19,19 @@ from typing import Any
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import ConfigError
 
-VERSIONS = ("1.0", "1.2")
+logger = logging.getLogger("ttp.launch")
+
+VERSION_FILE = "version"
+LOOK_S = 0.5
+VERSIONS = ("1.0", "1.2", "2.0")
+NO_HOSTS = VERSIONS[-1]
 SIZE_MAX = 1 << 28
 """Bytes: ten thousand times what a table of a thousand devices takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One host. ``ranks`` and ``devices`` belong together by position."""
+    """One host. ``ranks`` and ``devices`` belong together by position. ``address`` is empty where none is named."""
 
     address: str
     ranks: tuple[int, ...]
@@ -46,7 +56,7 @@ class RankTable:
 
     @property
     def master(self) -> str:
-        """Address of the host of rank 0."""
+        """Address of the host of rank 0; empty: the table names no hosts."""
         return self.server_of(0).address
 
     def server_of(self, rank: int) -> Server:
@@ -65,10 +75,20 @@ class RankTable:
         return sorted(self.server_of(rank).ranks).index(rank)
 
 
-def read_rank_table(path: str | Path) -> RankTable:
+class UnfinishedError(ConfigError):
+    """The table is not there, not whole, or not ``completed``: its writer may be about to mend that."""
+
+
+def read_rank_table(path: str | Path, local_size: int | None = None) -> RankTable:
     """Read and check the table at ``path``.
 
+    Args:
+        path: of the JSON file.
+        local_size: ranks on each host, for a table that names no hosts. None: a host ends where a ``device_id`` comes
+            again.
+
     Raises:
+        UnfinishedError: it may be right some time later.
         ConfigError: it is absent, not JSON, not finished, or contradicts itself; the text says what to change.
     """
     from ttp.store.json_text import parse_json
@@ -76,29 +96,115 @@ def read_rank_table(path: str | Path) -> RankTable:
 
     try:
         document = parse_json(read_plain(Path(path), SIZE_MAX))
+    except FileNotFoundError as problem:
+        unfinished = UnfinishedError if Path(path).parent.is_dir() else ConfigError
+        raise unfinished(f"the rank table {path} cannot be read: {problem.strerror or problem}") from None
     except OSError as problem:
         raise ConfigError(f"the rank table {path} cannot be read: {problem.strerror or problem}") from None
     except ValueError as problem:
-        raise ConfigError(f"the rank table {path} is not JSON: {problem!s:.200}") from None
+        raise UnfinishedError(f"the rank table {path} is not JSON: {problem!s:.200}") from None
     try:
-        return _checked(document)
+        return _checked(document, local_size)
+    except _NotYetError as problem:
+        raise UnfinishedError(f"the rank table {path} is wrong: {problem!s:.300}") from None
     except ValueError as problem:
         raise ConfigError(f"the rank table {path} is wrong: {problem!s:.300}") from None
 
 
-def _checked(document: Any) -> RankTable:
+def table_version(path: str | Path) -> int:
+    """How often the table was written, as the file ``version`` beside it says; -1: there is no such number."""
+    from ttp.store.plain_file import read_plain
+
+    try:
+        text = read_plain(Path(path).parent / VERSION_FILE, 64).strip()
+    except (OSError, ValueError):
+        return -1
+    return int(text) if text.isdigit() else -1
+
+
+def await_rank_table(
+    path: str | Path, local_size: int | None, patience_s: float, newer_than: int = -1
+) -> tuple[RankTable, int]:
+    """Read the table as soon as its writer has completed it. The file is opened anew each time: links may be moved.
+
+    Args:
+        path: of the JSON file.
+        local_size: as of ``read_rank_table``.
+        patience_s: seconds to wait.
+        newer_than: wait until ``table_version`` is larger than this, too; -1: any table will do.
+
+    Returns:
+        The table and its version. A table that never became newer is returned, with a warning, when time is up.
+
+    Raises:
+        UnfinishedError: time is up, and there is no complete table.
+        ConfigError: it contradicts itself.
+    """
+    deadline_s, said = time.monotonic() + patience_s, ""
+    while True:
+        late = time.monotonic() >= deadline_s
+        try:
+            version = table_version(path)  # first: a table is written before its version
+            table = read_rank_table(path, local_size)
+            if newer_than < 0 or version > newer_than:
+                return table, version
+            why = f"the rank table {path} is still that of version {newer_than}"
+            if late:
+                logger.warning("%s; it is used as it is", why)
+                return table, version
+        except UnfinishedError as problem:
+            if late:
+                raise
+            why = str(problem)
+        if why != said:
+            logger.warning("waiting up to %.0f s for the rank table's writer: %s", deadline_s - time.monotonic(), why)
+            said = why
+        time.sleep(min(LOOK_S, max(0.0, patience_s)))
+
+
+class _NotYetError(ValueError):
+    """It is not ``completed``."""
+
+
+def _checked(document: Any, local_size: int | None) -> RankTable:
     if not isinstance(document, dict):
         raise ValueError("an object with server_list is wanted")
     version, status = document.get("version", VERSIONS[0]), document.get("status", "completed")
     if version not in VERSIONS:
-        raise ValueError(f"its version is {version!r:.40}; {' and '.join(VERSIONS)} are known")
+        raise ValueError(f"its version is {version!r:.40}; {', '.join(VERSIONS)} are known")
     if status != "completed":
-        raise ValueError(f"its status is {status!r:.40}: wait until its writer has set it to completed")
-    servers = tuple(_server(entry, place) for place, entry in enumerate(_list(document, "server_list", "the table")))
+        raise _NotYetError(f"its status is {status!r:.40}: wait until its writer has set it to completed")
+    if version == NO_HOSTS:
+        return RankTable(_hosts(document, local_size))
+    listed = enumerate(_list(document, "server_list", "the table"))
+    servers = tuple(_server(entry, f"server_list[{place}]") for place, entry in listed)
     if "server_count" in document and _number(document, "server_count", "the table") != len(servers):
         raise ValueError(f"server_count is {document['server_count']!r:.40}, but {len(servers)} servers are listed")
     _check_ranks(servers)
+    by_address = sorted(servers, key=lambda server: server.address)
+    if [s.address for s in sorted(servers, key=lambda server: min(server.ranks))] != [s.address for s in by_address]:
+        raise ValueError("ranks have to grow in the order of the server_id as texts; HCCL does not start otherwise")
     return RankTable(servers)
+
+
+def _hosts(document: dict[str, Any], local_size: int | None) -> tuple[Server, ...]:
+    """The hosts of a table that does not name them: ranks of one host follow each other."""
+    ranks, devices = _devices(document, "rank_list", "the table")
+    if "rank_count" in document and _number(document, "rank_count", "the table") != len(ranks):
+        raise ValueError(f"rank_count is {document['rank_count']!r:.40}, but {len(ranks)} ranks are listed")
+    hosts: list[list[tuple[int, int]]] = []
+    seen: set[int] = set()
+    for rank, device in sorted(zip(ranks, devices, strict=True)):
+        if not hosts or (len(seen) == local_size if local_size else device in seen):
+            hosts.append([])
+            seen = set()
+        if device in seen:
+            raise ValueError(f"device_id {device} comes again at rank_id {rank}: a host has fewer than {local_size}")
+        seen.add(device)
+        hosts[-1].append((rank, device))
+    servers = tuple(Server("", tuple(r for r, _ in host), tuple(d for _, d in host)) for host in hosts)
+    _check_ranks(servers)
+    return servers
 
 
 def _check_ranks(servers: tuple[Server, ...]) -> None:
@@ -111,29 +217,31 @@ def _check_ranks(servers: tuple[Server, ...]) -> None:
     missing = sorted(set(range(len(ranks))) - set(ranks))
     if missing:
         raise ValueError(f"rank_id {missing[0]} is missing: {len(ranks)} devices need the ranks 0 to {len(ranks) - 1}")
-    by_address = sorted(servers, key=lambda server: server.address)
-    if [s.address for s in sorted(servers, key=lambda server: min(server.ranks))] != [s.address for s in by_address]:
-        raise ValueError("ranks have to grow in the order of the server_id as texts; HCCL does not start otherwise")
 
 
-def _server(entry: Any, place: int) -> Server:
-    where = f"server_list[{place}]"
+def _server(entry: Any, where: str) -> Server:
     if not isinstance(entry, dict):
         raise ValueError(f"{where} is no object")
     address = entry.get("server_id")
     if not isinstance(address, str) or not address or not address.isprintable():
         raise ValueError(f"{where} has no server_id, the address of the host")
+    ranks, devices = _devices(entry, "device", where)
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"{where} lists one device_id twice")
+    return Server(address, ranks, devices)
+
+
+def _devices(holder: dict[str, Any], name: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks and devices of a list, by position."""
     devices: list[int] = []
     ranks: list[int] = []
-    for position, device in enumerate(_list(entry, "device", where)):
-        spot = f"{where}.device[{position}]"
+    for position, device in enumerate(_list(holder, name, where)):
+        spot = f"{where}.{name}[{position}]"
         if not isinstance(device, dict):
             raise ValueError(f"{spot} is no object")
         devices.append(_number(device, "device_id", spot))
         ranks.append(_number(device, "rank_id", spot))
-    if len(set(devices)) < len(devices):
-        raise ValueError(f"{where} lists one device_id twice")
-    return Server(address, tuple(ranks), tuple(devices))
+    return tuple(ranks), tuple(devices)
 
 
 def _list(document: dict[str, Any], name: str, where: str) -> list[Any]:

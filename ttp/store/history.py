@@ -1,9 +1,10 @@
 """Records the launches of the jobs that save to one directory: what each of them has saved, and how it ended.
 
-``save_dir/incidents/launches.log`` has a line of JSON for each beginning (``incarnation``), each checkpoint
-(``committed``) and each end: ``finished`` is the mark of completion, ``released`` says with which exit code the ranks
-were told to leave, ``wrong`` that a rank has left with 64. A launch without an end was cut off with its controller.
-A line that cannot be read, such as half of one, is passed over.
+``save_dir/incidents/launches.log`` has a line of JSON for each beginning (``incarnation``), for the moment when all
+ranks have agreed on what they ``restore``, for each checkpoint (``committed``) and each end: ``finished`` is the mark
+of completion, ``released`` says with which exit code the ranks were told to leave, ``wrong`` that a rank has left with
+64. A launch without an end was cut off with its controller. A line that cannot be read, such as half of one, is passed
+over.
 
 If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
 ``save_dir/incidents/wrong.json``. Of many such ranks the last one is kept.
@@ -38,7 +39,7 @@ FORMING_S = 600.0
 TAIL_BYTES = 4 << 20
 """The newest lines, as many as are ever looked at."""
 TEXT_MAX = 2000
-HISTORY_KINDS = ("committed", "finished", "released", "wrong")
+HISTORY_KINDS = ("restore", "committed", "finished", "released", "wrong")
 BEGINS = "incarnation"
 
 _FACTS = ("run_id", "incarnation", "world_size", "version", "exit_code", "text", "progress")
@@ -57,6 +58,7 @@ class Launch:
         text: why.
         version: the newest that it saved; None: none.
         ended_unix_s: when its end was written down; 0: it was not.
+        joined_unix_s: when all ranks were there and had agreed on what they restore; 0: they have not.
     """
 
     run_id: str
@@ -67,6 +69,7 @@ class Launch:
     text: str = ""
     version: int | None = None
     ended_unix_s: float = 0.0
+    joined_unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +223,8 @@ def _launches(records: Iterable[Mapping[str, Any]]) -> list[Launch]:
 def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
     text = str(record.get("text", ""))[:TEXT_MAX]
     match record["kind"]:
+        case "restore":
+            launch.joined_unix_s = launch.joined_unix_s or at_s
         case "committed":
             launch.progress, launch.version = True, _whole(record.get("version"))
         case "finished":

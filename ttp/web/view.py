@@ -57,6 +57,7 @@ def view(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()
     versions = [rank.version for rank in now.ranks if rank.state in HERE] or [rank.version for rank in now.ranks]
     return {
         "error": "",
+        "ended": "",
         "at_unix_s": time.time(),
         **{name: getattr(now, name) for name in plain},
         "standbys": list(now.standbys),
@@ -160,6 +161,8 @@ def _behind(now: pb.GetStatusResponse, pace: Pace) -> Iterator[str]:
 
 
 def _writing(log: IncidentLog | None, stage: str) -> Iterator[str]:
+    if log is None:
+        yield "everybody waits for the ranks that write"
     plan, commit = (None, None) if log is None else (log.last("plan"), log.last("commit"))
     if stage == "committing" and commit is not None:
         yield f"everybody waits for rank {commit.facts.get('rank')}, which makes the checkpoint's manifest durable"

@@ -23,7 +23,9 @@ from ttp.adapters.torch.restoring.reader import read_values  # noqa: E402
 from ttp.adapters.torch.saving import standing  # noqa: E402
 from ttp.adapters.torch.saving.piece_index import items_of  # noqa: E402
 from ttp.adapters.torch.saving.preimage import PreImage  # noqa: E402
-from ttp.core.layout import Rank  # noqa: E402
+from ttp.core.decide import How  # noqa: E402
+from ttp.core.layout import Rank, Version  # noqa: E402
+from ttp.core.messages import SaverOrder  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
 from ttp.processor.source import MovedError  # noqa: E402
 from ttp.store.manifest import Manifest  # noqa: E402
@@ -338,6 +340,21 @@ def test_a_version_that_this_rank_does_not_hold_is_not_written(make: Callable[..
     for version in (0, 2):
         with pytest.raises(CheckpointError, match=f"holds version 1, not {version}"):
             save(job.adapter, job.processor, version)
+
+
+def test_a_rank_stopped_before_its_update_brings_its_own_pages(make: Callable[..., Job], tmp_path: Path) -> None:
+    """Of the version that another rank has finished: the forward and backward passes of that one are over here too."""
+    job = make()
+    job.step()
+    job.park()
+    order = SaverOrder(Rank(0), (), How.AS_IS, (Rank(0),), False)
+    (tmp_path / "draft").mkdir()
+    written = job.source.write_pieces(
+        order=order, version=Version(2), draft=tmp_path / "draft", generation=0, cancelled=lambda: False
+    )
+    assert [piece.file for piece in written] == ["rank_local_0_0.msgpack"]
+    found = job.source.read_pages((Rank(0),), Version(2))
+    assert Rank(0) in found.data and not found.missing
 
 
 def test_every_written_page_is_told(make: Callable[..., Job]) -> None:

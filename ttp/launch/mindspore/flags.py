@@ -14,10 +14,15 @@ from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import ConfigError
 from ttp.launch.preparation import CONTINUITY_HELP, MINDIO_HELP, SAVED_CODE_HELP, saved_code
 from ttp.launch.presence import is_local
-from ttp.launch.rank_table import RankTable, read_rank_table
+from ttp.launch.rank_table import RankTable, await_rank_table
+
+LOOK_S = 0.05
 
 MASTER_PORT = 8118
 """Where msrun's scheduler listens when nobody says."""
+
+RESTART_TYPE = "/user/restore/reset/config/restartType"
+"""Where MindCluster writes how a job is restarted: ``podReschedule`` brings a new rank table, ``hotReset`` does not."""
 
 RUNNERS = ("python", "python3", "pytest")
 """Programs that may stand in the place of the script, as for msrun."""
@@ -47,6 +52,9 @@ class Job:
         max_restarts: how often the job is started again.
         log_dir: where the output of each worker goes; None: to that of the launcher.
         rank_table: exported for the workers, as msrun does; empty: none.
+        table_version: of that table, see ``ttp.launch.rank_table.table_version``.
+        restart_type: file in which MindCluster says whether a restart brings a new rank table.
+        look_s: seconds between two looks at the workers.
         mindio: programs written for mindio_ttp are to run on ttp.
         continuity: how the job goes on after a failure; None: as the settings say.
         saved_exit_code: with what to leave instead of 75; None: as the settings say.
@@ -63,6 +71,9 @@ class Job:
     max_restarts: int
     log_dir: Path | None
     rank_table: str
+    table_version: int
+    restart_type: Path
+    look_s: float
     mindio: bool
     continuity: str | None
     saved_exit_code: int | None
@@ -79,16 +90,23 @@ class Job:
         return len(self.ranks)
 
 
-def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Job:
-    """The job that ``argv`` describes.
+def parse(argv: list[str], environ: Mapping[str, str] = os.environ, newer_than: int = -1) -> Job:
+    """The job that ``argv`` describes. Waits for the rank table, if there is to be one, as long as for other hosts.
+
+    Args:
+        argv: flags, script and its arguments.
+        environ: may name the rank table.
+        newer_than: the rank table is to be newer than that of this version.
 
     Raises:
-        ConfigError: the flags contradict each other, or there is no such script.
+        ConfigError: the flags contradict each other, there is no such script, or no rank table has been completed.
         SystemExit: argparse printed its help, or an error.
     """
     given = _parser().parse_args(argv)
     table_path = given.rank_table_file or environ.get("RANK_TABLE_FILE", "")
-    table = read_rank_table(table_path) if table_path else None
+    table, version = None, -1
+    if table_path:
+        table, version = await_rank_table(table_path, _per_host(given), given.cluster_time_out, newer_than)
     node_rank = given.node_rank if given.node_rank is not None else _place(table)
     local, world = _sizes(given, table, node_rank)
     several = local < world
@@ -106,6 +124,9 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Job:
         max_restarts=given.max_restarts,
         log_dir=Path(given.log_dir) if given.log_dir else None,
         rank_table=table_path,
+        table_version=version,
+        restart_type=Path(given.restart_type_file),
+        look_s=given.monitor_interval,
         mindio=given.mindio,
         continuity=given.continuity,
         saved_exit_code=given.saved_exit_code,
@@ -125,10 +146,15 @@ def _parser() -> argparse.ArgumentParser:
         "(msrun's -1, MindSpore's choice, is as good as none)")  # fmt: skip
     add("--master-addr", "--master_addr", metavar="HOST", help="host 0 [127.0.0.1, or as the rank table says]")
     add("--master-port", "--master_port", type=_port, metavar="P", help=f"of the scheduler [free; {MASTER_PORT}]")
-    add("--cluster-time-out", "--cluster_time_out", type=int, default=600, metavar="S", help="seconds to meet in [600]")
+    add("--cluster-time-out", "--cluster_time_out", type=int, default=600, metavar="S", help="seconds to meet in, and "
+        "to wait for the rank table [600]")  # fmt: skip
     add("--max-restarts", "--max_restarts", type=_restarts, default=0, metavar="N", help="starts after the first [0]")
+    add("--monitor-interval", "--monitor_interval", type=_interval, default=LOOK_S, metavar="S", help="seconds between "
+        "two looks at the workers; ranks see the death of others at once whatever it is [%(default)s]")  # fmt: skip
     add("--log-dir", "--log_dir", metavar="DIR", help="worker_RANK.log and scheduler.log go there [the terminal]")
     add("--rank-table-file", "--rank_table_file", default="", metavar="F", help="rank table of an Ascend cluster")
+    add("--restart-type-file", default=RESTART_TYPE, metavar="F", help="podReschedule in it: the job is started again "
+        "with a new rank table only [%(default)s]")  # fmt: skip
     add("--join", choices=("True", "False"), default="True", help="taken from msrun's users; the job is always joined")
     add("--mindio", action="store_true", help=MINDIO_HELP)
     add("--continuity", choices=CONTINUITY_MODES, help=CONTINUITY_HELP)
@@ -157,6 +183,13 @@ def _restarts(text: str) -> int:
     return value
 
 
+def _interval(text: str) -> float:
+    value = float(text)
+    if not 0.01 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"a number of seconds from 0.01 to 3600 is wanted, not {text}")
+    return value
+
+
 def _port(text: str) -> int:
     value = int(text)
     if not 1 <= value <= 65535:
@@ -168,7 +201,9 @@ def _place(table: RankTable | None) -> int | None:
     """Which host this is, where the rank table lists one address of this machine."""
     if table is None:
         return None
-    mine = [place for place, server in enumerate(table.in_order) if is_local(server.address)]
+    mine = [place for place, server in enumerate(table.in_order) if server.address and is_local(server.address)]
+    if len(table.servers) == 1 and not table.master:
+        return 0
     return mine[0] if len(mine) == 1 else None
 
 
@@ -183,11 +218,18 @@ def _workers(table: RankTable | None, node_rank: int, local: int) -> tuple[tuple
     server = table.in_order[node_rank]
     if len(server.ranks) != local:
         raise ConfigError(
-            f"{local} workers on this host, but the rank table has {len(server.ranks)} devices for {server.address}: "
+            f"{local} workers on this host, but the rank table has {len(server.ranks)} devices for "
+            f"{server.address or 'it'}: "
             "leave --local-worker-num and --nproc-per-node out"
         )
     workers = sorted(zip(server.ranks, server.devices, strict=True))
     return tuple(rank for rank, _ in workers), tuple(device for _, device in workers)
+
+
+def _per_host(given: argparse.Namespace) -> int | None:
+    """Workers of a host, as far as flags say it."""
+    local: int | None = given.local_worker_num or given.nproc_per_node
+    return local or (given.worker_num // given.nnodes or None if given.worker_num and given.nnodes else None)
 
 
 def _sizes(given: argparse.Namespace, table: RankTable | None, node_rank: int | None) -> tuple[int, int]:
@@ -230,7 +272,7 @@ def _address(given: str | None, table: RankTable | None, several: bool) -> str:
         return given
     if not several:
         return "127.0.0.1"
-    if table is None:
+    if table is None or not table.master:
         raise ConfigError("--master-addr is needed for several hosts: the address of host 0, as all of them know it")
     return table.master
 

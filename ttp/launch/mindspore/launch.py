@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 from ttp.compat.mindio.placing import ours_counts
@@ -19,11 +20,12 @@ from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED, ConfigErro
 from ttp.launch.admission import admitted
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.mindspore.environment import patience
-from ttp.launch.mindspore.flags import Job, parse, with_names
-from ttp.launch.mindspore.processes import LOOK_S, Processes
+from ttp.launch.mindspore.flags import LOOK_S, Job, parse, with_names
+from ttp.launch.mindspore.processes import Processes
 from ttp.launch.ports import hold_port
 from ttp.launch.preparation import EXIT_FAILED, verdict
 from ttp.launch.presence import port_owner
+from ttp.store.plain_file import read_plain
 
 logger = logging.getLogger("ttp.launch")
 
@@ -91,7 +93,7 @@ class MindSporeLaunch:
     """
 
     def __init__(self, argv: list[str]) -> None:
-        self._job = parse(argv)
+        self._argv, self._job = argv, parse(argv)
         self.several_nodes, self.mindio = self._job.several_nodes, self._job.mindio
         self.continuity, self.saved_exit_code = self._job.continuity, self._job.saved_exit_code
 
@@ -101,10 +103,9 @@ class MindSporeLaunch:
         host = Host(config, config.resolved_run_dir())
         signals = _Signals()
         codes = [EXIT_FAILED]
-        job = self._job
-        if self.mindio or config.mindio:
-            job = replace(job, command=with_names(job.command)) if ours_counts(config.mindio) else job
-        starts = _Starts(job, config, host, signals)
+        renamed = (self.mindio or config.mindio) and ours_counts(config.mindio)
+        job = replace(self._job, command=with_names(self._job.command)) if renamed else self._job
+        starts = _Starts(job, self._argv, config, host, signals)
         with signals.raised():
             try:
                 codes[0] = starts.run()
@@ -120,8 +121,8 @@ class MindSporeLaunch:
 class _Starts:
     """The starts of a job, one after the other."""
 
-    def __init__(self, job: Job, config: Config, host: Host, signals: _Signals) -> None:
-        self._job, self._host, self._signals = job, host, signals
+    def __init__(self, job: Job, argv: list[str], config: Config, host: Host, signals: _Signals) -> None:
+        self._job, self._argv, self._host, self._signals = job, argv, host, signals
         self._log_dir = job.log_dir or config.resolved_run_dir()
         self._run_id = os.environ.get("TORCHELASTIC_RUN_ID") or _run_id(job)
         self._environ = dict(os.environ)
@@ -142,9 +143,28 @@ class _Starts:
                 break
             if left and EXIT_NOT_SAVED in self.codes and self._host.is_final():
                 break
+            if left and not self._laid_out_again():
+                break
             if left:
                 logger.warning("the job is started again (%d more)", left)
         return verdict(self.codes)
+
+    def _laid_out_again(self) -> bool:
+        """Follow the rank table as it is now: other hosts and devices may be in it. False: it cannot be followed."""
+        if not self._job.rank_table:
+            return True
+        try:
+            job = parse(self._argv, os.environ, self._job.table_version if _new_table(self._job.restart_type) else -1)
+        except ConfigError as problem:
+            logger.error("the job is not started again here: %s", problem)
+            return False
+        if (job.world_size, job.node_rank) != (self._job.world_size, self._job.node_rank):
+            was = f"{self._job.world_size} ranks and this host as number {self._job.node_rank}"
+            now = f"{job.world_size} and {job.node_rank}"
+            logger.error("the job is not started again here: the rank table had %s, and now has %s", was, now)
+            return False
+        self._job = replace(job, command=self._job.command)
+        return True
 
     def _start(self, launch: int) -> bool:
         """Start the job once and wait for its end. Whether all workers of this host trained to the end."""
@@ -185,7 +205,7 @@ class _Starts:
             lost = processes.scheduler is not None and processes.scheduler.poll() not in (None, 0)
             if lost and not codes:  # once a worker has trained to the end, it is about to leave anyway
                 return self._lost_scheduler(processes)
-            time.sleep(LOOK_S)
+            time.sleep(self._job.look_s)
 
     def _codes_of(self, processes: Processes) -> dict[int, int]:
         """Exit codes of the workers; 0 for one that crashed in MindSpore's own threads after its program had ended."""
@@ -243,6 +263,14 @@ class _Starts:
                 raise ConfigError(f"port {port} is in use ({owner}): choose another --master-port, on all hosts")
             time.sleep(LOOK_S)
         yield port
+
+
+def _new_table(restart_type: Path) -> bool:
+    """Whether MindCluster says that pods were replaced, and with them the rank table."""
+    try:
+        return read_plain(restart_type, 64).strip() == b"podReschedule"
+    except OSError:
+        return False
 
 
 def _run_id(job: Job) -> str:

@@ -14,10 +14,9 @@ from typing import IO, Any
 from ttp.errors import ConfigError
 from ttp.launch.host import GRACE_S
 from ttp.launch.mindspore.environment import scheduler_environ, worker_environ
-from ttp.launch.mindspore.flags import Job
+from ttp.launch.mindspore.flags import LOOK_S, Job
 from ttp.launch.warm.starter import WarmStarter
 
-LOOK_S = 0.05
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 15
 

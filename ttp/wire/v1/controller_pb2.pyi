@@ -1681,6 +1681,7 @@ class RankStatus(google.protobuf.message.Message):
     SILENT_S_FIELD_NUMBER: builtins.int
     MARK_FIELD_NUMBER: builtins.int
     ACTIVITY_FIELD_NUMBER: builtins.int
+    CAN_CONTINUE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     host: builtins.str
     pid: builtins.int
@@ -1691,6 +1692,8 @@ class RankStatus(google.protobuf.message.Message):
     silent_s: builtins.float
     mark: builtins.int
     activity: builtins.str
+    can_continue: builtins.bool
+    """its process would go on after the death of another"""
     def __init__(
         self,
         *,
@@ -1703,8 +1706,9 @@ class RankStatus(google.protobuf.message.Message):
         silent_s: builtins.float = ...,
         mark: builtins.int = ...,
         activity: builtins.str = ...,
+        can_continue: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["activity", b"activity", "host", b"host", "mark", b"mark", "phase", b"phase", "pid", b"pid", "rank", b"rank", "silent_s", b"silent_s", "state", b"state", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "can_continue", b"can_continue", "host", b"host", "mark", b"mark", "phase", b"phase", "pid", b"pid", "rank", b"rank", "silent_s", b"silent_s", "state", b"state", "version", b"version"]) -> None: ...
 
 global___RankStatus = RankStatus
 

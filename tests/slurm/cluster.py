@@ -1,0 +1,221 @@
+"""A real SLURM cluster on one machine: a host for slurmctld, four for slurmd, made of namespaces.
+
+Each host has an address, a name, processes and shared memory of its own, so that a node can lose its power, and no
+plugin has to be told that the nodes are one machine. Munge is shared; cgroups are not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ttp.chaos import world
+from ttp.chaos.namespaces import Namespaces
+
+ROOT = Path(__file__).parents[2]
+SBATCH = ROOT / "deploy" / "slurm.sbatch"
+TRAIN = ROOT / "examples" / "digits" / "train.py"
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
+NODES = 4
+KILL_WAIT_S = 10
+SILENCE_S = 10
+"""After which slurmctld takes a node for dead (``SlurmdTimeout``; 300 by default)."""
+GRACE_S = 40
+"""What a job in the partition ``low`` gets when it is preempted."""
+
+_CONF = """
+ClusterName=one
+SlurmctldHost={head}({head_address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
+ReturnToService=2
+JobRequeue=0
+{by_exit}
+KillWait={kill_wait_s}
+SlurmdTimeout={silence_s}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
+{nodes}
+PartitionName=low Nodes=ALL Default=YES MaxTime=60 PriorityTier=1 GraceTime={grace_s} PreemptMode=REQUEUE
+PartitionName=high Nodes=ALL MaxTime=60 PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def obstacle() -> str:
+    """Why there can be no cluster here; empty: there can."""
+    missing = [name for name in DAEMONS if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not found: apt-get install slurmctld slurmd slurm-client munge"
+    if os.geteuid() != 0:
+        return "slurmd wants to be root"
+    if not world.inside():
+        return "the hosts of a cluster need a world of their own: python -m tests.slurm"
+    return ""
+
+
+def until(what: str, true: Callable[[], bool], timeout_s: float = 60, every_s: float = 0.2) -> None:
+    """Wait for something.
+
+    Raises:
+        AssertionError: it did not come.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(every_s)
+
+
+class Cluster:
+    """The hosts, and the daemons on them.
+
+    Args:
+        folder: for configuration, state and logs; a short path, as it holds a socket.
+        by_exit: jobs are requeued and held by their exit code (``RequeueExit``, ``RequeueExitHold``).
+    """
+
+    def __init__(self, folder: Path, by_exit: bool = False) -> None:
+        self.folder = folder
+        self.hosts = Namespaces(1, NODES + 1, folder)
+        self.nodes = self.hosts.names[1:]
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        lines = [
+            f"NodeName={name} NodeAddr={address} CPUs=2 RealMemory=1000 Gres=gpu:1"
+            for name, address in zip(self.nodes, self.hosts.addresses[1:], strict=True)
+        ]
+        text = _CONF.format(
+            head=self.hosts.names[0],
+            head_address=self.hosts.addresses[0],
+            folder=folder,
+            nodes="\n".join(lines),
+            by_exit="RequeueExit=75\nRequeueExitHold=64" if by_exit else "",
+            kill_wait_s=KILL_WAIT_S,
+            silence_s=SILENCE_S,
+            grace_s=GRACE_S,
+        )
+        (folder / "slurm.conf").write_text(text)
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/zero\n")
+        (folder / "state").mkdir()
+        self._munge()
+        self._start(0, "slurmctld", "-D", "-i")
+        for host in range(1, NODES + 1):
+            self.start_node(host)
+        until("four nodes are idle", lambda: self.states() == ["idle"] * NODES)
+
+    def _munge(self) -> None:
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")]
+        socket = f"--socket={self.folder}/munge.socket"
+        subprocess.run(["munged", "--force", f"--key-file={key}", socket, *files], check=True, timeout=30)
+
+    def _start(self, host: int, *command: str) -> None:
+        env = {"PATH": os.environ["PATH"], "SLURM_CONF": str(self.folder / "slurm.conf")}
+        self._daemons.append(self.hosts.start(host, command, env, self.folder / f"{command[0]}-{host}.out"))
+
+    def start_node(self, host: int) -> None:
+        """Start slurmd on host 1 to 4."""
+        (self.folder / f"spool-{self.hosts.names[host]}").mkdir(exist_ok=True)
+        self._start(host, "slurmd", "-D")
+
+    def states(self) -> list[str]:
+        """What ``sinfo`` says of each node."""
+        said = self.command("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T")
+        return said.split()
+
+    def command(self, *command: str, env: Mapping[str, str] | None = None) -> str:
+        """What a client of SLURM says on the head.
+
+        Raises:
+            AssertionError: it failed.
+        """
+        wanted = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **(env or {})}
+        enter = self.hosts.enter(0, "--net", "--uts", "--mount", "--pid", "--ipc")
+        done = subprocess.run([*enter, *command], env=wanted, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0 or command[0] == "sinfo", f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def close(self) -> None:
+        """End everything."""
+        self.hosts.close()
+        for daemon in self._daemons:
+            daemon.wait(30)
+        os.kill(int((self.folder / "munge.pid").read_text()), signal.SIGTERM)
+
+
+class BatchJob:
+    """``deploy/slurm.sbatch`` with the digits example, submitted as a user would.
+
+    Args:
+        cluster: where.
+        options: of sbatch.
+        steps: of training.
+        step_ms: how long each of them takes at least.
+        env: more of it.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *options: str, steps: int = 40, step_ms: int = 200, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.folder = Path(tempfile.mkdtemp(dir=cluster.folder))
+        self.save_dir = self.folder / "saved"
+        self.out = self.folder / "out"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "SLURM_"))}
+        command = ["sbatch", "--parsable", f"--output={self.out}", f"--chdir={self.folder}", "--gpus-per-node=1"]
+        training = [str(TRAIN), f"--steps={steps}", f"--step-ms={step_ms}", f"--save-dir={self.save_dir}"]
+        kept |= {"HOME": str(self.folder), "SAVE_DIR": str(self.save_dir), "OMP_NUM_THREADS": "1", **(env or {})}
+        self.id = cluster.command(*command, "--nodes=2", *options, str(SBATCH), *training, env=kept).strip()
+
+    def facts(self) -> dict[str, str]:
+        """What ``scontrol show job`` says."""
+        words = self.cluster.command("scontrol", "show", "job", self.id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def state(self) -> str:
+        """``RUNNING``, ``PENDING`` and so on."""
+        return self.facts()["JobState"]
+
+    def text(self) -> str:
+        """What the job has printed so far, in all its lives."""
+        return self.out.read_text() if self.out.exists() else ""
+
+    def wait_for(self, text: str, timeout_s: float = 120) -> None:
+        """Until the job has printed a text."""
+        until(f"{text!r} in:\n{self.text()}", lambda: text in self.text(), timeout_s)
+
+    def wait_for_state(self, *states: str, timeout_s: float = 180) -> dict[str, str]:
+        """Until the job is in one of these states; returns ``facts``."""
+        try:
+            until(f"job {self.id} is {' or '.join(states)}", lambda: self.state() in states, timeout_s, 1)
+        except AssertionError as problem:
+            raise AssertionError(f"{problem}; it is {self.facts()}\n{self.text()[-8000:]}") from None
+        return self.facts()
+
+    def result(self) -> dict[str, str]:
+        """The digests of what training has made."""
+        found: dict[str, str] = json.loads((self.save_dir / "result.json").read_text())
+        return found

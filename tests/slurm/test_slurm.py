@@ -1,0 +1,136 @@
+"""``deploy/slurm.sbatch`` on a real cluster of four nodes: what SLURM does to a job, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.slurm.cluster import BatchJob, Cluster, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+Digests = dict[str, str]
+TTP = shutil.which("ttp") or "ttp"
+
+
+def ranks(cluster: Cluster, host: int) -> list[psutil.Process]:
+    """The processes that train on a host."""
+    found = [p for p in cluster.hosts.processes(host) if "train.py" in " ".join(p.cmdline())]
+    return [p for p in found if "RANK" in p.environ()]
+
+
+def test_a_rank_that_is_killed_costs_no_requeue(cluster: Cluster, unbroken: Digests) -> None:
+    job = BatchJob(cluster)
+    job.wait_for("step 10/")
+    for rank in ranks(cluster, 2):
+        rank.kill()
+    facts = job.wait_for_state("COMPLETED", "FAILED")
+    assert (facts["ExitCode"], facts["Restarts"]) == ("0:0", "0"), job.text()
+    assert "resumed after step" in job.text() and "trained" in job.text()
+    assert job.result() == unbroken
+
+
+def test_what_an_operator_requeues_is_saved_first(cluster: Cluster, unbroken: Digests) -> None:
+    """``scontrol requeue`` sends SIGTERM to the steps, and SIGKILL after KillWait."""
+    job = BatchJob(cluster)
+    job.wait_for("step 10/")
+    cluster.command("scontrol", "requeue", job.id)
+    assert_resumed(job, unbroken)
+
+
+def test_what_an_operator_holds_goes_on_when_it_is_released(cluster: Cluster, unbroken: Digests) -> None:
+    job = BatchJob(cluster)
+    job.wait_for("step 10/")
+    cluster.command("scontrol", "requeuehold", job.id)
+    facts = job.wait_for_state("PENDING")
+    assert facts["Reason"] == "job_requeued_in_held_state", facts
+    cluster.command("scontrol", "release", job.id)
+    assert_resumed(job, unbroken)
+
+
+def test_what_is_cancelled_is_saved_and_not_started_again(cluster: Cluster) -> None:
+    job = BatchJob(cluster)
+    job.wait_for("step 10/")
+    cluster.command("scancel", job.id)
+    facts = job.wait_for_state("CANCELLED", "COMPLETED", "FAILED")
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
+    until("the checkpoint is there", lambda: verdict(job) == ("saved", 75))
+
+
+def test_what_is_preempted_is_saved_and_goes_on_when_the_nodes_are_free(cluster: Cluster, unbroken: Digests) -> None:
+    job = BatchJob(cluster)
+    job.wait_for("step 10/")
+    cluster.command("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5")
+    job.wait_for("\nsaved\n")
+    assert_resumed(job, unbroken)
+
+
+@pytest.mark.parametrize("host", [2, 1])
+def test_a_node_that_dies_takes_no_other_with_it(cluster: Cluster, unbroken: Digests, host: int) -> None:
+    """Node 1 is the one of the batch script, the rendezvous and the controller."""
+    job = BatchJob(cluster)
+    job.wait_for("step 10/")
+    cluster.hosts.power_off(host)
+    facts = assert_resumed(job, unbroken)
+    assert cluster.nodes[host - 1] not in facts["NodeList"]
+    assert "down" in cluster.states()[host - 1]
+
+
+def test_before_the_time_limit_it_is_saved_and_started_again(cluster: Cluster, unbroken: Digests) -> None:
+    """The limit of a minute is over before training is."""
+    job = BatchJob(cluster, "--time=1", "--signal=TERM@30", step_ms=1500)
+    facts = assert_resumed(job, unbroken, lives_max=5)
+    assert facts["TimeLimit"] == "00:01:00"
+
+
+def test_a_wrong_configuration_is_not_started_again(cluster: Cluster) -> None:
+    job = BatchJob(cluster, env={"TTP_KEEP": "many"})
+    facts = job.wait_for_state("FAILED", "COMPLETED")
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "64:0", "0"), job.text()
+
+
+def test_a_wrong_configuration_on_one_node_is_not_started_again(cluster: Cluster) -> None:
+    program = cluster.folder / "bin" / "ttp"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/bash\n[ "$(hostname)" = {cluster.nodes[1]} ] && export TTP_KEEP=many\nexec {TTP} "$@"\n'
+    )
+    program.chmod(0o755)
+    job = BatchJob(cluster, env={"PATH": f"{program.parent}:{os.environ['PATH']}"})
+    facts = job.wait_for_state("FAILED", "COMPLETED")
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "64:0", "0"), job.text()
+
+
+def test_where_the_cluster_decides_by_exit_codes(make_cluster: Callable[..., Cluster], unbroken: Digests) -> None:
+    """``RequeueExit=75`` starts it again, ``RequeueExitHold=64`` holds what somebody has to look at."""
+    cluster = make_cluster(by_exit=True)
+    env = {"REQUEUE_BY_EXIT": "1", "MAX_RESTARTS": "0"}
+    job = BatchJob(cluster, env=env)
+    job.wait_for("step 10/")
+    for rank in ranks(cluster, 2):
+        rank.kill()
+    assert_resumed(job, unbroken)
+    wrong = BatchJob(cluster, env=env | {"TTP_KEEP": "many"})
+    until("it is held", lambda: wrong.facts()["Reason"] == "JobHoldMaxRequeue" or wrong.state() == "SPECIAL_EXIT")
+
+
+def assert_resumed(job: BatchJob, unbroken: Digests, lives_max: int = 2) -> dict[str, str]:
+    """The job has been started again, has gone on where it was, and has made the same bits."""
+    until("the job has been started again", lambda: job.facts()["Restarts"] != "0", 180, 1)
+    facts = job.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", timeout_s=300)
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.text()
+    assert 1 <= int(facts["Restarts"]) < lives_max
+    steps = [int(step) for step in re.findall(r"^step (\d+)/", job.text(), re.MULTILINE)]
+    assert steps == sorted(set(steps)) and steps[-1] == 40, f"no step was made twice: {steps}"
+    assert job.result() == unbroken
+    return facts
+
+
+def verdict(job: BatchJob) -> tuple[str, int]:
+    done = subprocess.run([TTP, "verdict", str(job.save_dir)], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip(), done.returncode

@@ -1,0 +1,103 @@
+"""``ttp web`` as a process: TLS, ports that are taken, clients that misbehave."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.web.browser import ROOT, served
+from tests.wire.certificates import Authority
+
+pytest.importorskip("uvicorn", reason="pip install 'ttp-ft[web]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def fetch(address: str, authority: Authority, shown: dict[str, str] | None = None) -> int:
+    """Status of the page; -1: no connection is made."""
+    context = ssl.create_default_context(cafile=str(authority.certificate))
+    context.check_hostname = False
+    if shown is not None:
+        context.load_cert_chain(shown["TTP_TLS_CERT"], shown["TTP_TLS_KEY"])
+    page, _, token = address.partition("?token=")
+    request = urllib.request.Request(page + "plain", headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=20, context=context) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as problem:
+        return problem.code
+    except OSError:
+        return -1
+
+
+def test_with_tls_browsers_show_a_certificate_unless_the_operator_says_otherwise(tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    own, stranger = authority.sign(), other.sign()
+    revoked = authority.sign(file="revoked")
+    env = {"TTP_RUN_DIR": str(tmp_path / "none"), **own, "TTP_TLS_CRL": str(authority.revoke("revoked"))}
+    with served("--save-dir", str(tmp_path), env=env) as address:
+        assert address.startswith("https://")
+        assert fetch(address, authority, own) == 200
+        assert (
+            fetch(address, authority) == fetch(address, authority, stranger) == fetch(address, authority, revoked) == -1
+        )
+        assert fetch(address.partition("?")[0], authority, own) == 401, "the token is asked for besides"
+        with pytest.raises(OSError):
+            urllib.request.urlopen(address.replace("https", "http"), timeout=20)
+    with served("--save-dir", str(tmp_path), "--no-client-certificates", env=env) as address:
+        assert fetch(address, authority) == 200
+
+
+def test_an_encrypted_key_is_opened(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ours")
+    password = tmp_path / "password"
+    password.touch(mode=0o600)
+    password.write_text("secret\n")
+    env = {**authority.sign(password="secret"), "TTP_TLS_KEY_PASSWORD": str(password)}
+    with served("--save-dir", str(tmp_path), env=env) as address:
+        assert fetch(address, authority, authority.sign(file="client")) == 200
+
+
+def refused(*arguments: str, **env: str) -> str:
+    """What ``ttp web`` says when it does not start."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TTP_")}
+    command = [sys.executable, "-m", "ttp", "web", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 64 and not done.stdout and "Traceback" not in done.stderr, done
+    return done.stderr
+
+
+def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    here = ("--save-dir", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1:{port}" in refused(*here, "--listen", f"127.0.0.1:{port}")
+    assert "HOST:PORT" in refused(*here, "--listen", "8780")
+    assert "cannot listen at" in refused(*here, "--listen", "nobody.invalid:0")
+    secret = tmp_path / "token"
+    secret.write_text("secret")
+    assert "chmod 600" in refused(*here, "--access-token-file", str(secret), "--listen", "127.0.0.1:0")
+    assert "which port?" in refused(TTP_RUN_DIR=str(tmp_path / "none"), TMPDIR=str(tmp_path))
+
+
+def test_who_does_not_read_or_sends_rubbish_keeps_nobody_out(tmp_path: Path) -> None:
+    with served("--save-dir", str(tmp_path), env={}) as address:
+        where, _, token = address.partition("/?token=")
+        port = int(where.rpartition(":")[2])
+        lazy = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for number, one in enumerate(lazy):
+            asked = f"GET /events HTTP/1.1\r\nHost: x\r\nCookie: ttp_web_{port}={token}\r\n\r\n".encode()
+            one.sendall([asked, b"GET / HT", b"\x16\x03\x01" + bytes(200), b""][number % 4])
+        began = time.monotonic()
+        request = urllib.request.Request(f"{where}/plain", headers={"Authorization": f"Bearer {token}"})
+        assert urllib.request.urlopen(request, timeout=20).status == 200 and time.monotonic() - began < 5
+        for one in lazy:
+            one.close()

@@ -1,0 +1,272 @@
+"""``ttp reset-process``: kills training processes while broken devices are reset, and starts them again in place.
+
+For scripts that start MindSpore's ranks themselves, in the place of ``reset_process.py`` of MindCluster's samples::
+
+    python train.py & pids="$pids $!" ...; ttp reset-process -p $pids -r & wait
+
+The Ascend Device Plugin writes ``reset.json``: ``{"RankList": [{"RankId": 0, "Status": "unrecovered"}]}``. Once a rank
+of the job, on any host, is listed there, the ranks of this host are ended, so that devices can be reset. When none is
+left that has not ``recovered``, they are started again with the command lines and environments that they had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
+from ttp.launch.preparation import EXIT_FAILED
+
+logger = logging.getLogger("ttp.launch")
+
+RESET_JSON = "/user/restore/reset/config/reset.json"
+RESET_BYTES_MAX = 1 << 20
+NEW_LOG = "newlog"
+"""Where the output of a process goes that is started again, in its working directory."""
+TIME_MAX_S = 3000
+LAUNCH = "TORCHELASTIC_RESTART_COUNT"
+
+
+class _Ended(BaseException):
+    """A signal has said how the training ended."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A training process and what is needed to start it again.
+
+    Args:
+        process: this process, also when its number has been given to another one.
+        rank: None: nobody asked for it.
+        command: its arguments.
+        environ: as it was started.
+        directory: where it works.
+        child: the process, where it was started here.
+    """
+
+    process: psutil.Process
+    rank: int | None
+    command: list[str]
+    environ: dict[str, str]
+    directory: str
+    child: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def of(cls, pid: int, with_rank: bool) -> Training:
+        """Look at a process that runs.
+
+        Raises:
+            ConfigError: it does not, belongs to somebody else, or has no ``RANK_ID`` although it should.
+        """
+        try:
+            process = psutil.Process(pid)
+            command, environ, directory = process.cmdline(), process.environ(), process.cwd()
+        except (psutil.Error, ValueError, OverflowError) as problem:
+            raise ConfigError(f"process {pid} cannot be looked after: {problem}") from None
+        rank = environ.get("RANK_ID", "")
+        if with_rank and not (rank.isascii() and rank.isdigit()):
+            raise ConfigError(f"process {pid} has no RANK_ID in its environment: -r is for ranks of a rank table")
+        return cls(process, int(rank) if with_rank else None, command, environ, directory)
+
+    def again(self) -> Training:
+        """Start it again.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        launch = self.environ.get(LAUNCH, "0")
+        environ = self.environ | {LAUNCH: str(int(launch) + 1 if launch.isdigit() else 1)}
+        with Path(self.directory, NEW_LOG).open("ab") as log:
+            child = subprocess.Popen(
+                self.command, cwd=self.directory, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        return replace(self, process=psutil.Process(child.pid), environ=environ, child=child)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that nobody has waited for has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(process: psutil.Process, how: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(how)
+
+
+class ResetProcess:
+    """Looks after the training processes of this host. Call ``look`` again and again.
+
+    Args:
+        trainings: the processes that were started.
+        reset_json: path of the plugin's file.
+        elastic: healthy ranks are asked to save first; else all are killed at once.
+        faulty_s: seconds that broken ranks live on after that.
+        healthy_s: seconds that healthy ranks have.
+    """
+
+    def __init__(
+        self, trainings: Sequence[Training], reset_json: Path, *, elastic: bool, faulty_s: float, healthy_s: float
+    ) -> None:
+        self._trainings, self._reset_json, self._elastic = list(trainings), reset_json, elastic
+        self._faulty_s, self._healthy_s = faulty_s, healthy_s
+        self._faulty: set[int] = set()
+        self._began_s = 0.0
+        self._others: list[psutil.Process] = []
+        """Children of the given ones, which were killed with them."""
+        self._said = ""
+
+    def look(self) -> int | None:
+        """One look at the processes and at ``reset.json``. Returns the exit code when all is over."""
+        if not self._faulty and not any(_runs(training.process) for training in self._trainings):
+            return self._end()
+        statuses = self._statuses()
+        if statuses is None:
+            statuses = dict.fromkeys(self._faulty, "unknown")
+        broken = {rank for rank, status in statuses.items() if status != "recovered"}
+        if broken and not self._faulty:
+            logger.warning("reset.json names rank %s: the ranks of this host are ended", _words(broken))
+            self._began_s = time.monotonic()
+            self._ask(broken)
+        self._faulty |= broken
+        if not self._faulty or self._still_run():
+            return None
+        failed = {rank for rank in broken if statuses[rank] == "failed"}
+        if failed:
+            logger.error("the devices of rank %s cannot be reset: the job has to be rescheduled", _words(failed))
+            return EXIT_FAILED
+        if not broken:
+            self._start()
+        return None
+
+    def _ask(self, broken: set[int]) -> None:
+        """Let the healthy ones save."""
+        for training in self._trainings if self._elastic else ():
+            if training.rank not in broken:
+                _signal(training.process, signal.SIGTERM)
+
+    def _still_run(self) -> bool:
+        """Kill whose time is up. Whether any are left."""
+        since_s = time.monotonic() - self._began_s
+        for training in self._trainings:
+            limit_s = self._faulty_s if training.rank in self._faulty else self._healthy_s
+            if _runs(training.process) and (not self._elastic or since_s >= limit_s):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._others += training.process.children(recursive=True)
+                _signal(training.process, signal.SIGKILL)
+        for process in self._others:
+            _signal(process, signal.SIGKILL)
+        self._others = [process for process in self._others if _runs(process)]
+        return bool(self._others) or any(_runs(training.process) for training in self._trainings)
+
+    def _start(self) -> None:
+        for training in self._trainings:
+            if training.child is not None:
+                training.child.wait()
+        self._trainings = [training.again() for training in self._trainings]
+        words = _words(training.process.pid for training in self._trainings)
+        logger.warning("all devices have recovered: the ranks of this host are started again, as processes %s", words)
+        self._faulty = set()
+
+    def _end(self) -> int:
+        """All have ended, and nobody here has ended them. How the first ones did is known to their parent alone."""
+        codes = [None if training.child is None else training.child.wait() for training in self._trainings]
+        if all(code == EXIT_TRAINED for code in codes):
+            return EXIT_TRAINED
+        logger.error("all processes have ended, with %s", ", ".join("?" if c is None else str(c) for c in codes))
+        return EXIT_FAILED
+
+    def _statuses(self) -> dict[int, str] | None:
+        """By rank what ``reset.json`` says; None: it cannot be read now, which is said once."""
+        from ttp.store.json_text import parse_json
+        from ttp.store.plain_file import read_plain
+
+        try:
+            said = parse_json(read_plain(self._reset_json, RESET_BYTES_MAX))
+            return {int(entry["RankId"]): str(entry["Status"]) for entry in said["RankList"]}
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as problem:
+            text = f"{self._reset_json} cannot be read, or is no reset.json: {problem!r:.200}"
+            if text != self._said:
+                logger.warning("%s", text)
+            self._said = text
+            return None
+
+
+def _words(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def main(argv: list[str]) -> int:
+    """Run ``ttp reset-process`` with ``argv``.
+
+    Returns:
+        0: the training is over (all ended with 0, or SIGTERM says so). 1: it failed (all ended otherwise, a device
+        cannot be reset, or SIGUSR2 says so). 64: the command line is wrong.
+    """
+    try:
+        given = _parser().parse_args(argv)
+    except SystemExit as leaving:
+        return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
+    if given.mode == "elastic" and not given.with_rank:
+        raise ConfigError("-m elastic needs -r: healthy ranks are told from broken ones by their RANK_ID")
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    for how, code in ((signal.SIGTERM, EXIT_TRAINED), (signal.SIGUSR2, EXIT_FAILED)):
+        signal.signal(how, lambda *_, code=code: _end(code))
+    try:
+        trainings = [Training.of(pid, given.with_rank) for pid in dict.fromkeys(given.pids)]
+        seconds = {"faulty_s": given.faulty_after, "healthy_s": max(given.time, given.faulty_after)}
+        managed = ResetProcess(trainings, given.reset_json, elastic=given.mode == "elastic", **seconds)
+        while (ended := managed.look()) is None:
+            time.sleep(given.every)
+        return ended
+    except OSError as problem:
+        logger.error("the processes cannot be started again: %s", problem)
+        return EXIT_FAILED
+    except _Ended as told:
+        return told.code
+
+
+def _end(code: int) -> NoReturn:
+    raise _Ended(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ttp reset-process", description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("-p", "--pids", type=int, nargs="+", required=True, help="training processes of this host")
+    add("-m", "--mode", choices=("common", "elastic"), default="common", help="common: all are killed at once; "
+        "elastic: SIGTERM first, on which they save [common]")  # fmt: skip
+    add("-f", "--frame", choices=("ms", "mindspore"), default="ms", help="framework [ms]")
+    add("-r", "--with_rank", "--with-rank", action="store_true", help="each process is a rank (RANK_ID); else they "
+        "are killed with their children")  # fmt: skip
+    add("-t", "--time", type=_seconds, default=50, metavar="S", help="elastic: healthy ranks are killed then [50]")
+    add("--faulty-after", type=_seconds, default=10, metavar="S", help="elastic: broken ranks are killed then [10]")
+    add("--reset-json", type=Path, default=RESET_JSON, metavar="F", help="[%(default)s]")
+    add("--every", type=_every, default=5, metavar="S", help="seconds between two looks [5]")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= float(text) <= TIME_MAX_S:
+        raise argparse.ArgumentTypeError(f"seconds from 0 to {TIME_MAX_S} are wanted, not {text}")
+    return float(text)
+
+
+def _every(text: str) -> float:
+    return max(0.01, _seconds(text))
