@@ -1,4 +1,4 @@
-"""The controller's own host falls silent: a standby saves meanwhile, and leads nobody; with the patience of real jobs."""
+"""The controller's own host falls silent: a standby saves meanwhile, and leads nobody. Patience as in real jobs."""
 
 from __future__ import annotations
 
