@@ -97,6 +97,7 @@ class Driver:
         """Each is called with each event that is recorded: its kind, its facts, and the time of both clocks."""
         self.on_close: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
+        self._settling = False
         self._loop = asyncio.get_running_loop()
         self._plan_timer()
 
@@ -124,22 +125,34 @@ class Driver:
         if self._connections.pop(connection.id, None) is not None:
             self.feed(ce.StreamEnded(connection.id))
 
-    def feed(self, event: ce.Event) -> None:
-        """Give the machine an event and perform its actions."""
+    def feed(self, event: ce.Event, *, more: bool = False) -> None:
+        """Give the machine an event and perform its actions.
+
+        Args:
+            event: what has happened.
+            more: of answers to a freeze: what follows from them is looked for when all that have arrived are taken.
+        """
         if self.closed:
             return
-        self._handle(event)
-        self._plan_timer()
+        self._perform_all(self.machine.on_event(event, time.monotonic(), more=more))
+        if not more:
+            self._plan_timer()
+        elif not self._settling:
+            self._settling = True
+            self._loop.call_soon(self._settle)
 
     def feed_all(self, events: Iterable[ce.Event]) -> None:
-        """Give the machine several events at once. One that raises does not keep the others from being handled."""
+        """Give the machine several events. One that raises does not keep the others from being handled."""
         for event in events:
-            if self.closed:
-                return
             try:
-                self._handle(event, more=True)
+                self.feed(event, more=True)
             except Exception:
                 log.exception("a report could not be handled")
+
+    def _settle(self) -> None:
+        self._settling = False
+        if self.closed:
+            return
         try:
             self._perform_all(self.machine.settle(time.monotonic()))
         except Exception:
@@ -206,9 +219,6 @@ class Driver:
                 future.set_result(_no_more(request))
 
     # -------------------------------------------------------------------------------------------------------- outwards
-
-    def _handle(self, event: ce.Event, *, more: bool = False) -> None:
-        self._perform_all(self.machine.on_event(event, time.monotonic(), more=more))
 
     def _perform_all(self, actions: list[ce.Action]) -> None:
         for action in actions:

@@ -75,7 +75,7 @@ class ControllerService(rpc.ControllerServicer):
             async for data in reports:
                 if connection.closing:
                     break
-                self._driver.feed(ce.Received(connection.id, parse_report(data)))
+                self._driver.feed(ce.Received(connection.id, parse_report(data)), more=True)
         except WireError as problem:
             log.warning("stream %s is refused: %s", connection.id, problem)
             connection.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, str(problem)))
