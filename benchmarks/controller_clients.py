@@ -23,7 +23,7 @@ from ttp.core import messages as m
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart
-from ttp.core.relay import ALIKE, Frame, LineId, folded
+from ttp.core.relay import ALIKE, Frame, LineId, folded, slot_s
 from ttp.testing import toy
 from ttp.wire.convert import report_to_wire
 from ttp.wire.relay import frame_to_wire
@@ -52,7 +52,7 @@ class Ranks(asyncio.Protocol):
 
     def __init__(self, ranks: range, layout: Layout, *, relayed: bool) -> None:
         self.accepted = asyncio.get_running_loop().create_future()
-        self._ranks, self._layout, self._relayed = ranks, layout, relayed
+        self.ranks, self._layout, self._relayed = ranks, layout, relayed
         self._read = self._message = b""
         self._answer = self._answers(SOME_INCIDENT)
 
@@ -65,11 +65,11 @@ class Ranks(asyncio.Protocol):
         block = b"".join(b"\0%c%b%c%b" % (len(k), k, len(v), v) for k, v in head.items())
         window = frame(WINDOW_UPDATE, 0, 0, WINDOW) + frame(WINDOW_UPDATE, 0, STREAM, WINDOW)
         self.transport.write(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, STREAM, block) + window)
-        self.transport.write(self._said([hello(rank, self._layout) for rank in self._ranks]))
+        self.transport.write(self._said([hello(rank, self._layout) for rank in self.ranks]))
 
     def beat(self, version: int) -> None:
         """One beat of each."""
-        beats = [m.Heartbeat(Rank(r), Version(version), m.Phase.IDLE) for r in self._ranks]
+        beats = [m.Heartbeat(Rank(r), Version(version), m.Phase.IDLE) for r in self.ranks]
         self.transport.write(self._said(beats, beat=True))
 
     def data_received(self, data: bytes) -> None:
@@ -110,7 +110,7 @@ class Ranks(asyncio.Protocol):
                 self.transport.write(self._said(said))
 
     def _answers(self, incident: str) -> bytes:
-        return self._said([m.Frozen(Rank(r), incident, Version(7), m.Phase.IDLE, final=True) for r in self._ranks])
+        return self._said([m.Frozen(Rank(r), incident, Version(7), m.Phase.IDLE, final=True) for r in self.ranks])
 
     def _said(self, reports: Sequence[m.Report], *, beat: bool = False) -> bytes:
         if not self._relayed:
@@ -133,7 +133,12 @@ def said(message: bytes) -> bytes:
 
 def hello(rank: int, layout: Layout) -> m.Hello:
     """Of a rank that starts, eight on a host."""
-    return toy.hello(rank, layout, host=f"host{rank // 8}", local_rank=rank % 8, save_dir="")
+    return toy.hello(rank, layout, host=host_of(rank), local_rank=rank % 8, save_dir="")
+
+
+def host_of(rank: int) -> str:
+    """Its name."""
+    return f"host{rank // 8}"
 
 
 async def serve(port: int, first: int, count: int, world: int, per_relay: int) -> None:
@@ -150,11 +155,16 @@ async def serve(port: int, first: int, count: int, world: int, per_relay: int) -
         await asyncio.gather(*(stream.accepted for stream in part))
         streams += part
     over = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    moments = [BEAT_S * at / len(streams) for at in range(len(streams))]
+    if per_relay:  # as relays do
+        moments = [BEAT_S - slot_s(host_of(stream.ranks[0]), BEAT_S) for stream in streams]
+    due = sorted(zip(moments, streams, strict=True), key=lambda item: item[0])
+    began = (time.time() // BEAT_S) * BEAT_S
     for version in range(1, 1 << 30):
-        started = time.monotonic()
-        for at, stream in enumerate(streams):
+        for moment, stream in due:
+            if (wait_s := began + version * BEAT_S + moment - time.time()) > 0:
+                await asyncio.sleep(wait_s)
             stream.beat(version)
-            await asyncio.sleep(max(0.0, started + BEAT_S * (at + 1) / len(streams) - time.monotonic()))
         if over.done():
             return
 

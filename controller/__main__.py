@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,9 @@ from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.wire.access import listening_address
 
 log = logging.getLogger("ttp.controller")
+
+COLLECT_AFTER = 50_000, 20, 20
+"""New objects until garbage is looked for: as Python does it, ten thousand answers cause it several times."""
 
 OWNER_CHECK_S = 1.0
 IDLE_CHECK_S = 0.1
@@ -75,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
     with written_aside(config.log_level.upper(), kind=config.log_format):
         return asyncio.run(serve(config, args, port))
 

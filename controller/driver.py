@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from ttp.controller.connection import Connection, Peer
 from ttp.controller.journal import Happening, Journal
-from ttp.controller.sockets import Sockets
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.controller.machine import ControllerMachine
@@ -24,6 +23,7 @@ from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
 from ttp.launch.log_format import FACTS
 from ttp.store.history import HISTORY_KINDS
+from ttp.wire.sockets import Sockets
 
 log = logging.getLogger("ttp.controller")
 
@@ -34,6 +34,8 @@ HISTORY_BYTES_MAX = 64 << 20
 """Most events, and most characters of them, that are kept for watchers that come later."""
 WATCH_MAX = 2 * HISTORY_MAX
 """Events that a watcher may lag behind before it is dropped."""
+GIVES_UP_MS = 10_000
+"""The kernel drops a connection that it asks after so many ms without an answer; as gRPC does, ``ttp.wire.channel``."""
 RETRY_S = 1.0
 """Seconds until the next try after a tick that failed."""
 
@@ -88,7 +90,7 @@ class Driver:
         self._connections: dict[ce.ConnectionId, Peer] = {}
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
-        self._sockets = Sockets()
+        self._sockets = Sockets(GIVES_UP_MS)
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self.perform_program: Callable[[ce.ProgramAction], None] = lambda action: None
@@ -97,6 +99,7 @@ class Driver:
         """Each is called with each event that is recorded: its kind, its facts, and the time of both clocks."""
         self.on_close: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
+        self._settling = False
         self._loop = asyncio.get_running_loop()
         self._plan_timer()
 
@@ -124,22 +127,34 @@ class Driver:
         if self._connections.pop(connection.id, None) is not None:
             self.feed(ce.StreamEnded(connection.id))
 
-    def feed(self, event: ce.Event) -> None:
-        """Give the machine an event and perform its actions."""
+    def feed(self, event: ce.Event, *, more: bool = False) -> None:
+        """Give the machine an event and perform its actions.
+
+        Args:
+            event: what has happened.
+            more: of answers to a freeze: what follows from them is looked for when all that have arrived are taken.
+        """
         if self.closed:
             return
-        self._handle(event)
-        self._plan_timer()
+        self._perform_all(self.machine.on_event(event, time.monotonic(), more=more))
+        if not more:
+            self._plan_timer()
+        elif not self._settling:
+            self._settling = True
+            self._loop.call_soon(self._settle)
 
     def feed_all(self, events: Iterable[ce.Event]) -> None:
-        """Give the machine several events at once. One that raises does not keep the others from being handled."""
+        """Give the machine several events. One that raises does not keep the others from being handled."""
         for event in events:
-            if self.closed:
-                return
             try:
-                self._handle(event, more=True)
+                self.feed(event, more=True)
             except Exception:
                 log.exception("a report could not be handled")
+
+    def _settle(self) -> None:
+        self._settling = False
+        if self.closed:
+            return
         try:
             self._perform_all(self.machine.settle(time.monotonic()))
         except Exception:
@@ -206,9 +221,6 @@ class Driver:
                 future.set_result(_no_more(request))
 
     # -------------------------------------------------------------------------------------------------------- outwards
-
-    def _handle(self, event: ce.Event, *, more: bool = False) -> None:
-        self._perform_all(self.machine.on_event(event, time.monotonic(), more=more))
 
     def _perform_all(self, actions: list[ce.Action]) -> None:
         for action in actions:

@@ -75,7 +75,7 @@ class ControllerService(rpc.ControllerServicer):
             async for data in reports:
                 if connection.closing:
                     break
-                self._driver.feed(ce.Received(connection.id, parse_report(data)))
+                self._driver.feed(ce.Received(connection.id, parse_report(data)), more=True)
         except WireError as problem:
             log.warning("stream %s is refused: %s", connection.id, problem)
             connection.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, str(problem)))
@@ -243,6 +243,7 @@ def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
         silent_s=max(0.0, now - member.last_seen),
         mark=member.mark,
         activity=member.activity,
+        can_continue=member.hello.can_continue,
     )
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +173,13 @@ class Controller:
         outbox.put(report_to_wire(hello(rank, world_size, version)))
         with suppress(grpc.RpcError):
             for wire in stub(self._channel).Attach(iter(outbox.get, None), metadata=metadata(self.token)):
-                order = order_from_wire(wire)
+                order = replace(order_from_wire(wire), rank=rank)  # what is said to several names none of them
                 if isinstance(order, m.Welcome):
                     welcomed.wait(60)
                 if isinstance(order, TellLayout):
                     for part in answers(order, Layout.data_parallel(world_size)):
                         outbox.put(report_to_wire(part))
-                answer = obey(order, version, saves=saves)
+                answer = obey(replace(order, rank=rank), version, saves=saves)  # one that all are told names none
                 if answer is not None:
                     outbox.put(report_to_wire(answer))
         outbox.put(None)

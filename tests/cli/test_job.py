@@ -88,6 +88,14 @@ def test_what_a_job_could_go_back_to_is_shown() -> None:
     assert "kept copies" not in rendered(pb.GetStatusResponse())
 
 
+def test_what_becomes_of_the_others_when_a_rank_dies_is_shown() -> None:
+    ranks = [pb.RankStatus(rank=r, state="live", can_continue=True) for r in range(3)]
+    assert "when a rank dies the others go on in their processes" in rendered(pb.GetStatusResponse(ranks=ranks))
+    ranks[1].can_continue = False
+    assert "all are started again: 1 cannot go on" in rendered(pb.GetStatusResponse(ranks=ranks))
+    assert "when a rank dies" not in rendered(pb.GetStatusResponse(ranks=ranks[1:2]))
+
+
 def rendered(now: pb.GetStatusResponse, *, all_ranks: bool = False) -> str:
     from rich.console import Console
 

@@ -13,6 +13,7 @@ from ttp.controller.connection import Connection
 from ttp.controller.driver import Driver
 from ttp.core import messages as m
 from ttp.core.controller.events import Received
+from ttp.core.layout import Rank, Version
 from ttp.core.layout_messages import TellLayout
 from ttp.testing.scenario import grid
 from ttp.testing.toy import hello
@@ -48,3 +49,30 @@ def test_a_journal_that_fails_keeps_no_order_from_its_rank(caplog: pytest.LogCap
 
     with caplog.at_level(logging.CRITICAL):
         asyncio.run(run())
+
+
+def test_what_follows_from_answers_is_looked_for_once_when_all_that_have_come_are_taken() -> None:
+    async def run() -> None:
+        journal: Any = NoThreads()
+        driver, layout = Driver(PATIENCE, journal), grid(1, 4)
+        driver.machine.job.learn(layout)
+        ranks = [driver.connect(lambda: None) for _ in range(4)]
+        for rank, connection in enumerate(ranks):
+            driver.feed(Received(connection.id, hello(rank, layout)))
+        driver.disconnect(ranks[3])
+        assert driver.machine.incident is not None
+        settle, settled = driver.machine.settle, []
+        driver.machine.settle = lambda now: settled.append(now) or settle(now)  # type: ignore[method-assign,func-returns-value]
+        for rank, connection in enumerate(ranks[:3]):
+            answer = m.Frozen(Rank(rank), driver.machine.incident.id, Version(7), m.Phase.IDLE, final=True)
+            driver.feed(Received(connection.id, answer), more=True)
+        assert not settled and driver.machine.stage == "freezing"
+        await asyncio.sleep(0)
+        assert len(settled) == 1 and driver.machine.stage == "saving"
+        driver.close()
+
+    logging.disable(logging.ERROR)
+    try:
+        asyncio.run(run())
+    finally:
+        logging.disable(logging.NOTSET)

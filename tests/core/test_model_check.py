@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.core.model import LARGE, Broken, Model
+from tests.core.model import Model
+from tests.core.model_large import LARGE
+from tests.core.model_state import Broken
 from ttp.core.controller import planning
 from ttp.core.decide import Answer, NoPlan, Plan, decide
 from ttp.core.layout import Layout, Shard, Version

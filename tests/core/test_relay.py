@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.relay import ALIKE, FRESH, HOLD_S, Frame, LineId, Relay, Unfolded, folded
+from ttp.core.relay import ALIKE, FRESH, HOLD_S, SLOTS, Frame, LineId, Relay, Unfolded, folded, slot_s
 from ttp.testing.toy import hello
 
 LINES = 4
@@ -153,6 +153,20 @@ def test_one_frame_stands_for_all_that_beat_and_names_the_silent() -> None:
         assert frame is not None and frame.beat
         assert frame.reports == ((lines(0), alike(beat(0, 1 + second))),)
         assert frame.silent == (() if second < FRESH else (LineId(LINES - 1),))
+
+
+def test_frames_of_a_host_leave_in_its_slot_of_the_wall_clock() -> None:
+    assert {slot_s(f"host{n}", BEAT_S) for n in range(1000)} == {n * BEAT_S / SLOTS for n in range(SLOTS)}
+    ahead_s, begin = 1_700_000_000.25, 7.1
+    relay = Relay(BEAT_S, ahead_s)
+    relay.reported(LineId(0), hello(0, LAYOUT), begin)
+    relay.reported(LineId(0), beat(0, 1), begin)
+    assert relay.take(begin) is not None
+    for second in range(8, 12):
+        due = relay.deadline()
+        assert due is not None and abs(due - (second - 0.25)) < 1e-6
+        frame = relay.take(due)
+        assert frame is not None and frame.beat
 
 
 def test_a_new_activity_is_said_at_once() -> None:

@@ -58,7 +58,6 @@ def test_a_lost_rank_is_saved_by_one_behind_the_same_relay(controller: Controlle
     until(lambda: controller.status().stage == "training")
     one.drop()
     freeze = zero.expect(m.Freeze)
-    assert freeze.rank == 0
     zero.say(frozen(0, freeze.incident, 5))
     save_whatever_is_asked(zero, zero.expect(m.Save))
     assert zero.expect(m.Release).exit_code == 75
@@ -73,13 +72,11 @@ def test_all_lines_end_with_the_relay_and_their_ranks_come_back_without_it(
     relay.close()
     until(lambda: states(controller) == ["lost", "lost"])
     back = [controller.rank(number, resume=True, incarnation=1, term_seen=1) for number in (0, 1)]
-    assert {rank.expect(m.Freeze).rank for rank in back} == {0, 1}  # it was an incident, and nothing is broken
+    assert all(rank.expect(m.Freeze) for rank in back)  # it was an incident, and nothing is broken
     until(lambda: states(controller) == ["live", "live"])
 
 
-def test_a_freeze_reaches_each_rank_as_its_own_and_the_last_answer_decides(
-    controller: Controller, relay: RelayServer
-) -> None:
+def test_a_freeze_reaches_each_rank_and_the_last_answer_decides(controller: Controller, relay: RelayServer) -> None:
     ranks = [rank_through(controller, relay, number, world_size=4) for number in range(3)]
     outside = controller.rank(3, world_size=4)
     for rank in (*ranks, outside):
@@ -87,7 +84,6 @@ def test_a_freeze_reaches_each_rank_as_its_own_and_the_last_answer_decides(
     outside.drop()
     for number, rank in enumerate(ranks):
         freeze = rank.expect(m.Freeze)
-        assert freeze.rank == number
         rank.say(frozen(number, freeze.incident, 5))
     assert any_of(ranks, m.Save).version == 5
 
@@ -133,7 +129,7 @@ def test_nonsense_of_one_rank_is_its_own_affair(controller: Controller, relay: R
     zero.expect(m.Welcome), one.expect(m.Welcome)
     one.say_raw(pb.RankReport())
     until(lambda: states(controller)[1] == "lost")
-    assert zero.expect(m.Freeze).rank == 0
+    assert zero.expect(m.Freeze)
 
 
 def test_where_no_controller_is_the_rank_hears_that_it_is_not_the_relay_that_is_gone(

@@ -79,6 +79,16 @@ def test_a_kill_is_seen_at_once(job: Job, page: Any, tmp_path: Path) -> None:
         assert "rank 2" in b.text(page, "cause"), "what is known stays"
 
 
+def test_the_end_of_a_job_is_told_from_a_controller_that_is_lost(job: Job, page: Any) -> None:
+    job.wait_for_version(5)
+    with b.served(env=of(job)) as address:
+        page.get(address)
+        b.until(lambda: b.text(page, "stage") == "Training")
+        os.killpg(job.processes[0].pid, signal.SIGTERM)
+        b.until(lambda: b.text(page, "stage") == "The job has ended")
+        assert "exit 75: saved version" in b.text(page, "waits")
+
+
 def test_keys_choose_ranks(job: Job, page: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 

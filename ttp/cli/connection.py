@@ -127,6 +127,8 @@ def _port_of(config: Config) -> int | None:
 
 def _only_local_job(address: str) -> int:
     running = [port for port in _known_ports() if _runs_here(port)] if address == LOCAL else []
+    if os.environ.get("TTP_RUN_DIR"):  # of a job that is meant; it is none of those that are found by their ports
+        raise ConfigError("which port? TTP_RUN_DIR does not say it: use --port, or set TTP_PORT as the job has it")
     if len(running) == 1:
         return running[0]
     several = f"You have several jobs here, on ports {', '.join(map(str, running))}"

@@ -53,10 +53,10 @@ def status(
     lost.
 
     JSON keys: stage, run_id, incarnation, term, world_size, framework, save_dir, groups (ranks by shard), ranks (rank,
-    host, pid, version, phase, state, silent_s, activity), incidents_total, false_alarms, standbys, copied_version (null
-    without buddy=True), restarts (of this host: state, which is preparing, ready or why they are cold, modules, bytes,
-    seconds; null where no launcher has said), last_incident (null, or id, stage, cause, version, outcome, reason, path,
-    opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
+    host, pid, version, phase, state, silent_s, activity, can_continue), incidents_total, false_alarms, standbys,
+    copied_version (null without buddy=True), restarts (of this host: state, which is preparing, ready or why they are
+    cold, modules, bytes, seconds; null where no launcher has said), last_incident (null, or id, stage, cause, version,
+    outcome, reason, path, opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
     """
     where = find(address, port, token)
     with connected(where) as client:
@@ -131,9 +131,19 @@ def picture(now: pb.GetStatusResponse, all_ranks: bool = False) -> RenderableTyp
     parts: list[RenderableType] = [_job_line(now), *_group_lines(now)]
     if now.ranks:
         parts.append(_rank_table(now, all_ranks))
+    if any(rank.can_continue for rank in now.ranks):
+        parts.append(_survivors_line(now))
     if now.HasField("last_incident"):
         parts.append(_incident_lines(now.last_incident))
     return Group(*parts)
+
+
+def _survivors_line(now: pb.GetStatusResponse) -> Text:
+    """What becomes of the other ranks' processes when one dies: all have to be able to go on."""
+    cannot = [rank.rank for rank in now.ranks if rank.state == "live" and not rank.can_continue]
+    if cannot:
+        return Text(f"when a rank dies all are started again: {compact_ranks(cannot)} cannot go on (its log says why)")
+    return Text("when a rank dies the others go on in their processes")
 
 
 def _job_line(now: pb.GetStatusResponse) -> Text:
@@ -227,6 +237,7 @@ def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
                 "state": r.state,
                 "silent_s": round(r.silent_s, 3),
                 "activity": r.activity,
+                "can_continue": r.can_continue,
             }
             for r in now.ranks
         ],

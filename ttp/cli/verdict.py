@@ -95,7 +95,7 @@ def _judge(
     elif incident is not None and (last is None or incident.opened_unix_s >= last.began_unix_s):
         found = Verdict(EXIT_SAVED if incident.saved else EXIT_NOT_SAVED, incident.outcome)
     else:
-        found = Verdict(EXIT_NOT_SAVED, "the last launch was cut off: it left no word of an end")
+        found = Verdict(EXIT_NOT_SAVED, "the last launch was cut off, or runs still: it left no word of an end")
     in_vain = fruitless(launches)
     if found.code == EXIT_SAVED and in_vain >= FRUITLESS_MAX:
         return Verdict(EXIT_NOT_SAVED, f"no progress: {in_vain} launches in a row brought no new version. {found.text}")

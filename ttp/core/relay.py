@@ -8,7 +8,8 @@ What a relay saves, and what it must not cost:
 
 * Heartbeats. Once per ``heartbeat_s`` one frame stands for all lines of which a beat came lately. It carries the beats
   that say something new and names the lines that have fallen silent. A beat that tells of another activity or phase
-  goes up at once, as a rank says it at once.
+  goes up at once, as a rank says it at once. Frames of many hosts leave in the same ``SLOTS`` moments of a period, so
+  that a controller wakes for some of them together, and never for all at once.
 * Answers to a freeze go up together when all lines that were asked have answered, or after ``HOLD_S``.
 * Everything else, evidence above all, goes up at once, and takes along what waits.
 * What is the same for several ranks travels once, for all their lines: beats and answers up, orders down. It names
@@ -20,6 +21,7 @@ either way. No I/O, no clock, no threads.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NewType, TypeVar
@@ -33,6 +35,8 @@ HOLD_S = 0.002
 """How long the answers of some ranks wait for those of the other ranks of their host."""
 FRESH = 1.5
 """Heartbeats after which a line counts as silent: beats and frames of the same period drift against each other."""
+SLOTS = 50
+"""Moments of a heartbeat at which frames leave: of a thousand hosts twenty are then heard together."""
 ALIKE = (m.Heartbeat, m.Frozen)
 """Reports that often are the same of all ranks."""
 
@@ -72,10 +76,11 @@ class Relay:
 
     Args:
         heartbeat_s: seconds between two frames that stand for heartbeats; as between two beats of a rank.
+        ahead_s: such a frame leaves when ``now + ahead_s`` is a multiple of that; see ``slot_s``.
     """
 
-    def __init__(self, heartbeat_s: float) -> None:
-        self._heartbeat_s = heartbeat_s
+    def __init__(self, heartbeat_s: float, ahead_s: float = 0.0) -> None:
+        self._heartbeat_s, self._ahead_s = heartbeat_s, ahead_s
         self._lines: dict[LineId, _Line] = {}
         self._waiting: list[tuple[LineId, m.Report | None]] = []
         self._asked: set[LineId] = set()
@@ -129,7 +134,7 @@ class Relay:
         if beat:
             silent = tuple(self._tell_beats(now))
             beating = any(line.told is not None for line in self._lines.values())
-            self._beat_at = now + self._heartbeat_s if beating else None
+            self._beat_at = self._next_beat(now) if beating else None
         reports, self._waiting, self._send_at = folded(self._waiting), [], None
         return Frame(tuple(reports), beat, silent)
 
@@ -148,7 +153,12 @@ class Relay:
             self._tell(id, line)
             self._due(now)
         if self._beat_at is None:
-            self._beat_at = now + self._heartbeat_s
+            self._beat_at = self._next_beat(now)
+
+    def _next_beat(self, now: float) -> float:
+        period_s = self._heartbeat_s
+        wait_s = period_s - (now + self._ahead_s) % period_s
+        return now + (wait_s if wait_s > period_s / 10 else wait_s + period_s)
 
     def _tell(self, id: LineId, line: _Line) -> None:
         assert line.beat is not None
@@ -157,6 +167,12 @@ class Relay:
 
     def _due(self, at: float) -> None:
         self._send_at = at if self._send_at is None else min(self._send_at, at)
+
+
+def slot_s(host: str, heartbeat_s: float) -> float:
+    """When frames of a host leave: seconds before the full heartbeat of the wall clock."""
+    number = int.from_bytes(hashlib.sha256(host.encode()).digest()[:4], "big")
+    return number % SLOTS * heartbeat_s / SLOTS
 
 
 class Unfolded:

@@ -27,7 +27,7 @@ import grpc
 
 from ttp.config import Config
 from ttp.core import messages as m
-from ttp.core.relay import LineId, Relay
+from ttp.core.relay import LineId, Relay, slot_s
 from ttp.wire import access, tls
 from ttp.wire.address import split, target
 from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub
@@ -54,8 +54,12 @@ def wanted(config: Config, world_size: int) -> bool:
     return config.relay == "on" or (config.relay == "auto" and world_size > AUTO_RANKS)
 
 
+def _host(config: Config) -> str:
+    return config.host or socket.gethostname()
+
+
 def _file(config: Config, run_dir: Path) -> Path:
-    return run_dir / f"relay-{(config.host or socket.gethostname()).replace('/', '_')[:100]}.json"
+    return run_dir / f"relay-{_host(config).replace('/', '_')[:100]}.json"
 
 
 def port_of_relay(config: Config, run_dir: Path) -> int | None:
@@ -215,7 +219,8 @@ class _Uplink:
         self.to, self.over = to, False
         self._ids = itertools.count(1)
         self._lines: dict[LineId, _Local] = {}
-        self._machine = Relay(config.heartbeat_s)
+        slot = slot_s(_host(config), config.heartbeat_s)
+        self._machine = Relay(config.heartbeat_s, time.time() - time.monotonic() + slot)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answered = threading.Event()
         self._problem: _Ended | None = None

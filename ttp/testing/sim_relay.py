@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, ReceivedAlike, StreamEnded
 from ttp.core.layout import Rank
-from ttp.core.relay import ALIKE, LineId, Lines, Relay, Unfolded, folded
+from ttp.core.relay import ALIKE, LineId, Lines, Relay, Unfolded, folded, slot_s
 from ttp.testing.network import Stream
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class Uplink:
     def __init__(self, relay: SimRelay, controller: SimController) -> None:
         self.host, self.machine = relay.host, controller.machine
         self._relay, self._world = relay, relay.world
-        self._said = Relay(relay.world.timeouts.heartbeat_s)
+        heartbeat_s = relay.world.timeouts.heartbeat_s
+        self._said = Relay(heartbeat_s, slot_s(self.host, heartbeat_s))
         self._ranks: dict[LineId, Stream] = {}
         self._lines = 0
         self._due = float("inf")

@@ -20,7 +20,8 @@ from ttp.cli.connection import Client, find
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.incidents import describe
 from ttp.errors import TtpError
-from ttp.web.view import Pace, tell, view
+from ttp.store.history import read_launches
+from ttp.web.view import TEXT_MAX, Pace, tell, view
 from ttp.wire.v1 import controller_pb2 as pb
 
 log = logging.getLogger("ttp.web")
@@ -104,6 +105,14 @@ class Incidents:
         self.listed = sorted(best.values(), key=lambda one: (one["opened_unix_s"], one["id"]), reverse=True)
         return changed
 
+    def ended(self) -> str:
+        """How the last launch ended, if that was written down; empty: it may run still, or was cut off."""
+        for place in self.places:
+            with contextlib.suppress(TtpError):
+                if (launches := read_launches(place)) and (last := launches[-1]).code is not None:
+                    return f"exit {last.code}: {last.text}"[:TEXT_MAX]
+        return ""
+
     def _files(self) -> Iterator[Path]:
         for place in self.places:
             with contextlib.suppress(TtpError):
@@ -161,7 +170,7 @@ class Looks:
         self._news = asyncio.Condition()
         self._wanted = asyncio.Event()
         self._wanted_at = 0.0
-        self._view: dict[str, Any] = {"error": "", "stage": "", "incident": None}
+        self._view: dict[str, Any] = {"error": "", "ended": "", "stage": "", "incident": None}
         self._said = ""
         self._progress = Progress()
 
@@ -209,7 +218,7 @@ class Looks:
             if str(problem) != self._said:
                 log.warning("%s", problem)
             self._said = str(problem)
-            self._view |= {"error": str(problem)}
+            self._view |= {"error": str(problem), "ended": await asyncio.to_thread(self.incidents.ended)}
         else:
             self.status, self._said = now, ""
             self.incidents.belong_to(now.save_dir, run_dir)

@@ -57,6 +57,7 @@ def view(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()
     versions = [rank.version for rank in now.ranks if rank.state in HERE] or [rank.version for rank in now.ranks]
     return {
         "error": "",
+        "ended": "",
         "at_unix_s": time.time(),
         **{name: getattr(now, name) for name in plain},
         "standbys": list(now.standbys),

@@ -59,8 +59,15 @@ def report_to_wire(report: m.Report) -> pb.RankReport:
 
 
 def order_to_wire(order: m.Order) -> pb.ControllerOrder:
-    """Core order -> protobuf."""
+    """Core order -> protobuf. An order for several ranks is converted once for all of them: it is not to be changed."""
+    return _order_to_wire(order) if order.rank != m.SEVERAL else _shared_order(order)
+
+
+def _order_to_wire(order: m.Order) -> pb.ControllerOrder:
     return pb.ControllerOrder(**{_snake(type(order).__name__): _to_wire(order)})
+
+
+_shared_order = functools.lru_cache(8)(_order_to_wire)
 
 
 def parse_report(data: bytes) -> m.Report:

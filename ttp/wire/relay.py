@@ -1,6 +1,6 @@
 """Converts between a relay's frames and protobuf. Reports and orders inside stay serialised: each is parsed alone.
 
-What ranks of a thousand hosts say alike is parsed once, and what they are told alike is serialised once.
+What ranks of a thousand hosts say alike is parsed once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ttp.wire.v1 import controller_pb2 as pb
 LINES_MAX = 4096
 """Ranks of one host, and more than any has."""
 ALIKE_MAX, ALIKE_BYTES_MAX = 64, 1 << 14
-"""So many of the last messages are remembered, and no larger ones."""
+"""So many of the last reports are remembered, and no larger ones."""
 
 
 def frame_to_wire(frame: Frame) -> pb.RelayFrame:
@@ -68,17 +68,11 @@ _parsed = functools.lru_cache(ALIKE_MAX)(parse_report)
 def orders_to_wire(orders: Iterable[tuple[Lines, m.Order | None]]) -> pb.RelayOrders:
     """Core orders, each for some lines -> protobuf."""
     return pb.RelayOrders(
-        orders=(pb.LineOrder(lines=lines, order=None if order is None else _bytes(order)) for lines, order in orders)
+        orders=(
+            pb.LineOrder(lines=lines, order=None if order is None else order_to_wire(order).SerializeToString())
+            for lines, order in orders
+        )
     )
-
-
-def _bytes(order: m.Order) -> bytes:
-    return _serialised(order) if order.rank == m.SEVERAL else order_to_wire(order).SerializeToString()
-
-
-@functools.lru_cache(ALIKE_MAX)
-def _serialised(order: m.Order) -> bytes:
-    return order_to_wire(order).SerializeToString()
 
 
 def orders_from_wire(message: pb.RelayOrders) -> Iterator[tuple[Lines, m.Order | None]]:

@@ -53,11 +53,12 @@ function ago(unix) {
 
 // ------------------------------------------------------------------------------------------------------- above
 function top() {
-  const i = now.incident, tone = now.error ? "bad" : TONE[now.stage] || "busy";
+  const i = now.incident, over = now.error && now.ended, good = /^exit (0|75):/.test(now.ended);
+  const tone = over ? (good ? "idle" : "bad") : now.error ? "bad" : TONE[now.stage] || "busy";
   set($("run"), now.run_id ? `· ${now.framework} job ${now.run_id}` : now.asks ? "" : "· incidents of a directory");
-  set($("stage"), now.error ? "The controller does not answer" : now.asks ? STAGE[now.stage] || now.stage : "No job is asked: only incidents are shown");
+  set($("stage"), over ? "The job has ended" : now.error ? "The controller does not answer" : now.asks ? STAGE[now.stage] || now.stage : "No job is asked: only incidents are shown");
   $("now").className = `card wide tone-${now.asks ? tone : "idle"}`;
-  const waits = now.error ? [now.error] : now.waits || [];
+  const waits = over ? [now.ended, "its controller has gone with it"] : now.error ? [now.error] : now.waits || [];
   rowsOf($("waits"), waits.length ? waits : now.stage === "training" ? [`all ${count(now.world_size, "rank")} go on, at version ${now.newest}`] : []);
   const last = i || (now.incidents.length ? fromList(now.incidents[0]) : null);
   $("last").hidden = !last;
@@ -74,7 +75,7 @@ function fromList(one) {
   return { ...one, open: false, path: one.checkpoint, saved: one.version === null ? "" : `version ${one.version}` };
 }
 function title(incident) {
-  if (now.error) return "✕ no controller · ttp";
+  if (now.error) return now.ended ? "ended · ttp" : "✕ no controller · ttp";
   if (incident && incident.open) return `✕ ${incident.dead.length ? `rank ${incident.dead.join(", ")}` : "a fault"} · ttp`;
   return now.stage ? `${now.stage} · ttp` : "ttp";
 }

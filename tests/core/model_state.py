@@ -1,0 +1,132 @@
+"""What a state of the model check is made of; see ``model``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tests.core.machines import GONE
+from ttp.core import messages as m
+from ttp.core.controller.events import ControllerTimeouts
+from ttp.core.layout import Version
+from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+
+PATIENCE = ControllerTimeouts(
+    answer_s=5,
+    freeze_s=30,
+    grace_s=1,
+    rescue_s=360,
+    gather_s=5,
+    exit_s=10,
+    abandoned_s=1e6,
+    forming_s=1e6,
+    linger_s=1,
+    standbys=0,
+    quiet_s=None,
+)
+RANK_TIMEOUTS = RankTimeouts(
+    heartbeat_s=1e9,
+    rescue_s=400,
+    alone_s=1e8,
+    start_controller_after=10**9,
+    retry_min_s=0,
+    retry_max_s=0,
+    failover_s=0,
+)
+BASE, NEXT = Version(1), Version(2)
+END = "end"
+RIVAL = "rival"
+"""Address and host of the second controller."""
+
+
+class Broken(AssertionError):  # noqa: N818 - it is what it says
+    """An invariant does not hold; the text ends with how it came to that."""
+
+
+class Gate(NamedTuple):
+    """Of one rank: one update can follow, if it has left the barrier."""
+
+    version: Version = BASE
+    updating: bool = False
+    closed: bool = False
+    acked: bool = False
+    parked: bool = False
+    admitted: bool = False
+
+    @property
+    def phase(self) -> m.Phase:
+        return m.Phase.UPDATING if self.updating else m.Phase.IDLE
+
+
+class State(NamedTuple):
+    controllers: tuple[int, ...]  # numbers of machines
+    ranks: tuple[int, ...]
+    exits: tuple[int | None, ...]
+    streams: tuple[int, ...]  # 0: none, its rank wants to connect; else its remainder says to which controller
+    up: tuple[tuple[tuple[int, Any], ...], ...]  # (stream, what is said on it)
+    down: tuple[tuple[Any, ...], ...]
+    gates: tuple[Gate, ...]
+    jobs: tuple[tuple[Any, ...], ...]
+    durable: frozenset[tuple[str, str, Version]]  # file, shard, version of its content
+    committed: tuple[Version, ...]
+    kills: int
+    breaks: int
+    takeovers: int
+    repeats: int
+    opened: int  # streams so far
+    now: float
+
+    def at_gate(self, r: int, **changes: Any) -> State:
+        return self._replace(gates=put(self.gates, r, self.gates[r]._replace(**changes)))
+
+    def cut(self, r: int, *, keep: bool) -> State:
+        """The stream of a rank ends; ``keep``: what it has said on it arrives."""
+        stream = self.streams[r]
+        said = tuple(s for s in self.up[r] if keep or s[0] != stream)
+        end = ((stream, END),) if stream else ()
+        return self._replace(
+            streams=put(self.streams, r, 0), up=put(self.up, r, (*said, *end)), down=put(self.down, r, ())
+        )
+
+    def gone(self, r: int, code: int | None, *, keep: bool) -> State:
+        """A rank has ended; None: it was killed."""
+        return self.cut(r, keep=keep)._replace(
+            ranks=put(self.ranks, r, GONE),
+            exits=put(self.exits, r, -9 if code is None else code),
+            jobs=put(self.jobs, r, ()),
+        )
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of incidents; unique between controllers."""
+
+    controller: int
+
+    def __call__(self, number: int) -> str:
+        return f"i{self.controller}.{number}"
+
+
+def deadline_of(machine: Any) -> float | None:
+    due: float | None = machine.deadline()
+    return due
+
+
+def address_of(machine: ProcessorMachine) -> str:
+    return machine._route.address
+
+
+def incident_of(machine: ProcessorMachine) -> str:
+    return machine.incident
+
+
+def put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def story(path: Any) -> str:
+    steps: list[str] = []
+    while path:
+        path, name = path
+        steps.append(name)
+    return "after: " + ", ".join(reversed(steps))
