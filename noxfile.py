@@ -75,8 +75,6 @@ TITAN = [
     "typeguard",
     "tensorboard==2.21.0",
     "absl-py",
-    "werkzeug",
-    "markdown",
 ]
 """What its Trainer imports; all that torchtitan wants is much more. ``--no-deps``: see ``frameworks``."""
 PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]

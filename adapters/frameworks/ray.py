@@ -15,12 +15,15 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttp.adapters.frameworks.versions import require
-from ttp.errors import ConfigError
+from ttp.core.controller.job_verdict import FRUITLESS_MAX
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, ConfigError, TtpError
 from ttp.launch.ports import hold_port
 from ttp.launch.ring import ask_everybody, reigning
+from ttp.store.history import fruitless, read_launches
 from ttp.wire.address import target
 
 require("ray", "ray", ("2.60", "2.60"))
@@ -64,6 +67,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         self._patience_s = float(self._settings.get("TTP_OT", PATIENCE_S))
         self._around: tuple[str, ...] = ()
         self._launch = -1
+        self._save_dir = ""
         self._run = f"ray-{secrets.token_hex(4)}"
 
     # ------------------------------------------------------------------------------------------------- called by Ray
@@ -90,6 +94,17 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         """The user wants the end at once: nobody is waited for."""
         self._around = ()
 
+    def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
+        """Workers are about to be started again: not if that cannot help, whatever ``max_failures`` allows.
+
+        Raises:
+            TtpError: the program is wrong (64), or launch after launch has brought no new version (70).
+        """
+        self._hold()
+        self._around = ()
+        if self._save_dir and (reason := hopeless(Path(self._save_dir), self._run)):
+            raise TtpError(f"ttp: no further launch: {reason}")
+
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """A node is drained: save now, while its ranks are there."""
         info = getattr(current_state, "preemption_info", None)
@@ -110,6 +125,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
             else:
                 unheard, (place, status) = 0, found
                 self._around = tuple(dict.fromkeys((place, *self._around, *status.standbys)))
+                self._save_dir = status.save_dir or self._save_dir
                 if status.stage == "training":
                     self._save(place)
                     return
@@ -156,6 +172,20 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
 
         ends = time.monotonic() + timeout_s
         return ask_everybody(around, ask, lambda: ends)
+
+
+def hopeless(save_dir: Path, run_id: str) -> str:
+    """Why the job is not to be started again, as its launches have left it; empty: nothing speaks against it.
+
+    Args:
+        save_dir: of the job; where this process cannot see it nothing speaks against it.
+        run_id: of the job.
+    """
+    launches = [launch for launch in read_launches(save_dir) if launch.run_id == run_id]
+    if not launches:
+        return ""
+    last, in_vain = launches[-1], fruitless(launches) >= FRUITLESS_MAX
+    return last.text if last.code == EXIT_BAD_CONFIG or (last.code == EXIT_NOT_SAVED and in_vain) else ""
 
 
 # ------------------------------------------------------------------------------------------------- run in the workers

@@ -17,7 +17,7 @@ from ttp.errors import EXIT_SAVED, ConfigError
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
-STEPS, KILLED_IN = 8, 5
+STEPS, KILLED_IN = 12, 5
 
 
 def ray_train(folder: Path, *arguments: object) -> list[dict[str, Any]]:
@@ -25,6 +25,7 @@ def ray_train(folder: Path, *arguments: object) -> list[dict[str, Any]]:
     folder.mkdir()
     env = os.environ | {"PYTHONPATH": str(ROOT), "JOB_WIDE": "400000", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.02"}
     command = [sys.executable, "-m", "tests.frameworks.ray_program", str(folder), str(STEPS), *map(str, arguments)]
+    env |= {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return [json.loads((folder / f"end{rank}.json").read_text()) for rank in range(2)]
@@ -35,6 +36,20 @@ def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
     hurt, whole = ray_train(tmp_path / "hurt", KILLED_IN), ray_train(tmp_path / "whole", -1, "plain")
     assert [end.pop("start") for end in hurt] in ([KILLED_IN] * 2, [KILLED_IN + 1] * 2)
     assert [end.pop("start") for end in whole] == [0, 0] and hurt == whole
+
+
+@pytest.mark.slow
+def test_a_node_that_is_drained_costs_no_step(tmp_path: Path) -> None:
+    drained, whole = ray_train(tmp_path / "drained", 3, "drain"), ray_train(tmp_path / "whole", -1, "plain")
+    assert all(end.pop("start") > 3 for end in drained)
+    assert [end.pop("start") for end in whole] == [0, 0] and drained == whole
+
+
+@pytest.mark.slow
+def test_launches_that_bring_nothing_are_not_repeated_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ttp: no further launch: no progress"):
+        ray_train(tmp_path / "broken", -1, "broken")
+    assert len((tmp_path / "broken" / "launches0").read_text().splitlines()) == 3
 
 
 class OneWorker:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tests.frameworks.titan_on_cpu  # noqa: F401
+
+# isort: split
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -21,7 +24,6 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-import tests.frameworks.titan_on_cpu  # noqa: F401  # isort: split
 import ttp
 import ttp.titan
 

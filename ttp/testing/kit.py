@@ -42,7 +42,7 @@ from ttp.errors import EXIT_SAVED
 from ttp.launch.ports import hold_port
 
 KILLED = -9
-WRITTEN_S = 5
+WRITTEN_S = 20
 """How long a controller may take to write down what it has said already."""
 
 
