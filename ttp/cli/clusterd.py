@@ -101,7 +101,7 @@ class Eyes:
         hosts: dict[str, list[int]] = {}
         for rank in sorted(now.ranks, key=lambda rank: rank.rank):
             hosts.setdefault(rank.host, []).append(rank.rank)
-        if hosts and not self._saw:
+        if hosts and not self._saw and len(now.ranks) == now.world_size:
             complain(f"the job has {len(now.ranks)} ranks on {len(hosts)} hosts")
             self._saw = True
         last = now.last_incident
