@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from ttp.controller.connection import Connection, Peer
 from ttp.controller.journal import Happening, Journal
-from ttp.controller.sockets import Sockets
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.controller.machine import ControllerMachine
@@ -24,6 +23,7 @@ from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
 from ttp.launch.log_format import FACTS
 from ttp.store.history import HISTORY_KINDS
+from ttp.wire.sockets import Sockets
 
 log = logging.getLogger("ttp.controller")
 
@@ -34,6 +34,8 @@ HISTORY_BYTES_MAX = 64 << 20
 """Most events, and most characters of them, that are kept for watchers that come later."""
 WATCH_MAX = 2 * HISTORY_MAX
 """Events that a watcher may lag behind before it is dropped."""
+GIVES_UP_MS = 10_000
+"""The kernel drops a connection that it asks after so many ms without an answer; as gRPC does, ``ttp.wire.channel``."""
 RETRY_S = 1.0
 """Seconds until the next try after a tick that failed."""
 
@@ -88,7 +90,7 @@ class Driver:
         self._connections: dict[ce.ConnectionId, Peer] = {}
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
-        self._sockets = Sockets()
+        self._sockets = Sockets(GIVES_UP_MS)
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self.perform_program: Callable[[ce.ProgramAction], None] = lambda action: None

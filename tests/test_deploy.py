@@ -224,5 +224,5 @@ def test_slurm_decides_by_the_verdict(tmp_path: Path, srun: int, verdict: int, r
     done = subprocess.run(["bash", str(DEPLOY / "slurm.sbatch")], env=env, capture_output=True, check=False, timeout=60)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert done.returncode == verdict, done.stderr
-    assert calls[0].startswith("ttp verdict /checkpoints --run-id 17 --since ")
+    assert re.fullmatch(rf"ttp verdict /checkpoints --run-id 17 --since \d+ --launcher-code {srun}", calls[0])
     assert calls[1:] == (["scontrol requeue 17"] if requeued and not by_exit else [])

@@ -198,6 +198,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         "ttp/controller/service.py",
         "ttp/adapters/torch/adapter.py",
         "ttp/wire/v1/controller_pb2.pyi",
+        "ttp/web/static/page.html",
+        "ttp/web/static/page.css",
+        "ttp/web/static/page.js",
     ):
         assert needed in names
     shipped = {n for n in names if n.endswith(".py")}

@@ -185,3 +185,21 @@ def test_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "verdict", place, "--json")
     found = json.loads(out)
     assert (code, found["word"], found["exit_code"], found["launches"], found["fruitless"]) == (75, "saved", 75, 2, 1)
+
+
+@pytest.mark.parametrize(("left", "code"), [(143, 75), (64, 64), (1, 70), (75, 70)])
+def test_the_launchers_code_is_the_last_word_where_no_rank_had_joined(
+    left: int, code: int, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that is preempted twice before its ranks have joined goes on at the third start."""
+    (place / "incidents" / FILE).write_text(begins() + SAVED)
+    ask = ("verdict", place, "--run-id", "job", "--launcher-code", left)
+    assert said(capsys, *ask, "--since", 101)[0] == code
+    assert said(capsys, *ask, "--since", 99)[0] == 75, "this launch has left a word"
+
+
+def test_a_job_that_is_preempted_in_its_first_start_has_no_directory_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "verdict", tmp_path / "none", "--launcher-code", 143)[:2] == (75, "saved\n")
+    assert said(capsys, "verdict", tmp_path / "none", "--launcher-code", 1)[0] == 64

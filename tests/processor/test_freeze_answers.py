@@ -198,7 +198,7 @@ def test_what_cannot_be_done_keeps_nothing_after_it_from_being_done(
         raise RuntimeError("can't start new thread")
 
     processor = alone(SlowToLook(), tmp_path)
-    monkeypatch.setattr("ttp.processor.processor.aside", no_thread)
+    monkeypatch.setattr("ttp.processor.link.connecting.aside", no_thread)
     processor._try(act.Connect(start_controller=False))
     processor._try(act.CloseGate())
     assert processor.gate.closed

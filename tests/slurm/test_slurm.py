@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 
 import psutil
@@ -83,9 +84,18 @@ def test_a_node_that_dies_takes_no_other_with_it(cluster: Cluster, unbroken: Dig
 
 def test_before_the_time_limit_it_is_saved_and_started_again(cluster: Cluster, unbroken: Digests) -> None:
     """The limit of a minute is over before training is."""
-    job = BatchJob(cluster, "--time=1", "--signal=TERM@30", step_ms=1500)
-    facts = assert_resumed(job, unbroken, lives_max=5)
-    assert facts["TimeLimit"] == "00:01:00"
+    job = BatchJob(cluster, "--time=2", "--signal=TERM@30", step_ms=3000)
+    facts = assert_resumed(job, unbroken, lives_max=9)
+    assert facts["TimeLimit"] == "00:02:00"
+
+
+def test_what_is_preempted_before_its_ranks_have_joined_is_started_again(cluster: Cluster, unbroken: Digests) -> None:
+    job = BatchJob(cluster, step_ms=0)
+    until("the launchers run", lambda: any("ttp" in " ".join(p.cmdline()) for p in cluster.hosts.processes(1)), 60)
+    time.sleep(3)
+    cluster.command("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5")
+    assert_resumed(job, unbroken)
+    assert "before its ranks had joined" in job.text()
 
 
 def test_a_wrong_configuration_is_not_started_again(cluster: Cluster) -> None:
@@ -101,7 +111,8 @@ def test_a_wrong_configuration_on_one_node_is_not_started_again(cluster: Cluster
         f'#!/bin/bash\n[ "$(hostname)" = {cluster.nodes[1]} ] && export TTP_KEEP=many\nexec {TTP} "$@"\n'
     )
     program.chmod(0o755)
-    job = BatchJob(cluster, env={"PATH": f"{program.parent}:{os.environ['PATH']}"})
+    env = {"PATH": f"{program.parent}:{os.environ['PATH']}", "PET_RDZV_CONF": "join_timeout=20"}
+    job = BatchJob(cluster, env=env)
     facts = job.wait_for_state("FAILED", "COMPLETED")
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "64:0", "0"), job.text()
 

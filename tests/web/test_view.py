@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.test_incidents import SAVED, write
 from ttp.cli.incident_reader import read_incident
+from ttp.cli.trace_events import trace_text
 from ttp.web.looks import Incidents, Progress
 from ttp.web.story import LANES_MAX, story
 from ttp.web.view import Pace, view
@@ -101,9 +102,14 @@ def test_an_incident_has_a_lane_for_each_rank_that_matters(tmp_path: Path) -> No
     assert [span["kind"] for span in lanes[2]["spans"]] == ["saved", "committed"]
 
 
-def test_four_thousand_ranks_share_lanes(tmp_path: Path) -> None:
-    answers = [(1.0 + r / 1e3, "answer", {"ranks": [r], "version": 12, "phase": "idle"}) for r in range(4, 4096)]
-    told = story(read_incident(write(tmp_path, "one", [*SAVED[:7], *answers, *SAVED[7:]])))
+@pytest.mark.parametrize("together", [1, 4096])
+def test_four_thousand_ranks_share_lanes(tmp_path: Path, together: int) -> None:
+    """Who answer alike may be in one line of the file."""
+    said = [list(range(4096))[first : first + together] for first in range(4, 4096, together)]
+    answers = [(1.0 + r[0] / 1e3, "answer", {"ranks": r, "version": 12, "phase": "idle"}) for r in said]
+    log = read_incident(write(tmp_path, "one", [*SAVED[:7], *answers, *SAVED[7:]]))
+    assert len(trace_text(log)) < 4_000_000
+    told = story(log)
     assert len(told["lanes"]) <= LANES_MAX + 4 and told["lanes"][-1]["label"] == f"{4096 - LANES_MAX + 4} ranks"
     assert len(json.dumps(told)) < 100_000
 

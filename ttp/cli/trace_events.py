@@ -82,8 +82,9 @@ def _ranks(log: IncidentLog) -> Iterator[Event]:
                 r: line.at_ms for r in (savers.values() if isinstance(savers, dict) else ()) if isinstance(r, int)
             }
         if line.kind == "answer":
-            stood = dict.fromkeys(line.ranks, line.at_ms) | stood
-            answers |= dict.fromkeys(line.ranks, line)
+            for one in line.ranks:
+                stood.setdefault(one, line.at_ms)
+                answers[one] = line
         if not isinstance(rank, int) or rank < 0:
             continue
         if line.kind == "commit":
@@ -91,7 +92,8 @@ def _ranks(log: IncidentLog) -> Iterator[Event]:
         elif line.kind in ("saved", "save_failed", "committed", "commit_failed") and rank in begun:
             yield _span(rank + 1, SAVING, line.kind, begun.pop(rank), line.at_ms, line.facts)
     for rank, line in answers.items():
-        yield _span(rank + 1, FROZEN, f"version {line.facts.get('version')}", stood[rank], end_ms, line.facts)
+        facts = {name: value for name, value in line.facts.items() if name != "ranks"}  # thousands answer alike
+        yield _span(rank + 1, FROZEN, f"version {line.facts.get('version')}", stood[rank], end_ms, facts)
 
 
 def _signs(log: IncidentLog) -> Iterator[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -25,9 +26,21 @@ Since = Annotated[
     float | None,
     typer.Option("--since", help="Only launches that began at this time or later (seconds since 1970, as `date +%s`)."),
 ]
+LauncherCode = Annotated[
+    int | None,
+    typer.Option("--launcher-code", help="What `ttp run` or srun left with: it counts if no launch has left a word."),
+]
+TERMINATED = 128 + signal.SIGTERM
 
 
-def verdict(directory: SaveDir, *, run_id: RunId = None, since: Since = None, json: Json = False) -> None:
+def verdict(
+    directory: SaveDir,
+    *,
+    run_id: RunId = None,
+    since: Since = None,
+    launcher_code: LauncherCode = None,
+    json: Json = False,
+) -> None:
     """Say what became of the last launch of a job, in one word, and exit with its exit code.
 
     trained (0): to the end. saved (75): start it again, and it goes on. lost (70): nothing consistent could be saved,
@@ -37,17 +50,21 @@ def verdict(directory: SaveDir, *, run_id: RunId = None, since: Since = None, js
     It reads what the job left in its save_dir, needs no running job, and is the same wherever it is asked. Batch
     scripts decide by it: what `srun` returns is only the largest of many exit codes. Why is said on stderr.
 
+    A job that is preempted before its ranks have joined leaves no word. With --launcher-code 143 (SIGTERM) it is
+    "saved": nothing of it is lost.
+
     JSON keys: word, exit_code, text (why), run_id, launches (how many are known), fruitless (the last ones in a row
     that brought no new version).
     """
-    place = existing(directory)
+    asked_to_leave = launcher_code == TERMINATED
+    place = directory if asked_to_leave else existing(directory)
     launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
     recent = [launch for launch in launches if since is None or launch.began_unix_s >= since]
     incident = None if recent and recent[-1].code is not None else _last_fault(place, run_id, since)
     word = _word(place, run_id, since)
-    if not launches and incident is None and word is None:
+    if not launches and incident is None and word is None and not asked_to_leave:
         _check_ours(place, run_id)
-    found = _judge(recent, incident, word)
+    found = _judge(recent, incident, word, launcher_code)
     assert found.code is not None
     if json:
         facts = {"word": WORDS[found.code], "exit_code": found.code, "text": found.text, "run_id": run_id or ""}
@@ -58,12 +75,18 @@ def verdict(directory: SaveDir, *, run_id: RunId = None, since: Since = None, js
     raise typer.Exit(found.code)
 
 
-def _judge(launches: list[Launch], incident: IncidentLog | None, word: WrongWord | None) -> Verdict:
+def _judge(
+    launches: list[Launch], incident: IncidentLog | None, word: WrongWord | None, launcher_code: int | None
+) -> Verdict:
     """The verdict on the last launch. Where its end was not recorded, the newest incident decides."""
     if word is not None and word.holds(launches) and (incident is None or word.unix_s >= incident.opened_unix_s):
         return Verdict(EXIT_BAD_CONFIG, word.text)
     last = launches[-1] if launches else None
     if last is None and incident is None:
+        if launcher_code == TERMINATED:
+            return Verdict(EXIT_SAVED, "it was asked to leave before its ranks had joined: nothing of it is lost")
+        if launcher_code == EXIT_BAD_CONFIG:
+            return Verdict(EXIT_BAD_CONFIG, "the launcher refused it before its ranks had joined; its log says why")
         return Verdict(
             EXIT_NOT_SAVED, "no launch of this job has left a word here: it ended before its ranks had joined"
         )

@@ -168,6 +168,7 @@ class Hello(Report):
     pages_at: str = ""  # takes pages of other ranks there (host:port); empty: pages are not mirrored
     stripes: int = 0  # into how many parts its shards may be cut; 0: it writes whole ones only; -1: as many as help
     can_continue: bool = False  # this process can go on when another one is replaced
+    meanwhile: bool = False  # its controller is silent: save what it holds, and lead nobody
 
 
 @dataclass(frozen=True, slots=True)

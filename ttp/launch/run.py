@@ -208,7 +208,11 @@ class _TorchLaunch:
                 record(torchrun)(self._arguments)
         except ConfigError:
             raise
-        except (ChildFailedError, SignalException) as problem:
+        except SignalException as problem:
+            print(problem, file=sys.stderr)
+            code = EXIT_FAILED if self._agent is None else int(self._agent.job_code)
+            return 128 + problem.sigval if code == EXIT_FAILED else code
+        except ChildFailedError as problem:
             print(problem, file=sys.stderr)
         except Exception as problem:
             if self._agent is None and isinstance(problem, (ValueError, AssertionError, RuntimeError, OSError)):

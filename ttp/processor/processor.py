@@ -31,7 +31,7 @@ from ttp.mindio.protocol.rank_side import NoHandlers
 from ttp.processor.continuing import Continuing
 from ttp.processor.copies.copier import Copying
 from ttp.processor.copies.transfer import open_receiver
-from ttp.processor.errands import Errands, aside
+from ttp.processor.errands import Errands
 from ttp.processor.exiting import end_process
 from ttp.processor.gate.gate import Gate
 from ttp.processor.import_list import ImportList
@@ -308,10 +308,8 @@ class Processor:
 
     def _perform(self, action: act.Action) -> None:
         match action:
-            case act.Connect():
-                aside("ttp-connect", lambda: self._link.connect(action))
-            case act.Send(report):
-                self._link.send(report)
+            case act.LinkAction():
+                self._link.perform(action)
             case act.CloseGate(hurry):
                 if self.copying is not None:
                     self.copying.freeze()

@@ -21,6 +21,8 @@ from ttp.core import messages as m
 from ttp.core.controller.events import Action, Record
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.machine import ControllerMachine
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.stand_in import MEANWHILE
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.toy import Checkpoint, InvariantBroken, ToyState
 
@@ -89,12 +91,15 @@ class Judge:
                 self._decided(machine, action)
 
     def _decided(self, machine: ControllerMachine, record: Record) -> None:
-        incident = machine.incident or machine.last_incident
+        meanwhile = machine.stand_in.rescue
+        aside = record.incident.endswith(MEANWHILE)
+        job = machine.stand_in.job if aside else machine.job
+        incident = meanwhile.incident or meanwhile.last if aside else machine.incident or machine.last_incident
         if incident is None:
             return
         match record.kind:
             case "plan" | "nothing_new":
-                best = self._best(machine, incident)
+                best = self._best(machine, job, incident, aside=aside)
                 if best is not None and best > max(record.facts["version"], self.base.version):
                     raise InvariantBroken(f"I2: version {record.facts['version']} is saved, {best} was possible")
             case "committed":
@@ -102,12 +107,14 @@ class Judge:
                 if version not in self._world.storage.checkpoints:
                     raise InvariantBroken(f"I4: version {version} is called saved and does not exist")
             case "released":
+                if aside:
+                    raise InvariantBroken("I6: released by a controller that only stands in")
                 if record.facts.get("again"):
                     self._released_again(machine, incident)
                 self._released(machine, incident, record.facts["exit_code"], record.facts["text"])
             case "thawed":
-                if machine.job.in_doubt or machine.job.broken:
-                    raise InvariantBroken(f"I6: thawed while ranks {machine.job.broken} cannot train on")
+                if job.in_doubt or job.broken:
+                    raise InvariantBroken(f"I6: thawed while ranks {job.broken} cannot train on")
 
     def _released(self, machine: ControllerMachine, incident: Incident, exit_code: int, text: str) -> None:
         assert incident.plan is not None or exit_code in (64, 70)
@@ -118,7 +125,7 @@ class Judge:
             if version not in self._world.storage.checkpoints and version > 0:
                 raise InvariantBroken(f"I4: released with 75, version {version} does not exist")
             return
-        best = self._best(machine, incident)
+        best = self._best(machine, machine.job, incident)
         able = machine.job.live - incident.failures.keys() - _silent(incident)
         if best is not None and best > self.base.version and able and "TTP_OT" not in text:
             raise InvariantBroken(f"I6: given up ({text}), version {best} was possible")
@@ -136,7 +143,9 @@ class Judge:
         if broken is not None and broken.kind is not m.FaultKind.COLLECTIVE:
             raise InvariantBroken(f"I8: rank {rank.rank} goes on, and has raised: {broken.text}")
 
-    def _best(self, machine: ControllerMachine, incident: Incident) -> Version | None:
+    def _best(
+        self, machine: ControllerMachine, job: Membership, incident: Incident, *, aside: bool = False
+    ) -> Version | None:
         """By the truth about every rank that the controller can speak to and that has not failed or kept silent.
 
         Updates are made or unmade only for a version that somebody has finished and that is not whole otherwise, and by
@@ -145,9 +154,9 @@ class Judge:
         plain: dict[Rank, set[Version]] = {}
         offered: dict[Rank, set[Version]] = {}
         kept: set[tuple[Shard, Version]] = set()
-        for rank in machine.job.live - incident.failures.keys() - _silent(incident):
+        for rank in job.live - incident.failures.keys() - _silent(incident):
             process = self._world.ranks[rank]
-            stream = process.stream
+            stream = process.aside.stream if aside else process.stream
             thawed = stream is None and process.machine.incident != incident.id  # perhaps by another controller
             elsewhere = thawed or (stream is not None and stream.controller.machine is not machine)
             if elsewhere or not process.alive:

@@ -69,6 +69,12 @@ class SimController:
         self._streams[connection] = stream
         return stream
 
+    def accept_aside(self, rank: SimRank, connection: ConnectionId) -> Stream:
+        """Accept the second stream of a rank."""
+        stream = self._world.stream(rank.aside, self, connection)
+        self._streams[connection] = stream
+        return stream
+
     def adopt(self, line: Line) -> ConnectionId:
         """A rank opens a stream through the relay of its host; returns its number."""
         connection = self._world.roads.next_connection()
@@ -88,8 +94,10 @@ class SimController:
         if self.alive:
             self.alive = False
             self._world.trace(self.name, "is killed")
+            late_s = self._world.roads.given_up_after(self.host)
             for stream in self._streams.values():
-                stream.cut(rank_learns_s=self._world.rng.choice((0.0, 0.001, 0.05)), controller_learns_s=0.0)
+                learns_s = late_s + self._world.rng.choice((0.0, 0.001, 0.05))
+                stream.cut(rank_learns_s=learns_s, controller_learns_s=0.0)
             self._world.controller_died(self)
 
     @property

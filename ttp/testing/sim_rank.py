@@ -21,6 +21,7 @@ from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.processor.gate.gate import GateState
 from ttp.testing.network import Stream
+from ttp.testing.sim_aside import SimAside
 from ttp.testing.sim_copies import SimCopies
 from ttp.testing.sim_saver import Saver
 from ttp.testing.sim_trainer import Trainer
@@ -59,8 +60,8 @@ class SimRank:
 
     __slots__ = (
         "_inbox", "_looked_at", "_missed", "_pumping", "_rng", "_timer_at",
-        "acked", "alive", "copies", "exit_code", "hello", "host", "keeper", "machine", "mood", "name", "rank", "saver",
-        "stream", "trainer", "world",
+        "acked", "alive", "aside", "copies", "exit_code", "hello", "host", "keeper", "machine", "mood", "name", "rank",
+        "saver", "stream", "trainer", "world",
     )  # fmt: skip
 
     def __init__(self, world: Simulation, hello: m.Hello, timeouts: RankTimeouts) -> None:
@@ -70,6 +71,7 @@ class SimRank:
         self.trainer = Trainer(self)
         self.saver = Saver(self)
         self.copies = SimCopies(self)
+        self.aside = SimAside(self)
         self.alive = True
         self.acked = False
         self.keeper: Rank | None = None
@@ -84,6 +86,11 @@ class SimRank:
         self._missed: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
         world.after(0.0, self.run, self._plan_timer)
         world.after(world.rng.random() * 0.02, self.run, self.trainer.go_on)
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Those that are open; none of a process that has ended."""
+        return [s for s in (self.stream, self.aside.stream) if s is not None and self.alive]
 
     @property
     def truth(self) -> tuple[Version, m.Phase]:
@@ -190,6 +197,8 @@ class SimRank:
                 self._send(report)
             case act.Connect():
                 self.world.roads.connect(self, action)
+            case act.LookAtController() | act.ConnectAside() | act.SendAside() | act.CloseAside():
+                self.aside.perform(action)
             case act.CloseGate():
                 self._say_quiet(self.trainer.gate.close())
                 self.world.after(self._rng.random() * 0.0001, self.run, self.trainer.look_up)
@@ -259,13 +268,17 @@ class SimRank:
         self.put(ev.StandbyStarted(self.world.roads.start_standby(self.host)))
 
     def _send(self, report: m.Report) -> None:
+        self.said(report, self.stream)
+
+    def said(self, report: m.Report, stream: Stream | None) -> None:
+        """Put a report on a stream of this rank; it may be killed before and after that."""
         if isinstance(report, m.Frozen) and report.final:
             self.acked = True
         kind = type(report).__name__
-        self.world.trace(self.name, f"> {kind}")
+        self.world.trace(self.name, f"> {kind}" if stream is self.stream else f"> {kind}, aside")
         self.world.reached(f"before {kind}", self)
-        if self.stream is not None:
-            self.stream.report(report)
+        if stream is not None:
+            stream.report(report)
         self.world.reached(f"after {kind}", self)
 
     # ------------------------------------------------------------------------------------------------------------ gate

@@ -7,6 +7,7 @@ split so that some ranks reach the controller they have and the others every oth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ttp.core.controller.events import ConnectionId, ControllerTimeouts
@@ -142,7 +143,8 @@ class Roads:
         there = self._at.get(wanted.address)
         if there is None or not there.alive:
             if not (wanted.start_controller and wanted.address == HOME and rank.host == self._home):
-                rank.on_down(None)
+                refuses_s = 0.0 if there is None or not self._silent(there.host) else wanted.within_s or NO_ANSWER_S
+                self._world.after(refuses_s, rank.on_down, None)
                 return
             there = self._start(rank.host, HOME)
         if self._blocked_until.get(rank.rank, 0.0) > self._world.now:
@@ -161,6 +163,24 @@ class Roads:
             stream = relay.attach(rank, there) if relay else there.accept(rank, self.next_connection())
             self._world.after(self._world.delay(), self._attach, rank, stream)
 
+    def connect_aside(self, rank: SimRank, wanted: act.ConnectAside, attempt: int) -> None:
+        """A rank opens a second stream, never through a relay."""
+        self._world.after(
+            self._world.delay(), self._knock_aside, rank, wanted, attempt, self._world.now + wanted.within_s
+        )
+
+    def _knock_aside(self, rank: SimRank, wanted: act.ConnectAside, attempt: int, until: float) -> None:
+        if not rank.aside.wanted(attempt):
+            return
+        there, now = self._at.get(wanted.address), self._world.now
+        if there is None or not there.alive or now >= until or self._blocked_until.get(rank.rank, 0.0) > now:
+            rank.aside.attached(None, attempt)
+        elif there.stopped or not self._road(rank, there):
+            self._world.after(KNOCK_S, self._knock_aside, rank, wanted, attempt, until)
+        else:
+            stream = there.accept_aside(rank, self.next_connection())
+            self._world.after(self._world.delay(), rank.aside.attached, stream, attempt)
+
     def next_connection(self) -> ConnectionId:
         """A new number for a stream."""
         self._connections += 1
@@ -177,6 +197,10 @@ class Roads:
         """Without a last word if the power of its host is gone."""
         if host in self._relays:
             self._relays[host].kill(self.gives_up_s if self._silent(host) else self._world.rng.choice(LEARNS_S))
+
+    def given_up_after(self, host: str) -> float:
+        """How long others need to see that a process of a host has ended; its own do at once."""
+        return self.gives_up_s if self._silent(host) else 0.0
 
     def _silent(self, host: str) -> bool:
         return host in self._silent_since and self._cut_off_until[host] > self._world.now
@@ -211,34 +235,32 @@ class Roads:
         """Break the stream of a rank. For a while it cannot open another one."""
         self._blocked_until[rank.rank] = self._world.now + lasts_s
         self._world.trace(rank.name, f"cannot be reached for {lasts_s} s")
-        self._cut(rank)
+        for stream in rank.streams:
+            self._cut(stream)
 
     def cut_off(self, host: str, lasts_s: float) -> None:
         """Cut ``host`` off: no rank there reaches a controller elsewhere, nor the other way round."""
         self._cut_off_until[host] = self._world.now + lasts_s
         self._world.trace(host, f"is cut off for {lasts_s} s")
-        for rank in self._world.ranks.values():
-            other = rank.stream.controller if rank.stream is not None else None
-            if isinstance(other, SimController) and (rank.host == host) != (other.host == host):
-                self._cut(rank)
         for stream in self._crossing(host):
-            learns, rng = LEARNS_S, self._world.rng
-            stream.cut(rank_learns_s=rng.choice(learns), controller_learns_s=rng.choice(learns))
+            self._cut(stream)
 
-    def _crossing(self, host: str) -> list[Stream]:
-        """Streams of relays between a host and others."""
-        return [stream for relay in self._relays.values() if relay.alive for stream in relay.crossing(host)]
+    def _crossing(self, host: str) -> Iterator[Stream]:
+        """Streams between a host and others."""
+        for rank in self._world.ranks.values():
+            for stream in rank.streams:
+                other = stream.controller
+                if isinstance(other, SimController) and (rank.host == host) != (other.host == host):
+                    yield stream
+        for relay in self._relays.values():
+            if relay.alive:
+                yield from relay.crossing(host)
 
     def fall_silent(self, host: str, lasts_s: float) -> None:
         """Cut ``host`` off without breaking streams: nothing passes on them until they are given up."""
         world = self._world
         self._cut_off_until[host], self._silent_since[host] = world.now + lasts_s, world.now
         world.trace(host, f"falls silent for {lasts_s} s")
-        for rank in world.ranks.values():
-            other = rank.stream.controller if rank.stream is not None else None
-            if isinstance(other, SimController) and (rank.host == host) != (other.host == host):
-                assert rank.stream is not None
-                self._hold(rank.stream, lasts_s)
         for stream in self._crossing(host):
             self._hold(stream, lasts_s)
 
@@ -270,6 +292,20 @@ class Roads:
         seen = (mb.last_seen for mb in controller.machine.job.members.values() if mb.hello.host == host)
         return now - min(*since, max(seen, default=now))
 
+    def unheard_s(self, rank: SimRank) -> float | None:
+        """How long nothing has come to a rank from the kernel of its controller's host; None: through a relay."""
+        there = rank.stream.controller if rank.stream is not None else None
+        if not isinstance(there, SimController):
+            return None
+        now = self._world.now
+        since = [
+            at for h, at in self._silent_since.items() if h in (rank.host, there.host) and self._passes_at(h) > now
+        ]
+        if there.host == rank.host or not since:
+            return 0.0
+        beat_s = self._world.timeouts.heartbeat_s  # what it said last was acknowledged at another moment on each rank
+        return now - min(since) + (rank.rank * 0.37) % 1 * beat_s
+
     def _passes_at(self, host: str) -> float:
         since = self._silent_since[host]
         return since + _said_again(self._cut_off_until[host] - since)
@@ -288,11 +324,10 @@ class Roads:
             self._beyond = {rank for rank in ranks if rng.random() < 0.5}
         self._world.trace("network", f"splits ranks {sorted(self._beyond)} from the others for {lasts_s} s")
         for rank in ranks.values():
-            stream = rank.stream
-            if stream is not None and (rank.rank in self._beyond) == (stream.controller.machine is leader.machine):
-                self._cut(rank)
+            for stream in rank.streams:
+                if (rank.rank in self._beyond) == (stream.controller.machine is leader.machine):
+                    self._cut(stream)
 
-    def _cut(self, rank: SimRank) -> None:
-        if rank.alive and rank.stream is not None:
-            learns, rng = LEARNS_S, self._world.rng
-            rank.stream.cut(rank_learns_s=rng.choice(learns), controller_learns_s=rng.choice(learns))
+    def _cut(self, stream: Stream) -> None:
+        learns, rng = LEARNS_S, self._world.rng
+        stream.cut(rank_learns_s=rng.choice(learns), controller_learns_s=rng.choice(learns))

@@ -30,7 +30,7 @@ from ttp.core.rank.machine import RankTimeouts
 from ttp.core.replication import keepers
 from ttp.testing.clock import Clock
 from ttp.testing.invariants import Judge
-from ttp.testing.network import Stream
+from ttp.testing.network import RankEnd, Stream
 from ttp.testing.scenario import Scenario, random_scenario
 from ttp.testing.sim_collectives import Collectives
 from ttp.testing.sim_controller import KEEPALIVE_S, SimController
@@ -48,6 +48,7 @@ PATIENCE = ControllerTimeouts(
     gather_s=1.0,
     silent_s=1.0,
     quiet_s=0.6,
+    meanwhile_s=0.3,
     doubt_s=1.0,
     doubt_max_s=4.0,
     partition_s=1.5,
@@ -70,6 +71,7 @@ RANK_TIMEOUTS = RankTimeouts(
     failover_s=0.1,
     redo_s=1.0,
     connect_s=0.2,
+    doubt_s=1.0,
 )
 WATCHED_BEAT_S, WATCHED_FLOOR_S = 0.02, 0.1
 """Heartbeats and patience of jobs in which hangs are looked for: they are over before others beat once."""
@@ -253,6 +255,7 @@ class Simulation(Clock):
                 rank.stream.cut(rank_learns_s=0.0, controller_learns_s=late_s)
             else:
                 rank.stream.end()
+        rank.aside.died(self.roads.learns_late(rank))
         if rank.exit_code != 0 and not early:
             if not self._somebody_died:
                 self._somebody_died = True
@@ -304,7 +307,7 @@ class Simulation(Clock):
 
     # -------------------------------------------------------------------------------------------------- for the ranks
 
-    def stream(self, rank: SimRank, controller: SimController, connection: ConnectionId) -> Stream:
+    def stream(self, rank: RankEnd, controller: SimController, connection: ConnectionId) -> Stream:
         """A new stream."""
         s = self.scenario
         return Stream(self, self.rng, rank, controller, connection, delay_s=s.delay_s, repeats=s.repeats)

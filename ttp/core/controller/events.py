@@ -41,6 +41,8 @@ class ControllerTimeouts:
     """A host from which nothing at all came for so long is in doubt: all others are frozen and saved."""
     doubt_max_s: float = 15.0
     """A doubt for so long is none any more; streams end before that."""
+    meanwhile_s: float = 0.75
+    """While a controller is silent: how long after the last rank that came to a standby others may still come there."""
     hang_s: float | None = None
     """Seconds without progress that are never a hang, however fast the job is; None: hangs are not looked for."""
     heartbeat_s: float = 1.0

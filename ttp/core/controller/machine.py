@@ -69,6 +69,7 @@ from ttp.core.controller.job_verdict import Verdict
 from ttp.core.controller.membership import Member
 from ttp.core.controller.parts import ControllerParts
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
+from ttp.core.controller.stand_in import StandIn
 from ttp.core.copy_messages import Copied
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.core.layout_messages import LayoutPart
@@ -102,6 +103,8 @@ class ControllerMachine:
         self._end = JobEnd(parts.job, parts.outbox, parts.rescue.verdict, patience, now)
         self._admission = Admission(parts, self._end, now)
         self._faults = FaultReports(parts, self._end)
+        self.stand_in = StandIn(patience, new_id)
+        """Saves for ranks whose controller is silent, which is no matter of the job that is led here."""
         self._suspected = 0  # at one time, at most, since there was no suspect
         self._unsettled = False
 
@@ -115,6 +118,8 @@ class ControllerMachine:
             now: in seconds.
             more: of answers to a freeze: what follows from them is left to ``settle``, which has to be called.
         """
+        if self.stand_in.takes(event):
+            return self.stand_in.on_event(event, now)
         self._rescue.program.at(now)
         match event:
             case Received(connection, m.Hello() as hello):
@@ -165,7 +170,7 @@ class ControllerMachine:
         if frozen and self.incident is None:
             self._parts.hangs.restart(now)  # nobody could move, and that was no hang
         self._end.advance(now, incident=self.incident is not None)
-        return self._outbox.take()
+        return [*self._outbox.take(), *self.stand_in.on_event(Tick(), now)]
 
     def deadline(self) -> float | None:
         """When ``on_event(Tick(), ...)`` should be called at the latest; ``None``: not before the next event."""
@@ -187,6 +192,7 @@ class ControllerMachine:
         yield from self._rescue.deadlines()
         if self.incident is None:
             yield from self._rescue.program.deadlines()
+        yield from self.stand_in.deadlines()
 
     # --------------------------------------------------------------------------------------------------- what is known
 
@@ -353,19 +359,7 @@ class ControllerMachine:
             case m.ProgramReport():
                 self._rescue.program.reported(report)
             case _ if self.incident is not None:
-                self._saving_reported(self.incident, report, now)
-
-    def _saving_reported(self, incident: Incident, report: m.Report, now: float) -> None:
-        saving = self._rescue.saving
-        match report:
-            case m.Saved():
-                saving.saved(incident, report)
-            case m.SaveFailed():
-                saving.save_failed(incident, report)
-            case m.Committed():
-                saving.committed(incident, report, now)
-            case m.CommitFailed():
-                saving.commit_failed(incident, report)
+                self._rescue.saving.reported(self.incident, report, now)
 
     def _viewed(self, view: RestoreView) -> None:
         self._parts.restoring.viewed(view)

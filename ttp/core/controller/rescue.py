@@ -71,14 +71,7 @@ class Rescue:
             self.fault(subject, kind, text, now, witness=OUTSIDER)
 
         self.program = self._planner.program = make_program(
-            RescueContext(
-                job,
-                outbox,
-                self._planner.decide,
-                self._on_disk,
-                blame,
-                patience.rescue_s,
-            )
+            RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, patience.rescue_s)
         )
 
     # ------------------------------------------------------------------------------------------------------- evidence
@@ -107,11 +100,14 @@ class Rescue:
             self._outbox.add(AnswerSave(event.request, False, Version(0), "", "no job is training here"))
             return
         if self.incident is None:
-            text = event.reason or "a checkpoint was asked for"
-            incident = self._open(now, text, snapshot=True)
-            incident.evidence.add(Evidence(OUTSIDER, m.FaultKind.SNAPSHOT, text, now))
+            self.snapshot(event.reason or "a checkpoint was asked for", now)
         assert self.incident is not None
         self.incident.requests.append(event.request)
+
+    def snapshot(self, text: str, now: float) -> None:
+        """Make a checkpoint, and thaw everybody then; no incident is open."""
+        incident = self._open(now, text, snapshot=True)
+        incident.evidence.add(Evidence(OUTSIDER, m.FaultKind.SNAPSHOT, text, now))
 
     def _open(self, now: float, cause: str, *, snapshot: bool = False, recovered_id: str = "") -> Incident:
         assert self._job.layout is not None
@@ -269,10 +265,10 @@ class Rescue:
             case Go(_) if self.program.leads:
                 incident.enter(Stage.PROGRAM, "it is for the program to save")
                 self.program.begin(incident)
-            case Go(Plan() as plan) if plan.version > self._on_disk():
+            case Go(Plan() as plan) if plan.version > self.on_disk():
                 self.saving.begin(incident, plan, now)
             case Go(Plan() as plan):
-                self.saving.nothing_new(incident, plan, self._on_disk())
+                self.saving.nothing_new(incident, plan, self.on_disk())
             case Go(NoPlan(reason)):
                 self._give_up(incident, reason, now)
 
@@ -299,7 +295,8 @@ class Rescue:
             case Ending(_, _, text):
                 self._end_without(incident, text, now)
 
-    def _on_disk(self) -> Version:
+    def on_disk(self) -> Version:
+        """The newest version that is known to be durable."""
         last_commit = self.saving.last_commit
         return Version(max(self.base_version, last_commit[0] if last_commit else 0))
 

@@ -163,6 +163,18 @@ class Saving:
 
     # --------------------------------------------------------------------------------------------------------- pieces
 
+    def reported(self, incident: Incident, report: m.Report, now: float) -> None:
+        """A rank says what came of what it was told to write or to commit."""
+        match report:
+            case m.Saved():
+                self.saved(incident, report)
+            case m.SaveFailed():
+                self.save_failed(incident, report)
+            case m.Committed():
+                self.committed(incident, report, now)
+            case m.CommitFailed():
+                self.commit_failed(incident, report)
+
     def saved(self, incident: Incident, report: m.Saved) -> None:
         """A task is durable."""
         task = incident.pending.get(report.rank)

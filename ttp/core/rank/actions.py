@@ -17,7 +17,12 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Connect(Action):
+class LinkAction(Action):
+    """Base of what is done with the streams of this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect(LinkAction):
     """Open a stream; ``StreamUp`` or ``StreamDown`` follows."""
 
     start_controller: bool  # nobody answers: start one if it may run here
@@ -26,10 +31,35 @@ class Connect(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Send(Action):
+class Send(LinkAction):
     """Put a report on the stream."""
 
     report: m.Report
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtController(LinkAction):
+    """Find out for how long nothing has come from the controller's host on the stream; ``Looked`` is the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectAside(LinkAction):
+    """Open a second stream, to a controller that stands by; ``AsideUp`` or ``AsideDown`` follows."""
+
+    address: str
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendAside(LinkAction):
+    """Put a report on the second stream."""
+
+    report: m.Report
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAside(LinkAction):
+    """Close the second stream; nothing of it is of interest any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +239,10 @@ def not_done(action: Action, text: str) -> ev.Event | None:
     match action:
         case Connect():
             event = ev.StreamDown(text)
+        case ConnectAside():
+            event = ev.AsideDown(text)
+        case LookAtController():
+            event = ev.Looked(None)
         case StartSave(order):
             event = ev.WriteFailed(order.incident, order.generation, text)
         case Redo():

@@ -34,6 +34,37 @@ class OrderReceived(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class AsideEvent(Event):
+    """Base of what happens to the second stream, and of why there is one; see ``ttp.core.rank.stand_in``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked(AsideEvent):
+    """For how long nothing has come from the controller's host; None: that cannot be known on this stream."""
+
+    silent_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AsideUp(AsideEvent):
+    """The second stream is open; nothing was said yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsideDown(AsideEvent):
+    """The second stream could not be opened, or ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AsideOrder(AsideEvent):
+    """Whoever stands in said something."""
+
+    order: m.Order
+
+
+@dataclass(frozen=True, slots=True)
 class Quiet(Event):
     """The state under the closed gate became stable, or changed what can be said of it."""
 

@@ -35,6 +35,13 @@ class Route:
         return self._current
 
     @property
+    def others(self) -> list[str]:
+        """The other controllers that stand by, in the order in which they would be asked to take over."""
+        ring = self._ring()
+        at = ring.index(self._current)
+        return [address for address in (*ring[at + 1 :], *ring[:at]) if address != HOME]
+
+    @property
     def went_round(self) -> bool:
         """Everybody was asked since the controller was lost; trivially so without standbys."""
         return not self.standbys or self.rounds > 0

@@ -14,8 +14,8 @@ frozen for a fault but is never released leaves with code 70 after the patience 
 train on anyway.
 
 Files: ``rescue`` is what a rank does between the freeze and the thaw, ``failover`` says where to look for another
-controller, ``copy_turns`` speaks of second copies, ``program`` is the seam for programs that save themselves. This file
-keeps the stream, and ties all of them to events.
+controller, ``stand_in`` has another one save while it is silent, ``copy_turns`` speaks of second copies,
+``program`` is the seam for programs that save themselves. This file keeps the stream, and ties all of them to events.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ttp.core.rank.failover import HOME, Route
 from ttp.core.rank.outbox import RankOutbox
 from ttp.core.rank.program import RankProgram
 from ttp.core.rank.rescue import RankRescue, RankState
+from ttp.core.rank.stand_in import StandInStream
 from ttp.core.restore_messages import RestoreDecision, RestoreView
 from ttp.errors import EXIT_NOT_SAVED
 
@@ -53,6 +54,8 @@ class RankTimeouts:
     """A lost controller is tried again for so long before a standby controller is asked to take over."""
     connect_s: float = 1.0
     """How long a controller may take to answer while others could take over; twice as long each round."""
+    doubt_s: float = 2.0
+    """When nothing has come from the controller's host for so long a standby controller is asked to save meanwhile."""
     redo_s: float = 30.0
     """How long an update that is made on request may take."""
 
@@ -85,6 +88,11 @@ class ProcessorMachine:
         self._undecided = False
         self._observed = ev.Observed(hello.version, hello.phase)
         self._route = Route(timeouts.failover_s)
+        self._aside = StandInStream(
+            self._state, self._outbox, self._rescue, self._route,
+            heartbeat_s=timeouts.heartbeat_s, doubt_s=timeouts.doubt_s, connect_s=timeouts.connect_s,
+            greeting=self._greeting, tell_layout=self._tell_layout,
+        )  # fmt: skip
         self._noted: act.NoteRing | None = None
 
     @property
@@ -144,6 +152,8 @@ class ProcessorMachine:
                 self._outbox.report(m.StandbyUp(self._state.rank, address))
             case ev.CopyMade() | ev.CopySkipped():
                 self._copies.happened(event)
+            case ev.AsideEvent():
+                self._aside.happened(event, now)
             case ev.ProgramEvent():
                 for said in self.program.happened(event):
                     self._outbox.report(said)
@@ -161,6 +171,7 @@ class ProcessorMachine:
         if self._outbox.welcomed:
             yield self._beat_at
         yield from self._rescue.deadlines()
+        yield from self._aside.deadlines()
         if self._down_since is not None and not self.incident and self._waits:
             yield self._down_since + self.timeouts.alone_s
 
@@ -175,7 +186,10 @@ class ProcessorMachine:
         if self._outbox.welcomed and now >= self._beat_at:
             self._beat_at = now + self.timeouts.heartbeat_s
             o, state = self._observed, self._state
-            self._outbox.report(m.Heartbeat(state.rank, state.version, state.phase, o.mark, o.activity, o.written))
+            beat = m.Heartbeat(state.rank, state.version, state.phase, o.mark, o.activity, o.written)
+            self._outbox.report(beat)
+            self._aside.say(beat)
+        self._aside.on_time(now)
         if self._rescue.expire(now):
             self._exit(EXIT_NOT_SAVED, f"frozen for {self.timeouts.rescue_s:g} s (TTP_OT) without being released")
         alone = self._down_since is not None and now >= self._down_since + self.timeouts.alone_s
@@ -232,23 +246,26 @@ class ProcessorMachine:
         in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)  # there: not yet
         self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2**in_vain)
         self._attempts += 1
+        self._aside.close()
         self._rescue.stream_lost()
 
     def _ordered(self, order: m.Order, now: float) -> None:
         match order:
             case m.Welcome():
                 self._welcome(order, now)
+                self._aside.watch(now)
                 return
             case m.Refused(_, code, text):
                 self._refused(code, text, now)
                 return
             case TellLayout(_, digest):
-                self._tell_layout(digest)
+                self._tell_layout(digest, act.Send)
                 return
         assert isinstance(order, m.LedOrder), order
         if order.term < self.term or not self._outbox.welcomed:
             return  # of a controller that was replaced, or left over from the last stream
         self.term = order.term
+        self._aside.close()
         match order:
             case m.Freeze() | m.Thaw() | m.Save() | m.Commit():
                 self._rescue.ordered(order, now)
@@ -280,10 +297,10 @@ class ProcessorMachine:
             self.gone = True
             self._outbox.do(act.GoOn(order.text))
 
-    def _tell_layout(self, digest: str) -> None:
+    def _tell_layout(self, digest: str, send: type[act.Send | act.SendAside]) -> None:
         if digest == self._state.hello.layout_digest:
             for index, groups in enumerate(self._layout):
-                self._outbox.do(act.Send(LayoutPart(self._state.rank, digest, index, len(self._layout), groups)))
+                self._outbox.do(send(LayoutPart(self._state.rank, digest, index, len(self._layout), groups)))
 
     def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | Keep | CopyTo | MirrorTo) -> None:
         """What a rank does for others."""

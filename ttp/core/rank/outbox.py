@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ttp.core import messages as m
-from ttp.core.rank.actions import Action, Send
+from ttp.core.rank.actions import Action, Send, SendAside
 
 
 class RankOutbox:
@@ -12,6 +12,8 @@ class RankOutbox:
     def __init__(self) -> None:
         self.welcomed = False
         """A controller has answered ``Hello`` on the stream that is open: reports reach somebody."""
+        self.answers_aside = False
+        """What this rank is frozen for is of the controller that stands in, see ``stand_in``."""
         self._actions: list[Action] = []
 
     def take(self) -> list[Action]:
@@ -27,3 +29,10 @@ class RankOutbox:
         """Tell the controller, if there is one; what has to be known later is said again after its welcome."""
         if self.welcomed:
             self.do(Send(report))
+
+    def answer(self, report: m.Report) -> None:
+        """Tell the controller for which this rank is frozen."""
+        if self.answers_aside:
+            self.do(SendAside(report))
+        else:
+            self.report(report)

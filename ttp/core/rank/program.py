@@ -12,6 +12,8 @@ class RankProgram:
 
     waits = False
     """Whether the training thread has left its loop, and stands there until somebody says something."""
+    saves = False
+    """Whether the program writes its checkpoints itself."""
     updates_for_snapshot = False
     """Whether the update that stands at the gate may be made for a mere snapshot, so that all are at one version."""
 

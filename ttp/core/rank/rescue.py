@@ -101,7 +101,12 @@ class RankRescue:
 
     def stream_lost(self) -> None:
         """The stream is lost. Thaw if the freeze was for a snapshot: nobody else can now."""
-        if self.incident and self._snapshot:
+        if self.incident and self._snapshot and not self._outbox.answers_aside:
+            self._thaw()
+
+    def hung_up(self) -> None:
+        """Nobody stands in any more: what that one has frozen is thawed."""
+        if self._outbox.answers_aside:
             self._thaw()
 
     def _freeze(self, order: m.Freeze, now: float) -> None:
@@ -119,13 +124,14 @@ class RankRescue:
     def _thaw(self) -> None:
         self._cancel()
         self.incident, self._snapshot, self._redoing = "", False, None
+        self._outbox.answers_aside = False
         self._outbox.do(act.OpenGate())
         self._outbox.do(act.DropLease())
 
     def _start(self, order: m.Save | m.Commit, now: float) -> None:
         key, running = (type(order), order.generation), self._order
         if key in self._results:
-            self._outbox.report(self._results[key])
+            self._outbox.answer(self._results[key])
             return
         if running is not None and key == (type(running), running.generation):
             return
@@ -174,7 +180,7 @@ class RankRescue:
             return
         if self._redo_until is not None and not self._redone(quiet):
             return  # the update is still being made
-        self._outbox.report(
+        self._outbox.answer(
             m.Frozen(
                 rank=state.rank,
                 incident=self.incident,
@@ -243,7 +249,7 @@ class RankRescue:
 
     def _finish(self, order: m.Save | m.Commit, result: m.Report) -> None:
         self._order, self._results[type(order), order.generation] = None, result
-        self._outbox.report(result)
+        self._outbox.answer(result)
 
 
 def _as_it_is(order: m.Save) -> m.Save:

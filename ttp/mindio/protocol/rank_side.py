@@ -33,7 +33,7 @@ class StartAct(ProgramAction):
 class RankRounds(RankProgram):
     """What was said about handlers."""
 
-    updates_for_snapshot = True
+    saves = updates_for_snapshot = True
 
     def __init__(self) -> None:
         self._ailing: Ailing | None = None

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ttp.config import Config, RankEnv
-from ttp.core import messages as m
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.errors import ConfigError
@@ -16,12 +15,15 @@ from ttp.launch.controller_process import ensure_controller
 from ttp.launch.presence import is_local
 from ttp.launch.relay import RELAYED, RelayServer, port_of_relay, wanted
 from ttp.launch.ring import Ring, write_ring
+from ttp.processor.errands import aside
 from ttp.processor.joining import JOIN_PATIENCE_S, Joining
+from ttp.processor.link.second import SecondStream
 from ttp.processor.link.stream import Stream
 from ttp.processor.liveness.forks import close_sockets_of_in_children
 from ttp.wire import tls
 from ttp.wire.access import LOOPBACK
 from ttp.wire.address import split, target
+from ttp.wire.sockets import Sockets, peers
 
 log = logging.getLogger("ttp.processor")
 
@@ -51,16 +53,30 @@ class ControllerLink:
         self._put, self._joining, self._over = put, joining, over
         self._stream: Stream | None = None
         self._shortcut = Shortcut(config, env, run_dir)
+        self._second = SecondStream(config.token, put)
+        self._sockets = Sockets()
+        self._peers: tuple[str, ...] = ()
+        """Names of the controller's end of the stream; none where that is a relay's, which says nothing of it."""
 
-    def send(self, report: m.Report) -> None:
-        """Send a report to the controller, if there is a stream."""
-        if self._stream is not None:
-            self._stream.send(report)
+    def perform(self, action: act.LinkAction) -> None:
+        """Do something with the streams. Does not wait for a network."""
+        match action:
+            case act.Send(report):
+                if self._stream is not None:
+                    self._stream.send(report)
+            case act.Connect():
+                aside("ttp-connect", lambda: self.connect(action))
+            case act.LookAtController():
+                ages = (self._sockets.silent_s([peer]) for peer in self._peers)
+                self._put(ev.Looked(next((age_s for age_s in ages if age_s is not None), None)))
+            case act.ConnectAside() | act.SendAside() | act.CloseAside():
+                self._second.perform(action)
 
     def finish(self, timeout_s: float) -> None:
         """Send what is left, for at most this long, and close the stream."""
         if self._stream is not None:
             self._stream.finish(timeout_s=timeout_s)
+        self._second.perform(act.CloseAside())
         self._shortcut.close()
 
     def connect(self, action: act.Connect) -> None:
@@ -99,17 +115,22 @@ class ControllerLink:
             before, self._stream = self._stream, None
             before.abort()
         relay = self._shortcut.port()
+        self._peers = ()
         self._stream = stream = Stream(
             host if relay is None else LOOPBACK,
             port if relay is None else relay,
             self._config.token,
-            on_up=lambda: self._put(ev.StreamUp()),
+            on_up=lambda: self._on_up(host, port, relayed=relay is not None),
             on_order=lambda order: self._put(ev.OrderReceived(order)),
             on_down=lambda reason: self._on_down(reason, relay if self._stream is stream else None),
             within_s=within_s,
             to="" if relay is None else target(host, port),
         )
         stream.start()
+
+    def _on_up(self, host: str, port: int, *, relayed: bool) -> None:
+        self._put(ev.StreamUp())
+        self._peers = () if relayed else peers(host, port)  # may take as long as the name service does
 
     def _on_down(self, reason: str, relay: int | None) -> None:
         if relay is not None:

@@ -381,6 +381,7 @@ class Hello(google.protobuf.message.Message):
     STRIPES_FIELD_NUMBER: builtins.int
     PAGES_AT_FIELD_NUMBER: builtins.int
     CAN_CONTINUE_FIELD_NUMBER: builtins.int
+    MEANWHILE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     protocol_major: builtins.int
     protocol_minor: builtins.int
@@ -413,6 +414,8 @@ class Hello(google.protobuf.message.Message):
     pages_at: builtins.str
     can_continue: builtins.bool
     """this process can go on when another one is replaced"""
+    meanwhile: builtins.bool
+    """its controller is silent: save what it holds, and lead nobody"""
     @property
     def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -450,8 +453,9 @@ class Hello(google.protobuf.message.Message):
         stripes: builtins.int = ...,
         pages_at: builtins.str = ...,
         can_continue: builtins.bool = ...,
+        meanwhile: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "can_continue", b"can_continue", "copies_at", b"copies_at", "fallback_dir", b"fallback_dir", "framework", b"framework", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "pages_at", b"pages_at", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "stripes", b"stripes", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "can_continue", b"can_continue", "copies_at", b"copies_at", "fallback_dir", b"fallback_dir", "framework", b"framework", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "meanwhile", b"meanwhile", "nonce", b"nonce", "pages_at", b"pages_at", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "stripes", b"stripes", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
 

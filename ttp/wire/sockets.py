@@ -18,19 +18,23 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
+from ttp.wire.address import target
+
 Peer = tuple[str, int]
 
 _INFO = struct.Struct("@8B13I")
 """The start of ``struct tcp_info``; the last two fields are milliseconds since data and since an acknowledgement."""
 
-GIVES_UP_MS = 10_000
-"""The kernel drops a probed connection after so many ms without an answer; as gRPC does, see ``ttp.wire.channel``."""
-
 
 class Sockets:
-    """The TCP sockets of this process, by peer. Descriptors are cached."""
+    """The TCP sockets of this process, by peer. Descriptors are cached.
 
-    def __init__(self) -> None:
+    Args:
+        gives_up_ms: the kernel drops a probed connection after so many ms without an answer; None: as it is set.
+    """
+
+    def __init__(self, gives_up_ms: int | None = None) -> None:
+        self._gives_up_ms = gives_up_ms
         self._found: dict[Peer, tuple[int, object]] = {}  # descriptor, and the peer as the kernel writes it
         self._asked: set[tuple[int, object]] = set()
 
@@ -72,8 +76,16 @@ class Sockets:
     def _age_of(self, view: socket.socket, found: tuple[int, object]) -> float:
         if found not in self._asked:
             self._asked.add(found)
-            _ask(view)
+            _ask(view, self._gives_up_ms)
         return _age_s(view)
+
+
+def peers(host: str, port: int) -> tuple[str, ...]:
+    """Every name that gRPC may have for ``host:port``; none if that has no address. Asks the name service."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return tuple(f"{'ipv6' if ':' in str(to[0]) else 'ipv4'}:{target(str(to[0]), port)}" for *_, to in found)
+    return ()
 
 
 @functools.lru_cache(1 << 16)
@@ -110,9 +122,10 @@ def _connections() -> Iterator[tuple[Peer, tuple[int, object]]]:
                     yield peer, (fd, address)
 
 
-def _ask(view: socket.socket) -> None:
+def _ask(view: socket.socket, gives_up_ms: int | None) -> None:
     """Turn on TCP keepalive, once a second."""
-    view.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GIVES_UP_MS)
+    if gives_up_ms is not None:
+        view.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, gives_up_ms)
     for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         view.setsockopt(socket.IPPROTO_TCP, name, 1)
     view.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

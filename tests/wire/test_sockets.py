@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from ttp.controller.sockets import Sockets, parse
+from ttp.wire.sockets import Sockets, parse
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", "mapped"])

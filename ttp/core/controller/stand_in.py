@@ -1,0 +1,161 @@
+"""A checkpoint while the controller of the job is silent, made by one that stands by. No I/O, no clock, no threads.
+
+A host that falls silent is in doubt for seconds before anybody can be sure (``silence``). When it is the host of the
+controller itself, ranks that hear nothing of it keep their streams to it, and come to a standby controller on a second
+one, *meanwhile*. That one freezes whoever comes, saves and commits what they hold together, and thaws them. It leads
+nobody: it has no term, blames nobody, and cannot release. So a doubt that turns out to be wrong costs a pause: a rank
+that hears its controller again hangs up here, which thaws it as well.
+
+A takeover (``gathering``) is another matter, and does not know of this one: who is sure that its controller is lost
+says hello again, without ``meanwhile``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ttp.core import messages as m
+from ttp.core.controller.events import Action, ConnectionId, ControllerTimeouts, Event, Received, Record, StreamEnded
+from ttp.core.controller.layout_exchange import Layouts
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.mirrors import Mirrors
+from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.program_recovery import no_recovery
+from ttp.core.controller.rescue import Rescue
+from ttp.core.layout_messages import LayoutPart
+
+NO_TERM = 0
+"""Of a controller that leads nobody."""
+MEANWHILE = "-m"
+"""Ends the ids of its incidents."""
+
+
+class StandIn:
+    """Saves for ranks whose controller is silent.
+
+    Args:
+        patience: see ``ControllerTimeouts``.
+        new_id: makes an incident's id from its number.
+    """
+
+    def __init__(self, patience: ControllerTimeouts, new_id: Callable[[int], str]) -> None:
+        self._patience, self._new_id = patience, new_id
+        self._streams: set[ConnectionId] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget everybody: the next one who comes may be of another job."""
+        self.job = Membership(NO_TERM)
+        self._outbox = Outbox(self.job)
+        self._layouts = Layouts(self.job, self._outbox)
+        mirrors = Mirrors(self.job, self._outbox)
+        self.rescue = Rescue(self.job, self._outbox, self._patience, self._id_of, mirrors, no_recovery)
+
+    def _id_of(self, number: int) -> str:
+        """Never that of an incident of the job that this controller may lead."""
+        return f"{self._new_id(number)}{MEANWHILE}"
+
+    def takes(self, event: Event) -> bool:
+        """Whether an event is of a stream on which a rank has come meanwhile."""
+        match event:
+            case Received(connection, m.Hello(meanwhile=True)):
+                self._streams.add(connection)
+            case Received(connection) | StreamEnded(connection):
+                return connection in self._streams
+            case _:
+                return False
+        return True
+
+    def on_event(self, event: Event, now: float) -> list[Action]:
+        """Take an event of such a stream, or note that time has passed."""
+        match event:
+            case Received(connection, m.Hello() as hello):
+                self._hello(connection, hello, now)
+            case Received(connection, LayoutPart() as part):
+                for waited_on, hello in self._layouts.told(connection, part, now):
+                    self._hello(waited_on, hello, now)
+            case Received(connection, report):
+                self._said(connection, report, now)
+            case StreamEnded(connection):
+                self._ended(connection, now)
+        if not self._streams:
+            actions = self._actions()
+            if self.job.layout is not None or self.job.layouts:
+                self._begin()
+            return actions
+        self._layouts.expire(now)
+        if self.job.gather_until is not None and now >= self.job.gather_until:
+            self.job.gather_until = None
+        self.rescue.expire(now)
+        self.rescue.advance(now)
+        return self._actions()
+
+    def deadlines(self) -> Iterator[float]:
+        """When ``on_event(Tick(), ...)`` is due."""
+        if self._streams:
+            if self.job.gather_until is not None:
+                yield self.job.gather_until
+            yield from self._layouts.deadlines()
+            yield from self.rescue.deadlines()
+
+    def _actions(self) -> list[Action]:
+        """What is of no incident is not recorded: it would read as if this controller led the job."""
+        return [a for a in self._outbox.take() if not isinstance(a, Record) or a.incident]
+
+    def _hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
+        job = self.job
+        if job.layout is not None and (hello.run_id, hello.incarnation) != (job.run_id, job.incarnation):
+            self._outbox.refuse(connection, hello, m.RefusalCode.BUSY, "this controller stands in for another job")
+            return
+        problem = job.malformed(hello)
+        if problem is not None:
+            self._outbox.refuse(connection, hello, *problem)
+        elif hello.layout_digest not in job.layouts:
+            self._layouts.wait(connection, hello, now)
+        elif job.layout is None or hello.layout_digest == job.layout.digest:
+            self._join(connection, hello, now)
+
+    def _join(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
+        job, rescue = self.job, self.rescue
+        known = job.members.get(hello.rank)
+        if known is not None and known.connection is not None and connection < known.connection:
+            return  # it came late: the rank has opened another stream since
+        if job.layout is None:
+            job.start_incarnation(hello)
+        rescue.base_version = max(rescue.base_version, hello.base_version)
+        job.join(connection, hello, now)
+        job.term = NO_TERM
+        self._outbox.send(connection, m.Welcome(hello.rank, job.term, job.incarnation, hello.ttp_version))
+        if rescue.incident is not None:
+            job.gather_until = now + self._patience.meanwhile_s
+            rescue.joined(hello, now)
+        elif hello.version > rescue.on_disk():
+            job.gather_until = now + self._patience.meanwhile_s
+            rescue.snapshot(f"nothing has come from the controller of rank {hello.rank} for seconds", now)
+
+    def _said(self, connection: ConnectionId, report: m.Report, now: float) -> None:
+        member, incident = self.job.members.get(report.rank), self.rescue.incident
+        if member is None or member.connection != connection:
+            return
+        saving = self.rescue.saving
+        match report:
+            case m.Frozen():
+                member.version, member.phase = report.version, report.phase
+                self.rescue.answered((report.rank,), report, now)
+            case m.Heartbeat() if incident is not None:
+                member.version, member.phase = report.version, report.phase
+                saving.written(incident, report.rank, report.written, now)
+            case _ if incident is not None:
+                saving.reported(incident, report, now)
+
+    def _ended(self, connection: ConnectionId, now: float) -> None:
+        """Who hangs up has heard its controller, or has given it up, or has died: none of that is a matter of here."""
+        self._streams.discard(connection)
+        self._layouts.ended(connection, now)
+        for rank in sorted(self.job.by_connection.get(connection, set())):
+            self.rescue.lost(rank)
+            self.job.detach(rank)
+            del self.job.members[rank]
+        if self.rescue.incident is not None and not self._streams:
+            self._outbox.record("thawed", reason="every rank has hung up, which thaws it", false_alarm=False)
+            self.rescue.close()

@@ -1,0 +1,155 @@
+"""What a rank does while its controller is silent: it has a standby controller save, on a second stream.
+
+The kernel of this host knows for how long nothing has come from the controller's host, neither data nor an
+acknowledgement of what this rank has said. After ``DOUBT_S`` of such silence that host is in doubt, as others are for
+the controller (``ttp.core.controller.silence``). The stream to it stays, and the controller leads: another one, next on
+the ring, may freeze this rank, have it save, and thaw it (``ttp.core.controller.stand_in``), and nothing else is obeyed
+on the second stream. It is closed, which thaws, as soon as anything is heard of the controller, or its stream ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ttp.core import messages as m
+from ttp.core.layout_messages import TellLayout
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.core.rank.failover import Route
+from ttp.core.rank.outbox import RankOutbox
+from ttp.core.rank.rescue import RankRescue, RankState
+
+QUIET = 1.25
+"""Heartbeats; as what this rank says is acknowledged, a host that was not heard for longer is looked at more often."""
+LOOK_S = 0.25
+"""Between two looks at such a host."""
+LATE_S = 0.5
+"""A look that comes so late tells that this rank did not run, or its host: what it sees is not believed."""
+
+
+class StandInStream:
+    """The second stream of a rank. Times are seconds of the caller's clock.
+
+    Args:
+        state: of the rank.
+        outbox: takes reports and actions.
+        rescue: is frozen and thawed.
+        route: knows who stands by.
+        heartbeat_s: between two words of this rank.
+        doubt_s: see ``RankTimeouts``.
+        connect_s: how long a controller may take to answer.
+        tell_layout: answers ``TellLayout``, with an action for each part.
+    """
+
+    def __init__(
+        self,
+        state: RankState,
+        outbox: RankOutbox,
+        rescue: RankRescue,
+        route: Route,
+        *,
+        heartbeat_s: float,
+        doubt_s: float,
+        connect_s: float,
+        greeting: Callable[[], m.Hello],
+        tell_layout: Callable[[str, type[act.Send | act.SendAside]], None],
+    ) -> None:
+        self._state, self._outbox, self._rescue, self._route = state, outbox, rescue, route
+        self._heartbeat_s, self._doubt_s, self._connect_s = heartbeat_s, doubt_s, connect_s
+        self._greeting, self._tell_layout = greeting, tell_layout
+        self._look_at: float | None = None
+        self._open = False
+        self._welcomed = False
+        self._tries = 0
+
+    def watch(self, now: float) -> None:
+        """A controller has welcomed this rank: watch whether it is heard."""
+        self._look_at = now + self._heartbeat_s
+
+    def deadlines(self) -> Iterator[float]:
+        """When ``on_time`` has something to do."""
+        if self._look_at is not None and self._watches:
+            yield self._look_at
+
+    @property
+    def _watches(self) -> bool:
+        """Whether there is a controller to be watched, another one to be asked, and something to lose."""
+        trained = self._state.version > self._state.hello.base_version
+        return trained and self._outbox.welcomed and bool(self._route.others)
+
+    def on_time(self, now: float) -> None:
+        """Look when it is time."""
+        if self._look_at is None or not self._watches or now < self._look_at:
+            return
+        if now >= self._look_at + LATE_S:
+            self._look_at = now + LOOK_S
+        else:
+            self._look_at = None
+            self._outbox.do(act.LookAtController())
+
+    def happened(self, event: ev.AsideEvent, now: float) -> None:
+        """Something of the second stream, or of what led to it."""
+        match event:
+            case ev.Looked(silent_s):
+                self._looked(silent_s, now)
+            case ev.AsideUp() if self._open:
+                hello = replace(self._greeting(), meanwhile=True, takeover=False, incident="", broken="")
+                self._outbox.do(act.SendAside(hello))
+            case ev.AsideOrder(order) if self._open:
+                self._ordered(order, now)
+            case ev.AsideDown():
+                self._down(now)
+
+    def say(self, beat: m.Heartbeat) -> None:
+        """Whoever stands in wants to know as well how far a save is."""
+        if self._welcomed:
+            self._outbox.do(act.SendAside(beat))
+
+    def close(self) -> None:
+        """The controller is heard again, or is lost for good."""
+        if self._open:
+            self._open = self._welcomed = False
+            self._outbox.do(act.CloseAside())
+            self._rescue.hung_up()
+        self._tries = 0
+
+    def _looked(self, silent_s: float | None, now: float) -> None:
+        if silent_s is None or not self._watches:
+            return
+        self._look_at = now + (LOOK_S if silent_s > QUIET * self._heartbeat_s else max(LOOK_S, self._heartbeat_s))
+        if silent_s < self._doubt_s:
+            self.close()
+        elif not self._open and self._matters:
+            self._connect()
+
+    @property
+    def _matters(self) -> bool:
+        """A rank that is frozen has a controller that sees to it, and a program that saves itself does so by order."""
+        return not (self._rescue.incident or self._state.program.saves)
+
+    def _connect(self) -> None:
+        others = self._route.others
+        self._open = True
+        self._outbox.do(act.ConnectAside(others[self._tries % len(others)], self._connect_s))
+        self._tries += 1
+
+    def _down(self, now: float) -> None:
+        """Another one is asked with the next look, if that still sees nothing."""
+        if self._open:
+            self._open = self._welcomed = False
+            self._rescue.hung_up()
+
+    def _ordered(self, order: m.Order, now: float) -> None:
+        match order:
+            case m.Welcome():
+                self._welcomed = True
+            case TellLayout(_, digest):
+                self._tell_layout(digest, act.SendAside)
+            case m.Freeze(snapshot=True) if self._outbox.answers_aside or not self._rescue.incident:
+                self._outbox.answers_aside = True
+                self._rescue.ordered(order, now)
+            case m.Thaw() | m.Save() | m.Commit() if self._outbox.answers_aside:
+                self._rescue.ordered(order, now)
+            case _:
+                pass  # whatever else it wants, it does not lead this rank

@@ -1,0 +1,72 @@
+"""The second stream of a rank, to a controller that stands in while its own is silent: ``ttp.core.rank.stand_in``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.processor.errands import aside
+from ttp.processor.link.stream import Stream
+from ttp.wire.address import split
+
+
+class SecondStream:
+    """One stream at a time; of one that was closed nothing is said any more.
+
+    Args:
+        token: shared secret of the job; may be empty.
+        put: takes what happens to the stream; called on any thread.
+    """
+
+    def __init__(self, token: str, put: Callable[[ev.Event], None]) -> None:
+        self._token, self._put = token, put
+        self._numbers = itertools.count(1)
+        self._wanted = 0
+        self._stream: Stream | None = None
+
+    def perform(self, action: act.ConnectAside | act.SendAside | act.CloseAside) -> None:
+        """Open it, send on it, close it. Called on one thread; does not wait for a network."""
+        match action:
+            case act.SendAside(report):
+                if self._stream is not None:
+                    self._stream.send(report)
+                return
+            case act.ConnectAside():
+                self._close()
+                number = self._wanted
+                aside("ttp-connect", lambda: self._open(action, number))
+            case act.CloseAside():
+                self._close()
+
+    def _close(self) -> None:
+        self._wanted = next(self._numbers)
+        before, self._stream = self._stream, None
+        if before is not None:
+            aside("ttp-connect", before.abort)
+
+    def _open(self, action: act.ConnectAside, number: int) -> None:
+        def put(event: ev.AsideEvent) -> None:
+            if self._wanted == number:
+                self._put(event)
+
+        try:
+            host, port = split(action.address)
+            stream = Stream(
+                host,
+                port,
+                self._token,
+                on_up=lambda: put(ev.AsideUp()),
+                on_order=lambda order: put(ev.AsideOrder(order)),
+                on_down=lambda reason: put(ev.AsideDown(reason)),
+                within_s=action.within_s,
+            )
+        except Exception as problem:
+            put(ev.AsideDown(repr(problem)))
+            return
+        if self._wanted != number:
+            stream.abort()
+            return
+        self._stream = stream
+        stream.start()
