@@ -17,7 +17,7 @@ TORCH = os.environ.get("TORCH", "torch==2.13.0")
 
 PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"]
 
-PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "controller", "rounds")]
+PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "controller", "recover", "rounds")]
 
 
 @nox.session

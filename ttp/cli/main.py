@@ -15,6 +15,7 @@ import typer
 
 from ttp.cli import (
     chaos,
+    clusterd,
     convert,
     goodput,
     incidents,
@@ -119,6 +120,7 @@ _register("web", _RUNNING, web.web)
 _register("save", _RUNNING, save.save)
 _register("report-fault", _RUNNING, report_fault.report_fault)
 _register("watch-node", _RUNNING, watch_node.watch_node)
+_register("clusterd", _RUNNING, clusterd.clusterd)
 _register("list", _SAVED, listing.list_checkpoints)
 _register("verify", _SAVED, verify.verify)
 _register("inspect", _SAVED, inspection.inspect)

@@ -1,0 +1,227 @@
+"""Stands between a job under ttp and ClusterD, which decides for MindCluster what becomes of a job. Pure: no I/O.
+
+ClusterD knows of broken devices and nodes, ttp of ranks that died. Each tells the other; then ClusterD asks in rounds:
+
+    stopTrain       -> the ranks are accused, ttp freezes the job          -> StopComplete
+    globalFault     -> what can be done: dump, exit                        -> Strategies
+    changeStrategy  -> dump: when ttp has saved, or cannot                 -> Result
+    saveAndExit     -> both at once, as where only dump is configured      -> Result
+    killMaster      -> the end
+
+A rescue of ttp is one thing: it freezes, saves and releases. So a job is accused once for each fault, an ``Episode``,
+whoever has found it; all rounds about the same hosts are answered with what came of that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from ttp.wire.v1 import recover_pb2 as pb
+
+OK, NOT_READY, NOT_RECOVERABLE, NOT_DUMPED, NOT_DONE = 0, 404, 406, 407, 499
+DUMP, EXIT = "dump", "exit"
+OTHER_FAULT = "1"
+ACCUSE_AGAIN_S = 2.0
+EPISODE_S = 900.0
+"""ClusterD waits so long for a report at most: what it says later is about another fault."""
+KNOWN_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The job, as its controller or, where there is none any more, its ``save_dir`` shows it.
+
+    Args:
+        hosts: ranks of each host, in the order of the lowest ones; empty: no job.
+        incident: id of the last one; empty: none.
+        stage: its stage.
+        faulty: something is broken; else it was a checkpoint on request, or a false alarm.
+        lost: ranks that have died in it.
+        saved: it has committed a checkpoint.
+        text: what came of it.
+    """
+
+    hosts: tuple[tuple[int, ...], ...] = ()
+    incident: str = ""
+    stage: str = ""
+    faulty: bool = False
+    lost: frozenset[int] = frozenset()
+    saved: bool = False
+    text: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more comes of the incident."""
+        return self.stage in ("released", "closed")
+
+    def hosts_of(self, ranks: Iterable[int]) -> set[int]:
+        """Places of the hosts of ``ranks``."""
+        wanted = set(ranks)
+        return {place for place, host in enumerate(self.hosts) if wanted.intersection(host)}
+
+
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    """Tell the job's controller that these ranks are broken."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+Message: TypeAlias = pb.RecoverStopped | pb.RecoverStrategies | pb.RecoverResult | pb.RecoverFaults
+Action: TypeAlias = Accuse | Message
+
+
+@dataclass(slots=True)
+class Episode:
+    """One fault. ``hosts``: where; ``owed``: until when ClusterD is to be answered, by what it asked for."""
+
+    began_s: float
+    before: str
+    ranks: set[int] = field(default_factory=set)
+    hosts: set[int] = field(default_factory=set)
+    result: Seen | None = None
+    accused_s: float = float("-inf")
+    owed: dict[str, float] = field(default_factory=dict)
+
+
+class Bridge:
+    """Keeps what was said about the present fault.
+
+    Args:
+        job_id: of the job, as ClusterD knows it.
+        stop_s: how long the job may take to freeze.
+        dump_s: how long it may take to save.
+    """
+
+    def __init__(self, job_id: str, stop_s: float = 60.0, dump_s: float = 360.0) -> None:
+        self._job_id, self._stop_s, self._dump_s = job_id, stop_s, dump_s
+        self._seen: Seen | None = None
+        self._told: deque[str] = deque(maxlen=KNOWN_MAX)
+        """Incidents whose dead ClusterD knows."""
+        self._episode: Episode | None = None
+        self._heard: deque[tuple[str, ...]] = deque(maxlen=KNOWN_MAX)
+        self.ended = False
+        """ClusterD has said that this process is to go."""
+
+    def signal(self, signal: pb.RecoverSignal, now: float) -> list[Action]:
+        """What to do because ClusterD has sent ``signal``. It sends signals again, which changes nothing."""
+        kind, wanted = signal.signal_type, signal.change_strategy
+        key = (signal.uuid, kind, wanted, *signal.actions)
+        if kind == "keep-alive" or signal.job_id != self._job_id or key in self._heard:
+            return []
+        self._heard.append(key)
+        ranks = {int(fault.rank_id) for fault in signal.fault_ranks if fault.rank_id.isdecimal()}
+        match kind, wanted:
+            case "killMaster", _:
+                self.ended = True
+            case "stopTrain", _ if "pause_train" in signal.actions:
+                answer = pb.RecoverAnswer(code=NOT_DONE, info="ttp pauses no job for others: it saves and restarts")
+                return [pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=signal.fault_ranks)]
+            case "stopTrain", _:
+                self._fault(ranks, self._hosts_of(ranks), now).owed["stop"] = now + self._stop_s
+            case "globalFault", _:
+                self._fault(ranks, self._hosts_of(ranks), now)
+                can = pb.RecoverStrategies(job_id=self._job_id, fault_ranks=signal.fault_ranks)
+                can.strategies.extend([DUMP, EXIT])
+                return [can]
+            case "saveAndExit", _:
+                nodes = {int(node) for node in signal.node_rank_ids if node.isdecimal()}
+                self._fault(ranks, nodes | self._hosts_of(ranks), now).owed[DUMP] = now + self._dump_s
+            case "changeStrategy", "dump":
+                self._fault(ranks, self._hosts_of(ranks), now).owed[DUMP] = now + self._dump_s
+            case "changeStrategy", "exit":
+                self._episode = None
+            case "changeStrategy", _:
+                return [self._result(NOT_RECOVERABLE, "ttp offers dump and exit", wanted)]
+        return []
+
+    def look(self, seen: Seen | None, now: float) -> list[Action]:
+        """What to do because of what the job looks like; None: nobody can be asked now."""
+        actions: list[Action] = []
+        if seen is not None:
+            actions += self._died(seen, now)
+            self._seen = seen if seen.hosts or self._seen is None else replace(seen, hosts=self._seen.hosts)
+        episode = self._episode
+        if episode is None:
+            return actions
+        known = episode.result
+        new = seen is not None and seen.faulty and seen.incident not in ("", episode.before)
+        if new and not (known and known.over):
+            episode.result = seen
+        if episode.result is None and seen is not None and seen.hosts and now >= episode.accused_s + ACCUSE_AGAIN_S:
+            episode.accused_s = now
+            actions.append(self._accuse(episode, seen))
+        actions += self._answers(episode, now)
+        if now >= episode.began_s + EPISODE_S and not episode.owed:
+            self._episode = None
+        return actions
+
+    def believed(self) -> None:
+        """The controller has taken the accusation; it is not made again."""
+        if self._episode is not None:
+            self._episode.accused_s = float("inf")
+
+    def _fault(self, ranks: set[int], hosts: set[int], now: float) -> Episode:
+        """The episode that a signal is about: the present one, unless that is over and was about other hosts."""
+        episode = self._episode
+        if episode is None or (episode.result is not None and episode.result.over and not hosts <= episode.hosts):
+            episode = self._episode = Episode(now, self._seen.incident if self._seen is not None else "")
+        episode.ranks |= ranks
+        episode.hosts |= hosts
+        return episode
+
+    def _hosts_of(self, ranks: Iterable[int]) -> set[int]:
+        return self._seen.hosts_of(ranks) if self._seen is not None else set()
+
+    def _died(self, seen: Seen, now: float) -> list[Action]:
+        """ClusterD hears of ranks whose death it cannot know, once. Not of what was over before this process began."""
+        if self._seen is None and seen.over:
+            self._told.append(seen.incident)
+        if not seen.lost or seen.incident in self._told:
+            return []
+        self._told.append(seen.incident)
+        episode = self._episode
+        if episode is not None and seen.lost <= episode.ranks:
+            return []
+        if episode is None or (episode.result is not None and episode.result.incident != seen.incident):
+            episode = self._episode = Episode(now, "")
+        episode.ranks |= seen.lost
+        episode.hosts |= seen.hosts_of(seen.lost)
+        episode.result = seen
+        faults = [pb.RecoverFault(rank_id=str(rank), fault_type=OTHER_FAULT) for rank in sorted(seen.lost)]
+        return [pb.RecoverFaults(job_id=self._job_id, fault_ranks=faults)]
+
+    def _accuse(self, episode: Episode, seen: Seen) -> Accuse:
+        ranks = episode.ranks | {
+            rank for place, host in enumerate(seen.hosts) if place in episode.hosts for rank in host
+        }
+        everybody = {rank for host in seen.hosts for rank in host}
+        return Accuse(tuple(sorted(ranks & everybody or everybody)), "ClusterD says that the device or node is broken")
+
+    def _answers(self, episode: Episode, now: float) -> list[Action]:
+        found: list[Action] = []
+        result = episode.result
+        if "stop" in episode.owed and (
+            (stands := result and result.stage != "freezing") or now >= episode.owed["stop"]
+        ):
+            del episode.owed["stop"]
+            answer = pb.RecoverAnswer(info="the job is frozen") if stands else _NOT_STOPPED
+            faults = [pb.RecoverFault(rank_id=str(rank), fault_type=OTHER_FAULT) for rank in sorted(episode.ranks)]
+            found.append(pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=faults))
+        if DUMP in episode.owed and ((result and result.over) or now >= episode.owed[DUMP]):
+            saved = result is not None and result.over and result.saved
+            text = result.text if result is not None and result.over else "no end of the rescue is known"
+            found.append(self._result(OK if saved else NOT_DUMPED, text, DUMP))
+            self._episode = None
+        return found
+
+    def _result(self, code: int, text: str, strategy: str) -> pb.RecoverResult:
+        answer = pb.RecoverAnswer(code=code, info=text)
+        return pb.RecoverResult(job_id=self._job_id, status=answer, strategy=strategy)
+
+
+_NOT_STOPPED = pb.RecoverAnswer(code=NOT_READY, info="no job of ttp could be stopped")
