@@ -24,7 +24,7 @@ from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.errors import ConfigError, RestoreError, UsageError
 from ttp.store.encoding import decode, encode
 
-TESTED = ("2.6", "2.6")
+TESTED = ("2.5", "2.6")
 
 require("lightning", "lightning", TESTED)
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402

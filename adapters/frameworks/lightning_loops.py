@@ -4,8 +4,8 @@ Lightning itself resumes from a checkpoint in the middle of an epoch with what i
 end of the epoch, the order of the data may be lost). Here the loops are put where they were, and what follows is called
 in the order in which they would have.
 
-**All that is used of Lightning's private parts stands in this file**, as seen in 2.6.6: ``FitLoop._data_fetcher``,
-``_combined_loader``; ``_Loop._restarting``; ``_EvaluationLoop._restart_stage``; ``_set_sampler_epoch``;
+**All that is used of Lightning's private parts stands in this file**, as seen in 2.5 and 2.6: ``FitLoop._data_fetcher``
+(and ``_combined_loader``); ``_Loop._restarting``; ``_EvaluationLoop._restart_stage``; ``_set_sampler_epoch``;
 ``_TrainingEpochLoop._should_check_val_fx``; ``Trainer._accelerator_connector``; the keys of ``FitLoop.state_dict()``.
 """
 

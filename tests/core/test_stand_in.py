@@ -45,7 +45,7 @@ def soak(seeds: range) -> Counter[str]:
         at = chance.uniform(0.6, 2.0)
         first = Fault("silence", at, HOME, lasts_s=chance.uniform(0.2, 3.2))
         more = [second_fault(chance, at) for _ in range(chance.randint(0, 2))]
-        played = play(seed, first, *more, shards=chance.choice((1, 2, 3)))
+        played = play(seed, first, *more, shards=chance.choice((1, 2, 3)), steps=140)  # it does not end meanwhile
         assert played.exits == [[0] * 6], f"seed {seed}: a healthy job was restarted"
         assert not played.when(r"\] released"), f"seed {seed}"
         seen += Counter(jobs=1, meanwhile=len(played.when(r"-m\] opened")), thaws=len(played.when(r"-m\] thawed")))

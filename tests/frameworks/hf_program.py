@@ -23,7 +23,7 @@ CLOCKS = ("runtime", "per_second")
 """Parts of the names of what is measured by the clock."""
 FSDP: dict[str, dict[str, Any]] = {
     "fsdp1": {"version": 1, "sync_module_states": False},  # it wants a device
-    "fsdp2": {"state_dict_type": "FULL_STATE_DICT"},
+    "fsdp2": {"fsdp_version": 2, "sync_module_states": False, "state_dict_type": "FULL_STATE_DICT"},
     "hsdp": {"state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["GPT2Block"]},
 }
 PAUSES = ("evaluation", "what was due behind the last step")

@@ -100,12 +100,14 @@ def main(directory: str, steps: int, killed_in: int, how: str) -> None:
         scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1, "seat": 1})
         threading.Thread(target=drain_one, args=(cluster, Path(directory), killed_in), daemon=True).start()
     else:
-        ray.init(num_cpus=3, include_dashboard=False)
+        ray.init(address="local", num_cpus=3, include_dashboard=False)
     config = {"directory": directory, "steps": steps, "killed_in": killed_in, "how": how, "protected": how != "plain"}
     again = FailureConfig(max_failures=8)
     run_config = RunConfig(storage_path=f"{directory}/ray", failure_config=again, callbacks=callbacks)
     TorchTrainer(train, train_loop_config=config, scaling_config=scaling, run_config=run_config).fit()
     ray.shutdown()
+    if how == "drain":
+        cluster.shutdown()
 
 
 if __name__ == "__main__":

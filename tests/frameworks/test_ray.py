@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.forked import Forked
 from ttp.errors import EXIT_SAVED, ConfigError
 
-pytestmark = [pytest.mark.needs("ray"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
 STEPS, KILLED_IN = 12, 5
 
@@ -26,7 +26,7 @@ def ray_train(folder: Path, *arguments: object) -> list[dict[str, Any]]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "JOB_WIDE": "400000", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.02"}
     command = [sys.executable, "-m", "tests.frameworks.ray_program", str(folder), str(STEPS), *map(str, arguments)]
     env |= {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return [json.loads((folder / f"end{rank}.json").read_text()) for rank in range(2)]
 

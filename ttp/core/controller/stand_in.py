@@ -41,6 +41,7 @@ class StandIn:
     def __init__(self, patience: ControllerTimeouts, new_id: Callable[[int], str]) -> None:
         self._patience, self._new_id = patience, new_id
         self._streams: set[ConnectionId] = set()
+        self._incidents = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -53,7 +54,8 @@ class StandIn:
 
     def _id_of(self, number: int) -> str:
         """Never that of an incident of the job that this controller may lead."""
-        return f"{self._new_id(number)}{MEANWHILE}"
+        self._incidents += 1  # ``number`` begins anew whenever everybody was forgotten
+        return f"{self._new_id(self._incidents)}{MEANWHILE}"
 
     def takes(self, event: Event) -> bool:
         """Whether an event is of a stream on which a rank has come meanwhile."""
