@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,12 +20,13 @@ Start = Callable[..., Controller]
 
 
 @contextmanager
-def agent(port: int, clusterd: int) -> Iterator[subprocess.Popen[str]]:
+def agent(port: int, clusterd: int, **env: str) -> Iterator[subprocess.Popen[str]]:
     """``ttp clusterd`` between the two."""
     command = [sys.executable, "-m", "ttp.cli", "clusterd", "--server", f"127.0.0.1:{clusterd}", "--port", str(port)]
     process = subprocess.Popen(
         [*command, "--job-id", FakeClusterD.job_id, "--address", "127.0.0.1"],
         cwd=REPOSITORY,
+        env=os.environ | env,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -195,3 +197,11 @@ def test_rubbish_in_a_signal_is_passed_over(bridge: Bridge) -> None:
     bridge.signal(pb.RecoverSignal(job_id="j", signal_type="stopTrain", actions=["stop_train"], fault_ranks=bad), 1.0)
     (accusation,) = bridge.look(JOB, 2.0)
     assert isinstance(accusation, Accuse) and accusation.ranks == (0, 1)
+
+
+def test_a_controller_that_asks_for_a_token_is_told_of(start: Start) -> None:
+    controller = start(token="of the job alone")
+    with FakeClusterD() as clusterd, agent(controller.port, clusterd.port) as process:
+        assert process.stderr is not None
+        while "TTP_TOKEN" not in process.stderr.readline():
+            assert process.poll() is None

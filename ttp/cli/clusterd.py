@@ -16,7 +16,7 @@ import typer
 
 from ttp.cli.connection import Address, Client, Port, Token, connected, find
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
-from ttp.cli.output import complain
+from ttp.cli.output import Complaints, complain
 from ttp.cli.suspects import OF_OTHERS
 from ttp.config import Config
 from ttp.core.messages import FaultKind
@@ -87,6 +87,7 @@ class Eyes:
         self._save_dir: Path | None = None
         self._read: IncidentLog | None = None
         self._saw = False
+        self._complain = Complaints()
 
     def look(self) -> Seen | None:
         """The job now. None: nobody can be asked, and it has not left how it ended."""
@@ -94,9 +95,11 @@ class Eyes:
 
         try:
             now = self._connected().status()
-        except TtpError:
+        except TtpError as problem:  # there is no job yet, or no more; or the token is wrong
+            self._complain(str(problem))
             self.close()
             return self._left()
+        self._complain("")
         self._save_dir = Path(now.save_dir) if now.save_dir else self._save_dir
         hosts: dict[str, list[int]] = {}
         for rank in sorted(now.ranks, key=lambda rank: rank.rank):
@@ -188,7 +191,7 @@ class ClusterLink:
         self._signals: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unsent: deque[Message] = deque()
         self._closed = threading.Event()
-        self._said = ""
+        self._complain = Complaints()
         threading.Thread(target=self._listen, name="ttp-clusterd", daemon=True).start()
 
     def next(self, patience_s: float) -> Any:
@@ -232,7 +235,7 @@ class ClusterLink:
             try:
                 self._call(methods[type(message)], message)
             except grpc.RpcError as problem:
-                self._complain(problem)
+                self._unreachable(problem)
                 return
             self._unsent.popleft()
 
@@ -266,15 +269,15 @@ class ClusterLink:
                 if not code:
                     complain(f"ClusterD at {self._where} knows job {self._me.job_id} as one of ttp's")
                     for signal in subscribe(self._me):
-                        again_s, self._said = 1.0, ""
+                        again_s = 1.0
+                        self._complain("")
                         self._signals.put(signal)
             except (grpc.RpcError, ValueError) as problem:  # ValueError: the channel was closed
-                self._complain(problem)
+                self._unreachable(problem)
             self._closed.wait(again_s)
             again_s = min(AGAIN_MAX_S, 2 * again_s)
 
-    def _complain(self, problem: Any) -> None:
+    def _unreachable(self, problem: Any) -> None:
         text = str(problem.details() if hasattr(problem, "details") else problem)[:300]
-        if text != self._said and not self._closed.is_set():
-            complain(f"ClusterD at {self._where} cannot be reached: {text}")
-            self._said = text
+        if not self._closed.is_set():
+            self._complain(f"ClusterD at {self._where} cannot be reached: {text}")

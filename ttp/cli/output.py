@@ -55,6 +55,19 @@ def complain(text: str) -> None:
     say(Text.assemble(("ttp: ", "bold red"), " ".join(text.split())), aside())
 
 
+class Complaints:
+    """Says each thing once, until something else is to be said."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, text: str) -> None:
+        """Say it on stderr; empty: what was wrong is well again."""
+        if text and text != self._last:
+            complain(text)
+        self._last = text
+
+
 def print_json(value: Any) -> None:
     """Print ``value`` as indented JSON on stdout."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"

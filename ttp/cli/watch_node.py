@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ttp.cli.connection import Address, Port, Token, connected, find
-from ttp.cli.output import complain
+from ttp.cli.output import Complaints
 from ttp.config import Config
 from ttp.errors import TtpError, UsageError
 from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
@@ -103,16 +103,3 @@ def _look(check: list[str] | None, timeout_s: float, reset_json: Path | None, te
         elif each.health.value > worst.health.value:
             worst = each
     return worst
-
-
-class Complaints:
-    """Says each thing once, until something else is to be said."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def __call__(self, text: str) -> None:
-        """Say it on stderr."""
-        if text != self._last:
-            complain(text)
-            self._last = text
