@@ -88,11 +88,13 @@ def start_controller(
 
 
 def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:
-    """SIGINT, then SIGKILL after ``patience_s`` (it writes its journal meanwhile); returns when it is gone.
+    """Have it end at once, SIGKILL after ``patience_s`` (it writes its journal meanwhile); returns when it is gone.
 
-    No SIGTERM: with that one a controller waits until its ranks have left.
+    SIGINT ends one that serves; SIGTERM, by itself, would have it wait until its ranks have left. But it ends one that
+    has only begun: what a shell starts in the background ignores SIGINT until it says otherwise.
     """
     child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGTERM)
     try:
         child.wait(patience_s)
     except subprocess.TimeoutExpired:

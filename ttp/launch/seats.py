@@ -6,6 +6,7 @@ begun no update, so it is killed, and what the job has saved is on disk since be
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
@@ -99,14 +100,16 @@ class Seats:
         if not killed or len(dead) == len(workers) or self._early or self.why_not(workers):
             return
         self._meet(dead)
-        self._early = {rank: self._start(rank) for rank in dead}
+        for rank in dead:
+            self._early[rank] = self._start(rank)
         logger.info("%d started while the others save, in case they go on", len(dead))
 
     def drop_early(self) -> None:
         """The others do not go on: end what was started beside them."""
         early, self._early, self._next = self._early, {}, None
         for handler in early.values():
-            handler.close(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                handler.close(signal.SIGKILL)
             handler.proc.wait()
 
     def second_fault(self, workers: Mapping[int, Popen[Any]]) -> None:
@@ -156,8 +159,8 @@ class Seats:
 
     def _fill(self, ranks: list[int]) -> None:
         agent = self._agent
-        told = replace(self._next or self._meet(ranks), seats=tuple(ranks), released=True)
-        self._host.again.announce(told)
+        told = replace(self._next or self._meet(ranks), seats=tuple(ranks))
+        self._host.again.announce(told)  # who is started now looks for its seat
         for worker in agent._worker_group.workers:
             if worker.global_rank in ranks:
                 handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
@@ -165,6 +168,7 @@ class Seats:
                 cast("Any", agent._pcontext).subprocess_handlers[worker.local_rank] = handler
                 worker.id = handler.proc.pid
         self._host.watch(agent._workers())
+        self._host.again.announce(replace(told, released=True))  # all have their marks, and deaths are seen
 
     def _start(self, rank: int) -> Any:
         make: Any = api
