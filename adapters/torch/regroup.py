@@ -153,7 +153,7 @@ class Groups:
 
     def _exchange(self, group: Any, store: Any, launch: int) -> None:
         name, desc = _c10d._world.pg_names[group], group.group_desc
-        new_store = _dist.PrefixStore(f"ttp/{launch}/{name}/", store)
+        new_store = _dist.PrefixStore(f"ttp/{name}/", store)
         before = _connected()
         timeout = self._timeouts.pop(group, None) or _timeout(group)
         backend = _gloo(new_store, group.rank(), group.size(), timeout)

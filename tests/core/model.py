@@ -25,7 +25,6 @@ from tests.core.model_invariants import Invariants
 from tests.core.model_state import (
     BASE,
     END,
-    NEXT,
     PATIENCE,
     RANK_TIMEOUTS,
     RIVAL,
@@ -281,9 +280,9 @@ class Model(Invariants):
     def _train(self, state: State, r: int) -> Iterator[tuple[str, State]]:
         gate = state.gates[r]
         if gate.updating:
-            after = state.at_gate(r, version=NEXT, updating=False)
+            after = state.at_gate(r, version=Version(gate.base + 1), updating=False)
             yield f"{r} ends its update", self._quiet(after, r) if gate.closed else after
-        elif gate.version == BASE:
+        elif gate.version == gate.base:
             if gate.admitted or not (gate.closed or r in self.hanging):
                 if gate.acked and not gate.admitted:
                     raise Broken(f"I3: rank {r} writes after it acknowledged")
@@ -394,7 +393,7 @@ class Model(Invariants):
     def _seen(self, state: State, r: int) -> ev.Quiet:
         """What is seen under the closed gate."""
         gate = state.gates[r]
-        back = self.preimages and gate.version == NEXT and not gate.updating
+        back = self.preimages and gate.version > gate.base and not gate.updating
         return ev.Quiet(
             gate.version, gate.phase, gate.parked, True, has_gradient=gate.parked, has_preimage=back, kept=self.copies
         )

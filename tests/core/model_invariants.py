@@ -41,8 +41,11 @@ class Invariants:
             raise Broken(f"I2: {record.facts} while {possible} was possible {story(path)}")
         if record.kind == "released" and record.facts["exit_code"] == 70 and possible is not None:
             raise Broken(f"I6: {record.facts} while {possible} was possible {story(path)}")
-        if record.kind == "released" and record.facts["exit_code"] == 75 and incident.saved not in state.committed:
+        if record.kind == "released" and record.facts["exit_code"] == 75 and incident.saved not in self._on_disk(state):
             raise Broken(f"I4: {record.facts}, but {state.committed} is on disk {story(path)}")
+
+    def _on_disk(self, state: State) -> set[Version]:
+        return set(state.committed)
 
     def _elsewhere(self, state: State, place: int, incident: Incident) -> set[Rank]:
         """Ranks that speak to the other controller, or were thawed by it and speak to nobody now."""

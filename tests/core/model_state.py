@@ -33,7 +33,7 @@ RANK_TIMEOUTS = RankTimeouts(
     retry_max_s=0,
     failover_s=0,
 )
-BASE, NEXT = Version(1), Version(2)
+BASE = Version(1)
 END = "end"
 RIVAL = "rival"
 """Address and host of the second controller."""
@@ -47,6 +47,7 @@ class Gate(NamedTuple):
     """Of one rank: one update can follow, if it has left the barrier."""
 
     version: Version = BASE
+    base: Version = BASE
     updating: bool = False
     closed: bool = False
     acked: bool = False
@@ -56,6 +57,15 @@ class Gate(NamedTuple):
     @property
     def phase(self) -> m.Phase:
         return m.Phase.UPDATING if self.updating else m.Phase.IDLE
+
+
+class Process(NamedTuple):
+    """Of one rank, where survivors go on in their processes; see ``model_keep``."""
+
+    launch: int = 0
+    until: float | None = None  # it has nothing to lose, and may take so long
+    restored: bool = False
+    reported: bool = False  # its end, by its launcher
 
 
 class State(NamedTuple):
@@ -75,9 +85,17 @@ class State(NamedTuple):
     repeats: int
     opened: int  # streams so far
     now: float
+    processes: tuple[Process, ...] = ()  # these four: see ``model_keep``
+    launchers: tuple[str, ...] = ()  # of each host: what it has done for the next launch
+    quits: tuple[int, int, int] = (0, 0, 0)  # that may still give up; launchers, and slanders
+    stuck: bool = False  # who died in the new launch had not given its gradient
 
     def at_gate(self, r: int, **changes: Any) -> State:
         return self._replace(gates=put(self.gates, r, self.gates[r]._replace(**changes)))
+
+    def of(self, r: int, **changes: Any) -> State:
+        """Something about the process of a rank."""
+        return self._replace(processes=put(self.processes, r, self.processes[r]._replace(**changes)))
 
     def cut(self, r: int, *, keep: bool) -> State:
         """The stream of a rank ends; ``keep``: what it has said on it arrives."""

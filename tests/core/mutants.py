@@ -57,7 +57,7 @@ SUITES: dict[str, list[str]] = {
         "../processor/test_gate.py",
         "../processor/test_freeze_answers.py",
     ],
-    "model": ["test_model_check.py"],
+    "model": ["test_model_check.py", "test_model_keep.py"],
     "simulation": ["test_simulated_faults.py", "test_simulation.py"],
 }
 

@@ -127,7 +127,7 @@ class TtpAgent(LocalElasticAgent):
         """Let those that live save, and go on where they can; else they may be stopped when this returns."""
         self._seats.second_fault(workers)
         self._fail_open(lambda: self._seats.start_early(workers))
-        if self._host.hold(workers):
+        if self._host.hold(workers) or self._seats.others_go_on(workers):
             self._seats.fill(workers)
         if any(worker.poll() not in (None, 0) for worker in self._workers().values()):
             self._fail_open(lambda: self._host.expect_stop(workers))
@@ -135,6 +135,7 @@ class TtpAgent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         """Where nobody failed a host wants to come in: ranks are asked to save at once."""
         if worker_group.state is WorkerState.HEALTHY:
+            self._fail_open(lambda: self._seats.end(self._workers()))
             self._fail_open(lambda: self._host.stop(self._workers(), signal.SIGTERM, GRACE_S))
         super()._restart_workers(worker_group)
 
@@ -169,8 +170,8 @@ class TtpAgent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Stop what runs: by an operator's signal, a change of members (no signal given), or an error of the agent."""
-        self._fail_open(self._seats.drop_early)
         workers = self._workers()
+        self._fail_open(lambda: self._seats.end(workers))
         if args or "death_sig" in kwargs:
             how = args[0] if args else kwargs["death_sig"]
             self._obey(workers, how, float(kwargs.get("timeout", GRACE_S)))

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import api
 from ttp.config import KEEP, Config
 from ttp.core.controller.continuing import SEAT_READY
 from ttp.launch.again import NextLaunch
+from ttp.launch.going_on import GoingOn
 from ttp.launch.host import Host
 from ttp.launch.warm.torch_workers import forking
 from ttp.launch.warm.worker import ForkedWorker
@@ -50,6 +51,8 @@ class Seats:
     def __init__(self, agent: TtpAgent, host: Host, config: Config) -> None:
         self._agent, self._host = agent, host
         self._wanted, self._within_s = config.continuity == KEEP, config.continue_s
+        self._patience_s = config.rescue_patience_s
+        self._hosts: GoingOn | None = None  # the others, where there are several
         self._store: Any = None  # held: the server ends with its last reference
         self._next: NextLaunch | None = None
         self._early: dict[int, Any] = {}  # torch's handlers of workers that wait, by rank
@@ -59,17 +62,27 @@ class Seats:
     def begin(self) -> None:
         """All workers were started anew."""
         self._done, self._filling, self._failed = 0, False, ""
+        self._next_time()
+
+    def _next_time(self) -> None:
+        group: Any = self._agent._worker_group
+        several = self._wanted and (group.group_world_size or 1) > 1
+        self._hosts = GoingOn(group, group.spec.rdzv_handler, self._done) if several else None
 
     def look(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Call it now and then: sees to it that nobody goes on for too long."""
+        """Call it now and then: nobody is to go on for too long, and ranks of a host where none has died go on, too."""
+        marks = self._marked(workers) if self._filling or self._hosts is not None else {}
         if not self._filling:
-            return
-        marks = self._marked(workers)
-        if not marks:
+            if marks and len(marks) == len(workers) and not any(worker.poll() for worker in workers.values()):
+                self.fill(workers)
+        elif not marks:
             self._filling = False
+            self._next_time()
             logger.info("all ranks train again; those that did not die have kept their processes")
         elif min(marks.values()) + LATE_S < time.monotonic():
             self.fail(workers, "it takes too long")
+        elif self._hosts is not None and (reason := self._hosts.why_not()):
+            self.fail(workers, reason)
 
     def _say(self) -> str:
         """For the controller, when a worker has died."""
@@ -85,7 +98,6 @@ class Seats:
             "TTP_CONTINUITY is not keep": not self._wanted,
             self._failed: bool(self._failed),
             "ranks were going on already": self._filling and bool(self._marked(workers)),
-            "the job has several hosts": (agent._worker_group.group_world_size or 1) > 1,
             "workers are run in another way": not workers or pcontext is None,
             "no restart is left (--max-restarts)": agent._remaining_restarts <= 0,
             f"they have gone on {CONTINUE_MAX} times since they were started": self._done >= CONTINUE_MAX,
@@ -97,12 +109,26 @@ class Seats:
         """Workers have died: start them beside the save. They wait until the others are released to go on."""
         dead = [rank for rank, worker in workers.items() if worker.poll() is not None]
         killed = all((workers[rank].returncode or 0) < 0 for rank in dead)  # others are not continued
-        if not killed or len(dead) == len(workers) or self._early or self.why_not(workers):
+        left = len(dead) < len(workers) or self._hosts is not None
+        if not (killed and left) or self._early or self.why_not(workers):
             return
         self._meet(dead)
         for rank in dead:
             self._early[rank] = self._start(rank)
         logger.info("%d started while the others save, in case they go on", len(dead))
+
+    def others_go_on(self, workers: Mapping[int, Popen[Any]]) -> bool:
+        """Whether ranks of other hosts go on, where no rank of this one is left: waits while they save."""
+        left = any(worker.poll() is None for worker in workers.values())
+        return bool(self._early) and not left and self._hosts is not None and self._hosts.others_go(self._patience_s)
+
+    def end(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """All workers are stopped now, whatever for."""
+        if self._hosts is not None:
+            self._hosts.starts_anew()
+        if self._filling and self._marked(workers):
+            self._host.stop_going_on(workers, self._failed or "all are to be started anew")
+        self.drop_early()
 
     def drop_early(self) -> None:
         """The others do not go on: end what was started beside them."""
@@ -123,41 +149,69 @@ class Seats:
             self._agent._worker_group.spec.max_restarts += 1
             self._agent._remaining_restarts += 1
         self._failed = self._failed or why
+        if self._hosts is not None:
+            self._hosts.starts_anew()
         self.drop_early()
         self._host.stop_going_on(workers, why)
 
     def fill(self, workers: Mapping[int, Popen[Any]]) -> None:
         """The survivors go on: start the dead alone."""
         began_s = time.monotonic()
-        reason = self.why_not(workers)
+        dead = [rank for rank, worker in workers.items() if worker.poll() is not None]
+        reason = self.why_not(workers) if dead else self._failed
         if reason:
             self.fail(workers, reason)
             return
         self._filling = True
         try:
-            self._fill([rank for rank, worker in workers.items() if worker.poll() is not None])
+            self._fill(workers, dead)
         except Exception as problem:
-            logger.exception("workers cannot be started alone")
+            logger.warning("workers cannot be started alone", exc_info=True)
             self.fail(workers, repr(problem))
             return
-        finally:
-            self._agent._remaining_restarts -= 1
+        finally:  # the number of the launch is the difference
+            self._agent._remaining_restarts -= bool(dead)
+            self._agent._worker_group.spec.max_restarts += not dead
         self._next = None
         self._done += 1
         took_ms = (time.monotonic() - began_s) * 1e3
-        logger.warning("the others go on in their processes; the dead were started beside them in %.0f ms", took_ms)
+        if dead:
+            logger.warning("the others go on in their processes; the dead were started beside them in %.0f ms", took_ms)
+        else:
+            logger.warning("ranks of other hosts have died; those of this one go on in their processes")
 
     def _meet(self, ranks: list[int]) -> NextLaunch:
         """Say where the ranks of the next launch will meet, and who is started for it."""
         group: Any = self._agent._worker_group
-        address = str(group.master_addr)
+        address = str(group.master_addr) if self._is_first else "127.0.0.1"
         self._store = _TCPStore(address, 0, is_master=True, wait_for_workers=False)
         launch = group.spec.max_restarts - self._agent._remaining_restarts + 1
         self._next = NextLaunch(launch, tuple(ranks), address, self._store.port, released=False)
         self._host.again.announce(self._next)
         return self._next
 
-    def _fill(self, ranks: list[int]) -> None:
+    @property
+    def _is_first(self) -> bool:
+        """Whether the ranks of all hosts meet at this one."""
+        return self._hosts is None or self._agent._worker_group.group_rank == 0
+
+    def _agree(self, workers: Mapping[int, Popen[Any]], told: NextLaunch) -> NextLaunch:
+        """With the other hosts, on where the ranks meet."""
+        if self._hosts is None:
+            return told
+        until = min([*self._marked(workers).values(), time.monotonic() + self._within_s])
+        alive = [worker for worker in workers.values() if worker.poll() is None]
+
+        def why_not() -> str:
+            failed = any(worker.poll() is not None for worker in alive)
+            late = time.monotonic() > until
+            return "another one has failed meanwhile" if failed else "the first node says nothing" if late else ""
+
+        self._hosts.goes((told.address, told.port) if self._is_first else None)
+        address, port = self._hosts.place(why_not)
+        return replace(told, address=address, port=port)
+
+    def _fill(self, workers: Mapping[int, Popen[Any]], ranks: list[int]) -> None:
         agent = self._agent
         told = replace(self._next or self._meet(ranks), seats=tuple(ranks))
         self._host.again.announce(told)  # who is started now looks for its seat
@@ -168,6 +222,7 @@ class Seats:
                 cast("Any", agent._pcontext).subprocess_handlers[worker.local_rank] = handler
                 worker.id = handler.proc.pid
         self._host.watch(agent._workers())
+        told = self._agree(workers, told)
         self._host.again.announce(replace(told, released=True))  # all have their marks, and deaths are seen
 
     def _start(self, rank: int) -> Any:

@@ -136,21 +136,20 @@ class Continuing:
         """Wait for the launcher, and become a rank of the launch that it names. Call it when nothing holds the old."""
         if self._old is not None and self._old() is not None:
             gc.collect()
-        told = self._await(RankEnv.from_env().launch + 1)
+        self._next, self.releasing = self._await(RankEnv.from_env().launch + 1), False
+
+    def _await(self, launch: int) -> NextLaunch:
+        """Become a rank of that launch when the launcher says where its ranks meet. It kills whom it does not want."""
+        while (told := self._files.next()) is None or told.launch != launch or not told.released:
+            if time.monotonic() > self._since + self._patience_s:
+                self.leave("its launcher says nothing")
+            time.sleep(LOOK_S)
         os.environ.update(
             TORCHELASTIC_RESTART_COUNT=str(told.launch),
             TORCHELASTIC_USE_AGENT_STORE="True",
             MASTER_ADDR=told.address,
             MASTER_PORT=str(told.port),
         )
-        self._next, self.releasing = told, False
-
-    def _await(self, launch: int) -> NextLaunch:
-        """What the launcher says of that launch, when the ranks are to meet. It kills whom it does not want."""
-        while (told := self._files.next()) is None or told.launch != launch or not told.released:
-            if time.monotonic() > self._since + self._patience_s:
-                self.leave("its launcher says nothing")
-            time.sleep(LOOK_S)
         return told
 
     # ---------------------------------------------------------------------------------------------------- any thread

@@ -1,0 +1,98 @@
+"""Survivors on several hosts keep their processes: each launcher starts its own dead, without a new rendezvous."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Job
+from tests.e2e.test_keep import again
+from tests.e2e.test_stand_by import without_power
+
+pytest.importorskip("torch")
+
+import torch.distributed
+
+TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
+WAIT_S = 150
+Unbroken = Callable[[Job], list[dict[str, Any]]]
+ANEW = "ranks do not go on in their processes"
+
+pytestmark = [pytest.mark.timeout(2 * WAIT_S), pytest.mark.xdist_group("ttp")]
+
+
+@pytest.fixture
+def make_hosts(make_job: Callable[..., Job]) -> Callable[..., Job]:
+    """A job of two hosts, whose rendezvous is on neither, or on the first one (``static``)."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def make(local: int, *, static: bool = False, **settings: Any) -> Job:
+        common = ["--nnodes", "2", "--continuity", "keep"]
+        endpoint = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{store.port}"]
+        nodes = [[*common, *endpoint] for _ in range(2)]
+        if static:
+            spare = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+            at = ["--master-addr", "127.0.0.1", "--master-port", str(spare)]
+            nodes = [[*common, *at, "--node-rank", str(n)] for n in range(2)]
+        env = {"TTP_TOKEN": "secret", "TTP_CONTINUE_S": "30"} | settings.pop("env", {})
+        return make_job(ranks=2 * local, local=local, nodes=nodes, hosts=["one", "two"], env=env, **settings)
+
+    return make
+
+
+def kill(rank: int, step: int, phase: str = "backward", **more: Any) -> dict[str, Any]:
+    return {"id": f"{rank} in {step}", "rank": rank, "step": step, "phase": phase, "action": "kill", **more}
+
+
+@pytest.mark.parametrize(
+    ("local", "static", "faults"),
+    [
+        pytest.param(2, False, [kill(3, 5), kill(1, 8), kill(0, 11)], id="one-rank-of-each-host-and-rank-0"),
+        pytest.param(2, False, [kill(3, 5), kill(1, 5)], id="one-of-each-host-at-once", marks=pytest.mark.slow),
+        pytest.param(1, False, [kill(1, 5), kill(0, 8)], id="every-rank-of-a-host", marks=pytest.mark.slow),
+        pytest.param(2, True, [kill(3, 5), kill(0, 8, "update")], id="static-rendezvous", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_all_hosts_keep_their_processes(
+    make_hosts: Callable[..., Job], unbroken: Unbroken, local: int, static: bool, faults: list[dict[str, Any]]
+) -> None:
+    job = make_hosts(local, static=static, steps=14, max_restarts=4, faults=faults)
+    assert job.run(WAIT_S) == 0, job.story()
+    steps = sorted({fault["step"] for fault in faults})
+    assert again(job) == [True] * len(steps), job.story()
+    assert ANEW not in job.log.read_text(), job.story()
+    assert job.starts() == [0, *job.committed()], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["one", "two"])
+def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: Callable[..., Job], lost: str) -> None:
+    """The other one starts its ranks anew, waits for a host in the place of the lost one, and leaves with 75."""
+    faults = [kill(3 if lost == "two" else 1, 5)]
+    job = make_hosts(2, steps=100_000, max_restarts=3, faults=faults, env={"TTP_RESCHEDULE_S": "3"}).start()
+    deadline = time.monotonic() + WAIT_S
+    while "started while the others save" not in job.log.read_text():
+        assert time.monotonic() < deadline, job.story()
+        time.sleep(0.002)
+    without_power(job, lost)
+    assert job.processes[lost == "one"].wait(WAIT_S) == 75, job.story()
+    assert job.committed()[0] == 5, job.story()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_second_fault_on_either_host_costs_no_step(
+    make_hosts: Callable[..., Job], unbroken: Unbroken, who: int
+) -> None:
+    """It comes while ranks are on their way, so both hosts start all of theirs anew."""
+    faults = [kill(3, 5), kill(who, 5, "data", launch="1")]
+    faults[1]["id"] = "second"
+    job = make_hosts(2, steps=9, max_restarts=2, faults=faults)
+    assert job.run(WAIT_S) == 0, job.story()
+    assert again(job)[0] and ANEW in job.log.read_text(), job.story()
+    assert job.committed() == [5] and job.starts()[-1] == 5, job.story()
+    assert job.results() == unbroken(job)
