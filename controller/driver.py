@@ -182,13 +182,13 @@ class Driver:
         """
         self.feed(ce.Accused(ranks, kind, reason, pids, pages, seat))
 
-    async def save(self, reason: str) -> ce.AnswerSave:
-        """Save a checkpoint now. Returns when it is committed or refused."""
+    async def save(self, reason: str, *, again: bool = False) -> ce.AnswerSave:
+        """Save a checkpoint now; with ``again`` ranks go on from it. Returns when it is committed or refused."""
         request = next(self._ids)
         if self.closed:
             return _no_more(request)
         self._saves[request] = asyncio.get_running_loop().create_future()
-        self.feed(ce.SaveRequested(request, reason))
+        self.feed(ce.SaveRequested(request, reason, again))
         try:
             return await self._saves[request]
         finally:

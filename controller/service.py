@@ -168,7 +168,7 @@ class ControllerService(rpc.ControllerServicer):
 
     async def SaveNow(self, request: pb.SaveNowRequest, context: Any) -> pb.SaveNowResponse:
         """See the proto."""
-        answer = await self._driver.save(limits.text("reason", request.reason))
+        answer = await self._driver.save(limits.text("reason", request.reason), again=request.again)
         return pb.SaveNowResponse(saved=answer.saved, version=answer.version, path=answer.path, text=answer.text)
 
     async def GetVerdict(self, request: pb.GetVerdictRequest, context: Any) -> pb.GetVerdictResponse:

@@ -10,7 +10,7 @@ from tests.core.rank_talk import ME, Rank1
 from tests.core.talk import Talk, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY, SEAT_S
-from ttp.core.controller.events import Accused, ConnectionId, Received
+from ttp.core.controller.events import Accused, ConnectionId, Received, SaveRequested
 from ttp.core.layout import Rank, Version
 from ttp.core.rank import events as ev
 from ttp.testing.toy import hello
@@ -183,3 +183,37 @@ def test_a_rank_that_is_released_to_go_on_says_goodbye_and_stays() -> None:
 def test_a_rank_that_raised_or_never_could_leaves() -> None:
     assert released(m.FaultKind.EXCEPTION) == released(m.FaultKind.PREEMPTED) == ">Goodbye Exit(75)"
     assert released(able=False) == ">Goodbye Exit(75)"
+
+
+# ------------------------------------------------------------------------------------------------- without any death
+
+
+def trial(*, base: int = 0, able: bool = True) -> Keep:
+    talk = Keep(formed=False)
+    for rank in range(3):
+        talk.hello(rank, can_continue=able, base_version=Version(base), version=Version(7))
+    talk.event(SaveRequested(1, "a trial", again=True))
+    for rank in range(3):
+        talk.frozen(rank, 7)
+    talk.saved(talk.orders(m.Save)[0].rank)
+    return talk
+
+
+def test_ranks_go_on_without_any_death_where_that_is_asked_for() -> None:
+    talk = trial()
+    assert "Release(75):0,1,2" in talk.committed(talk.orders(m.Commit)[0].rank)
+    assert talk.ends() == (True, "")
+    assert "all ranks go on from it" in talk.facts("released")["text"]
+
+
+def test_those_that_cannot_train_on_where_they_are() -> None:
+    talk = trial(able=False)
+    said = talk.committed(talk.orders(m.Commit)[0].rank)
+    assert "Thaw" in said and "Release" not in said
+
+
+def test_a_death_meanwhile_is_one_like_any_other() -> None:
+    talk = trial()
+    talk.dies("no restart is left")
+    talk.committed(talk.orders(m.Commit)[0].rank)
+    assert talk.ends() == (False, "rank 0 cannot be started alone: no restart is left")

@@ -148,7 +148,7 @@ def _disk_findings(evidence: Evidence) -> Iterator[str]:
 def _request_findings(evidence: Evidence) -> Iterator[str]:
     """A checkpoint on request was written, or why not."""
     for answer in evidence.record.answers:
-        if answer["answer"] != "save":
+        if answer["answer"] not in ("save", "again"):
             continue
         if not answer.get("saved"):
             if not _fatal(evidence.record):

@@ -295,8 +295,8 @@ class Driver:
         if time.monotonic() < last + SETTLE_S or since < leader_killed:
             return False
         record.back_s = record.back_s or max(since, last)
-        answered = [answer for answer in record.answers if answer["answer"] == "save"]
-        return len(answered) >= len(record.injected("save"))
+        answered = [answer for answer in record.answers if answer["answer"] in ("save", "again")]
+        return len(answered) >= len(record.injected("save", "again"))
 
     def _is_ready(self) -> bool:
         """Whether the job is as one that has run a while; waits at most ``READY_S``.

@@ -179,8 +179,8 @@ def _remember_stops(what: str, pids: set[int], job: HurtJob) -> None:
 
 
 def _service(fault: Fault, job: HurtJob) -> Done:
-    if fault.what == "save":
-        _tell(job, {"order": "save"})
+    if fault.what in ("save", "again"):
+        _tell(job, {"order": fault.what})
         return Done("controller")
     found = leading_controller(job) if fault.who.kind == "controller" else _launchers(job)
     if not found:

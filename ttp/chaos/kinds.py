@@ -355,6 +355,7 @@ KINDS += (
         needs=_HOSTS,
         features=_SOAK,
     ),
+    Kind("go on: nobody dies", lambda s: (s.here("again", CONTROLLER),), weight=2, shapes=_ON, features=_KEEP),
     Kind("go on: kill a rank", _kill, weight=3, shapes=_ON, features=_KEEP),
     Kind("go on: kill a rank at any moment", _kill_any_moment, weight=2, phases=("data",), shapes=_ON, features=_KEEP),
     Kind("go on: kill several ranks", _several, shapes=_ON, features=_KEEP),

@@ -2,7 +2,7 @@
 
 A process of its own, because it has to live in the network of a host. Lines: ``{"event": kind, ...}``,
 ``{"stage": ..., "live": n}`` whenever that changes (``stage`` is empty while there is no controller),
-``{"answer": order, ...}``. Orders: ``{"order": "save"}``, ``{"order": "report", "ranks": [2]}``.
+``{"answer": order, ...}``. Orders: ``{"order": "save"}`` or ``again``, ``{"order": "report", "ranks": [2]}``.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def obey(order: dict[str, Any], address: str, port: int, token: str) -> None:
     words: dict[str, Any] = {"answer": order["order"]}
     try:
         with open_channel(address, port) as channel:
-            if order["order"] == "save":
-                request = pb.SaveNowRequest(reason="chaos")
+            if order["order"] in ("save", "again"):
+                request = pb.SaveNowRequest(reason="chaos", again=order["order"] == "again")
                 saved = stub(channel).SaveNow(request, timeout=ANSWER_S, metadata=metadata(token))
                 words |= {"saved": saved.saved, "version": saved.version, "text": saved.text}
             else:

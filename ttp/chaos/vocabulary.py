@@ -105,6 +105,7 @@ FAULT_WORDS: dict[str, FaultWord] = {
     "disk-ro": FaultWord(("disk",), needs="mount"),
     "disk-heal": FaultWord(("disk",), needs="mount"),
     "save": FaultWord(("controller",)),
+    "again": FaultWord(("controller",)),
     "report": FaultWord(_PROCESSES),
 }
 """Every word for ``what``."""

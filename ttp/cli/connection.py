@@ -178,12 +178,13 @@ class Client:
         with self._asking(ANSWER_S) as stub:
             return stub.GetStatus(pb.GetStatusRequest(), timeout=ANSWER_S, metadata=self._metadata)
 
-    def save(self, reason: str, timeout_s: float) -> pb.SaveNowResponse:
-        """A checkpoint now; returns when it is committed or refused."""
+    def save(self, reason: str, timeout_s: float, *, again: bool = False) -> pb.SaveNowResponse:
+        """A checkpoint now, with ``again`` for ranks to go on from; returns when it is committed or refused."""
         from ttp.wire.v1 import controller_pb2 as pb
 
         with self._asking(timeout_s) as stub:
-            return stub.SaveNow(pb.SaveNowRequest(reason=reason), timeout=timeout_s, metadata=self._metadata)
+            request = pb.SaveNowRequest(reason=reason, again=again)
+            return stub.SaveNow(request, timeout=timeout_s, metadata=self._metadata)
 
     def report_fault(
         self, ranks: list[int], host: str, reason: str, *, drain: bool = False, recovered: bool = False

@@ -16,9 +16,19 @@ Timeout = Annotated[
 ]
 
 
+Again = Annotated[
+    bool,
+    typer.Option(
+        "--again",
+        help="Then have all ranks go on from it in their processes, as after a death (--continuity keep): a trial.",
+    ),
+]
+
+
 def save(
     *,
     reason: Reason = "asked for with `ttp save`",
+    again: Again = False,
     timeout: Timeout = None,
     address: Address = None,
     port: Port = None,
@@ -34,7 +44,7 @@ def save(
     where = find(address, port, token)
     patience_s = timeout if timeout is not None else Config.from_env().rescue_patience_s
     with connected(where) as client, aside().status("saving ..."):
-        answer = client.save(reason, patience_s)
+        answer = client.save(reason, patience_s, again=again)
     if json:
         print_json({"saved": answer.saved, "version": answer.version, "path": answer.path, "text": answer.text})
     elif answer.saved:

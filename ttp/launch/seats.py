@@ -71,7 +71,7 @@ class Seats:
 
     def look(self, workers: Mapping[int, Popen[Any]]) -> None:
         """Call it now and then: nobody is to go on for too long, and ranks of a host where none has died go on, too."""
-        marks = self._marked(workers) if self._filling or self._hosts is not None else {}
+        marks = self._marked(workers) if self._wanted else {}
         if not self._filling:
             if marks and len(marks) == len(workers) and not any(worker.poll() for worker in workers.values()):
                 self.fill(workers)
@@ -178,7 +178,7 @@ class Seats:
         if dead:
             logger.warning("the others go on in their processes; the dead were started beside them in %.0f ms", took_ms)
         else:
-            logger.warning("ranks of other hosts have died; those of this one go on in their processes")
+            logger.warning("all ranks of this host go on in their processes: others have died, or it was asked for")
 
     def _meet(self, ranks: list[int]) -> NextLaunch:
         """Say where the ranks of the next launch will meet, and who is started for it."""

@@ -20,6 +20,7 @@ SEAT_READY = "ready"
 SEAT_S = 0.5
 """How long the launcher of a dead rank is waited for: a neighbour sees a death some milliseconds before it."""
 
+_HARMLESS = frozenset({m.FaultKind.COLLECTIVE, m.FaultKind.SNAPSHOT})
 _LETHAL = frozenset({m.FaultKind.EXITED, m.FaultKind.LOST})
 """What a death looks like to who sees it; to its peers it looks like a collective that failed."""
 
@@ -45,6 +46,16 @@ def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> t
     return not why_not, {"again": not why_not, "why_not_again": why_not}
 
 
+def trial(job: Membership, incident: Incident, base: Version) -> tuple[bool, str]:
+    """Whether ranks go on from a checkpoint that was asked for, without any death, and the outcome in words."""
+    if not incident.trial:
+        return False, incident.outcome
+    unable = "" if _wanted(job) else "not every rank can; their logs say why, if TTP_CONTINUITY is keep"
+    why_not = unable or _why_not_the_state(incident, base) or _why_no_seat(job, incident, set())
+    text = f"ranks do not go on from it: {why_not}" if why_not else "all ranks go on from it"
+    return not why_not, f"{incident.outcome}; {text}"
+
+
 def _why_not(job: Membership, incident: Incident, end: Verdict, base: Version) -> str:
     if end.code != EXIT_SAVED or incident.stage is not Stage.SAVED:
         return end.text
@@ -62,7 +73,7 @@ def _wanted(job: Membership) -> bool:
 def _why_not_the_evidence(incident: Incident, dead: set[Rank]) -> str:
     for kind, found in incident.evidence.by_kind.items():
         for rank, evidence in found.items():
-            if kind is not m.FaultKind.COLLECTIVE and (kind not in _LETHAL or rank not in dead):
+            if kind not in _HARMLESS and (kind not in _LETHAL or rank not in dead):
                 return f"{evidence.text}; only deaths are continued"
     return ""
 
@@ -80,7 +91,7 @@ def _why_not_the_state(incident: Incident, base: Version) -> str:
 def _why_no_seat(job: Membership, incident: Incident, dead: set[Rank]) -> str:
     if incident.overtaken:
         return "the whole job was started again already"
-    if not dead or not job.complete or incident.waiting or job.in_doubt or job.done:
+    if not (dead or incident.snapshot) or not job.complete or incident.waiting or job.in_doubt or job.done:
         return "not every rank is known to train or to be dead"
     for rank in sorted(dead):
         member = job.members[rank]

@@ -101,10 +101,11 @@ class StreamEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveRequested(Event):
-    """Somebody wants a checkpoint now."""
+    """Somebody wants a checkpoint now; ``again``: and all ranks to go on from it as after a death, for a trial."""
 
     request: int
     reason: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ class Rescue:
             self.snapshot(event.reason or "a checkpoint was asked for", now)
         assert self.incident is not None
         self.incident.requests.append(event.request)
+        self.incident.trial |= event.again
 
     def snapshot(self, text: str, now: float) -> None:
         """Make a checkpoint, and thaw everybody then; no incident is open."""
@@ -309,7 +310,11 @@ class Rescue:
 
     def _maybe_end(self, incident: Incident, now: float) -> None:
         if incident.snapshot:
-            self._thaw(incident, "the checkpoint is written")
+            goes_on, incident.outcome = continuing.trial(self._job, incident, self.base_version)
+            if goes_on:
+                self._release(incident, EXIT_SAVED, incident.outcome, now)
+            else:
+                self._thaw(incident, "the checkpoint is written")
             return
         if self._job.in_doubt or self._looks_again(incident, now):
             return  # is it a false alarm? The grace will tell

@@ -2019,13 +2019,17 @@ class SaveNowRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REASON_FIELD_NUMBER: builtins.int
+    AGAIN_FIELD_NUMBER: builtins.int
     reason: builtins.str
+    again: builtins.bool
+    """then all ranks go on in their processes from it, as after a death (continuity keep)"""
     def __init__(
         self,
         *,
         reason: builtins.str = ...,
+        again: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["again", b"again", "reason", b"reason"]) -> None: ...
 
 global___SaveNowRequest = SaveNowRequest
 
