@@ -33,6 +33,7 @@ class Code(enum.IntEnum):
 
     OK = 0
     ERROR = 1
+    MAY_RECOVER = 405
     MAY_DUMP = 406
     MAY_EXIT = 499
 
