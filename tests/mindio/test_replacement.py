@@ -156,6 +156,15 @@ def test_what_no_other_rank_holds_is_lost() -> None:
     assert this.released == {EXIT_NOT_SAVED} and Kind.MAKE_WAY not in {act.kind for act in this.acts}
 
 
+def test_before_the_first_step_there_is_nothing_to_go_on_from() -> None:
+    this = world()
+    for one in this.ranks:
+        one.version = 0
+    this.dies(1)
+    this.settle()
+    assert this.kinds() == [] and this.released == {EXIT_SAVED}  # as without
+
+
 def test_without_a_checkpoint_nobody_is_replaced() -> None:
     this = world({(Kind.SAVE, 2): "fail"})
     this.dies(0)
@@ -163,7 +172,7 @@ def test_without_a_checkpoint_nobody_is_replaced() -> None:
     assert this.released == {EXIT_NOT_SAVED} and "make_way" not in this.kinds()
 
 
-# --------------------------------------------------------------------------------------------------- it goes wrong later
+# -------------------------------------------------------------------------------------------------- it goes wrong later
 
 WRONG = [
     *itertools.product(
@@ -257,7 +266,8 @@ def led(trouble: Trouble | None = None, seat: str = "") -> HandlerWorld:
     for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
         this.say(kind, {1: 1})
     assert heard(this) == [
-        ("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""), ("strategies", 0, "exit,dump,recover"),
+        ("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""),
+        ("strategies", 0, "exit,dump,recover"),
     ]  # fmt: skip
     return this
 

@@ -172,19 +172,26 @@ class Manager:
             return False
         return bool(answer.ranks) and all(rank.state != "missing" for rank in answer.ranks)
 
+    def notify(self, notice: Notice) -> int:
+        """Say this to the controller."""
+        try:
+            answer = self._stub.Notify(notice_to_wire(notice), metadata=self._metadata, timeout=ANSWER_S)
+        except (ValueError, grpc.RpcError) as problem:
+            log.error("%s is not accepted: %s", notice.kind.value, problem)
+            return ERROR
+        if not answer.accepted:
+            log.error("%s is not accepted: %s", notice.kind.value, answer.text)
+        return OK if answer.accepted else ERROR
+
     def _notify(
         self, kind: NoticeKind, faults: Mapping[int, int], *, seconds: float = 0.0, strategy: str = "", params: str = ""
     ) -> int:
         try:
             known = tuple(RankFault(Rank(int(rank)), FaultOf(int(what))) for rank, what in faults.items())
-            notice = notice_to_wire(Notice(kind, known, seconds, strategy, params))
-            answer = self._stub.Notify(notice, metadata=self._metadata, timeout=ANSWER_S)
-        except (ValueError, grpc.RpcError) as problem:
+        except ValueError as problem:
             log.error("%s is not accepted: %s", kind.value, problem)
             return ERROR
-        if not answer.accepted:
-            log.error("%s is not accepted: %s", kind.value, answer.text)
-        return OK if answer.accepted else ERROR
+        return self.notify(Notice(kind, known, seconds, strategy, params))
 
     # ---------------------------------------------------------------------------------------------------------- attend
 

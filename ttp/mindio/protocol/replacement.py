@@ -53,7 +53,7 @@ def recover(state: RepairState, incident: Incident, *, alone: bool) -> Script:
         state.until = None
         state.job.seats.clear()
     if ending.outcome is Outcome.RESUMED:
-        return replace(ending, path=saved.path)
+        return replace(ending, path=saved.path if saved.version == ending.version else "")
     state.tried.add(incident.id)
     state.outbox.record("not_recovered", text=ending.text)
     return replace(saved, text=f"{saved.text}; lost ranks were not replaced: {ending.text}")
@@ -68,25 +68,42 @@ def wanted(state: RepairState, incident: Incident) -> bool:
 
 def why_not(state: RepairState, incident: Incident, *, alone: bool) -> str:
     """Why the lost ranks cannot be replaced; empty: they can."""
-    dead = _dead(state)
     if not wanted(state, incident):
         return "no rank was lost, not all ranks were started with enable_arf and a rebuild_group handler, or it failed"
+    dead = _dead(state)
+    return (
+        _why_not_the_job(state, dead)
+        or _why_not_the_evidence(incident, dead)
+        or _why_not_the_state(state, incident, dead)
+        or _why_no_seat(state, dead, alone=alone)
+    )
+
+
+def _why_not_the_job(state: RepairState, dead: set[Rank]) -> str:
     if not dead:
         return "no rank has died"
     if state.job.in_doubt or state.job.done or not state.job.complete:
         return "not every rank is known to train or to be dead"
+    return "a rank that lives cannot go on" if state.must_load or state.job.broken - dead else ""
+
+
+def _why_not_the_evidence(incident: Incident, dead: set[Rank]) -> str:
     for kind, found in incident.evidence.by_kind.items():
         for rank, evidence in found.items():
             if kind not in (*REPAIRABLE, m.FaultKind.SNAPSHOT) and not (kind in DEATHS and rank in dead):
                 return f"{evidence.text}; only deaths are mended so"
-    if state.must_load or state.job.broken - dead:
-        return "a rank that lives cannot go on"
+    return ""
+
+
+def _why_not_the_state(state: RepairState, incident: Incident, dead: set[Rank]) -> str:
     plan = state.decide(incident)
     if isinstance(plan, NoPlan) or not isinstance(state.replicas, Replicas):
         return "no version is whole"
+    if not plan.version:
+        return "no step was finished"
     if sources(state.replicas, dead, state.standing(incident, plan.version)) is None:
         return "what a lost rank held is on no other one"
-    return _why_no_seat(state, dead, alone=alone)
+    return ""
 
 
 def _why_no_seat(state: RepairState, dead: set[Rank], *, alone: bool) -> str:
@@ -122,26 +139,23 @@ def see_clearly(state: RepairState, *, seats: bool) -> Part:
 
 
 def _replace(state: RepairState, incident: Incident) -> Script:
-    dead, survivors = _dead(state), set(state.live)
+    dead, everybody = _dead(state), set(state.job.members)
     problem = yield from halt(state, incident, PURPOSE)
     if problem:
         return _failed(problem)
     state.job.seats.update(dead)
     state.outbox.record("seats_open", ranks=sorted(dead))
     way = yield state.everyone(RoundKind.MAKE_WAY, state.on_disk(), PURPOSE)
-    if not way.ok:
-        return _failed(way.words)
-    while not dead <= set(state.newcomers):
-        gone = (survivors | dead) - state.job.seats - state.job.live
-        if gone:
-            return _failed(f"rank {min(gone)} was lost meanwhile")
-        if state.job.broken & state.job.live:
-            return _failed("a rank that lives cannot go on")
+    while way.ok and not dead <= set(state.newcomers):
+        gone = everybody - state.job.seats - state.job.live
+        late = dead - set(state.newcomers)
+        if gone or state.job.broken & state.job.live:
+            return _failed(f"rank {min(gone or state.job.broken)} was lost meanwhile, or cannot go on")
         if state.now >= (state.until or 0.0):
-            return _failed(f"nobody has taken the seats of ranks {compact_ranks(dead - set(state.newcomers))} in time")
+            return _failed(f"nobody has taken the seats of ranks {compact_ranks(late)} in time")
         yield Pause(state.until or 0.0)
-    if state.job.broken or len(state.job.live) < len(state.job.members):
-        return _failed("a rank was lost meanwhile")
+    if not way.ok or state.job.broken or state.job.live != everybody:
+        return _failed(way.words or "a rank was lost meanwhile")
     return (yield from repair_in_process(state, incident))
 
 

@@ -40,10 +40,8 @@ def dump(state: RepairState, incident: Incident) -> Script:
     failures = 0
     while failures < FAILURES_MAX:
         plan = state.decide(incident)
-        if incident.saved and (isinstance(plan, NoPlan) or state.must_load):
-            return Ending(Outcome.SAVED, incident.saved, f"saved version {incident.saved}", PLACE)
-        if isinstance(plan, NoPlan):
-            return _not_saved(plan.reason)
+        if isinstance(plan, NoPlan) or (state.must_load and incident.saved):
+            return _saved_before(incident, plan.reason)
         if plan.version <= state.on_disk():
             text = f"version {state.on_disk()} is on disk already" if state.on_disk() else "no update had finished"
             return Ending(Outcome.SAVED, state.on_disk(), text, PLACE)
@@ -62,6 +60,13 @@ def dump(state: RepairState, incident: Incident) -> Script:
             incident.fail(first, text)  # the others' failures follow from it
             failures += 1
     return _not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
+
+
+def _saved_before(incident: Incident, reason: str) -> Ending:
+    """Nothing more can be saved; perhaps that was done already in this incident, and what came then has failed."""
+    if not incident.saved:
+        return _not_saved(reason)
+    return Ending(Outcome.SAVED, incident.saved, f"saved version {incident.saved}", PLACE)
 
 
 def _halts_first(state: RepairState) -> bool:
