@@ -17,6 +17,7 @@ from tests.cli.fake_clusterd import FakeClusterD
 from tests.cli.test_clusterd import agent
 from tests.compat import sharded_program
 from tests.e2e.harness import Job
+from ttp.compat.mindio.placing import tell_children
 
 MakeJob = Callable[..., Job]
 PROGRAM = Path(sharded_program.__file__)
@@ -42,7 +43,8 @@ def made(make_job: MakeJob, faults: list[dict[str, Any]], ranks: int = 4, **env:
     flags = ["--standalone", "--mindio"]
     settings: dict[str, Any] = {"script": PROGRAM, "ranks": ranks, "steps": STEPS, "max_restarts": 3, "flags": flags}
     job = make_job(faults=faults, **settings)
-    job.env = {"TTP_CONTINUITY": "warm", **env}
+    job.env = {"PYTHONPATH": str(job.directory), **env}  # the first entry counts as the script's own directory
+    tell_children(job.env)  # before there is a launcher: all ranks are forked
     return job
 
 

@@ -109,7 +109,7 @@ class Participant:
         self._processor = current.start_processor(self._env, layout, HandlerSource(), save_dir, self._prepare)
         self._session = current
         if self.rebooted:
-            self._seat.give_way(self._config.rescue_patience_s)
+            self._seat.take(self._env, self._config.rescue_patience_s / 2)
         self._say()
 
     def _prepare(self, processor: Processor) -> None:

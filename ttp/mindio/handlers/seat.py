@@ -11,7 +11,10 @@ import os
 import time
 from pathlib import Path
 
+from ttp.config import RankEnv
 from ttp.launch.again import Again
+
+LOOK_S = 0.002
 
 
 class Seat:
@@ -30,6 +33,22 @@ class Seat:
         """This process has nothing to lose, and may take so long until it begins an update."""
         self.gives_way = True
         self._files.mark(self._pid, time.monotonic() + within_s)
+
+    def take(self, env: RankEnv, within_s: float) -> None:
+        """This process has taken a seat. Waits for the launcher that has started it, which has other things to do yet.
+
+        Args:
+            env: who this rank is.
+            within_s: how long that, and everything until the first update, may take.
+        """
+        deadline_s = time.monotonic() + within_s
+        while self._is_awaited(env) and time.monotonic() < deadline_s:
+            time.sleep(LOOK_S)
+        self.give_way(deadline_s - time.monotonic())
+
+    def _is_awaited(self, env: RankEnv) -> bool:
+        told = self._files.next()
+        return told is not None and (told.launch, told.released) == (env.launch, False)
 
     def enter_launch(self) -> None:
         """Be a rank of the launch in which the newcomers are, for whoever makes process groups by the environment."""
