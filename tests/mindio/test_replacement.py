@@ -284,6 +284,15 @@ def test_a_manager_chooses_it_and_starts_the_process_itself(strategy: str) -> No
     assert heard(this)[-1] == ("result", 0, strategy)
 
 
+def test_a_job_that_is_soon_done_is_mended_too() -> None:
+    this = led()
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.settle()
+    this.goodbye(0, version=8)
+    this._take()
+    assert heard(this)[-1] == ("result", 0, "recover")
+
+
 @pytest.mark.parametrize("strategy", ["upgrade", "downgrade", "migration"])
 def test_what_else_is_refused_with_what_is_possible(strategy: str) -> None:
     this = led()
