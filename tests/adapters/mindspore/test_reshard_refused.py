@@ -13,22 +13,26 @@ import numpy as np
 import pytest
 
 from tests.adapters.mindspore.reshard_worlds import (
+    S4,
+    S8,
+    S8O,
     STRATEGIES,
+    TENSORS,
     Cut,
     assert_cut,
     load,
-    quiet,
     real_cuts,
-    real_tensors,
+    run,
     save,
     write_strategy,
 )
+from tests.damage import flip
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files import reshard_rank
 from ttp.mindspore_files.ckpt_writer import CkptWriter
-from ttp.mindspore_files.reshard import JOB_BYTES, Resharded, Wish, reshard
+from ttp.mindspore_files.reshard import JOB_BYTES
 from ttp.mindspore_files.reshard_fit import TargetTensor
 from ttp.mindspore_files.reshard_rank import blocks
 from ttp.store.digest import HashingFile, digest_file
@@ -39,13 +43,6 @@ with warnings.catch_warnings():
     import mindspore as ms
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
-
-TENSORS = real_tensors()
-S8, S8O, S4 = real_cuts((2, 4)), real_cuts((2, 4), opt=True), real_cuts((4,))
-
-
-def run(source: Path, target: Path, src: Path | None, dst: Path | None, **more: Any) -> Resharded:
-    return reshard(Wish(source, target, src, dst, **more), quiet)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +67,6 @@ def s8o(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def file_of(directory: Path, rank: int) -> Path:
     (file,) = (directory / f"rank_{rank}").glob("*.ckpt")
     return file
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def add_manifest(directory: Path, world_size: int = 8, version: int = 12) -> Path:
