@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.core.talk import PATIENCE
-from tests.mindio.handler_world import FOUR, REPLACED, SEAT, HandlerWorld, Kind, Trouble
+from tests.mindio.handler_world import FOUR, REPLACED, SEAT, FakeRank, HandlerWorld, Kind, Trouble
 from tests.mindio.test_handler_recovery import check
 from ttp.core import messages as m
 from ttp.core.controller.machine import ControllerMachine
@@ -68,6 +69,22 @@ def test_several_at_once_and_one_of_two_that_was_torn() -> None:
     assert this.kinds() == REPLACED
     ways = {r: a.way.name for r, a in this.acted(Kind.REPAIR).items()}
     assert ways == {0: "RECEIVE", 1: "RECEIVE", 2: "RECEIVE", 3: "SEND"}
+
+
+def test_a_newcomer_that_does_not_say_what_it_shares_holds_what_the_dead_held() -> None:
+    """MindSpore's client says it after a step."""
+    this = world({(Kind.MAKE_WAY, 1 + SEAT): "hang"})
+    this.starts = False
+    this.dies(1)
+    this.start(1)
+    this.streams[1] += 1000
+    this.ranks[1] = FakeRank(version=0, parked=False, out=True)
+    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    this.pump(this._take())
+    this._speak(1, replace(this.handlers(1), sets=()))
+    this._speak(1, rm.Ailing(Rank(1), rm.Ailment.JOINED, "", "here I am"))
+    this.settle()
+    assert this.kinds() == REPLACED and this.released == set()
 
 
 def test_a_newcomer_is_told_that_it_joins_and_nobody_else() -> None:

@@ -93,6 +93,8 @@ class RepairState:
         """A rank says what it can do."""
         known = self.said.get(report.rank)
         sets = tuple(self._sets.setdefault(group, group) for group in report.sets)
+        if known is not None and self.job.members[report.rank].seated:
+            sets = sets or known.sets  # some programs say it after a step, and a newcomer holds what the lost one held
         self.said[report.rank] = replace(report, sets=sets)
         if known is None or known.sets != sets:
             self._gathered = None
