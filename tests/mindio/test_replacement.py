@@ -17,7 +17,7 @@ from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.mindio.protocol import messages as rm
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
-from ttp.mindio.protocol.manager_messages import NoticeKind
+from ttp.mindio.protocol.manager_messages import ManagerLeft, NoticeKind
 
 
 def world(trouble: Trouble | None = None, sets: Any = FOUR, **handlers: Any) -> HandlerWorld:
@@ -129,6 +129,10 @@ def test_a_collective_that_breaks_without_a_death_ends_as_without() -> None:
     this.settle()
     assert this.kinds() == ["save", "rename"]
     ended_as_without(this)
+    this = world(recover=False)
+    this.ails(0, rm.Ailment.PEER)
+    this.settle()
+    assert this.kinds() == ["save", "rename"]
 
 
 def test_a_false_alarm_is_thawed() -> None:
@@ -223,8 +227,9 @@ def test_whatever_goes_wrong_meanwhile_what_was_saved_is_the_end(cases: list[Any
             ended_as_without(this)
 
 
-def test_the_time_for_all_of_it_is_half_of_what_is_left() -> None:
-    this = world({(Kind.MAKE_WAY, 1 + SEAT): "hang"})
+@pytest.mark.parametrize("trouble", [(Kind.MAKE_WAY, 1 + SEAT), (Kind.REBUILD, 0), (Kind.REPAIR, 1)])
+def test_the_time_for_all_of_it_is_half_of_what_is_left(trouble: tuple[Kind, int]) -> None:
+    this = world({trouble: "hang"})
     this.dies(1)
     this.settle()
     ended_as_without(this)
@@ -243,6 +248,7 @@ def test_a_second_death_while_the_newcomer_is_awaited() -> None:
     this.dies(2)
     this.settle()
     ended_as_without(this)
+    assert this.now < 5 + PATIENCE.exit_s  # nobody waits for the first one
 
 
 def test_another_controller_goes_on_with_a_newcomer_that_has_come() -> None:
@@ -250,7 +256,7 @@ def test_another_controller_goes_on_with_a_newcomer_that_has_come() -> None:
     this = world({(Kind.REBUILD, 0): "hang"})
     this.dies(1)
     this.start(1)
-    assert this.kinds()[-1] == "rebuild"
+    assert this.kinds()[-1] == "rebuild" and this.machine._rescue.program.invalid(Rank(1))
     old, incident = this.machine.job, this.id
     this.acts.clear()
     this.machine = ControllerMachine(PATIENCE, lambda n: f"j{n}", this.now, host="h", program=HandlerRecovery)
@@ -315,6 +321,26 @@ def test_what_else_is_refused_with_what_is_possible(strategy: str) -> None:
     this = led()
     this.say(NoticeKind.STRATEGY, strategy=strategy)
     assert heard(this)[-1] == ("result", 405, strategy)
+
+
+def test_it_is_tried_once_for_each_fault() -> None:
+    this = led({(Kind.MAKE_WAY, 1 + SEAT): "hang"})
+    this.starts = False
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.after(PATIENCE.rescue_s / 2)
+    this.pump(this._take())
+    assert heard(this)[-1] == ("result", 406, "recover")
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    assert heard(this)[-2:] == [("result", 406, "recover")] * 2
+    this = led({(Kind.REBUILD, 0): "fail"})
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.start(1)
+    assert heard(this)[-1] == ("result", 406, "recover")
+    this.event(ManagerLeft())
+    this.pump(this._take())
+    this.settle()
+    assert this.kinds().count("rebuild") == 1
+    ended_as_without(this)
 
 
 def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> None:

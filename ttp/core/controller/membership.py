@@ -242,8 +242,7 @@ class Membership:
     def takes_seat(self, hello: m.Hello) -> bool:
         """Whether a new process comes for a seat that is open."""
         known = self.members.get(hello.rank) if hello.rank in self.seats else None
-        another = known is not None and known.hello.nonce != hello.nonce
-        return another and not hello.incarnation and hello.run_id == self.run_id
+        return known is not None and known.hello.nonce != hello.nonce and not hello.incarnation
 
     def may_have_moved(self, hello: m.Hello) -> bool:
         """Whether a rank that was led by another controller meanwhile can be one of this job, or of its next launch.

@@ -59,7 +59,7 @@ class ReportResult(Protocol):
     """``callback(code, text, faults, strategy)``."""
 
     def __call__(self, code: int, text: str, faults: Faults, strategy: str, /) -> object:
-        """What came of a strategy: 0, or what is still possible (406 dump, 499 only exit)."""
+        """What came of a strategy: 0, or what is still possible (405 recover, 406 dump, 499 only exit)."""
 
 
 class Manager:
@@ -147,8 +147,8 @@ class Manager:
         return self._notify(NoticeKind.STRATEGY, {}, strategy=strategy, params=params)
 
     def prepare_action(self, action: str, fault_ranks: Mapping[int, int]) -> int:
-        """Other processes are to take the place of some ranks: that is not done here."""
-        log.error("prepare_action(%r): processes are not exchanged in a running job", action)
+        """Other processes are to take the place of some ranks that live: that is not done here."""
+        log.error("prepare_action(%r): processes that live are not exchanged in a running job", action)
         return ERROR
 
     def dump(self) -> int:

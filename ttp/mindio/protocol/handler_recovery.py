@@ -242,6 +242,8 @@ class HandlerRecovery(ProgramRecovery):
     def _alone(self, incident: Incident) -> Script:
         """Without a manager: repair what can be repaired, else save what can be saved."""
         state = self._state
+        if incident.id in state.tried:
+            return (yield from dump(state, incident))
         if replacement.wanted(state, incident):
             ending = yield from replacement.recover(state, incident, alone=not self._mailbox.present)
             if ending.outcome is Outcome.RESUMED:
