@@ -37,7 +37,7 @@ class DeadPages:
         self._lock = threading.Lock()
 
     def after(self, rank: int, pid: int) -> list[Mirror]:
-        """``rank``, process ``pid``, has died: the pages of all workers if it was the last one of this host. Never raises.
+        """``rank``, process ``pid``, has died: the pages of all workers if it was the last one here. Never raises.
 
         Of each rank the two newest versions: one of them is what its peers have reached.
         """
