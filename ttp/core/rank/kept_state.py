@@ -1,7 +1,7 @@
 """What becomes of the state that a rank still has when training goes on in its process. Pure.
 
-A rank that stood at the committed version when all stopped, and whose state is untouched since, has in memory what is in
-the checkpoint. It may go on with it, and give it to ranks that have not. In doubt the checkpoint is read.
+A rank that stood at the committed version when all stopped, and whose state is untouched since, has in memory what is
+in the checkpoint. It may go on with it, and give it to ranks that have not. In doubt the checkpoint is read.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def givers(layout: Layout, holders: Collection[Rank]) -> dict[Rank, Rank]:
         holders: ranks that have theirs.
     """
     found: dict[Rank, Rank] = {}
-    for rank in sorted(set(layout.ranks) - set(holders)):
+    for rank in sorted(set(map(Rank, range(layout.world_size))) - set(holders)):
         wanted = set(layout.shards_of(rank))
         able = [holder for holder in holders if wanted <= set(layout.shards_of(holder))]
         if able:
