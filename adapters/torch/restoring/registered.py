@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import os
 import random
 import sys
 import time
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from ttp.processor.continuing import KeptState
 
 log = logging.getLogger("ttp.adapters.torch")
+
+TRANSFER_BYTES = 100 << 20
+"""A smaller checkpoint that this host has just written is read as fast as another rank could send it."""
 
 
 class Restoring(abc.ABC):
@@ -116,7 +120,7 @@ class Restoring(abc.ABC):
         committed = Origin(manifest.version, manifest.incident)
         if kept is not None and (why := self._why_not(kept, committed, manifest, rank, world_size)):
             kept = None
-        if connected(world_size):
+        if connected(world_size) and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
             said = gather_bytes(b"1" if kept is not None else b"0")
             holders = [Rank(other) for other, word in enumerate(said) if word == b"1"]
             plan = givers(self.sharding(world_size).layout, holders)
@@ -233,6 +237,11 @@ class Restoring(abc.ABC):
             return world_size == manifest.world_size
         here = self.sharding(world_size).layout.groups.values()
         return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
+
+
+def several_hosts(world_size: int) -> bool:
+    """Whether not all ranks are on this host, as far as the launcher says: what others have written is not in memory."""
+    return os.environ.get("LOCAL_WORLD_SIZE", str(world_size)) != str(world_size)
 
 
 def reseed(version: int, rank: int) -> None:

@@ -38,7 +38,7 @@ def give(kept: Kept, to: int) -> None:
         found = [_bytes(tensors[index]) for index in pack]
         data = found[0] if len(found) == 1 else torch.cat(found)
         sent = dist.isend(data, to)
-        digest.update(memoryview(data.numpy()))
+        digest.update(_memory(data))
         assert sent is not None
         sent.wait()
     dist.send(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8), to)
@@ -65,7 +65,7 @@ def receive(source: int) -> Kept:
         direct = len(parts) == 1 and tensors[pack[0]].is_contiguous()
         data = parts[0] if direct else torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
         dist.recv(data, source)
-        digest.update(memoryview(data.numpy()))
+        digest.update(_memory(data))
         if not direct:
             for index, part in zip(pack, torch.split(data, [part.numel() for part in parts]), strict=True):
                 _fill(tensors[index], part)
@@ -115,6 +115,10 @@ def _packs(sizes: Sequence[int]) -> Iterator[list[int]]:
         total += size
     if pack:
         yield pack
+
+
+def _memory(data: Tensor) -> Any:
+    return data.numpy()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
