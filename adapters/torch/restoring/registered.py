@@ -240,7 +240,7 @@ class Restoring(abc.ABC):
 
 
 def several_hosts(world_size: int) -> bool:
-    """Whether not all ranks are on this host, as far as the launcher says: what others have written is not in memory."""
+    """Whether not all ranks are on this host, as far as the launcher says: what others wrote is in no memory here."""
     return os.environ.get("LOCAL_WORLD_SIZE", str(world_size)) != str(world_size)
 
 
