@@ -297,7 +297,7 @@ def sent_with_a_flipped_bit(directory: Path, rank: int) -> str:
             broken[1] ^= 1
             return stock(broken, to)
 
-        dist.isend = isend
+        transfer.dist.isend = isend  # type: ignore[assignment]
         transfer.give(some_state(), 1)
         return ""
     with pytest.raises(UnlikeError) as caught:
