@@ -108,6 +108,21 @@ def test_the_trainer_alone_resumes_from_the_directory_that_was_made(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_directory_that_cannot_be_completed_is_said_and_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ttp.adapters.frameworks.hf_directory import complete
+
+    (tmp_path / "optimizer.pt").mkdir()
+    kept = SimpleNamespace(state_dict=dict)
+    trainer = SimpleNamespace(args=SimpleNamespace(process_index=0, world_size=1), optimizer=kept, lr_scheduler=kept)
+    trainer.accelerator = SimpleNamespace(state=None)
+    complete(str(tmp_path), trainer)
+    assert f"the Trainer alone cannot resume from {tmp_path}" in caplog.text
+    assert (tmp_path / "scheduler.pt").exists() and (tmp_path / "rng_state.pth").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
 class TestRefused:
     """By all ranks, before the training begins."""
 
