@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.controller.test_service import frozen, save_whatever_is_asked
 from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.launch.relay import RELAYED, TO_KEY, RelayServer, port_of_relay
+from ttp.launch.relay import RELAYED, TO_KEY, RelayServer, relay_of
 from ttp.wire.channel import metadata
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -152,9 +153,9 @@ def test_without_the_token_the_relay_serves_nobody(controller: Controller, relay
 
 def test_a_relay_is_found_as_long_as_it_lives(tmp_path: Path) -> None:
     config = Config(token="secret", host="here")
-    assert port_of_relay(config, tmp_path) is None
+    assert relay_of(config, tmp_path) is None
     relay = RelayServer(config, tmp_path)
-    assert port_of_relay(config, tmp_path) == relay.port
-    assert port_of_relay(Config(token="secret", host="elsewhere"), tmp_path) is None
+    assert relay_of(config, tmp_path) == (relay.port, os.getpid())
+    assert relay_of(Config(token="secret", host="elsewhere"), tmp_path) is None
     relay.close()
-    assert port_of_relay(config, tmp_path) is None
+    assert relay_of(config, tmp_path) is None
