@@ -12,6 +12,8 @@ from ttp.core.layout import Rank
 from ttp.testing.scenario import Fault
 
 HOME, NEXT = Rank(0), Rank(2)
+LONG = 140
+"""Steps of a job that does not end meanwhile."""
 BUDGET_S = 3.6
 """From the silence to a durable checkpoint: two seconds of doubt, and the others may come up to a second later."""
 
@@ -48,7 +50,9 @@ def soak(seeds: range) -> Counter[str]:
         at = chance.uniform(0.6, 2.0)
         first = Fault("silence", at, HOME, lasts_s=chance.uniform(0.2, 3.2))
         more = [second_fault(chance, at) for _ in range(chance.randint(0, 2))]
-        played = play(seed, first, *more, shards=chance.choice((1, 2, 3)), steps=140, relays=seed % 3 == 0)  # it does not end
+        played = play(
+            seed, first, *more, shards=chance.choice((1, 2, 3)), steps=140, relays=seed % 3 == 0
+        )  # it does not end
         assert played.exits == [[0] * 6], f"seed {seed}: a healthy job was restarted"
         assert not played.when(r"\] released"), f"seed {seed}"
         seen += Counter(jobs=1, meanwhile=len(played.when(r"-m\] opened")), thaws=len(played.when(r"-m\] thawed")))

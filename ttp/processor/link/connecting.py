@@ -148,7 +148,7 @@ class ControllerLink:
                 "stream to the controller ended: %s",
                 reason,
             )
-        if reason.startswith("UNAUTHENTICATED") and self._joining.pending():
+        if reason.startswith(("UNAUTHENTICATED", "FAILED_PRECONDITION")) and self._joining.pending():
             self._joining.failed(
                 ConfigError(f"the controller at {self._env.master_addr}:{self._config.port}: {reason}")
             )
