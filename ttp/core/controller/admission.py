@@ -86,7 +86,9 @@ class Admission:
         incident = self._rescue.incident
         saving = incident is not None and incident.stage is not Stage.RELEASED and bool(self._job.live)
         newcomer = not hello.incarnation and hello.rank not in self._job.members
-        if saving and (newcomer or self._job.starts_incarnation(hello)):
+        relaunched = self._job.starts_incarnation(hello)
+        if incident is not None and saving and (newcomer or relaunched):
+            incident.overtaken |= relaunched
             return m.RefusalCode.BUSY, "the last incarnation of this job is still being saved; try again in a moment"
         return None
 
