@@ -139,6 +139,10 @@ class Continuing:
             return "wrap_optimizer() was called outside of train()"
         return self._refused or self._groups.why_not()
 
+    def refuse(self, why: str) -> None:
+        """This process is not to go on. Call it in train(), before the job is joined."""
+        self._refused = self._refused or why
+
     def out(self, problem: BaseException | None, processor: Processor, adapter: Any) -> NoReturn:
         """The training thread is out of train(): end what belongs to the old launch, and raise ``TrainAgain``.
 
