@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 
-PROTOCOL_MAJOR = 2
+PROTOCOL_MAJOR = 3
 PROTOCOL_MINOR = 0
 
 SEVERAL = Rank(-1)

@@ -1668,6 +1668,34 @@ class RelayOrders(google.protobuf.message.Message):
 global___RelayOrders = RelayOrders
 
 @typing.final
+class LookRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___LookRequest = LookRequest
+
+@typing.final
+class LookResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SILENT_S_FIELD_NUMBER: builtins.int
+    silent_s: builtins.float
+    """absent: that cannot be known"""
+    def __init__(
+        self,
+        *,
+        silent_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_silent_s", b"_silent_s", "silent_s", b"silent_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_silent_s", b"_silent_s", "silent_s", b"silent_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_silent_s", b"_silent_s"]) -> typing.Literal["silent_s"] | None: ...
+
+global___LookResponse = LookResponse
+
+@typing.final
 class GetStatusRequest(google.protobuf.message.Message):
     """--------------------------------------------------------------------------------------------- operators and launchers"""
 

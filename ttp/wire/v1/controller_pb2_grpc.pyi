@@ -85,6 +85,12 @@ class ControllerStub:
     ]
     """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
 
+    Look: grpc.UnaryUnaryMultiCallable[
+        ttp.wire.v1.controller_pb2.LookRequest,
+        ttp.wire.v1.controller_pb2.LookResponse,
+    ]
+    """Of a relay, which alone serves it: how long its host has heard nothing of the controller that `ttp-to` names."""
+
     GetStatus: grpc.UnaryUnaryMultiCallable[
         ttp.wire.v1.controller_pb2.GetStatusRequest,
         ttp.wire.v1.controller_pb2.GetStatusResponse,
@@ -127,6 +133,12 @@ class ControllerAsyncStub:
         ttp.wire.v1.controller_pb2.RelayOrders,
     ]
     """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
+
+    Look: grpc.aio.UnaryUnaryMultiCallable[
+        ttp.wire.v1.controller_pb2.LookRequest,
+        ttp.wire.v1.controller_pb2.LookResponse,
+    ]
+    """Of a relay, which alone serves it: how long its host has heard nothing of the controller that `ttp-to` names."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         ttp.wire.v1.controller_pb2.GetStatusRequest,
@@ -174,6 +186,14 @@ class ControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ttp.wire.v1.controller_pb2.RelayOrders], collections.abc.AsyncIterator[ttp.wire.v1.controller_pb2.RelayOrders]]:
         """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
+
+    @abc.abstractmethod
+    def Look(
+        self,
+        request: ttp.wire.v1.controller_pb2.LookRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ttp.wire.v1.controller_pb2.LookResponse, collections.abc.Awaitable[ttp.wire.v1.controller_pb2.LookResponse]]:
+        """Of a relay, which alone serves it: how long its host has heard nothing of the controller that `ttp-to` names."""
 
     @abc.abstractmethod
     def GetStatus(
