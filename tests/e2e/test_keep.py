@@ -192,7 +192,8 @@ def environ(process: psutil.Process) -> list[str]:
 def test_kills_at_any_moment(make_job: MakeJob, unbroken: Unbroken, seed: int) -> None:
     """Of one rank, and often of another while the first is being replaced, at any point of that."""
     rng = random.Random(seed)
-    job = make_job(ranks=3, steps=150, max_restarts=40, flags=KEEP, env={"JOB_STEP_S": "0.01"}).start()
+    env = {"JOB_STEP_S": "0.01"} | ({"JOB_TRANSFER": "1"} if seed % 2 else {})
+    job = make_job(ranks=3, steps=150, max_restarts=40, flags=KEEP, env=env).start()
     for version in range(8, 140, 12):
         job.wait_for_version(version)
         for pause_s in (rng.random() * 0.02, *([rng.random() * 0.6] if rng.random() < 0.6 else [])):

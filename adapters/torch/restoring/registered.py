@@ -99,15 +99,15 @@ class Restoring(abc.ABC):
         """
         began = time.monotonic()
         manifest = Manifest.load(checkpoint)
-        (kept, why), way = state.take(), "kept"
         try:
-            kept, way = self._brought(kept, why, manifest, rank, world_size)
+            kept, way = self._brought(*state.take(), manifest, rank, world_size)
             version = self._load(checkpoint, manifest, rank, world_size, protected=True, kept=kept)
         except UnlikeError as problem:
-            del kept
+            way = f"read from the checkpoint ({problem})"
+            kept = None
+        if kept is None:  # out of the block above, which holds on to what the error has passed through
             verify()
             version = self._load(checkpoint, manifest, rank, world_size, protected=True)
-            way = f"read from the checkpoint ({problem})"
         state.say(f"its state was {way}, in {time.monotonic() - began:.3f} s")
         return version
 

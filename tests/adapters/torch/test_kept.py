@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.adapters.torch.stub_processor import StubProcessor, join
+from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from tests.adapters.torch.worlds import run_world
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.restoring import transfer
@@ -20,6 +21,7 @@ from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Version
 from ttp.core.rank.kept_state import Origin
+from ttp.processor.continuing import KeptState
 from ttp.testing.digests import digest
 
 ORIGIN = Origin(Version(1), "incident")
@@ -228,6 +230,26 @@ def test_another_table_of_the_checkpoint_is_a_reason(make: Callable[..., Job]) -
         hand_over(job.adapter.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved()[1:])
 
 
+@pytest.mark.parametrize("unlike", ["another incident", "another model"])
+def test_what_is_not_handed_over_is_freed_before_the_checkpoint_is_read(
+    make: Callable[..., Job], tmp_path: Path, unlike: str
+) -> None:
+    job = make()
+    saved, state = save(job.adapter, job.processor, 1), KeptState()
+    state.keep(job.adapter, "y" if unlike == "another incident" else "x")
+    held = weakref.ref(state._kept.parameters["0.weight"])
+    if unlike == "another model":
+        state._kept.optimizer["0.weight"]["more"] = 1
+    freed = []
+    other = net()
+    adapter = TorchAdapter(
+        torch.optim.AdamW(other.parameters()), model=other, scheduler=None, extra_state=None, scaler=None
+    )
+    assert adapter.load_going_on(saved, 0, 1, state, lambda: freed.append(held() is None)) == 1
+    assert freed == [True] and "read from the checkpoint" in state.way
+    assert digest(other.state_dict()) == digest(job.model.state_dict())
+
+
 # ------------------------------------------------------------------------------------------------------------- transfer
 
 
@@ -275,7 +297,7 @@ def sent_with_a_flipped_bit(directory: Path, rank: int) -> str:
             broken[1] ^= 1
             return stock(broken, to)
 
-        dist.isend = isend
+        transfer.dist.isend = isend  # type: ignore[assignment]
         transfer.give(some_state(), 1)
         return ""
     with pytest.raises(UnlikeError) as caught:
