@@ -302,6 +302,7 @@ class LedOrder(Order):
 class Welcome(LedOrder):
     incarnation: int
     ttp_version: str
+    joins: bool = False  # it takes the seat of a rank that has died, in a job that goes on
 
 
 @dataclass(frozen=True, slots=True)

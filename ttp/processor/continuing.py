@@ -171,12 +171,7 @@ class Continuing:
         if self._old is not None and self._old() is not None:
             gc.collect()
         told = self._await(RankEnv.from_env().launch + 1)
-        os.environ.update(
-            TORCHELASTIC_RESTART_COUNT=str(told.launch),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            MASTER_ADDR=told.address,
-            MASTER_PORT=str(told.port),
-        )
+        os.environ.update(told.as_environment())
         self._next, self.releasing = told, False
 
     def _await(self, launch: int) -> NextLaunch:

@@ -63,6 +63,7 @@ class Processor:
     """
 
     incarnation = 0
+    joins = False  # this process has taken the seat of a rank that has died, in a job that goes on
     mark = 0
     """Point of the step that the training thread has passed; see ``Heartbeat``."""
     activity = ""
@@ -332,7 +333,8 @@ class Processor:
                 self._lease.drop()
             case act.NoteRing():
                 self._lease.writer.submit(lambda: self._link.note(action, self._machine.incarnation))
-            case act.Joined(incarnation, first):
+            case act.Joined(incarnation, first, joins):
+                self.joins |= joins
                 self._on_joined(incarnation, first)
             case act.Rejected(_, text):
                 self._joining.refused(text)

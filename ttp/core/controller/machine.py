@@ -370,6 +370,7 @@ class ControllerMachine:
 
     def _goodbye(self, member: Member, report: m.Goodbye) -> None:
         member.version = report.version
+        self._rescue.program.moved(report.version)
         if report.reason is not m.GoodbyeReason.DONE:
             member.left = True
         if report.reason is not m.GoodbyeReason.RELEASED:
