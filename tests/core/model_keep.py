@@ -67,8 +67,9 @@ class KeepModel(Model):
         state = start._replace(kills=0, breaks=0, takeovers=0, repeats=0).gone(0, None, keep=True)
         while not any(isinstance(order, m.Release) for orders in state.down for order in orders):
             state = next(after for _, after in self._moves(state, ()))
-        left = {"breaks": start.breaks, "takeovers": start.takeovers, "repeats": start.repeats}
-        return state._replace(kills=start.kills - 1, **left)
+        return state._replace(
+            kills=start.kills - 1, breaks=start.breaks, takeovers=start.takeovers, repeats=start.repeats
+        )
 
     def _hello(self, rank: int, launch: int = 0) -> m.Hello:
         hello, host = super()._hello(rank), f"h{self._host(rank)}"
@@ -255,7 +256,8 @@ class KeepModel(Model):
 
     def _check_end(self, state: State, path: Any) -> None:
         ends: Any = zip(state.processes, state.exits, strict=True)
-        self.outcomes.add(tuple("on" if process.launch and code is None else code for process, code in ends))
+        outcome: Any = tuple("on" if process.launch and code is None else code for process, code in ends)
+        self.outcomes.add(outcome)
         left = [r for r in range(self.world) if state.exits[r] is None]
         if any(state.exits) and left:
             raise Broken(f"K4: ranks {left} are never released {story(path)}")

@@ -53,7 +53,7 @@ def kill(rank: int, step: int, phase: str = "backward", **more: Any) -> dict[str
         pytest.param(2, False, [kill(3, 5), kill(1, 8), kill(0, 11)], id="one-rank-of-each-host-and-rank-0"),
         pytest.param(2, False, [kill(3, 5), kill(1, 5)], id="one-of-each-host-at-once", marks=pytest.mark.slow),
         pytest.param(1, False, [kill(1, 5), kill(0, 8)], id="every-rank-of-a-host", marks=pytest.mark.slow),
-        pytest.param(2, True, [kill(3, 5), kill(0, 8, "update")], id="static-rendezvous", marks=pytest.mark.slow),
+        pytest.param(2, True, [kill(3, 5), kill(0, 8, "in_step")], id="static-rendezvous", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_of_all_hosts_keep_their_processes(

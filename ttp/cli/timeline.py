@@ -9,7 +9,7 @@ from typing import Any
 
 from ttp.cli.incident_reader import IncidentLog, Line
 from ttp.cli.output import count_text, size_text
-from ttp.core.layout import compact_ranks
+from ttp.core.layout import compact_ranks, ranks_text
 
 Facts = Mapping[str, Any]
 
@@ -77,8 +77,7 @@ def _answer_text(line: Line) -> str:
 
 def _merged(group: list[Line]) -> tuple[Line, str]:
     ranks = {rank for line in group for rank in line.ranks}
-    name = "rank" if len(ranks) == 1 else "ranks"
-    return group[-1], f"{name} {compact_ranks(ranks)} {_answer_text(group[0])}"
+    return group[-1], f"{ranks_text(ranks)} {_answer_text(group[0])}"
 
 
 def _opened(f: Facts) -> str:
@@ -221,6 +220,8 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "round_over": _round_over,
     "mended": lambda f: f"{f.get('outcome')}, version {f.get('version')}: {f.get('text')}",
     "not_cured": lambda f: f"the ranks cannot go on: {f.get('text')}",
+    "not_recovered": lambda f: f"lost ranks were not replaced: {f.get('text')}",
+    "seats_open": lambda f: f"new processes may take the places of {ranks_text(f.get('ranks') or ())}",
     "not_curable": lambda f: f"nothing to repair in place: {_listed(_texts(f.get('evidence')))}",
     "manager_came": lambda f: "a manager decides what is done about faults",
     "manager_left": lambda f: "the manager is gone: this controller decides",

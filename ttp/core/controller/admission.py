@@ -59,8 +59,9 @@ class Admission:
         first = hello.rank not in self._job.members
         if known is not None and known.hello.host != hello.host:
             self._parts.silence.lost(hello.rank)  # on the host that it was on
-        self._job.join(connection, hello, now)
-        self._outbox.send(connection, m.Welcome(hello.rank, self._job.term, self._job.incarnation, hello.ttp_version))
+        joins = self._job.join(connection, hello, now).seated
+        job = self._job
+        self._outbox.send(connection, m.Welcome(hello.rank, job.term, job.incarnation, hello.ttp_version, joins))
         if first:  # one that comes back has not moved
             self._parts.hangs.observed((hello.rank,), hello.version, 0, hello.phase, "", now)
         self._parts.silence.joined(hello.rank, now)

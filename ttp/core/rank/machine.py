@@ -337,7 +337,7 @@ class ProcessorMachine:
         self._route.connected()
         self._note_ring()
         self._beat_at = now + self.timeouts.heartbeat_s
-        self._outbox.do(act.Joined(order.incarnation, first))
+        self._outbox.do(act.Joined(order.incarnation, first, order.joins))
         if self._view is not None and (self._undecided or self._state.version <= self._state.hello.base_version):
             self._outbox.report(self._view)  # others may still wait for the decision, and this controller may be new
         self._copies.repeat()
