@@ -239,13 +239,13 @@ class Session:
 
     def restore(self) -> int:
         """See ``ttp.restore``."""
-        from ttp.store.choice import check_chosen
+        from ttp.store.choice import check_chosen, checkpoint_bytes
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
         found, chosen = self._find()
         self._say_what_is_lost(found.candidates, chosen)
-        version = Version(0)
+        version, size = Version(0), 0
         if chosen.name:
             checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
             check_chosen(checkpoint, chosen, already_verified=chosen in found.verified)
@@ -253,9 +253,10 @@ class Session:
             version = self.adapter.load(checkpoint, rank, world_size, protected=self.processor is not None)
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
             if self.processor is not None:
+                size = checkpoint_bytes(checkpoint) if rank == 0 else 0
                 self.processor.tidy_after(checkpoint)
         if self.processor is not None:
-            self.processor.set_base_version(version)
+            self.processor.set_base_version(version, size)
         return int(version)
 
     def _share(self, directory: Path) -> Share:
