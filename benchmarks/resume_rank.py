@@ -1,6 +1,7 @@
 """A rank of ``benchmarks.resume``: trains until ``RESUME_DIR/over`` exists, and notes when it gets where.
 
-Usage: resume_rank.py MEGABYTES LAYOUT; the layout is ddp or hsdp. Lines of ``rank<n>`` are ``LAUNCH WORD SECONDS``.
+Usage: resume_rank.py MEGABYTES LAYOUT; the layout is ddp, compiled or hsdp. With RESUME_READ
+nobody keeps its state. Lines of ``rank<n>`` are ``LAUNCH WORD SECONDS``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 DIRECTORY, RANK = Path(os.environ["RESUME_DIR"]), int(os.environ["RANK"])
 
@@ -28,6 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import ttp  # noqa: E402
+from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
+from ttp.adapters.torch.restoring.kept import UnlikeError  # noqa: E402
 
 MOMENTS = 3
 """Copies of each weight that AdamW's state makes of a checkpoint, the weight included."""
@@ -41,7 +45,14 @@ def build(megabytes: float, layout: str) -> torch.nn.Module:
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh)
         return model
+    if layout == "compiled":
+        return torch.nn.parallel.DistributedDataParallel(torch.compile(model))  # type: ignore[arg-type,unused-ignore]
     return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def read(*_: Any) -> None:
+    """In the place of what keeps the state."""
+    raise UnlikeError("as wished")
 
 
 @ttp.ttp_to_persist
@@ -64,6 +75,8 @@ def train(megabytes: float, layout: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "RESUME_READ" in os.environ:
+        TorchAdapter.keep = read  # type: ignore[assignment,method-assign]
     dist.init_process_group("gloo")
     note("grouped")
     train(float(sys.argv[1]), sys.argv[2])

@@ -225,7 +225,7 @@ class _Server(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
     def server_bind(self) -> None:
         """Without the look-up of a name, which may hang, that ``http.server`` does here."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[0], self.server_address[1]
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -36,6 +36,7 @@ from ttp.wire.access import aio_guards, listening_address
 from ttp.wire.address import target
 from ttp.wire.channel import SERVER_OPTIONS
 from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, pages_from_wire, parse_report
+from ttp.wire.relay import PROTOCOL, mismatch
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 from ttp.wire.v1 import rounds_pb2_grpc
@@ -90,17 +91,26 @@ class ControllerService(rpc.ControllerServicer):
 
     async def Relay(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.RelayOrders]:
         """See the proto. Frames come in as bytes, see ``RawReports``."""
+        problem = mismatch(context.invocation_metadata(), f"the relay at {context.peer()}")
+        if problem:
+            log.warning("refused: %s", problem)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
         task = asyncio.current_task()
         assert task is not None
         link = RelayLink(self._driver, task.cancel, context.peer())
         reader = asyncio.create_task(link.read(request_iterator))
         try:
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata((PROTOCOL,))
             async for orders in link.orders():
                 yield orders
         finally:
             reader.cancel()
             link.close()
+
+    async def Look(self, request: pb.LookRequest, context: Any) -> pb.LookResponse:
+        """See the proto."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a controller, no relay")
+        raise AssertionError
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """See the proto."""

@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-FRAMEWORKS = ("accelerate", "deepspeed", "hf", "lightning", "titan")
+FRAMEWORKS = ("accelerate", "deepspeed", "hf", "lightning", "ray", "titan")
 """Modules that need a package of that kind; see docs/frameworks.md."""
 
 

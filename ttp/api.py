@@ -80,21 +80,24 @@ def _run_once(
     train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exit_on_bad_config: bool
 ) -> Any:
     current = session.current()
-    if not current.enabled or current.in_train:
+    if current.in_train:
         return train(*args, **kwargs)
-    current.in_train = True
+    known, current.in_train = current.adapter, True
     try:
+        if not current.enabled:
+            return train(*args, **kwargs)
         if (goes_on := continuing.current()) is not None:
             goes_on.enter()
         return _protected(current, train, args, kwargs)
     except UsageError as problem:
-        if not exit_on_bad_config:
+        if not (exit_on_bad_config and current.enabled):
             raise
         traceback.print_exc()  # where the program calls us is what has to be changed
         _leave_misconfigured(problem)
     finally:
         current.in_train = False
-        session.reset()
+        if current.enabled or current.adapter is not known:
+            session.reset()  # the next one trains something else
 
 
 def _begin_again() -> None:

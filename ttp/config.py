@@ -22,6 +22,7 @@ from ttp.launch.token_file import secret_in
 PREFIX = "TTP_"
 CONTINUITY_MODES = OFF, WARM, KEEP = "off", "warm", "keep"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+CONTROLLER_ADDR = "TTP_CONTROLLER_ADDR"
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"
 HCCL_WATCHDOG = "HCCL_ASYNC_ERROR_HANDLING"
@@ -73,8 +74,11 @@ def _switch(text: str) -> bool:
     return text.strip().lower() in ("on", "1")
 
 
-def _count(text: str) -> int:
-    return int(_within(text, int, 1, COUNT_MAX, "a whole number of at least 1 is wanted"))
+def _whole(least: int) -> Callable[[str], int]:
+    return lambda text: int(_within(text, int, least, COUNT_MAX, f"a whole number of at least {least} is wanted"))
+
+
+_count, _natural = _whole(1), _whole(0)
 
 
 def saved_exit_code(text: str) -> int:
@@ -90,10 +94,6 @@ def saved_exit_code(text: str) -> int:
     return value
 
 
-def _natural(text: str) -> int:
-    return int(_within(text, int, 0, COUNT_MAX, "a whole number of at least 0 is wanted"))
-
-
 def _name(text: str) -> str:
     """A path, a host: it travels in messages, and is shown."""
     if len(text) > NAME_MAX or not text.isprintable():
@@ -106,12 +106,8 @@ def _stripes(text: str) -> int:
     word = text.strip().lower()
     if word in ("auto", "off"):
         return AUTO if word == "auto" else WHOLE
-    try:
-        value = int(word)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= PARTS_ASKED_MAX:
-        raise ValueError(f"auto, off or a number of parts up to {PARTS_ASKED_MAX} is wanted")
+    wanted = f"auto, off or a number of parts up to {PARTS_ASKED_MAX} is wanted"
+    value = int(_within(word, int, 0, PARTS_ASKED_MAX, wanted))
     return WHOLE if value == 1 else value
 
 
@@ -272,6 +268,9 @@ class Config:
     address: str = _setting("TTP_ADDRESS", _name, "")
     """Address of this host as other hosts reach it; empty: that of the interface towards MASTER_ADDR."""
 
+    controller_addr: str = _setting(CONTROLLER_ADDR, _name, "")
+    """Host of the controller, where that is not the one of MASTER_ADDR: ``RankEnv.master_addr`` is this one then."""
+
     standbys: int = _setting("TTP_STANDBYS", _natural, 2)
     """Controllers that stand by on other hosts, to take over when the first one or its host is lost."""
 
@@ -364,8 +363,8 @@ class RankEnv:
             raise ConfigError(f"WORLD_SIZE={world_size} is more than the {WORLD_SIZE_MAX} ranks that can be")
         if not 0 <= rank < world_size:
             raise ConfigError(f"RANK={rank} is not in 0..{world_size - 1} (WORLD_SIZE={world_size})")
-        address = environ.get("MASTER_ADDR")
-        if not address:
+        home = CONTROLLER_ADDR if environ.get(CONTROLLER_ADDR) else "MASTER_ADDR"
+        if not environ.get(home):
             raise ConfigError(
                 "TTP_PORT is set but MASTER_ADDR is not: start the job with `ttp run` or torchrun, or set it to the "
                 "address of rank 0's host"
@@ -374,7 +373,7 @@ class RankEnv:
             rank=rank,
             world_size=world_size,
             local_rank=_of_launcher(environ, "LOCAL_RANK", _natural, "0"),
-            master_addr=_of_launcher(environ, "MASTER_ADDR", _name, ""),
+            master_addr=_of_launcher(environ, home, _name, ""),
             run_id=_of_launcher(environ, "TORCHELASTIC_RUN_ID", _name, "none"),
             launch=_of_launcher(environ, "TORCHELASTIC_RESTART_COUNT", _natural, "0"),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version
@@ -239,7 +240,7 @@ class Session:
 
     def restore(self) -> int:
         """See ``ttp.restore``."""
-        from ttp.store.choice import check_chosen, checkpoint_bytes
+        from ttp.store.choice import checkpoint_bytes
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
@@ -248,16 +249,32 @@ class Session:
         version, size = Version(0), 0
         if chosen.name:
             checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
-            check_chosen(checkpoint, chosen, already_verified=chosen in found.verified)
-            rank, world_size = self._place()
-            version = self.adapter.load(checkpoint, rank, world_size, protected=self.processor is not None)
+            version = self._load(checkpoint, chosen, verified=chosen in found.verified)
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
-            if self.processor is not None:
-                size = checkpoint_bytes(checkpoint) if rank == 0 else 0
-                self.processor.tidy_after(checkpoint)
+            size = checkpoint_bytes(checkpoint) if self._place()[0] == 0 else 0
         if self.processor is not None:
             self.processor.set_base_version(version, size)
         return int(version)
+
+    def _load(self, checkpoint: Path, chosen: Candidate, *, verified: bool) -> Version:
+        """Where survivors go on in their processes only those verify it who read it."""
+        from ttp.store.choice import check_chosen
+
+        adapter: Any = self.adapter
+        (rank, world_size), goes_on = self._place(), self._goes_on()
+        check_chosen(checkpoint, chosen, already_verified=verified or goes_on is not None)
+        if goes_on is not None:
+            verify = functools.partial(check_chosen, checkpoint, chosen, already_verified=False)
+            return Version(adapter.load_going_on(checkpoint, rank, world_size, goes_on.state, verify))
+        version = Version(adapter.load(checkpoint, rank, world_size, protected=self.processor is not None))
+        if self.processor is not None:
+            self.processor.tidy_after(checkpoint)
+        return version
+
+    def _goes_on(self) -> continuing.Continuing | None:
+        """Where survivors go on in their processes; then all ranks of the launch know it."""
+        found = continuing.current() if hasattr(self.adapter, "load_going_on") and self.processor is not None else None
+        return found if found is not None and found.runs else None
 
     def _share(self, directory: Path) -> Share:
         """This rank's share of the pieces to read. Without a controller all: nobody compares what was read."""
@@ -321,7 +338,8 @@ class Session:
         from ttp.store.choice import look_back
 
         assert self.save_dir is not None
-        found = look_back(self.save_dir, self.fallback_dir, share, older=older)
+        later = self._goes_on() is not None
+        found = look_back(self.save_dir, self.fallback_dir, share, older=older, later=later)
         for reason in found.skipped:
             if told is None or reason not in told.skipped:
                 log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)

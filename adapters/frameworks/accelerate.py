@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ttp import api
-from ttp.adapters.frameworks.versions import numbers, require
+from ttp.adapters.frameworks.versions import TORCHDATA, begins_once, numbers, require
 from ttp.errors import ConfigError
 
 TESTED = ("1.13", "1.15")
@@ -69,6 +69,7 @@ def protect(
             f"loaders of accelerate {_accelerate.__version__} say a wrong place on several processes (mended in 1.13): "
             "install a newer one, or use_stateful_dataloader=False"
         )
+    begins_once("Accelerate")
     extra = _registered(accelerator)
     extra |= {f"loader {number}": _Place(each) for number, each in enumerate(loaders) if _keeps_its_place(each)}
     if extra_state is not None:
@@ -121,6 +122,7 @@ class _Place:
     """A prepared loader's place: its own, and the number of the epoch, by which its sampler shuffles."""
 
     def __init__(self, loader: Any) -> None:
+        require("torchdata", "accelerate", TORCHDATA, extra="torchdata")
         self._loader = loader
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,11 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ttp import api
-from ttp.adapters.frameworks.versions import require
+from ttp.adapters.frameworks.versions import begins_once, require
 from ttp.adapters.torch.sharding.fsdp1 import FlatPiece
 from ttp.errors import ConfigError
 
 TESTED = ("0.19", "0.19")
+
+require("deepspeed", "deepspeed", TESTED)
+
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Of the loss: fp16."""
@@ -46,7 +49,6 @@ def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: A
     Raises:
         ConfigError: this engine has not been tried.
     """
-    require("deepspeed", "deepspeed", TESTED)
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     partitions = getattr(optimizer, "single_partition_of_fp32_groups", None)
     if stage > 2 or (stage and partitions is None) or getattr(optimizer, "cpu_offload", False):
@@ -60,6 +62,7 @@ def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: A
         raise ConfigError("round_robin_gradients lets the order of weights depend on the number of ranks: leave it out")
     inner = optimizer.optimizer if stage else optimizer
     model = engine.module if partitions is None else _Partitions(optimizer, engine.module)
+    begins_once("DeepSpeed")
     counts = _Counts(engine)
     extra = extra_state if isinstance(extra_state, dict) or extra_state is None else {"extra_state": extra_state}
     api.wrap_optimizer(
@@ -111,13 +114,19 @@ class _Partitions(nn.Module):
         optimizer = self._optimizer
         for number, partition in enumerate(optimizer.single_partition_of_fp32_groups):
             group = optimizer.real_dp_process_group[number]
-            whole = (
-                optimizer.round_robin_bit16_offsets[number][-1] + optimizer.round_robin_bit16_meta[number][-1].numel()
-            )
+            whole = _length(optimizer, number)
             start = min(dist.get_rank(group) * partition.numel(), whole)
             count = min(partition.numel(), whole - start)
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
             yield _Stretch(partition, None, (whole,), start, 0, count, ranks)
+
+
+def _length(optimizer: Any, number: int) -> int:
+    """Of the flat tensor of a group, without the padding behind it; before 0.19 there is none inside of it."""
+    weights, offsets = optimizer.round_robin_bit16_meta[number], getattr(optimizer, "round_robin_bit16_offsets", None)
+    if offsets is None:
+        return sum(each.numel() for each in weights)
+    return int(offsets[number][-1] + weights[-1].numel())
 
 
 class _Stretch(FlatPiece):

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from ttp import api, session
-from ttp.adapters.frameworks.accelerate import protect
 from ttp.adapters.frameworks.hf_directory import choose, complete, complete_shards, fsdp_plugin
-from ttp.adapters.frameworks.versions import numbers, require
+from ttp.adapters.frameworks.versions import names_of, numbers, require
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.errors import ConfigError, RestoreError, UsageError
@@ -37,8 +36,11 @@ from ttp.store.encoding import decode, encode
 TESTED = ("4.57", "5.23")
 
 _transformers = require("transformers", "hf", TESTED)
-from transformers import TrainerCallback  # noqa: E402
-from transformers.trainer_callback import ExportableState  # noqa: E402
+with names_of("transformers", TESTED):
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+from ttp.adapters.frameworks.accelerate import protect  # noqa: E402 # with neither, the extra to install is this one
 
 log = logging.getLogger("ttp.adapters.frameworks")
 

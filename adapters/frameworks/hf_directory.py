@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import shutil
 from contextlib import suppress
@@ -20,6 +21,8 @@ from ttp.errors import CheckpointError
 from ttp.store.choice import look_back
 from ttp.store.encoding import decode
 from ttp.store.manifest import Manifest
+
+log = logging.getLogger("ttp.adapters.frameworks")
 
 NAME = "ttp.hf"
 """Of the extra state."""
@@ -76,6 +79,8 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
     place = checkpoint.parent / "trainer"
     final, draft = place / f"checkpoint-{facts['step']}", place / ".new"
     shutil.rmtree(draft, ignore_errors=True)
+    for old in place.glob("checkpoint-*"):
+        shutil.rmtree(old, ignore_errors=True)  # first: there may not be room for two
     draft.mkdir(parents=True)
     if fsdp_plugin(trainer) is None:
         _write_model(trainer, draft, _model(checkpoint))
@@ -84,8 +89,6 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
     (draft / "trainer_state.json").write_text(
         json.dumps(_trainer_state(facts), indent=2, sort_keys=True, default=float)
     )
-    for old in place.glob("checkpoint-*"):
-        shutil.rmtree(old, ignore_errors=True)
     draft.rename(final)
     return final
 
@@ -142,7 +145,8 @@ def _trainer_state(facts: dict[str, Any]) -> dict[str, Any]:
 def complete(directory: str, trainer: Any) -> None:
     """What the Trainer alone would resume from beside model and state. ttp has brought it to this process already.
 
-    The random streams of each process are read by the Trainer where it begins to train.
+    The random streams of each process are read by the Trainer where it begins to train. The rest is larger, and a full
+    disk is no reason not to train: it is said.
     """
     args, scaler = trainer.args, getattr(trainer.accelerator, "scaler", None)
     states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
@@ -156,7 +160,16 @@ def complete(directory: str, trainer: Any) -> None:
         named |= {} if fsdp_plugin(trainer) is not None else {"optimizer.pt": trainer.optimizer}
         for name, kept in named.items():
             if kept is not None:
-                torch.save(kept.state_dict(), Path(directory) / name)
+                _save(kept.state_dict(), Path(directory) / name)
+
+
+def _save(state: Any, path: Path) -> None:
+    try:
+        torch.save(state, path)
+    except Exception as problem:
+        log.warning("the Trainer alone cannot resume from %s: %s", path.parent, problem)
+        with suppress(OSError):
+            path.unlink()
 
 
 def complete_shards(directory: str, trainer: Any) -> None:

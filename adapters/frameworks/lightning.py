@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ttp import api, session
-from ttp.adapters.frameworks.versions import require
+from ttp.adapters.frameworks.versions import begins_once, names_of, require
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.errors import ConfigError, RestoreError, UsageError
@@ -27,19 +27,15 @@ from ttp.store.encoding import decode, encode
 TESTED = ("2.5", "2.6")
 
 require("lightning", "lightning", TESTED)
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch import __version__ as _version  # noqa: E402
-from lightning.pytorch.plugins import TorchCheckpointIO  # noqa: E402
-from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
-from lightning.pytorch.strategies import (  # noqa: E402
-    DDPStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
-from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
+with names_of("lightning", TESTED):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import __version__ as _version
+    from lightning.pytorch.plugins import TorchCheckpointIO
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from ttp.adapters.frameworks.lightning_loops import EpochStart, Loops, cluster_environment  # noqa: E402
+    from ttp.adapters.frameworks.lightning_loops import EpochStart, Loops, cluster_environment
 
 log = logging.getLogger("ttp.adapters.frameworks")
 
@@ -136,6 +132,7 @@ class TtpCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the job; restore."""
         _refuse_file(trainer.ckpt_path)
+        begins_once("Lightning")
         several = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
         self._ends_with_batch = several or bool(self._settings.get("buddy"))  # a copy is of the end of a version
         self._state = state = LightningState(trainer)

@@ -3,8 +3,9 @@
 When a worker dies, Ray ends the others at once. The callback switches ttp on in each worker, and has Ray wait while
 the job saves. The function that is trained protects itself as everywhere: ``wrap_optimizer`` and ``restore``.
 
-Ray calls its hooks in the process of its own controller, not in that of the program. They are Ray's interface for
-developers (``ray.train.v2._internal.execution.callback``), seen in 2.60.
+Ray calls its hooks in the process of its own controller, on the host of the program that has called ``fit()``. The
+controller of ttp is started from there: it outlives all workers, and the node of any of them. They are Ray's interface
+for developers (``ray.train.v2._internal.execution.callback``), seen in 2.60.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttp.adapters.frameworks.versions import require
+from ttp.adapters.frameworks.versions import names_of, require
+from ttp.config import CONTROLLER_ADDR, Config
 from ttp.core.controller.job_verdict import FRUITLESS_MAX
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, ConfigError, TtpError
+from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.ports import hold_port
 from ttp.launch.ring import ask_everybody, reigning
 from ttp.store.history import fruitless, read_launches
 from ttp.wire.address import target
 
-require("ray", "ray", ("2.60", "2.60"))
+TESTED = ("2.60", "2.60")
 
-import ray  # noqa: E402
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback  # noqa: E402
+ray = require("ray", "ray", TESTED)
+with names_of("ray", TESTED):
+    from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.worker_group import WorkerGroup, WorkerGroupContext
@@ -42,8 +46,6 @@ LOOK_S = 0.1
 UNHEARD = 5
 """How often nobody answers before it is believed that no controller is left."""
 ANSWER_S = 5.0
-PATIENCE_S = 360.0
-"""As ``TTP_OT``."""
 
 
 class TtpCallback(WorkerGroupCallback, ControllerCallback):
@@ -56,7 +58,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         settings: variables of ttp for every worker, such as ``{"TTP_OT": "600"}``.
 
     Raises:
-        ConfigError: a setting is none of ttp.
+        ConfigError: a setting is none of ttp, or wrong.
     """
 
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
@@ -64,7 +66,8 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         if foreign := sorted(name for name in self._settings if not name.startswith("TTP_")):
             raise ConfigError(f"settings of ttp begin with TTP_; {', '.join(foreign)} cannot be given here")
         self._settings.setdefault("TTP_TOKEN", secrets.token_hex(16))
-        self._patience_s = float(self._settings.get("TTP_OT", PATIENCE_S))
+        self._patience_s = Config.from_env(self._settings).rescue_patience_s
+        self._keeper: ControllerKeeper | None = None
         self._around: tuple[str, ...] = ()
         self._launch = -1
         self._save_dir = ""
@@ -73,16 +76,12 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
     # ------------------------------------------------------------------------------------------------- called by Ray
 
     def after_worker_group_start(self, worker_group: WorkerGroup) -> None:
-        """Switch ttp on in all workers. Their ranks and ``MASTER_ADDR`` are set by now, by Ray's backend for torch."""
+        """Switch ttp on in all workers. Their ranks are set by now, by Ray's backend for torch."""
         self._launch += 1
-        port = int(self._settings.get("TTP_PORT") or worker_group.execute_single(0, _free_port))
-        words = self._settings | {
-            "TTP_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": self._run,
-            "TORCHELASTIC_RESTART_COUNT": str(self._launch),
-        }
-        homes = worker_group.execute(_switch_on, words)
-        self._around = (target(homes[0], port),)
+        self._keep_controller()
+        words = {"TORCHELASTIC_RUN_ID": self._run, "TORCHELASTIC_RESTART_COUNT": str(self._launch)}
+        worker_group.execute(_switch_on, self._settings | words)
+        self._around = (target(self._settings[CONTROLLER_ADDR], int(self._settings["TTP_PORT"])),)
 
     @contextlib.contextmanager
     def on_worker_group_shutdown(self) -> Iterator[None]:
@@ -113,7 +112,23 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         ranks = sorted({rank for ranks in info.preempted_node_to_ranks.values() for rank in ranks})
         self._tell(ranks, "Ray drains its node")
 
+    def after_controller_finish(self, result: Any) -> None:
+        """The training is over."""
+        if self._keeper is not None:
+            self._keeper.stop()
+
     # ------------------------------------------------------------------------------------------------------- private
+
+    def _keep_controller(self) -> None:
+        """One of ttp serves on this host, with the settings that the workers get; if it dies, another one does."""
+        if self._keeper is None:
+            self._settings.setdefault(CONTROLLER_ADDR, str(ray.util.get_node_ip_address()))
+            with hold_port() as port:
+                self._settings.setdefault("TTP_PORT", str(port.getsockname()[1]))
+                config = Config.from_env(self._settings)
+                os.environ.update({name: value for name, value in self._settings.items() if name != "TTP_PORT"})
+                self._keeper = ControllerKeeper(config, config.resolved_run_dir())
+                self._keeper.start(config.controller_addr)
 
     def _hold(self) -> None:
         """Return when nobody saves any more; at the latest after ``TTP_OT``."""
@@ -188,17 +203,6 @@ def hopeless(save_dir: Path, run_id: str) -> str:
     return last.text if last.code == EXIT_BAD_CONFIG or (last.code == EXIT_NOT_SAVED and in_vain) else ""
 
 
-# ------------------------------------------------------------------------------------------------- run in the workers
-
-
-def _free_port() -> int:
-    with hold_port() as port:
-        return int(port.getsockname()[1])
-
-
-def _switch_on(words: dict[str, str]) -> str:
-    """Set the variables, and say where rank 0 is."""
-    if "MASTER_ADDR" not in os.environ:
-        os.environ["MASTER_ADDR"] = str(ray.util.get_node_ip_address())
+def _switch_on(words: dict[str, str]) -> None:
+    """Run in a worker."""
     os.environ.update(words)
-    return os.environ["MASTER_ADDR"]

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttp import api
-from ttp.adapters.frameworks.versions import require
+from ttp.adapters.frameworks.versions import begins_once, names_of, require
 from ttp.errors import ConfigError
 
 TESTED = ("0.3", "0.3")
 
-require("torchtitan", "titan", TESTED)
-from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
+require("torchtitan", "titan", TESTED, extra="torchtitan")
+with names_of("torchtitan", TESTED):
+    from torchtitan.components.checkpointer import CheckpointManager
 
 
 class TtpCheckpointManager(CheckpointManager):
@@ -75,6 +76,7 @@ class TtpCheckpointManager(CheckpointManager):
         """
         model, optimizers, schedulers = self._parts
         config = self._config
+        begins_once("torchtitan")
         api.wrap_optimizer(
             optimizers,
             model=model,

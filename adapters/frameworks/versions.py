@@ -2,45 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from ttp.errors import ConfigError
+from ttp.processor import continuing
 
 log = logging.getLogger("ttp.adapters.frameworks")
 
+TORCHDATA = ("0.8", "0.11")
+"""Of its ``StatefulDataLoader``, which is given to ttp as it is."""
 
-def require(package: str, extra: str, tested: tuple[str, str]) -> Any:
+
+def require(package: str, module: str, tested: tuple[str, str], *, extra: str = "") -> Any:
     """Import a framework.
 
     Args:
         package: its name.
-        extra: of ttp, that installs it.
+        module: of ttp, that needs it.
         tested: the oldest and the newest version that ttp was tried with. Another one is warned of.
+        extra: of ttp, that installs it; empty: it is called as the module is.
 
     Raises:
         ConfigError: it is not installed.
     """
     try:
-        module = importlib.import_module(package)
+        found = importlib.import_module(package)
     except ImportError as problem:
-        raise ConfigError(
-            f"ttp.{extra} needs {package}, which cannot be imported ({problem}): pip install 'ttp-ft[{extra}]'"
-        ) from problem
-    version, (oldest, newest) = str(getattr(module, "__version__", "0")), tested
+        install = f"pip install 'ttp-ft[{extra or module}]'"
+        raise ConfigError(f"ttp.{module} needs {package}, which cannot be imported ({problem}): {install}") from problem
+    version, (oldest, newest) = _version(package), tested
     if not numbers(oldest) <= numbers(version) <= numbers(newest):
         log.warning(
             "%s %s is none of the versions that ttp.%s was tested with (%s to %s): see with ttp.testing.kit that a "
             "killed rank of yours comes back",
             package,
             version,
-            extra,
+            module,
             oldest,
             newest,
         )
-    return module
+    return found
+
+
+@contextlib.contextmanager
+def names_of(package: str, tested: tuple[str, str]) -> Iterator[None]:
+    """Around the imports of what is used of it: not all of that is in every version.
+
+    Raises:
+        ConfigError: something is not.
+    """
+    try:
+        yield
+    except ImportError as problem:
+        oldest, newest = tested
+        raise ConfigError(
+            f"{package} {_version(package)} has not what ttp needs ({problem}). It was tested with {oldest} to {newest}"
+        ) from problem
+
+
+def begins_once(framework: str) -> None:
+    """Objects of the framework count on, and hold process groups, where train() is called again in the same process."""
+    if (goes_on := continuing.current()) is not None:
+        goes_on.refuse(f"{framework} begins a training once in a process")
+
+
+def _version(package: str) -> str:
+    return str(getattr(importlib.import_module(package), "__version__", "0"))
 
 
 def numbers(version: str) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from ttp.adapters.torch.loop.unwrap_optimizer import (
     turn_takers,
     unwrap_optimizer,
 )
+from ttp.adapters.torch.restoring.kept import Kept
 from ttp.adapters.torch.restoring.registered import Restoring
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.trial import Trial, try_before_training
@@ -299,6 +300,10 @@ class TorchAdapter(Restoring):
     def _gradient_final(self) -> None:
         assert self._processor is not None
         self._source.reduced.record(self._processor.gate.version + 1)
+
+    def keep(self, incident: str) -> Kept:
+        """See ``TorchSource.keep``."""
+        return self._source.keep(incident)
 
     @property
     def capture(self) -> LocalCapture:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
+from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, JobState
@@ -37,6 +38,7 @@ from ttp.core import stripes
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
+from ttp.core.rank.kept_state import Look, Origin, why_not_kept
 from ttp.errors import CheckpointError
 from ttp.processor.local_state.local_piece import Pages, write_local_piece
 from ttp.processor.source import MovedError
@@ -86,6 +88,7 @@ class TorchSource(Standing):
         self._copying = threading.Lock()
         self._inspector: Inspector | None = None
         self.sharding: Sharding | None = None
+        self.stopped: Look | None = None  # the state when it was compared with other replicas last
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
         self.post_step: PostStepState | None = None
         self.buckets: LayoutWatch | None = None
@@ -119,16 +122,36 @@ class TorchSource(Standing):
         if self._processor is None or self.sharding is None:
             return (), ()
         shards = self._processor.layout.shards_of(Rank(self._processor.env.rank))
+        self.stopped = None
         try:
             listed = self._leaves(shards)
             sizes = [sum(leaf.tensor.nbytes for leaf in leaves) for leaves in listed]
+            marks = _marks(listed)
             found = [self._look(leaves, version) for leaves in listed]
         except Exception as problem:
             log.warning("version %s was not compared with other replicas: %s", version, problem)
             return tuple(ShardDigest(shard, "") for shard in shards), ()
+        self.stopped = Look(version, tuple(seen.digest for seen in found), marks)
         bad = dict.fromkeys(name for seen in found for name in seen.bad)
         looks = tuple(map(ShardDigest, shards, (seen.digest for seen in found), sizes))
         return looks, tuple(bad)
+
+    def keep(self, incident: str) -> Kept:
+        """References to the state, for the same rank when it goes on. For the training thread, out of its loop.
+
+        Raises:
+            UnlikeError: it may not be what was saved in that incident, or cannot be kept; the text says why.
+        """
+        assert self._processor is not None and self.sharding is not None
+        now, stopped = self._processor.gate.state(), self.stopped
+        if self._extra.modules or self._capture.problem or self.on_device:
+            raise UnlikeError("extra_state holds modules, or some of the state of this rank cannot be captured")
+        self.inspect(now.version)
+        if self.stopped is None:
+            raise UnlikeError("it cannot be read")
+        if reason := why_not_kept(stopped, self.stopped, now.version, now.phase):
+            raise UnlikeError(reason)
+        return keep(Origin(now.version, incident), self._names, self._optimizer)
 
     def _look(self, leaves: list[ComparedTensor], version: Version) -> Findings:
         return Findings("", ()) if self._inspector is None else self._inspector.look(leaves, version)
@@ -313,6 +336,12 @@ class TorchSource(Standing):
         assert self._copier is not None
         with self._copying:  # a save, and one that was left behind or a second copy that is given up
             return next(self._copier.copy_to_host([tensor]))
+
+
+def _marks(listed: Sequence[Sequence[ComparedTensor]]) -> tuple[Hashable, ...]:
+    """What tells that a tensor is the one that it was, and was not written to."""
+    found = (leaf for leaves in listed for leaf in leaves)
+    return tuple((leaf.name, leaf.tensor.data_ptr(), leaf.tensor.shape, leaf.tensor._version) for leaf in found)
 
 
 def _module_state(module: nn.Module, image: Image | None) -> dict[str, Any]:

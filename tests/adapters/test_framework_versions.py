@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import ttp
 from ttp.adapters.frameworks.versions import require
 from ttp.errors import ConfigError
+
+PACKAGES = {"hf": "transformers", "titan": "torchtitan"}
+"""Of modules that are called otherwise."""
 
 
 def test_one_that_is_missing_is_an_extra_to_install() -> None:
@@ -24,3 +33,62 @@ def test_a_version_that_was_not_tried_is_a_warning(
     with caplog.at_level(logging.WARNING):
         assert require("pytest", "hf", tested) is pytest
     assert (f"was tested with ({tested[0]} to {tested[1]})" in caplog.text) is warned
+
+
+@pytest.fixture(params=ttp.FRAMEWORKS)
+def module(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of one that is not imported, whose package is not there."""
+    if importlib.util.find_spec(PACKAGES.get(request.param, request.param)):
+        pytest.skip("it is installed here")
+    yield request.param
+    for name in [name for name in sys.modules if name.startswith("ttp.adapters.frameworks.")]:
+        if not name.endswith("versions"):
+            del sys.modules[name]
+
+
+def test_each_module_names_an_extra_that_there_is(module: str) -> None:
+    with pytest.raises(ConfigError) as said:
+        getattr(ttp, module)
+    (extra,) = re.findall(r"pip install 'ttp-ft\[(\w+)\]'", str(said.value))
+    extras = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    assert re.search(rf"^{extra} = .*\b{PACKAGES.get(module, module)}\b", extras, re.MULTILINE)
+
+
+def test_each_module_warns_of_a_version_that_was_not_tried_and_of_one_that_is_otherwise(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = PACKAGES.get(module, module)
+    tmp_path.joinpath(f"{package}.py").write_text("__version__ = '99.1'")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    try:
+        with caplog.at_level(logging.WARNING):
+            if module in ("accelerate", "deepspeed"):  # nothing is imported from it at once
+                getattr(ttp, module)
+            else:
+                with pytest.raises(ConfigError, match=rf"{package} 99\.1 has not what ttp needs .* tested with "):
+                    getattr(ttp, module)
+    finally:
+        sys.modules.pop(package, None)
+        sys.modules.pop(f"ttp.{module}", None)
+    assert re.search(rf"{package} 99\.1 is none of the versions that ttp\.{module} was tested with", caplog.text)
+
+
+def test_so_does_a_loader_of_torchdata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if importlib.util.find_spec("torchdata"):
+        pytest.skip("it is installed here")
+    from ttp.adapters.torch.local_state.extra_state import ExtraState
+
+    package = tmp_path / "torchdata"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '99.1'")
+    loader = "class Loader:\n    state_dict = load_state_dict = lambda self: {}\n"
+    (package / "loader.py").write_text(loader)
+    monkeypatch.syspath_prepend(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        ExtraState(importlib.import_module("torchdata.loader").Loader())
+    assert "torchdata 99.1 is none of the versions" in caplog.text
+    for name in ("torchdata", "torchdata.loader"):
+        sys.modules.pop(name)

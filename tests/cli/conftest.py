@@ -129,13 +129,6 @@ def save_dir(tmp_path: Path) -> SaveDir:
     return SaveDir(tmp_path / "checkpoints")
 
 
-def flip(file: Path) -> None:
-    """Damage one bit."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
 # ------------------------------------------------------------------------------------------ a running job
 
 

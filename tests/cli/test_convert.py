@@ -12,7 +12,8 @@ pytest.importorskip("safetensors")
 
 import torch
 
-from tests.cli.conftest import Ttp, flip
+from tests.cli.conftest import Ttp
+from tests.damage import flip
 
 
 @pytest.fixture

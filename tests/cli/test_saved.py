@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import SaveDir, Ttp, flip
+from tests.cli.conftest import SaveDir, Ttp
+from tests.damage import flip
 
 
 def keys_in_help(ttp: Ttp, command: str) -> set[str]:

@@ -30,6 +30,8 @@ class Job(Launched):
     env: dict[str, str] = field(default_factory=dict)
     hosts: str = ""
     """A letter for the host of each rank; none: all are on this one."""
+    base: dict[str, str] = field(default_factory=dict, kw_only=True)
+    """Environment of all processes."""
     manager: bool = False
     """A process of the cluster's manager starts the controller, not rank 0; it is the last of the processes."""
 
@@ -40,11 +42,16 @@ class Job(Launched):
         base = self.environment() | {"JOB": json.dumps(job), "TTP_ABANDONED_S": "5"}
         base |= {"MINDX_TASK_ID": "task"} if self.manager else {}
         tell_children(base)
+        self.base = base | self.env
         for rank in (*range(self.ranks), *([-1] if self.manager else [])):
-            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            env = base | self.env | self._place(rank) | numbers
-            self.processes.append(self.spawn(f"rank{rank}", [sys.executable, str(PROGRAM)], env))
+            self.processes.append(self.launch(rank))
         return self
+
+    def launch(self, rank: int, host: str = "") -> subprocess.Popen[bytes]:
+        """A process of that rank; ``host``: somewhere else than the first one."""
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        place = {"TTP_HOST": host, "TTP_RUN_DIR": str(self.directory / "run" / host)} if host else self._place(rank)
+        return self.spawn(f"rank{rank}{host}", [sys.executable, str(PROGRAM)], self.base | place | numbers)
 
     def _place(self, rank: int) -> dict[str, str]:
         if not self.hosts or rank < 0:

@@ -55,7 +55,7 @@ def wait_for(*names: str) -> None:
 
 
 class State:
-    step, value, life, cursor, first = 0, 1, 0, 0, 0
+    step, value, life, cursor, first, joins = 0, 1, 0, 0, 0, False
 
 
 def after(value: int, step: int) -> int:
@@ -97,6 +97,9 @@ def hurt(state: State, step: int, place: str) -> None:
 
 
 def train(state: State, other: str = "kept") -> str:
+    if state.joins:
+        state.joins = False
+        raise RuntimeError("ARF FINISH")
     if state.life == 0:
         say("begin", args=[type(state).__name__, other])
     state.cursor = state.first = state.step
@@ -229,7 +232,7 @@ def register() -> None:
     tft.tft_register_repair_handler(as_wished("repair", repair), "ctx")
     tft.tft_register_rollback_handler(as_wished("rollback", rollback), "ctx")
     tft.tft_register_exit_handler(as_wished("exit", leave), "ctx")
-    tft.tft_register_rebuild_group_handler(lambda ranks, args, ctx: say("rebuild"), "ctx")
+    tft.tft_register_rebuild_group_handler(lambda ranks, args, ctx: say("rebuild", ranks=ranks), "ctx")
     tft.tft_register_stream_sync_handler(lambda: say("sync"))
     tft.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "PRECISION ERROR")
 
@@ -319,13 +322,16 @@ def main() -> None:
         manager_alone()
     if RANK == 0 and "MINDX_TASK_ID" not in os.environ:
         start_controller(*tls)
-    tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True))
+    tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True), JOB.get("enable_arf", False))
     tft.tft_start_processor("127.0.0.1", PORT)
     everybody = {"rank_list": list(range(WORLD)), "replica_cnt": JOB["copies"], "replica_shift": 0}
     tft.tft_set_optimizer_replica(RANK, JOB["sets"][RANK] if "sets" in JOB else [everybody])
     register()
     if JOB.get("version"):
         tft.set_mindio_export_version(JOB["version"])
+    state.joins = tft.tft_is_reboot_node()
+    if state.joins:
+        fired.update(range(len(JOB.get("faults", ()))))  # the process before this one has had them
     result = mindspore_train() if MINDSPORE else tft.tft_exception_handler(train)(state, other="kept")
     say("done", result=result, value=state.value)
     if MINDSPORE:

@@ -275,6 +275,22 @@ def test_the_handshake_with_the_manager(job: Make, strategy: str, what: str) -> 
         check_dumped(this, 3, [0, 3], codes)
 
 
+@pytest.mark.slow
+def test_a_manager_has_a_new_process_started_on_another_host(job: Make) -> None:
+    options = {"manage": "recover", "step_s": 0.1, "enable_arf": True}
+    this = job(faults=[fault(1, 4, "kill")], options=options, steps=40, hosts="aabb").start()
+    this.until(lambda: bool(this.of("chosen")))
+    this.processes.append(this.launch(1, host="c"))
+    codes = this.wait()
+    assert codes == [0, -9, 0, 0] and this.processes[-1].wait(60) == 0, this.story()
+    assert {notes[-1]["value"] for notes in this.of("done").values()} == {after(40)} and len(this.of("done")) == 4
+    told = [(note["strategy"], note["code"]) for note in this.of("report_result")[0]]
+    assert told == [("recover", 0)] and this.of("report_strategies")[0][0]["offered"] == ["exit", "dump", "recover"]
+    assert this.order(1) == ["rebuild", "repair", "rollback"], this.story()
+    assert [w for w in this.order(2) if not w.startswith("re")] == ["stop", "clean", "rollback"], this.story()
+    assert {note["ranks"][0] for notes in this.of("rebuild").values() for note in notes} == {1}
+
+
 # ------------------------------------------------------------------------------------------------------- the controller
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.disks.bad_disk import BadDisk, Rule, why_not
 from tests.store.storage import fill, small_disk
 from ttp.cli.incident_reader import read_incident
 from ttp.controller import journal as module
 from ttp.controller.journal import Happening, Journal
-from ttp.testing.bad_disk import BadDisk, Rule, why_not
 
 NAME = Path("incidents", "one.jsonl")
 

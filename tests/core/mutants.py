@@ -47,6 +47,8 @@ SUITES: dict[str, list[str]] = {
         "test_restoring.py",
         "test_standbys.py",
         "test_takeover.py",
+        "test_stand_in.py",
+        "test_continuing.py",
         "test_indirect_probe.py",
         "test_processor_machine.py",
         "test_rank_rescue.py",

@@ -10,9 +10,10 @@ from tests.core.rank_talk import ME, Rank1
 from tests.core.talk import Talk, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY, SEAT_S
-from ttp.core.controller.events import Accused
+from ttp.core.controller.events import Accused, ConnectionId, Received
 from ttp.core.layout import Rank, Version
 from ttp.core.rank import events as ev
+from ttp.testing.toy import hello
 
 
 class Keep(Talk):
@@ -58,6 +59,31 @@ def test_it_is_not_waited_for_for_long() -> None:
     assert talk.after(SEAT_S / 2) == ""
     talk.after(SEAT_S)
     assert talk.ends() == (False, "rank 0 cannot be started alone: its launcher says nothing")
+
+
+@pytest.mark.parametrize("seat", ["before", "after"])
+def test_nobody_goes_on_once_the_next_launch_has_begun(seat: str) -> None:
+    """The launcher saw the others die too, and started all anew, before the controller heard of that."""
+    talk = Keep()
+    if seat == "before":
+        talk.dies()
+    else:
+        talk.report(1, m.Fault(Rank(1), Rank(0), m.FaultKind.EXITED, "its process died", nonce="n0"))
+    frozen_at_7(talk, 1, 2)
+    if seat == "before":
+        assert "Refused(busy)" in talk.event(relaunched(talk, 1))
+        talk.saved(1)
+        talk.committed(1)
+    else:
+        talk.saved(1)
+        talk.committed(1)
+        assert talk.event(relaunched(talk, 1)) == "Refused(busy):1 [refused] [released] Release(75):1,2"
+    assert talk.ends() == (False, "the whole job was started again already")
+
+
+def relaunched(talk: Talk, rank: int) -> Received:
+    """A process of the next launch says hello."""
+    return Received(ConnectionId(90 + rank), hello(rank, talk.layout, launch=1, nonce="next", can_continue=True))
 
 
 def test_a_rank_that_missed_its_release_hears_the_same() -> None:

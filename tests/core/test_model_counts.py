@@ -2,7 +2,7 @@
 
 Why the counts are what they are. The yardstick (the theory's table of bad / coverable quiet states, policy "largest
 common n") does not say what makes two states the same, nor how many steps are played. With the model written down in
-``ttp.testing.worlds`` four of its eight rows come out to the last state, two more in the number of bad states:
+``tests.core.worlds`` four of its eight rows come out to the last state, two more in the number of bad states:
 
 =========  =======  =====  ========  ========  ======================================================
 S,D,kills  barrier  steps  table     measured  difference
@@ -31,8 +31,8 @@ import functools
 import pytest
 
 from tests.core.oracle import best
+from tests.core.worlds import Barrier, State, World, answers
 from ttp.core.decide import How, NoPlan, Plan, decide, materialisable
-from ttp.testing.worlds import Barrier, State, World, answers
 
 ATOMIC, REAL, NONE = Barrier.ATOMIC, Barrier.REAL, Barrier.NONE
 

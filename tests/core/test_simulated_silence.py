@@ -35,10 +35,10 @@ class Played:
         return [float(seconds) for seconds in found]
 
 
-def play(seed: int, *faults: Fault, steps: int = 80, shards: int = 1) -> Played:
+def play(seed: int, *faults: Fault, steps: int = 80, shards: int = 1, relays: bool = False) -> Played:
     """A job of three hosts, whose training takes some four seconds."""
     layout = grid(shards, len(HOSTS) // shards)
-    scenario = Scenario(seed, layout, HOSTS, steps, delay_s=0.0005, repeats=0.0, faults=(faults,))
+    scenario = Scenario(seed, layout, HOSTS, steps, delay_s=0.0005, repeats=0.0, faults=(faults,), relays=relays)
     patience, timeouts = ControllerTimeouts(), RankTimeouts()
     simulation = Simulation(scenario, keep_trace=True, patience=patience, timeouts=timeouts, keepalive_s=KEEPALIVE_S)
     result = simulation.run()

@@ -12,17 +12,22 @@ from ttp.core.layout import Rank
 from ttp.testing.scenario import Fault
 
 HOME, NEXT = Rank(0), Rank(2)
+LONG = 140
+"""Steps of a job that does not end meanwhile."""
 BUDGET_S = 3.6
 """From the silence to a durable checkpoint: two seconds of doubt, and the others may come up to a second later."""
 
 
+@pytest.mark.parametrize("relays", [False, True])
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("kind", ["power", "silence"])
-def test_what_the_others_hold_is_durable_long_before_the_controller_is_given_up(kind: str, shards: int) -> None:
+def test_what_the_others_hold_is_durable_long_before_the_controller_is_given_up(
+    kind: str, shards: int, relays: bool
+) -> None:
     took: list[float] = []
     for seed in range(6):
         at = 0.5 + 0.13 * seed
-        played = play(seed, Fault(kind, at, HOME, lasts_s=15), shards=shards)
+        played = play(seed, Fault(kind, at, HOME, lasts_s=15), shards=shards, relays=relays)
         took.append(played.when(r"-m\] committed")[0] - at)
         assert played.exits[-1] == [0] * 6
         released = min(played.when(r"\] released"), default=float("inf"))
@@ -45,7 +50,9 @@ def soak(seeds: range) -> Counter[str]:
         at = chance.uniform(0.6, 2.0)
         first = Fault("silence", at, HOME, lasts_s=chance.uniform(0.2, 3.2))
         more = [second_fault(chance, at) for _ in range(chance.randint(0, 2))]
-        played = play(seed, first, *more, shards=chance.choice((1, 2, 3)), steps=140)  # it does not end meanwhile
+        played = play(
+            seed, first, *more, shards=chance.choice((1, 2, 3)), steps=140, relays=seed % 3 == 0
+        )  # it does not end
         assert played.exits == [[0] * 6], f"seed {seed}: a healthy job was restarted"
         assert not played.when(r"\] released"), f"seed {seed}"
         seen += Counter(jobs=1, meanwhile=len(played.when(r"-m\] opened")), thaws=len(played.when(r"-m\] thawed")))

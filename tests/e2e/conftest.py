@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.disks.bad_disk import BadDisk, why_not
 from tests.e2e.forked import Forked, ForkedJob
 from tests.e2e.harness import Job
 from tests.ports import free_port
-from ttp.testing.bad_disk import BadDisk, why_not
 
 SOLO = Path(__file__).with_name("solo.py")
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -55,7 +55,7 @@ def fresh(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def bad_disk(tmp_path: Path) -> Iterator[BadDisk]:
-    """See ``ttp.testing.bad_disk``; ``checkpoints`` is the mount."""
+    """See ``tests.disks.bad_disk``; ``checkpoints`` is the mount."""
     if reason := why_not():
         pytest.skip(reason)
     with BadDisk(tmp_path / "checkpoints", tmp_path / "below", journal=True) as disk:

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ttp
 import ttp.session
+from ttp.adapters.torch.restoring import registered, transfer
 
 JOB_DIR = Path(os.environ["JOB_DIR"])
 STEPS = int(os.environ["JOB_STEPS"])
@@ -79,6 +81,8 @@ class Injector:
         elif action == "odd":
             assert self.optimizer is not None
             next(iter(self.optimizer.state.values()))["odd"] = object()  # no save could write that
+        elif action == "collective":
+            raise RuntimeError("gloo: Connection closed by peer")  # as a rank sees it whose neighbour has died
         elif action == "flip":
             flip_a_bit()
         elif action == "stop":
@@ -117,6 +121,18 @@ def wait_for_ever() -> None:
 
 
 injector = Injector()
+
+
+def send_all() -> None:
+    """However small the state is, ranks that have none get it from others, and may be hurt in the middle of that."""
+    stock = transfer._packs
+
+    def packs(sizes: Sequence[int]) -> Iterator[list[int]]:
+        for pack in stock(sizes):
+            yield pack
+            injector.at("transfer")
+
+    registered.TRANSFER_BYTES, transfer._packs = 0, packs
 
 
 class Faulty(nn.Module):
@@ -322,6 +338,8 @@ def finish(model: Any, optimizer: Any, scheduler: Any, losses: Losses) -> None:
 def main() -> None:
     """The job on this rank; ``JOB_STORE``: where ranks without a launcher meet."""
     torch.set_num_threads(1)
+    if "JOB_TRANSFER" in os.environ:
+        send_all()
     dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
     train()
     dist.barrier()

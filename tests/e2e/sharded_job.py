@@ -43,6 +43,7 @@ from tests.e2e.job import (
     digest,
     injector,
     note,
+    send_all,
     wait_for_ever,
 )
 
@@ -321,6 +322,8 @@ def finish(model: nn.Module, scheduler: Any) -> None:
 def main() -> None:
     """The job on this rank; leaves without waiting for threads of a broken world."""
     torch.set_num_threads(1)
+    if "JOB_TRANSFER" in os.environ:
+        send_all()
     library: Any = barrier
     library.Meeting = WatchedMeeting
     store = os.environ.get("JOB_STORE")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage import flip
 from tests.e2e.conftest import SOLO, Run, solo_env
 from tests.e2e.forked import Forked, ForkedJob
 from ttp.cli.main import main
@@ -157,20 +158,12 @@ def second_checkpoint(solo: Run, first: Path) -> Path:
     return first.parent / "tft_saved_checkpoints-step_7"
 
 
-def flip_a_byte(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 def test_a_bad_checkpoint_is_said_left_alone_and_the_one_before_is_taken(solo: Run, checkpoint: Path) -> None:
     newest = second_checkpoint(solo, checkpoint)
     pieces = sorted(p for p in newest.iterdir() if p.name != ".metadata")
     for damaged in pieces:
         whole = damaged.read_bytes()
-        flip_a_byte(damaged)
+        flip(damaged)
         done = solo(checkpoint.parent, 8, on=False)
         assert "start 4" in done.stdout, (damaged.name, done.stderr)
         assert damaged.exists() and newest.name in done.stderr, done.stderr
@@ -258,7 +251,7 @@ def test_ranks_that_do_not_see_the_same_storage_fail_and_say_who_saw_what(checkp
 
 def test_damage_that_one_rank_finds_in_its_share_is_damage_for_all(solo: Run, checkpoint: Path, tmp_path: Path) -> None:
     newest = second_checkpoint(solo, checkpoint)
-    flip_a_byte(newest / "__0_0.distcp")
+    flip(newest / "__0_0.distcp")
     said = two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8)
     assert all(code == 0 and "start 4" in out for code, out, _ in said), said
     found = [f"skipped {newest.name}: piece __0_0.distcp is damaged" in err for _, _, err in said]
@@ -272,7 +265,7 @@ def test_a_launcher_that_says_one_local_rank_to_all_hides_no_damage(
 ) -> None:
     """As mpirun does in a pod whose operator has set LOCAL_RANK: half of the bytes are in nobody's share."""
     newest = second_checkpoint(solo, checkpoint)
-    flip_a_byte(newest / Share(1, 2).of(Manifest.load(newest).pieces)[0].file)
+    flip(newest / Share(1, 2).of(Manifest.load(newest).pieces)[0].file)
     said = two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8, places=(0, 0))
     assert all(code == 0 and "start 4" in out for code, out, _ in said), said
     assert all("LOCAL_RANK or LOCAL_WORLD_SIZE is wrong" in err for _, _, err in said), said

@@ -31,6 +31,12 @@ def again(job: Job) -> list[bool]:
     return [bool(e.get("again")) for events in job.incidents() for e in events if e["kind"] == "released"]
 
 
+def ways(job: Job, rank: int) -> list[str]:
+    """How that rank came to its state, each time that training went on in the processes."""
+    said = rf"\[ttp rank {rank}\] its state was (kept|received from rank \d+|read from the checkpoint)"
+    return re.findall(said, job.log.read_text())
+
+
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize(
@@ -51,6 +57,7 @@ def test_the_survivors_of_a_death_keep_their_processes(
     assert "ranks do not go on in their processes" not in job.log.read_text()
     assert job.starts() == [0, *job.committed()], job.story()
     assert job.results() == unbroken(job)
+    assert sum(way == "kept" for rank in range(ranks) for way in ways(job, rank)), job.story()
     outputs = list((job.directory / "output").glob("*/attempt_0/0/stderr.log"))  # of all who had the seat of rank 0
     for version in job.committed()[:10]:
         restored = f"-step_{version}: training goes on with step {version + 1}"
@@ -79,11 +86,13 @@ def test_ranks_of_several_shards_keep_their_processes(
     faults = [shards.fault(phase, phase, dead) | {"step": 3 * n + 2} for n, phase in enumerate(phases)]
     settings: dict[str, Any] = {"steps": 3 * len(faults) + 2, "max_restarts": len(faults), "faults": faults}
     job = make_job(script=Path(shards.__file__).with_name("sharded_job.py"), flags=KEEP, **settings)
-    job.env["JOB_KIND"] = kind
+    job.env |= {"JOB_KIND": kind, "JOB_TRANSFER": "1"}
     assert job.run(2 * TIMEOUT_S - 60) == 0, job.story()
     assert all(again(job)) and len(again(job)) == len(faults), job.story()
     assert "ranks do not go on in their processes" not in job.log.read_text(), job.story()
     assert job.starts() == [0, *job.committed()], job.story()
+    if kind != "replicated":
+        assert {"kept", "received"} <= {way.split()[0] for rank in range(4) for way in ways(job, rank)}, job.story()
     unbroken = shards.unbroken(tmp_path / "unbroken", kind, job.steps)
     for mine, theirs in zip(shards.bits_of(job.directory), unbroken, strict=True):
         assert mine <= theirs and max(theirs, key=lambda line: int(line.split()[0])) in mine, sorted(mine - theirs)
@@ -118,6 +127,43 @@ def test_a_second_fault_while_they_go_on_costs_no_step(
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize("sent", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_who_is_behind_gets_what_the_others_have(make_job: MakeJob, unbroken: Unbroken, sent: bool) -> None:
+    """Rank 1 dies before the update that rank 0 makes, and rank 2 has met the error before it."""
+    faults = [
+        {"id": "kill", "rank": 1, "step": 5, "phase": "allreduced", "action": "kill"},
+        {"id": "behind", "rank": 2, "step": 5, "phase": "allreduced", "action": "collective"},
+    ]
+    job = make_job(ranks=3, steps=9, max_restarts=1, faults=faults, flags=KEEP)
+    job.env |= {"JOB_TRANSFER": "1"} if sent else {}
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert again(job) == [True] and job.starts() == [0, 6], job.story()
+    got = "received from rank 0" if sent else "read from the checkpoint"
+    assert [ways(job, rank) for rank in range(3)] == [["kept"], [got], [got]], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize(
+    "who",
+    [
+        pytest.param({"rank": 0, "step": KILL["step"]}, id="who sends"),
+        pytest.param({"rank": 1, "step": 0}, id="who receives", marks=pytest.mark.slow),
+    ],
+)
+def test_a_death_in_the_transfer_costs_no_step(make_job: MakeJob, unbroken: Unbroken, who: dict[str, Any]) -> None:
+    faults = [KILL, {"id": "second", "phase": "transfer", "action": "kill", "launch": "1", **who}]
+    job = make_job(ranks=2, steps=9, max_restarts=1, faults=faults, flags=KEEP, env={"JOB_TRANSFER": "1"})
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert (job.directory / "done" / f"second.{who['rank']}").exists(), job.story()
+    assert again(job)[0] and job.committed() == [KILL["step"]] and job.starts()[-1] == KILL["step"], job.story()
+    assert "ranks do not go on in their processes" in job.log.read_text()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
 def test_where_the_others_leave_nothing_stays_that_was_started_beside_their_save(
     make_job: MakeJob, unbroken: Unbroken
 ) -> None:
@@ -146,7 +192,8 @@ def environ(process: psutil.Process) -> list[str]:
 def test_kills_at_any_moment(make_job: MakeJob, unbroken: Unbroken, seed: int) -> None:
     """Of one rank, and often of another while the first is being replaced, at any point of that."""
     rng = random.Random(seed)
-    job = make_job(ranks=3, steps=150, max_restarts=40, flags=KEEP, env={"JOB_STEP_S": "0.01"}).start()
+    env = {"JOB_STEP_S": "0.01"} | ({"JOB_TRANSFER": "1"} if seed % 2 else {})
+    job = make_job(ranks=3, steps=150, max_restarts=40, flags=KEEP, env=env).start()
     for version in range(8, 140, 12):
         job.wait_for_version(version)
         for pause_s in (rng.random() * 0.02, *([rng.random() * 0.6] if rng.random() < 0.6 else [])):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks.bad_disk import BadDisk
+from tests.disks.crash import Disk, Line, Loss, Tree, build, fingerprint
 from tests.e2e.conftest import Run
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main
 from ttp.store.catalog import scan
 from ttp.store.choice import look_back
-from ttp.testing.bad_disk import BadDisk
-from ttp.testing.crash import Disk, Line, Loss, Tree, build, fingerprint
 
 LOSSES = [(loss, 0) for loss in Loss if loss is not Loss.SOME] + [(Loss.SOME, seed) for seed in range(3)]
 

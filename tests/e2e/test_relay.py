@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.controller.conftest import until
 from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import Job, newest_of_survivors
 from tests.e2e.shards import bits_of, unbroken
@@ -86,7 +87,8 @@ def kill_at_the_plan(job: ForkedJob, rank: int, over: threading.Event) -> None:
 
 
 @pytest.mark.slow
-def test_a_relay_in_the_launcher_dies_while_training(make_job: Callable[..., Job]) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_relay_in_the_launcher_is_lost_while_training(make_job: Callable[..., Job], how: signal.Signals) -> None:
     """Its ranks go on by themselves; when one of them is killed after that, the other three save."""
     port = str(free_port())
     nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
@@ -94,13 +96,20 @@ def test_a_relay_in_the_launcher_dies_while_training(make_job: Callable[..., Job
     job.env = {"TTP_RELAY": "on", "TTP_CONTINUITY": "warm"}
     job.start()
     job.wait_for_version(3)
-    os.kill(job.processes[1].pid, signal.SIGKILL)
-    job.processes.pop().wait()
+    os.kill(job.processes[1].pid, how)
+    launcher = job.processes.pop()
+    if how is signal.SIGKILL:
+        launcher.wait()
+    else:
+        until(lambda: job.log.read_text().count("does not answer any more") == 2, TIMEOUT_S / 4)
     reached = max(value for _, kind, value in job.notes(0) if kind == "version")
     job.wait_for_version(reached + 3, rank=3)  # three steps of all ranks without it
     victim = next(p for p in psutil.process_iter(["environ"]) if of_rank(p.info["environ"] or {}, job, 3))
     victim.kill()
     assert job.wait(TIMEOUT_S / 2) == 75, job.story()
+    if how is signal.SIGSTOP:
+        launcher.send_signal(signal.SIGCONT)
+        launcher.wait()
     assert relays_of(job) == 2, logs(job)
     committed = job.committed()[-1]  # the end of the relay may have been saved in doubt, before its ranks came back
     assert committed >= newest_of_survivors(job, 0, {3})

@@ -1,6 +1,6 @@
 """The example's Trainer, with evaluations, a best metric and a callback that has a state; see ``ttp.testing.kit``.
 
-``HF_SHARD``: ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas).
+``HF_SHARD``: ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas). ``HF_SCALER``: a scaler that leaves out steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import ParallelismConfig
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -42,7 +43,8 @@ class Watch(TrainerCallback):
         kit.at("on_optimizer_step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.report(state.global_step, kwargs["lr_scheduler"].get_last_lr()[0])
+        if not kwargs["optimizer"].step_was_skipped:
+            self.report(state.global_step, kwargs["lr_scheduler"].get_last_lr()[0])
         kit.at("on_step_end")
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -84,6 +86,8 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         use_cpu=True,
         **settings,
     )
+    if os.environ.get("HF_SCALER"):  # Accelerate makes one for fp16, and fp16 on a GPU only
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
     early = EarlyStoppingCallback(early_stopping_patience=100)
     trainer.add_callback(early)
     trainer.add_callback(Watch(report))
@@ -99,5 +103,6 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         "schedule": trainer.lr_scheduler,
         "log": history,
         "state": state,
+        "scaler": trainer.accelerator.scaler.state_dict() if trainer.accelerator.scaler is not None else {},
         "patience": early.early_stopping_patience_counter,
     }

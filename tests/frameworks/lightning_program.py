@@ -1,6 +1,7 @@
 """A job of PyTorch Lightning. ``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``workers`` (a loader that
-knows where it is), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` (Lightning's strategy).
-In the first life rank 0 sends itself SIGTERM behind ``PROGRAM_TERM`` steps.
+knows where it is), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` and ``hsdp1`` (the
+strategy of Lightning).
+In the first life rank 0 sends itself SIGTERM behind ``PROGRAM_TERM`` steps, or raises behind ``PROGRAM_RAISE``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,8 +28,9 @@ import ttp.lightning
 from ttp.testing import kit
 
 KIND = os.environ.get("PROGRAM_KIND", "automatic")
-TERM = int(os.environ.get("PROGRAM_TERM", "-1")) if "TTP_PORT" in os.environ else -1
 LIFE_AND_RANK = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
+HURT = "TTP_PORT" in os.environ and LIFE_AND_RANK == ("0", "0")
+TERM, RAISE = (int(os.environ.get(f"PROGRAM_{name}", "-1")) if HURT else -1 for name in ("TERM", "RAISE"))
 
 
 class Classifier(LightningModule):
@@ -66,7 +69,7 @@ class Sharded(Classifier):
         self.layers[1] = nn.LayerNorm(32)
 
     def configure_model(self) -> None:
-        if KIND == "fsdp1":
+        if KIND in ("fsdp1", "hsdp1"):
             return
         mesh = self.device_mesh if KIND == "hsdp" else self.device_mesh["data_parallel"]
         for layer in self.layers:
@@ -78,9 +81,10 @@ class OnThisDevice(FSDPStrategy):
     """Lightning starts its strategy on GPUs only, and gives torch the number of one. All else is Lightning's."""
 
     def _setup_model(self, model: Any) -> Any:
-        found: Any = FullyShardedDataParallel(
-            model, sharding_strategy=self.sharding_strategy, device_id=torch.device("cpu"), **self.kwargs
-        )
+        here: dict[str, Any] = {"device_id": torch.device("cpu")}
+        if KIND == "hsdp1":
+            here["device_mesh"] = init_device_mesh("cpu", (2, 2))
+        found: Any = FullyShardedDataParallel(model, sharding_strategy=self.sharding_strategy, **here, **self.kwargs)
         return found
 
 
@@ -127,8 +131,10 @@ class Watch(Callback):
         if trainer.global_step > self.steps:  # else it accumulates
             self.steps = trainer.global_step
             self.report(self.steps, self.smooth)
-        if self.steps == TERM and LIFE_AND_RANK == ("0", "0"):
+        if self.steps == TERM:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.steps == RAISE:
+            raise ValueError("a callback raises")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         kit.at("on_train_epoch_end")
@@ -157,19 +163,20 @@ def strategy() -> Any:
     if KIND in ("fsdp2", "hsdp"):
         replicas = 2 if KIND == "hsdp" else int(os.environ["WORLD_SIZE"])
         return ModelParallelStrategy(replicas, int(os.environ["WORLD_SIZE"]) // replicas)
-    if KIND == "fsdp1":
-        return OnThisDevice(auto_wrap_policy={nn.Linear}, state_dict_type="sharded")
+    if KIND in ("fsdp1", "hsdp1"):
+        sharding: Any = "HYBRID_SHARD" if KIND == "hsdp1" else "FULL_SHARD"
+        return OnThisDevice(auto_wrap_policy={nn.Linear}, state_dict_type="sharded", sharding_strategy=sharding)
     return "ddp_find_unused_parameters_true" if KIND == "manual" else "ddp"
 
 
 def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
-    kinds = {"manual": Gan, "plateau": Plateau, "fsdp2": Sharded, "fsdp1": Sharded, "hsdp": Sharded}
+    kinds = {"manual": Gan, "plateau": Plateau, "fsdp2": Sharded, "hsdp": Sharded, "fsdp1": Sharded, "hsdp1": Sharded}
     module: Any = kinds.get(KIND, Classifier)(steps)
     torch.manual_seed(100 + int(os.environ["RANK"]))
     watch = Watch(report)
-    callbacks: list[Any] = [watch]
+    callbacks: list[Any] = [OnExceptionCheckpoint(save_dir.parent / "raised"), watch]
     if KIND != "manual":
         stopping = EarlyStopping("val", patience=50)
         best = ModelCheckpoint(save_dir.parent / "models", monitor="val", save_top_k=1)
@@ -181,7 +188,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         strategy=strategy(),
         max_steps=steps * (3 if KIND == "manual" else 1),
         accumulate_grad_batches=accumulate,
-        gradient_clip_val=None if KIND in ("manual", "fsdp1") else 1.0,
+        gradient_clip_val=None if KIND in ("manual", "fsdp1", "hsdp1") else 1.0,
         val_check_interval=2 * accumulate,
         limit_val_batches=0 if KIND == "manual" else 2,
         callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir, buddy=KIND in ("fsdp1", "fsdp2"))],  # ttp
@@ -204,7 +211,9 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     train()
     loops = trainer.fit_loop.state_dict()
     loops["state_dict"] = {}  # the loader's
-    model = list(module.parameters()) if KIND == "fsdp1" else module  # pieces: torch's state_dict() needs all ranks
+    model = (
+        list(module.parameters()) if KIND in ("fsdp1", "hsdp1") else module
+    )  # pieces: torch's state_dict() needs all ranks
     found: dict[str, Any] = {"model": model, "loops": loops, "watch": watch}
     found |= {f"optimizer {number}": each for number, each in enumerate(trainer.optimizers)}
     found |= {f"schedule {number}": each.scheduler for number, each in enumerate(trainer.lr_scheduler_configs)}

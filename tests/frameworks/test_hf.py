@@ -28,9 +28,9 @@ KILLS = [
 COPIES = [kit.Kill("in_step", rank=0, after=5), kit.Kill("on_evaluate", rank=1, after=5)]
 
 
-@pytest.mark.parametrize(("_name", "kills"), quick(KILLS, 0, 2, 3))
-def test_it_is_killed_in_a_step_and_behind_it(_name: str, kills: list[kit.Kill], tmp_path: Path) -> None:
-    found = kit.run(kit.Job(PROGRAM, kills, steps=16), tmp_path, start=ForkedPython)
+@pytest.mark.parametrize(("scaler", "kills"), [*quick(KILLS, 0, 2, 3, name="scaler"), *quick(KILLS)])
+def test_it_is_killed_in_a_step_and_behind_it(scaler: str, kills: list[kit.Kill], tmp_path: Path) -> None:
+    found = kit.run(kit.Job(PROGRAM, kills, steps=16, env={"HF_SCALER": scaler}), tmp_path, start=ForkedPython)
     print(found)
     found.check()
 
@@ -72,9 +72,18 @@ def test_the_same_under_a_launcher(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_survivors_do_not_go_on_in_their_processes(tmp_path: Path) -> None:
+    job = kit.Job(PROGRAM, KILLS[:1], steps=16, launcher="ttp", env={"TTP_CONTINUITY": "keep"})
+    found = kit.run(job, tmp_path, start=ForkedPython)
+    found.check()
+    assert "will not go on after a failure of another: Accelerate begins a training once" in found.story
+
+
+@pytest.mark.slow
 def test_the_trainer_alone_resumes_from_the_directory_that_was_made(tmp_path: Path) -> None:
     """On all ranks, without ttp: the weights are those of the job that nothing happened to."""
-    found = kit.run(kit.Job(PROGRAM, KILLS[:2], steps=16), tmp_path / "protected", start=ForkedPython)
+    env = {"HF_SCALER": "1"}
+    found = kit.run(kit.Job(PROGRAM, KILLS[:2], steps=16, env=env), tmp_path / "protected", start=ForkedPython)
     found.check()
     (directory,) = (tmp_path / "protected" / "hurt" / "checkpoints" / "trainer").glob("checkpoint-*")
     assert {path.name for path in directory.iterdir()} >= {
@@ -82,18 +91,35 @@ def test_the_trainer_alone_resumes_from_the_directory_that_was_made(tmp_path: Pa
         "model.safetensors",
         "optimizer.pt",
         "scheduler.pt",
+        "scaler.pt",
         "rng_state_0.pth",
         "rng_state_1.pth",
         "trainer_state.json",
     }
-    kit.run(kit.Job(PROGRAM, [], steps=16, env={"HF_ALONE": str(directory)}), tmp_path / "alone", start=ForkedPython)
+    env["HF_ALONE"] = str(directory)
+    kit.run(kit.Job(PROGRAM, [], steps=16, env=env), tmp_path / "alone", start=ForkedPython)
     for rank in range(2):
         ours, alone = (
             json.loads((tmp_path / run / f"result{rank}.json").read_text())
             for run in ("protected/unbroken", "alone/unbroken")
         )
-        for name in ("model", "optimizer", "schedule", "torch's random stream"):
+        for name in ("model", "optimizer", "schedule", "scaler", "torch's random stream"):
             assert ours[name] == alone[name], name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_directory_that_cannot_be_completed_is_said_and_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ttp.adapters.frameworks.hf_directory import complete
+
+    (tmp_path / "optimizer.pt").mkdir()
+    kept = SimpleNamespace(state_dict=dict)
+    trainer = SimpleNamespace(args=SimpleNamespace(process_index=0, world_size=1), optimizer=kept, lr_scheduler=kept)
+    trainer.accelerator = SimpleNamespace(state=None)
+    complete(str(tmp_path), trainer)
+    assert f"the Trainer alone cannot resume from {tmp_path}" in caplog.text
+    assert (tmp_path / "scheduler.pt").exists() and (tmp_path / "rng_state.pth").exists()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -42,6 +42,7 @@ KILLS = {
     "hsdp": [kit.Kill("backward", rank=1), kit.Kill("in_step", rank=2), kit.Kill("on_train_batch_end", rank=0)],
     "fsdp2": [kit.Kill("backward", rank=1, after=3), kit.Kill("in_step", rank=0, after=3)],
     "fsdp1": [kit.Kill("backward", rank=1, after=3), kit.Kill("on_train_batch_end", rank=0, after=3)],
+    "hsdp1": [kit.Kill("backward", rank=1), kit.Kill("in_step", rank=2), kit.Kill("on_train_batch_end", rank=0)],
     "workers": [
         kit.Kill("forward", rank=1, after=2),
         kit.Kill("stepped", rank=0, after=1),
@@ -60,7 +61,7 @@ QUICK = {"automatic": (1, 3, 4), "manual": (1,), "fsdp2": (1,), "workers": (1,)}
 def test_it_is_killed_and_ends_with_its_bits(kind: str, kills: list[kit.Kill], tmp_path: Path) -> None:
     if kind == "workers":
         pytest.importorskip("torchdata")
-    env, ranks = {"PROGRAM_KIND": kind, "TTP_BUDDY_EVERY": "1"}, 4 if kind == "hsdp" else 2
+    env, ranks = {"PROGRAM_KIND": kind, "TTP_BUDDY_EVERY": "1"}, 4 if kind in ("hsdp", "hsdp1") else 2
     job = kit.Job(PROGRAM, kills, ranks, env=env, may_lose=2 if kind in ("fsdp1", "fsdp2") else 0)
     found = kit.run(job, tmp_path, start=ForkedPython)
     print(found)
@@ -77,6 +78,24 @@ def test_a_sigterm_saves_and_is_not_the_frameworks(ranks: int, step: int, tmp_pa
     assert set(row.codes) == {75} and row.version is not None and row.version >= step and not row.lost, found.story
     assert not found.differences, found
     assert "Received SIGTERM" not in found.story  # by Lightning's handler
+
+
+@pytest.mark.slow
+def test_a_callback_that_raises_is_saved_and_the_framework_writes_no_file(tmp_path: Path) -> None:
+    env = {"PROGRAM_KIND": "automatic", "PROGRAM_RAISE": "3"}
+    found = kit.run(kit.Job(PROGRAM, [kit.Kill("never", after=99)], env=env), tmp_path, start=ForkedPython)
+    (row,) = found.rows
+    assert set(row.codes) == {75} and row.version == 3 and not row.lost and not found.differences, found.story
+    assert "ValueError: a callback raises" in found.story
+    assert not list((tmp_path / "hurt").glob("raised/*"))  # OnExceptionCheckpoint
+
+
+@pytest.mark.slow
+def test_survivors_do_not_go_on_in_their_processes(tmp_path: Path) -> None:
+    env = {"PROGRAM_KIND": "automatic", "TTP_CONTINUITY": "keep"}
+    found = kit.run(kit.Job(PROGRAM, KILLS["automatic"][1:2], launcher="ttp", env=env), tmp_path, start=ForkedPython)
+    found.check()
+    assert "will not go on after a failure of another: Lightning begins a training once" in found.story
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_node_that_is_drained_costs_no_step(tmp_path: Path) -> None:
     drained, whole = ray_train(tmp_path / "drained", 3, "drain"), ray_train(tmp_path / "whole", -1, "plain")
-    assert all(end.pop("start") > 3 for end in drained)
+    assert all(end.pop("start") >= 3 for end in drained)
     assert [end.pop("start") for end in whole] == [0, 0] and drained == whole
 
 
@@ -58,12 +58,8 @@ class OneWorker:
     def __init__(self) -> None:
         self.words: dict[str, str] = {}
 
-    def execute_single(self, rank: int, function: Any) -> Any:
-        return function()
-
-    def execute(self, function: Any, words: dict[str, str]) -> list[Any]:
+    def execute(self, function: Any, words: dict[str, str]) -> None:
         self.words = words
-        return ["127.0.0.1"]
 
 
 def test_workers_in_good_health_are_saved_before_they_end_and_drained_ones_too(tmp_path: Path) -> None:
@@ -86,6 +82,7 @@ def test_workers_in_good_health_are_saved_before_they_end_and_drained_ones_too(t
             pass  # nobody is left to be waited for
     finally:
         rank.kill()
+        callback.after_controller_finish(None)
 
 
 def test_a_setting_of_something_else_is_refused() -> None:

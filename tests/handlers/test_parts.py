@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ import pytest
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Phase
+from ttp.launch.again import Again, NextLaunch
 from ttp.mindio.handlers import Ailment, Call, ForcedStop, HandlerKind, NextAction, Participant
 from ttp.mindio.handlers.actor import Actor
 from ttp.mindio.handlers.loop import Loop
 from ttp.mindio.handlers.pause import PausePoint
+from ttp.mindio.handlers.seat import Seat
 from ttp.mindio.protocol.messages import Act, Acted, RepairWay, RoundKind, Transfer, TypeRanks
 from ttp.processor.gate import gate
 from ttp.processor.gate.gate import Gate
@@ -134,7 +138,8 @@ def test_a_training_thread_waits_for_its_device_and_then_for_its_state() -> None
 class Rank0:
     """An actor whose answers go into a list."""
 
-    def __init__(self, **handlers: Callable[[Call], Any]) -> None:
+    def __init__(self, run_dir: Path = Path("/nowhere"), **handlers: Callable[[Call], Any]) -> None:
+        self.seat = Seat(run_dir)
         self.gate, self.loop, self.pause = Gate(), Loop(), PausePoint()
         self.gate.set_version(Version(5))
         self.answers: list[Acted] = []
@@ -144,7 +149,10 @@ class Rank0:
         self.placed: list[HandlerKind] = []
         self.tell = lambda event: self.answers.append(event.report)
         known = {HandlerKind(kind): func for kind, func in handlers.items()}
-        self.actor = Actor(Rank(0), self, known, self.loop, self.pause, self.halted.append, self.on_device)  # type: ignore[arg-type]  # a stand-in for the processor
+        processor: Any = self  # a stand-in
+        self.actor = Actor(
+            Rank(0), processor, known, self.loop, self.pause, self.seat, self.halted.append, self.on_device
+        )
 
     @contextlib.contextmanager
     def on_device(self, kind: HandlerKind) -> Iterator[None]:
@@ -156,6 +164,25 @@ class Rank0:
         self.actor.start(Act(Rank(0), 1, number, kind, Version(5), limit_ms, "retry", **more))
         until(lambda: len(self.answers) > number)
         return self.answers[-1]
+
+
+def test_a_rank_makes_way_and_makes_its_groups_in_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher starts the dead once it sees the mark, and says where the ranks meet."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "old")
+    files, seen = Again(tmp_path), []
+    rank = Rank0(tmp_path, rebuild=lambda call: seen.append((call.error_ranks, os.environ["MASTER_PORT"])))
+    assert rank.act(RoundKind.REBUILD, error_ranks=(Rank(1),)).ok  # nobody has said anything
+    assert rank.act(RoundKind.MAKE_WAY, limit_ms=50_000).ok and rank.seat.gives_way
+    assert 0 < files.marks()[os.getpid()] - time.monotonic() <= 50
+    files.announce(NextLaunch(3, (1,), "10.0.0.1", 4711, released=True))
+    assert rank.act(RoundKind.REBUILD, error_ranks=(Rank(1),)).ok
+    assert seen == [((1,), "old"), ((1,), "4711")] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "3"
+    rank.seat.keep()
+    assert not files.marks() and not rank.seat.gives_way
+    assert not Rank0(tmp_path).act(RoundKind.REBUILD).ok  # without a handler it cannot be done
 
 
 def test_what_a_handler_is_told() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -54,6 +53,8 @@ class Stub(ControllerServicer):
 
 
 def main() -> int:
+    ends = {signal.SIGTERM, signal.SIGINT}  # they come together: handlers would interrupt each other
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before gRPC makes threads
     parser = argparse.ArgumentParser()
     for flag in ("--port", "--bind", "--run-dir", "--owner-pid", "--abandoned-s"):
         parser.add_argument(flag)
@@ -69,12 +70,9 @@ def main() -> int:
     except RuntimeError:
         print(f"port {args.port} is taken", file=sys.stderr)
         return 64
-    over = threading.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: over.set())
     server.start()
     (run_dir / "started").open("a").write(f"{os.getpid()}\n")
-    over.wait()
+    signal.sigwait(ends)
     server.stop(0).wait()
     return 0
 

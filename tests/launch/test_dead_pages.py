@@ -52,20 +52,28 @@ def said(pages: list[Mirror]) -> list[tuple[int, int, bool, bytes]]:
 def test_the_last_one_to_die_leaves_the_pages_of_all(written: dict[int, PageWriter], tmp_path: Path) -> None:
     """Two versions of each, the older one first; and only once."""
     pages = left(tmp_path, r4=HERE, r5=HERE)
-    assert pages.after(5) == [], "rank 4 lives and will see to it"
-    assert said(pages.after(4)) == [
+    assert pages.after(5, HERE) == [], "rank 4 lives and will see to it"
+    assert said(pages.after(4, HERE)) == [
         (4, 8, True, b"4 at 8"),
         (4, 9, False, b"4 at 9"),
         (5, 8, True, b"5 at 8"),
         (5, 9, False, b"5 at 9"),
     ]
-    assert pages.after(4) == pages.after(5) == []
+    assert pages.after(4, HERE) == pages.after(5, HERE) == []
 
 
 def test_pages_of_another_process_are_not_believed(written: dict[int, PageWriter], tmp_path: Path) -> None:
     pages = left(tmp_path, r4=HERE + 1, r5=HERE)
-    assert pages.after(4) == []
-    assert {page.rank for page in pages.after(5)} == {5}
+    assert pages.after(4, HERE + 1) == []
+    assert {page.rank for page in pages.after(5, HERE)} == {5}
+
+
+def test_the_end_of_who_had_the_seat_before_says_nothing_of_who_has_it(
+    written: dict[int, PageWriter], tmp_path: Path
+) -> None:
+    pages = left(tmp_path, r4=HERE, r5=HERE)
+    assert pages.after(4, HERE + 1) == pages.after(5, HERE) == []
+    assert pages.after(4, HERE)
 
 
 def test_what_was_being_written_is_left_out(written: dict[int, PageWriter], tmp_path: Path) -> None:
@@ -73,14 +81,14 @@ def test_what_was_being_written_is_left_out(written: dict[int, PageWriter], tmp_
     with written[4].path.open("r+b") as file:
         file.seek(record_of(written[4], 9))
         file.write(page_file.SEQUENCE.pack(3))
-    assert [page.version for page in left(tmp_path, r4=HERE).after(4)] == [7, 8]
+    assert [page.version for page in left(tmp_path, r4=HERE).after(4, HERE)] == [7, 8]
 
 
 def test_a_page_that_is_too_large_stays(
     written: dict[int, PageWriter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dead_pages, "PAGE_BYTES_MAX", 5)
-    assert left(tmp_path, r4=HERE).after(4) == []
+    assert left(tmp_path, r4=HERE).after(4, HERE) == []
     assert "larger than 5 bytes" in caplog.text
 
 
@@ -94,4 +102,4 @@ def test_whatever_lies_there_nobody_is_hurt(in_memory: Path, tmp_path: Path, wha
             path.symlink_to("/dev/zero")
         case "a directory":
             path.mkdir()
-    assert left(tmp_path, r4=HERE).after(4) == []
+    assert left(tmp_path, r4=HERE).after(4, HERE) == []

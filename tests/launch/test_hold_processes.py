@@ -89,18 +89,10 @@ def test_lease_that_is_over_is_not_waited_for(launcher: str, start: Start, contr
     assert not job.has("saved-0-0")
 
 
-def test_operators_sigterm_leaves_time_to_save(launcher: str, start: Start, controller: Controller) -> None:
+def test_operators_sigterm_leaves_time_to_save_and_a_second_one_does_not_cut_it_short(
+    launcher: str, start: Start, controller: Controller
+) -> None:
     """With a shutdown timeout of 1 s torchrun would kill these, which need 4 s."""
-    flags = [*THREE, "--shutdown-timeout", "1"]
-    job = start(launcher, flags, "fake_worker.py", plan(save_s=4, on_sigterm="save"))
-    job.pids(3)
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish() == exit_code(launcher, 75)
-    assert all(job.has(f"saved-{rank}-0") for rank in range(3))
-    assert controller.faults == []
-
-
-def test_second_sigterm_does_not_cut_the_time_short(launcher: str, start: Start, controller: Controller) -> None:
     flags = [*THREE, "--shutdown-timeout", "1"]
     job = start(launcher, flags, "fake_worker.py", plan(save_s=4, on_sigterm="save"))
     job.pids(3)
@@ -109,6 +101,7 @@ def test_second_sigterm_does_not_cut_the_time_short(launcher: str, start: Start,
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == exit_code(launcher, 75)
     assert all(job.has(f"saved-{rank}-0") for rank in range(3))
+    assert controller.faults == []
 
 
 def test_restart_after_a_rescue(launcher: str, start: Start, controller: Controller) -> None:

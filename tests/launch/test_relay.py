@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from tests.controller.conftest import Controller, FakeRank, until
 from tests.controller.test_service import frozen, save_whatever_is_asked
-from ttp.config import Config
+from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.launch.relay import RELAYED, TO_KEY, RelayServer, port_of_relay
-from ttp.wire.channel import metadata
+from ttp.launch.relay import RELAYED, TO_KEY, RelayServer, relay_of
+from ttp.processor.link.connecting import Shortcut
+from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 
 class Relayed:
@@ -152,9 +161,71 @@ def test_without_the_token_the_relay_serves_nobody(controller: Controller, relay
 
 def test_a_relay_is_found_as_long_as_it_lives(tmp_path: Path) -> None:
     config = Config(token="secret", host="here")
-    assert port_of_relay(config, tmp_path) is None
+    assert relay_of(config, tmp_path) is None
     relay = RelayServer(config, tmp_path)
-    assert port_of_relay(config, tmp_path) == relay.port
-    assert port_of_relay(Config(token="secret", host="elsewhere"), tmp_path) is None
+    assert relay_of(config, tmp_path) == (relay.port, os.getpid())
+    assert relay_of(Config(token="secret", host="elsewhere"), tmp_path) is None
     relay.close()
-    assert port_of_relay(config, tmp_path) is None
+    assert relay_of(config, tmp_path) is None
+
+
+def look(controller: Controller, relay: RelayServer) -> float | None:
+    with open_channel("127.0.0.1", relay.port) as channel:
+        answer = stub(channel).Look(pb.LookRequest(), metadata=Relayed(controller, relay).metadata, timeout=20)
+    return answer.silent_s if answer.HasField("silent_s") else None
+
+
+def test_the_relay_says_how_long_it_has_heard_nothing_of_a_controller(
+    controller: Controller, relay: RelayServer
+) -> None:
+    assert look(controller, relay) is None, "nobody has asked for that controller"
+    rank_through(controller, relay, 0).expect(m.Welcome)
+    until(lambda: look(controller, relay) is not None)
+    silent_s = look(controller, relay)
+    assert silent_s is not None and 0.0 <= silent_s < 60.0
+
+
+def test_a_relay_that_is_stopped_is_left_and_one_that_goes_on_is_not(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        config = Config(token="secret", host="here", relay="on")
+        (tmp_path / "relay-here.json").write_text(json.dumps({"port": 4711, "pid": process.pid}))
+        shortcut = Shortcut(config, RankEnv(1, 2, 1, "127.0.0.1", "job", 0), tmp_path)
+        assert shortcut.port() == 4711 and not shortcut.stands_still()
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        assert [shortcut.stands_still() for _ in range(4)] == [False, True, False, False], "it is left once"
+        shortcut.ended(4711, "CANCELLED: it was left")
+        assert shortcut.port() is None
+        process.send_signal(signal.SIGCONT)
+        until(lambda: not shortcut.stands_still())
+        process.kill()
+    assert not shortcut.stands_still(), "it is gone, and its streams tell that"
+
+
+def test_a_relay_of_another_build_is_refused_and_hears_what_to_do(controller: Controller) -> None:
+    for protocol in ((), (("ttp-protocol", "2"),)):
+        said = (*metadata(controller.token), *protocol)
+        with pytest.raises(grpc.RpcError, match="install the same ttp on every host") as refused:
+            next(controller.stub.Relay(iter(()), metadata=said, timeout=20))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+class OlderController(rpc.ControllerServicer):
+    """Takes streams of relays, and does not say what it speaks."""
+
+    def Relay(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
+        context.send_initial_metadata(())
+        yield from (pb.RelayOrders() for _ in request_iterator)
+
+    Attach = Look = GetStatus = WatchEvents = ReportFault = SaveNow = GetVerdict = Relay  # type: ignore[assignment]
+
+
+def test_ranks_hear_that_their_controller_is_of_another_build(relay: RelayServer) -> None:
+    server = grpc.server(ThreadPoolExecutor(2))
+    rpc.add_ControllerServicer_to_server(OlderController(), server)
+    older = SimpleNamespace(token="secret", port=server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    with pytest.raises(grpc.RpcError, match=r"an older protocol.*install the same ttp on every host") as refused:
+        FakeRank(Relayed(older, relay), 0).hear()  # type: ignore[arg-type] # as above
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    server.stop(None)

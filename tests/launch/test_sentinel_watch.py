@@ -209,6 +209,21 @@ def test_whom_the_launcher_stops_is_not_accused(host: Host, controller: Controll
     assert {fault["ranks"][0] for fault in controller.faults} == {1}
 
 
+def test_a_death_is_seen_while_another_group_is_taken(host: Host, controller: Controller, start: Start) -> None:
+    """The seat of one that has died is filled: who lived then may be the next. The connection stays as it is."""
+    first, other, second = start(0), start(1), start(2)
+    host.watch({0: first.process, 1: other.process})
+    reporter = host._reporter
+    first.kill()
+    until(lambda: len(controller.faults) == 2)
+    other.kill()
+    host.watch({0: second.process, 1: other.process})
+    assert host._reporter is reporter
+    until(lambda: {fault["pids"][0] for fault in controller.faults} == {first.pid, other.pid})
+    second.kill()
+    until(lambda: {fault["pids"][0] for fault in controller.faults} == {first.pid, other.pid, second.pid})
+
+
 def test_threads_end_with_the_host(host: Host, start: Start) -> None:
     before = set(threading.enumerate())
     host.watch({0: start(0).process})

@@ -8,7 +8,8 @@ from typing import Any
 
 from tests.core.talk import Talk
 from ttp.core import messages as m
-from ttp.core.controller.events import Send
+from ttp.core.controller.continuing import SEAT_READY
+from ttp.core.controller.events import Accused, Send
 from ttp.core.layout import Layout, Rank, Version
 from ttp.mindio.protocol import messages as rm
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
@@ -28,10 +29,14 @@ Trouble = dict[tuple[Kind, int], str]
 """What a rank does instead of a round: ``fail``, ``die``, ``hang``, or what its handler returns; or after it: ``again``
 (it loses memory), ``raise``."""
 
+SEAT = 100
+"""Added to a rank in ``Trouble`` of ``MAKE_WAY``: it is of the new process. ``hang``: it does not come."""
 FOUR = [[([0, 1, 2, 3], 2)]]
 """Two pieces: one on 0 and 2, the other on 1 and 3."""
 CURE = ["stop", "clean", "repair", "rollback", "resume"]
 """The calls of a repair that succeeds."""
+REPLACED = ["save", "rename", "stop", "clean", "make_way", "rebuild", "repair", "rollback", "resume"]
+"""The rounds by which lost ranks are replaced."""
 
 
 @dataclass
@@ -80,19 +85,26 @@ class HandlerWorld(Talk):
         self.saves: dict[int, Saved] = {}
         self.named: list[int] = []
         self.sent: dict[int, set[tuple[int, int]]] = {}
+        self.starts = True
+        """Somebody starts new processes where seats are open; ``start`` does it."""
         super().__init__(Layout.data_parallel(size), formed=False, program=HandlerRecovery)
         for rank in range(size):
             self.hello(rank, framework=rm.HANDLERS)
         plain: dict[str, Any] = {"retry": True, "load_repair": False, "halt_before_dump": False, "halted": False}
+        self._facts = {**plain, **handlers}
+        self._sets = sets
         for rank in range(size):
-            mine = tuple(
-                rm.ReplicaSet(tuple(Rank(r) for r in ranks), copies)
-                for kind in sets
-                for ranks, copies in kind
-                if rank in ranks
-            )
-            facts = {**plain, **handlers}
-            self.report(rank, rm.Handlers(Rank(rank), mine, action_ms=180_000, save_ms=300_000, **facts))
+            self.report(rank, self.handlers(rank))
+
+    def handlers(self, rank: int, **more: Any) -> rm.Handlers:
+        """What a rank says of its handlers."""
+        mine = tuple(
+            rm.ReplicaSet(tuple(Rank(r) for r in ranks), copies)
+            for kind in self._sets
+            for ranks, copies in kind
+            if rank in ranks
+        )
+        return rm.Handlers(Rank(rank), mine, action_ms=180_000, save_ms=300_000, **{**self._facts, **more})
 
     # --------------------------------------------------------------------------------------------------- what happens
 
@@ -107,6 +119,30 @@ class HandlerWorld(Talk):
         """The process ends."""
         self.ranks[rank].dead = True
         self.pump(self._take(self.lost(rank)))
+
+    def dies(self, *ranks: int, seat: str = SEAT_READY) -> None:
+        """Processes end, and their launcher says so, and whether it can start them alone."""
+        for rank in ranks:
+            self.ranks[rank].dead = True
+        pids = tuple(self.machine.job.members[Rank(rank)].hello.pid for rank in ranks)
+        self.event(Accused(tuple(map(Rank, ranks)), m.FaultKind.EXITED, "killed", pids, (), seat))
+        self.pump(self._take())
+
+    def start(self, rank: int) -> str:
+        """A new process comes for the seat of ``rank``."""
+        what = self.trouble.pop((Kind.MAKE_WAY, rank + SEAT), "")
+        if what == "hang":
+            return ""
+        self.streams[rank] += 1000
+        self.ranks[rank] = FakeRank(version=0, parked=False, out=True)
+        said = self.hello(rank, framework=rm.HANDLERS, nonce=f"new{rank}", pid=1000 + rank, launch=1)
+        self.pump(self._take())
+        if what == "die":
+            self.dies(rank)
+        elif Rank(rank) in self.machine.job.live:
+            self._speak(rank, self.handlers(rank))
+            self._speak(rank, rm.Ailing(Rank(rank), rm.Ailment.JOINED, "", "here I am"))
+        return said
 
     def say(self, kind: NoticeKind, faults: dict[int, int] | None = None, strategy: str = "") -> None:
         """The manager says something."""
@@ -123,6 +159,8 @@ class HandlerWorld(Talk):
         end = self.now + seconds
         while self.machine.incident is not None and self.now < end:
             due = self.machine.deadline()
+            for rank in sorted(self.machine.job.seats) if self.starts else ():
+                self.start(rank)
             assert due is not None, f"nothing is waited for in {self.machine.stage}"
             self.after(max(0.001, due - self.now))
             self.pump(self._take())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ttp.testing.bad_disk import BadDisk, Rule, why_not
+from tests.disks.bad_disk import BadDisk, Rule, why_not
 
 LEAVES = """
 import ctypes

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks.bad_disk import BadDisk, why_not
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
 from ttp.store import durable, names, verify
@@ -17,7 +18,6 @@ from ttp.store.commit import commit
 from ttp.store.digest import HashingFile, Progress, digest_bytes, digest_file
 from ttp.store.disk import Disk
 from ttp.store.verify import verify_checkpoint
-from ttp.testing.bad_disk import BadDisk, why_not
 
 GROUPS = {Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2), Rank(3))}
 
@@ -147,7 +147,7 @@ def mounts() -> None:
 
 @pytest.fixture
 def bad_disk(mounts: None, tmp_path: Path) -> Iterator[BadDisk]:
-    """See ``ttp.testing.bad_disk``; it writes down what it is asked."""
+    """See ``tests.disks.bad_disk``; it writes down what it is asked."""
     with BadDisk(tmp_path / "mount", tmp_path / "directory", journal=True) as disk:
         yield disk
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks.bad_disk import BadDisk, Rule
+from tests.disks.crash import Disk, Loss, Tree, build, fingerprint
 from ttp.store.disk import Disk as RealDisk
 from ttp.store.durable import sync_directory, write_durably
-from ttp.testing.bad_disk import BadDisk, Rule
-from ttp.testing.crash import Disk, Loss, Tree, build, fingerprint
 
 
 def contents(place: Path) -> dict[str, bytes]:

@@ -8,21 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.damage import flip
+from tests.disks.plug import Loss, Moment, PluggedDisk, PowerCut
 from ttp.core.restore_messages import Candidate
 from ttp.store import catalog, digest
 from ttp.store.catalog import find_whole, prune, scan
 from ttp.store.manifest import MANIFEST, Manifest, manifest_digest
 from ttp.store.verify import unlisted_files, verify_checkpoint
-from ttp.testing.plug import Loss, Moment, PluggedDisk, PowerCut
 
 if TYPE_CHECKING:
     from tests.store.conftest import World
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def edit(path: Path, **changes: object) -> None:

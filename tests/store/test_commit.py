@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.damage import flip
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.catalog import find_whole, scan
@@ -86,19 +87,12 @@ def test_old_checkpoints_go_only_after_the_new_one_is_there(world: World) -> Non
     assert [e.version for e in scan(world.save_dir)] == [10, 8]
 
 
-def flip_a_bit(piece: Path) -> None:
-    """As broken memory between a saver and the platter would: the size stays."""
-    data = bytearray(piece.read_bytes())
-    data[len(data) // 2] ^= 1
-    piece.write_bytes(data)
-
-
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_last_good_checkpoint_stays_when_a_new_one_is_damaged(world: World, keep: int) -> None:
     for version in (2, 4, 6):
         world.make(version)
     path = world.make(8)
-    flip_a_bit(next(path.glob("*.distcp")))
+    flip(next(path.glob("*.distcp")))
     tidy(world.save_dir, keep, path.name, verified=False)
     versions = [e.version for e in scan(world.save_dir)]
     assert versions == [8, 6, 4][: keep + 1], "the damaged one does not count"
@@ -108,7 +102,7 @@ def test_the_last_good_checkpoint_stays_when_a_new_one_is_damaged(world: World, 
 
 def test_when_all_are_damaged_none_goes(world: World) -> None:
     for version in (2, 4, 6):
-        flip_a_bit(next(world.make(version).glob("*.distcp")))
+        flip(next(world.make(version).glob("*.distcp")))
     assert tidy(world.save_dir, 1, "tft_saved_checkpoints-step_6", verified=False) == []
 
 

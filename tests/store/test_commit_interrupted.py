@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.disks.plug import Loss, Moment, PluggedDisk, PowerCut
 from ttp.core.layout import Rank
 from ttp.core.messages import Commit
 from ttp.errors import CheckpointError
@@ -21,7 +22,6 @@ from ttp.store.catalog import find_whole, scan
 from ttp.store.commit import tidy
 from ttp.store.disk import Disk
 from ttp.store.manifest import Manifest
-from ttp.testing.plug import Loss, Moment, PluggedDisk, PowerCut
 
 if TYPE_CHECKING:
     from tests.store.conftest import World

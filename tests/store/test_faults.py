@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.disks.bad_disk import BadDisk, Rule
 from tests.store.storage import as_nobody, fill, loop_disk, remount, small_disk
 from ttp.cli.main import main
 from ttp.errors import CheckpointError
@@ -21,7 +22,6 @@ from ttp.store.choice import look_back
 from ttp.store.disk import Disk
 from ttp.store.durable import write_durably
 from ttp.store.mounts import Mounts
-from ttp.testing.bad_disk import BadDisk, Rule
 
 if TYPE_CHECKING:
     from tests.store.conftest import World

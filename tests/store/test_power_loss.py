@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.disks.bad_disk import BadDisk, Rule
+from tests.disks.crash import Disk, Line, Loss, Tree, build, fingerprint
 from ttp.core.layout import Version
 from ttp.store.catalog import scan
 from ttp.store.choice import look_back
 from ttp.store.commit import tidy
 from ttp.store.names import checkpoint_name
 from ttp.store.writable import check_writable
-from ttp.testing.bad_disk import BadDisk, Rule
-from ttp.testing.crash import Disk, Line, Loss, Tree, build, fingerprint
 
 if TYPE_CHECKING:
     from tests.store.conftest import World

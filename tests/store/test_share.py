@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.damage import flip
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.core.restore_choice import agree, is_unread
@@ -43,12 +44,6 @@ def test_every_piece_is_in_one_share_and_none_is_much_larger_than_another(sizes:
 def bad(world: World, version: int, piece: str) -> None:
     """Damage that only reading finds."""
     flip(world.save_dir / f"tft_saved_checkpoints-step_{version}" / piece)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def shares_of(index: int, count: int) -> Callable[[Path], Share]:

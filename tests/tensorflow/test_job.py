@@ -58,7 +58,7 @@ class Run:
 
     def loss(self) -> str:
         """Of the last step."""
-        return re.findall(rf"worker 0: step {STEPS} saved, loss (\S+)", self.text)[-1]
+        return str(re.findall(rf"worker 0: step {STEPS} saved, loss (\S+)", self.text)[-1])
 
 
 @pytest.fixture

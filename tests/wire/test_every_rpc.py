@@ -32,10 +32,12 @@ from ttp.processor.copies.transfer import Receiver
 from ttp.processor.local_state.mirror import KeptPages
 from ttp.wire.channel import metadata, open_channel
 from ttp.wire.convert import order_from_wire, report_to_wire
+from ttp.wire.relay import PROTOCOL
 from ttp.wire.v1 import barrier_pb2, buddy_pb2, rounds_pb2
 from ttp.wire.v1 import barrier_pb2_grpc as barrier_rpc
 from ttp.wire.v1 import buddy_pb2_grpc as buddy_rpc
 from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1 import controller_pb2_grpc as controller_rpc
 from ttp.wire.v1 import rounds_pb2_grpc as rounds_rpc
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -239,7 +241,8 @@ def relay(job: Any) -> None:
     frames.put(frame)
 
     def refused() -> m.Order:
-        for answer in job.controller.stub.Relay(iter(frames.get, None), metadata=job.metadata, timeout=WAIT_S):
+        said = (*job.metadata, PROTOCOL)
+        for answer in job.controller.stub.Relay(iter(frames.get, None), metadata=said, timeout=WAIT_S):
             for one in answer.orders:
                 if isinstance(order := order_from_wire(pb.ControllerOrder.FromString(one.order)), m.Refused):
                     frames.put(None)
@@ -330,9 +333,20 @@ def come(job: Any) -> None:
         assert not running.what.sources[0].here
 
 
+def look(job: Any) -> None:
+    """It has no launch, changes nothing, and is of a relay: a controller does not serve it."""
+    with pytest.raises(grpc.RpcError) as refused:
+        unchanged(job, lambda: job.controller.stub.Look(pb.LookRequest(), metadata=job.metadata, timeout=WAIT_S))
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    with of_relay(job.folder) as running:
+        stub = controller_rpc.ControllerStub(running.channel)
+        assert not stub.Look(pb.LookRequest(), metadata=job.metadata, timeout=WAIT_S).HasField("silent_s")
+
+
 REPLAYS: dict[str, Callable[[Any], None]] = {
     "/ttp.wire.v1.Controller/Attach": attach,
     "/ttp.wire.v1.Controller/Relay": relay,
+    "/ttp.wire.v1.Controller/Look": look,
     "/ttp.wire.v1.Controller/GetStatus": reads_only,
     "/ttp.wire.v1.Controller/WatchEvents": watch,
     "/ttp.wire.v1.Controller/ReportFault": report_fault,

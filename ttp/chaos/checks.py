@@ -146,7 +146,7 @@ def _disk_findings(evidence: Evidence) -> Iterator[str]:
 
 
 def _request_findings(evidence: Evidence) -> Iterator[str]:
-    """A checkpoint on request was written, or why not."""
+    """Requests for a checkpoint that were not fulfilled."""
     for answer in evidence.record.answers:
         if answer["answer"] != "save":
             continue

@@ -43,7 +43,7 @@ Reference = Mapping[int, Mapping[int, Digests]]
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A run that is over."""
+    """A run that is over, with its judgement."""
 
     record: Record
     judgement: Judgement
@@ -350,7 +350,7 @@ class Driver:
             self._close_run(judge(self._evidence(self._record)))
 
     def _look_after_launchers(self) -> None:
-        """What a scheduler does; see ``Launches``."""
+        """Start the launchers again when all of them have left, as a scheduler does."""
         if not self._launches.over():
             return
         codes = self._launches.codes()

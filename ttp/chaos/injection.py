@@ -18,6 +18,7 @@ from ttp.chaos.disk import Disk
 from ttp.chaos.hosts import Hosts
 from ttp.chaos.script import Fault, Script
 from ttp.chaos.switchboard import RankProcess
+from ttp.chaos.vocabulary import Target
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -149,7 +150,7 @@ def targets(fault: Fault, job: HurtJob) -> tuple[int, ...]:
 
 def _ranks(fault: Fault, job: HurtJob) -> Done:
     ranks = targets(fault, job)
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' '.join(map(str, ranks))}"
+    who = str(Target("ranks", ranks))
     gone = fault.what in _DEADLY or (fault.what == "raise" and fault.phase == _TORN)
     if fault.what == "report":
         _tell(job, {"order": "report", "ranks": list(ranks)})

@@ -177,7 +177,7 @@ class Training:
         return nn.functional.cross_entropy(self.model(data), target) / ACCUMULATION
 
     def digests(self) -> tuple[str, str]:
-        """Of the weights, moments and schedule; of what this rank has for itself."""
+        """Two digests: of the weights, moments and schedule; and of the state that is this rank's own."""
         moments = self.optimizer.state_dict()["state"]
         shard = [*self.model.module.parameters(), *(v for s in moments.values() for _, v in sorted(s.items()))]
         schedule = repr(self.schedule.get_last_lr()).encode()
@@ -191,7 +191,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def digest(parts: Iterable[Any], last: bytes) -> str:
-    """Of all parts, one after the other."""
+    """One digest of all parts, in their order, and of ``last``."""
     h = xxhash.xxh3_128()
     for part in (*parts, last):
         h.update(part)

@@ -23,14 +23,14 @@ PATIENCE = {"TTP_OT": "60", "TTP_ANSWER_S": "2"}
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without what is meant for another job."""
+    """The environment of this process, without the variables that are meant for another job."""
     return {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
 
 
 def environment(
     script: Script, folder: Path, save_dir: Path, socket_path: Path, launch: int, *, port: int, token: str
 ) -> dict[str, str]:
-    """Of the launchers. ``TTP_RUN_DIR`` is for ``on_host`` to add."""
+    """The environment of the launchers on all hosts. ``on_host`` adds what differs between hosts."""
     fallback = {"TTP_FALLBACK_DIR": str(folder / FALLBACK)} if script.fallback else {}
     return {
         **clean_environment(),
@@ -53,13 +53,13 @@ def environment(
 
 
 def on_host(env: Mapping[str, str], run_dir: Path, interface: str) -> dict[str, str]:
-    """What differs between hosts."""
+    """``env`` with what differs between hosts."""
     network = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     return {**env, **network, "TTP_RUN_DIR": str(run_dir)}
 
 
 def command(script: Script, host: int, address: str) -> list[str]:
-    """Of the launcher on one host.
+    """The command line of the launcher on one host.
 
     Args:
         script: the job.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from ttp.chaos.script import Fault, Run, Script, settled, usual_outcome
 from ttp.chaos.vocabulary import (
@@ -29,32 +29,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-JOB_KEYS: dict[str, type] = {
-    "hosts": int,
-    "ranks_per_host": int,
-    "steps": int,
-    "launcher": str,
-    "restart": str,
-    "step_ms": int,
-    "width": int,
-    "fallback": bool,
-    "seed": int,
-    "env": dict,
-    "fault": list,
-}
-FAULT_KEYS: dict[str, type] = {
-    "name": str,
-    "run": str,
-    "expect": str,
-    "step": int,
-    "phase": str,
-    "seen_by": int,
-    "event": str,
-    "after": str,
-    "seconds": float,
-    "who": str,
-    "what": str,
-}
+
+def _plain(kind: type) -> dict[str, type]:
+    """The fields of a dataclass that are numbers or texts, or may be None, with their types."""
+    hints = {name: (get_args(hint) or (hint,))[0] for name, hint in get_type_hints(kind).items()}
+    return {name: hint for name, hint in hints.items() if hint in (bool, float, int, str)}
+
+
+JOB_KEYS: dict[str, type] = {**_plain(Script), "env": dict, "fault": list}
+FAULT_KEYS: dict[str, type] = {**_plain(Fault), "run": str, "expect": str, "who": str}
 KINDS: dict[type, str] = {
     bool: "true or false",
     dict: "a table",
@@ -107,7 +90,7 @@ def _script(content: Mapping[str, Any]) -> Script:
 def _env(table: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     known = {f.metadata["env"] for f in fields(Config)}
     for name, value in table.items():
-        _known(name, known, "a setting of ttp", "env")
+        check_known(name, known, "a setting of ttp", "env")
         if not isinstance(value, str):
             raise ConfigError(f"env: {name} = {value!r} has to be a text, in quotes")
     Config.from_env(dict(table))
@@ -122,8 +105,8 @@ def _check_job(script: Script) -> None:
         raise ConfigError(f"step_ms = {script.step_ms}: from 0 to 60000 is wanted")
     if script.world_size > WORLD_MAX or script.hosts > 16:
         raise ConfigError(f"{script.hosts} hosts with {script.ranks_per_host} ranks each are too many for one machine")
-    _known(script.launcher, LAUNCHERS, "a launcher", "launcher")
-    _known(script.restart, RESTARTS, "who starts the job again", "restart")
+    check_known(script.launcher, LAUNCHERS, "a launcher", "launcher")
+    check_known(script.restart, RESTARTS, "who starts the job again", "restart")
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
@@ -156,11 +139,11 @@ def _target(text: str, where: str) -> Target:
 
 
 def _check_words(fault: Fault, where: str) -> None:
-    _known(fault.what, FAULT_WORDS, "something that can be done", f"{where}: what")
+    check_known(fault.what, FAULT_WORDS, "something that can be done", f"{where}: what")
     if fault.phase:
-        _known(fault.phase, (*STEP_PHASES, *START_PHASES), "a phase", f"{where}: phase")
+        check_known(fault.phase, (*STEP_PHASES, *START_PHASES), "a phase", f"{where}: phase")
     if fault.event:
-        _known(fault.event, EVENTS, "an event", f"{where}: event")
+        check_known(fault.event, EVENTS, "an event", f"{where}: event")
     told = [bool(fault.phase) or fault.step is not None, bool(fault.event), bool(fault.after)]
     if sum(told) != 1:
         raise ConfigError(f"{where} has to say when by exactly one of: step with phase, event, after")
@@ -209,7 +192,7 @@ def _run(group: Sequence[tuple[Fault, dict[str, str]]], script: Script) -> Run:
             raise ConfigError(f"{fault.name}: {' and '.join(said)} belong to the first fault of a run")
     said = group[0][1]
     expect = said.get("expect", usual_outcome(faults, script.world_size))
-    _known(expect, OUTCOMES, "an outcome", f"{faults[0].name}: expect")
+    check_known(expect, OUTCOMES, "an outcome", f"{faults[0].name}: expect")
     return Run(said.get("run", f"{faults[0].what} {faults[0].who}"), faults, expect)
 
 
@@ -228,7 +211,7 @@ def _check_runs(script: Script) -> None:
         earlier: set[str] = set()
         for fault in run.faults:
             if fault.after and fault.after not in earlier:
-                _known(fault.after, earlier, "an earlier fault of the same run", f"{fault.name}: after")
+                check_known(fault.after, earlier, "an earlier fault of the same run", f"{fault.name}: after")
             earlier.add(fault.name)
 
 
@@ -237,14 +220,14 @@ def _check_runs(script: Script) -> None:
 
 def _check_keys(table: Mapping[str, Any], known: Mapping[str, type], where: str) -> None:
     for key, value in table.items():
-        _known(key, known, "a key", where)
+        check_known(key, known, "a key", where)
         wanted = known[key]
         fits = isinstance(value, (int, float) if wanted is float else wanted)
         if not fits or isinstance(value, bool) != (wanted is bool):
             raise ConfigError(f"{where}: {key} = {value!r} has to be {KINDS[wanted]}")
 
 
-def _known(word: str, known: Collection[str], kind: str, where: str) -> None:
+def check_known(word: str, known: Collection[str], kind: str, where: str) -> None:
     """Raise ConfigError unless ``word`` is one of ``known``; name the nearest."""
     if word in known:
         return

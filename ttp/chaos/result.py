@@ -19,7 +19,7 @@ FILE = "results.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run.
+    """The result of one run.
 
     Args:
         job: number of the job that it belonged to.

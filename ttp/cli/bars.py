@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ttp.cli.output import aside
-
-Watch = Callable[[str, "int | None"], Callable[[int], None]]
-"""Begins a phase: takes its name and its bytes (None: unknown), returns what is told of each number of done bytes."""
+from ttp.store.digest import Watch
 
 
 @contextmanager

@@ -146,14 +146,11 @@ def _scripts(
 
 
 def _features(include: str) -> list[str]:
-    import difflib
+    from ttp.chaos.reading import check_known
 
     names = [name.strip() for name in include.split(",") if name.strip()]
     for name in names:
-        if name not in FEATURES:
-            close = difflib.get_close_matches(name, FEATURES, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(FEATURES)}"
-            raise ConfigError(f"--include: {name!r} is nothing that can be drawn; {hint}")
+        check_known(name, FEATURES, "something that can be drawn", "--include")
     return names
 
 

@@ -25,6 +25,7 @@ from ttp.store.names import INCIDENTS
 
 if TYPE_CHECKING:
     from ttp.mindio.clusterd import Accuse, Message, Seen
+    from ttp.mindio.handlers import Manager
 
 Server = Annotated[str, typer.Option("--server", help="ClusterD, HOST:PORT. Default: MINDX_SERVER_IP with port 8899.")]
 JobId = Annotated[str, typer.Option("--job-id", help="The job as ClusterD knows it. Default: MINDX_TASK_ID.")]
@@ -32,6 +33,9 @@ Every = Annotated[float, typer.Option("--every", min=0.05, help="Seconds between
 
 PORT = 8899
 ROLE = "master agent"
+HANDLERS = "handlers"
+"""How ranks call themselves whose program saves and repairs with handlers of its own."""
+KILL = "killMaster"
 SWITCHED_OFF = 403
 CALL_S = 5.0
 DEATHS = frozenset({FaultKind.EXITED.value, FaultKind.LOST.value, FaultKind.SILENT.value})
@@ -52,8 +56,10 @@ def clusterd(
 
     Run one beside rank 0. What ClusterD knows to be broken is reported to the job, which saves its newest step and
     ends with 75; ranks that die are reported to ClusterD. It is offered the strategies dump and exit, and told whether
-    the dump is on disk. The job needs process-recover-enable=on. It runs until ClusterD sends killMaster (0), is
-    found to have that switched off (1), or is stopped. Without a job, or without ClusterD, it waits for both.
+    the dump is on disk. To a job whose program has handlers of MindIO's every word is passed on, in both directions:
+    it can retry, recover and pause, too. The job needs process-recover-enable=on. It runs until ClusterD sends
+    killMaster (0), is found to have that switched off (1), or is stopped. Without a job, or without ClusterD, it waits
+    for both.
     """
     from ttp.mindio.clusterd import Accuse, Bridge
 
@@ -66,10 +72,16 @@ def clusterd(
         link, eyes = ClusterLink(where, job), Eyes(address, port, token)
         closing.callback(link.close)
         closing.callback(eyes.close)
+        words = Words(job, (address, port, token))
+        closing.callback(words.close)
         while not bridge.ended:
-            signal = link.next(every)
+            signal, seen = link.next(every), eyes.look()
+            if eyes.has_handlers and (signal is None or signal.signal_type != KILL):
+                for message in words.pass_on(signal, seen):
+                    link.say(message)
+                continue
             actions = [] if signal is None else bridge.signal(signal, time.time())
-            for action in [*actions, *bridge.look(eyes.look(), time.time())]:
+            for action in [*actions, *bridge.look(seen, time.time())]:
                 if not isinstance(action, Accuse):
                     link.say(action)
                 elif eyes.accuse(action):
@@ -87,6 +99,8 @@ class Eyes:
         self._save_dir: Path | None = None
         self._read: IncidentLog | None = None
         self._saw = False
+        self.has_handlers = False
+        """The job's program saves and repairs with handlers of its own."""
         self._complain = Complaints()
 
     def look(self) -> Seen | None:
@@ -100,6 +114,7 @@ class Eyes:
             self.close()
             return self._left()
         self._complain("")
+        self.has_handlers = now.framework == HANDLERS if now.framework else self.has_handlers
         self._save_dir = Path(now.save_dir) if now.save_dir else self._save_dir
         hosts: dict[str, list[int]] = {}
         for rank in sorted(now.ranks, key=lambda rank: rank.rank):
@@ -174,6 +189,55 @@ class Eyes:
         if self._client is None:
             self._client = self._closing.enter_context(connected(find(*self._asked)))
         return self._client
+
+
+class Words:
+    """Speaks for ClusterD to the controller of a job that has handlers, as its manager.
+
+    Args:
+        job_id: of the job, as ClusterD knows it.
+        asked: address, port and token of the controller, as far as they were given.
+    """
+
+    def __init__(self, job_id: str, asked: tuple[str | None, int | None, str | None]) -> None:
+        from ttp.mindio.clusterd_manager import Interpreter
+
+        self._interpreter, self._asked = Interpreter(job_id), asked
+        self._said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._manager: Manager | None = None
+
+    def pass_on(self, signal: Any, seen: Seen | None) -> list[Message]:
+        """Tell the controller what ClusterD says, if it says anything. What ClusterD is to be told."""
+        if self._manager is None:
+            self._manager = self._attend()
+        hosts = seen.hosts if seen is not None else ()
+        for notice in [] if signal is None else self._interpreter.notices(signal, hosts):
+            self._manager.notify(notice)
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._said.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """The controller decides by itself again."""
+        if self._manager is not None:
+            self._manager.close()
+
+    def _attend(self) -> Manager:
+        from ttp.mindio.handlers import Manager
+
+        where, say, put = find(*self._asked), self._interpreter, self._said.put
+        manager = Manager(
+            where.address, where.port, where.token, run_dir=where.run_dir,
+            report_fault_ranks=lambda faults, _: put(say.fault_ranks(faults)),
+            report_stop_complete=lambda code, text, faults: put(say.stop_complete(code, text, faults)),
+            report_strategies=lambda faults, offered: put(say.strategies(faults, offered)),
+            report_result=lambda code, text, _, strategy: put(say.result(code, text, strategy)),
+        )  # fmt: skip
+        manager.start()
+        complain("the job's program has handlers of its own: ClusterD's words are passed on to them")
+        return manager
 
 
 class ClusterLink:

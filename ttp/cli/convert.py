@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.bars import Watch, bars
+from ttp.cli.bars import bars
 from ttp.cli.directories import is_checkpoint
 from ttp.cli.output import Json, aside, count_text, print_json, say, size_text
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.catalog import newest_whole
+from ttp.store.digest import Watch
 
 if TYPE_CHECKING:
     from ttp.adapters.torch.convert.conversion import Converted

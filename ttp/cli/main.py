@@ -59,12 +59,14 @@ def _root() -> None:
 
 
 def _launch(argv: list[str]) -> int:
+    """Launch a job like torchrun, protected: ttp run [torchrun's flags] script.py ... (or: ttp run --mindspore ...)"""
     from ttp.launch.run import run
 
     return run(argv)
 
 
 def _control(argv: list[str]) -> int:
+    """Run one controller on its own. `ttp run` and rank 0 start one by themselves."""
     from ttp.controller.__main__ import main as control
 
     try:
@@ -74,6 +76,7 @@ def _control(argv: list[str]) -> int:
 
 
 def _reset(argv: list[str]) -> int:
+    """Kill and restart a script's MindSpore ranks as MindCluster's reset.json says, like its reset_process.py."""
     from ttp.launch.reset_process import main as look_after
 
     return look_after(argv)
@@ -83,37 +86,17 @@ PASSED_ON: dict[str, Callable[[list[str]], int]] = {"run": _launch, "controller"
 """Commands with a command line of their own: their arguments, ``--help`` included, are passed on untouched."""
 
 
-def _register(name: str, panel: str, command: Callable[..., None], **settings: Any) -> None:
+def _register(name: str, panel: str, command: Callable[..., Any]) -> None:
     """Add a command; its docstring is its help, with paragraphs kept and lines joined to fit any width."""
     paragraphs = (command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    app.command(name, help=text.replace("[", "\\["), rich_help_panel=panel, **settings)(command)
+    app.command(name, help=text.replace("[", "\\["), rich_help_panel=panel)(command)
 
 
-def _run(context: typer.Context) -> None:
-    """Launch a job like torchrun, protected: ttp run [torchrun's flags] script.py ... (or: ttp run --mindspore ...)"""
-    raise typer.Exit(_launch(context.args))
-
-
-def _controller(context: typer.Context) -> None:
-    """Run one controller on its own. `ttp run` and rank 0 start one by themselves."""
-    raise typer.Exit(_control(context.args))
-
-
-def _reset_process(context: typer.Context) -> None:
-    """Kill and restart a script's MindSpore ranks as MindCluster's reset.json says, like its reset_process.py."""
-    raise typer.Exit(_reset(context.args))
-
-
-_UNTOUCHED: dict[str, Any] = {
-    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
-    "add_help_option": False,
-}
 _LAUNCH, _RUNNING, _SAVED, _TRUST, _ABOUT = "Launch", "A running job", "What was saved", "Trust", "About"
 
-_register("run", _LAUNCH, _run, **_UNTOUCHED)
-_register("controller", _LAUNCH, _controller, **_UNTOUCHED)
-_register("reset-process", _LAUNCH, _reset_process, **_UNTOUCHED)
+for _name, _command in PASSED_ON.items():
+    _register(_name, _LAUNCH, _command)  # for the list of commands: ``main`` does not ask typer for these
 _register("status", _RUNNING, status.status)
 _register("metrics", _RUNNING, metrics.metrics)
 _register("web", _RUNNING, web.web)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ttp.cli.output import Json, count_text, print_json, say, screen, table
+from ttp.core.layout import compact_ranks
 from ttp.errors import CheckpointError, UsageError
 from ttp.store.manifest import MANIFEST, Manifest
 
@@ -93,19 +94,8 @@ def describe(told: Told) -> dict[str, Any]:
     return {"kind": told.kind, "groups": [list(ranks) for ranks in told.groups], "parameters": parameters}
 
 
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """``0, 4``; long runs as ``0-127``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-
-
 def _tell(told: Told) -> None:
-    rows = [(ranks_text(ranks), str(len(ranks)), "" if len(ranks) > 1 else "none") for ranks in told.groups]
+    rows = [(compact_ranks(ranks), str(len(ranks)), "" if len(ranks) > 1 else "none") for ranks in told.groups]
     screen().print(table(("ranks with the same checkpoint", "copies", "replica"), rows[:SHOWN_MAX], right=("copies",)))
     if len(rows) > SHOWN_MAX:
         say(f"and {len(rows) - SHOWN_MAX} more (--json lists them)")
@@ -115,7 +105,7 @@ def _tell(told: Told) -> None:
     if not names:
         return
     what = "shard" if told.kind == "manifest" else "parameter"
-    listed = [(name, "; ".join(map(ranks_text, told.parameters[name]))) for name in names[:SHOWN_MAX]]
+    listed = [(name, "; ".join(map(compact_ranks, told.parameters[name]))) for name in names[:SHOWN_MAX]]
     screen().print(table((what, "ranks with the same slice"), listed))
     if len(names) > SHOWN_MAX:
         say(f"and {count_text(len(names) - SHOWN_MAX, what)} more (--json lists them)")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ttp.cli.bars import Watch, bars
+from ttp.cli.bars import bars
 from ttp.cli.output import Json, count_text, print_json, say, size_text
 from ttp.errors import ConfigError, UsageError
+from ttp.store.digest import Watch
 
 if TYPE_CHECKING:
     from ttp.mindspore_files.reshard import Resharded

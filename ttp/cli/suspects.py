@@ -12,6 +12,7 @@ import typer
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, complain, print_json, say, screen, table, when_text
+from ttp.core.layout import compact_ranks
 from ttp.core.messages import FaultKind
 from ttp.errors import CheckpointError
 
@@ -57,7 +58,8 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
         print_json([asdict(each) for each in found])
     elif found:
         rows = [
-            [s.host, str(s.incidents), _ranks(s.ranks), ", ".join(s.kinds), when_text(s.unix_s), s.text] for s in found
+            [s.host, str(s.incidents), compact_ranks(s.ranks), ", ".join(s.kinds), when_text(s.unix_s), s.text]
+            for s in found
         ]
         screen().print(table(["host", "incidents", "ranks", "evidence", "last", "in words"], rows, right=["incidents"]))
     else:
@@ -87,9 +89,3 @@ def _read(place: Path, last: int) -> Iterable[IncidentLog]:
             yield read_incident(path)
         except CheckpointError as problem:
             complain(str(problem))
-
-
-def _ranks(ranks: list[int]) -> str:
-    from ttp.core.layout import Rank, compact_ranks
-
-    return compact_ranks(map(Rank, ranks))

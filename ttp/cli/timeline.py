@@ -9,7 +9,7 @@ from typing import Any
 
 from ttp.cli.incident_reader import IncidentLog, Line
 from ttp.cli.output import count_text, size_text
-from ttp.core.layout import compact_ranks
+from ttp.core.layout import compact_ranks, ranks_text
 
 Facts = Mapping[str, Any]
 
@@ -77,8 +77,7 @@ def _answer_text(line: Line) -> str:
 
 def _merged(group: list[Line]) -> tuple[Line, str]:
     ranks = {rank for line in group for rank in line.ranks}
-    name = "rank" if len(ranks) == 1 else "ranks"
-    return group[-1], f"{name} {compact_ranks(ranks)} {_answer_text(group[0])}"
+    return group[-1], f"{ranks_text(ranks)} {_answer_text(group[0])}"
 
 
 def _opened(f: Facts) -> str:

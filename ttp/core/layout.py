@@ -125,6 +125,12 @@ def compact_ranks(ranks: Iterable[int]) -> str:
     return ",".join(parts)
 
 
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-2,5``: for messages that people read."""
+    text = compact_ranks(ranks)
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
+
+
 def describe(layout: Layout) -> str:
     """A layout in a few words."""
     groups = list(layout.groups.items())

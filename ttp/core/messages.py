@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 
-PROTOCOL_MAJOR = 2
+PROTOCOL_MAJOR = 3
 PROTOCOL_MINOR = 0
 
 SEVERAL = Rank(-1)
@@ -302,6 +302,7 @@ class LedOrder(Order):
 class Welcome(LedOrder):
     incarnation: int
     ttp_version: str
+    joins: bool = False  # it takes the seat of a rank that has died, in a job that goes on
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,15 @@ class NextLaunch:
     port: int
     released: bool
 
+    def as_environment(self) -> dict[str, str]:
+        """What torch reads of it, in a process that goes on or is started."""
+        return {
+            "TORCHELASTIC_RESTART_COUNT": str(self.launch),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
 
 class Again:
     """Any process of the job may make its own instance.

@@ -36,14 +36,14 @@ class DeadPages:
         self._living = set(workers)
         self._lock = threading.Lock()
 
-    def after(self, rank: int) -> list[Mirror]:
-        """``rank`` has died: the pages of all workers if it was the last one of this host, else none. Never raises.
+    def after(self, rank: int, pid: int) -> list[Mirror]:
+        """``rank``, process ``pid``, has died: the pages of all workers if it was the last one here. Never raises.
 
         Of each rank the two newest versions: one of them is what its peers have reached.
         """
         with self._lock:
-            if rank not in self._living:
-                return []  # told already
+            if rank not in self._living or pid != self._workers[rank]:
+                return []  # told already; or one that had the seat before
             self._living.discard(rank)
             if self._living:
                 return []

@@ -30,6 +30,9 @@ LOOK_S = 1.0
 AGAIN_S = 0.2
 
 
+PagesAfter = Callable[[int, int], Sequence[Mirror]]
+
+
 @dataclass(slots=True)
 class _Report:
     """One death, until a controller has accepted the report."""
@@ -50,7 +53,7 @@ class FaultReporter:
         places: where the job may have its controller (``host:port``), the likeliest first. Asked on a thread.
         home: the address that the job was started with (``host:port``).
         token: the job's shared secret; may be empty.
-        pages_after: what is to be handed over when a rank has died; must not raise.
+        pages_after: what is to be handed over when a rank, a process, has died; must not raise.
         seat: whether the dead can be started alone; see ``ttp.core.controller.continuing``.
     """
 
@@ -59,7 +62,7 @@ class FaultReporter:
         places: Callable[[], Sequence[str]],
         home: str,
         token: str,
-        pages_after: Callable[[int], Sequence[Mirror]] = lambda rank: (),
+        pages_after: PagesAfter = lambda rank, pid: (),
         seat: Callable[[], str] = lambda: "",
     ) -> None:
         from ttp.wire.channel import metadata
@@ -67,7 +70,7 @@ class FaultReporter:
         self._places = places
         self._around: tuple[str, ...] = (home,)
         self._pages_after, self._seat = pages_after, seat
-        self._metadata = metadata(token)
+        self._home, self._token, self._metadata = home, token, metadata(token)
         self._channels: dict[str, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
         self._pending: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
@@ -78,13 +81,23 @@ class FaultReporter:
         self._thread = threading.Thread(target=self._run, name="ttp-fault-report", daemon=True)
         self._thread.start()
 
+    def goes_on(self, home: str, token: str, pages_after: PagesAfter) -> bool:
+        """Report the deaths of other workers of the same job, too; False: it is another job, which needs its own.
+
+        The connection stays: to close it and open another one takes a fifth of a second, in which workers may die.
+        """
+        if (home, token) != (self._home, self._token) or self._closing:
+            return False
+        self._pages_after = pages_after
+        return True
+
     def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
         """Report that process ``pid`` of ``rank`` has ended for ``reason``, with exit code ``code`` (0: unknown)."""
         from ttp.wire.v1 import controller_pb2 as wire
 
         request = wire.ReportFaultRequest(ranks=[rank], pids=[pid], reason=reason, kind=wire.FAULT_KIND_EXITED)
         request.exit_code, request.seat = code, self._seat()
-        for page in self._pages_after(rank):
+        for page in self._pages_after(rank, pid):
             request.pages.add(
                 rank=page.rank,
                 version=page.version,

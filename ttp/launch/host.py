@@ -123,12 +123,12 @@ class Host:
 
     def watch(self, workers: Workers) -> None:
         """Report deaths of these from now on."""
-        if self._reporter is not None:
-            self._reporter.close()
         pids = {rank: worker.pid for rank, worker in workers.items()}
-        pages = DeadPages(self._run_dir, pids)
-        token = self.config.token
-        self._reporter = FaultReporter(self._places, self._home, token, pages.after, self.seat)
+        pages, token = DeadPages(self._run_dir, pids), self.config.token
+        if self._reporter is None or not self._reporter.goes_on(self._home, token, pages.after):
+            if self._reporter is not None:
+                self._reporter.close()
+            self._reporter = FaultReporter(self._places, self._home, token, pages.after, self.seat)
         self._watch.watch(workers, self._reporter)
         self._sentinels.watch(pids, self._on_death)
 

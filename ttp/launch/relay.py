@@ -32,7 +32,8 @@ from ttp.wire import access, tls
 from ttp.wire.address import split, target
 from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub
 from ttp.wire.convert import WireError, order_to_wire, report_from_wire
-from ttp.wire.relay import frame_to_wire, orders_from_wire
+from ttp.wire.relay import PROTOCOL, frame_to_wire, mismatch, orders_from_wire
+from ttp.wire.sockets import Sockets, peers
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
@@ -45,6 +46,10 @@ TO_KEY = "ttp-to"
 RELAYED = "through the relay of this host: "
 """Begins the reason for the end of a stream where it is not the relay that has ended."""
 CLOSE_S = 1.0
+LOOK_S = 0.05
+"""For so long what was seen of a controller's host is told to all ranks."""
+ABORTS_S = 1.0
+"""How long a controller may take to end a stream that it refuses."""
 ACCEPT_S = 60.0
 """A controller that needs longer to accept the relay is not waited for."""
 
@@ -62,15 +67,15 @@ def _file(config: Config, run_dir: Path) -> Path:
     return run_dir / f"relay-{_host(config).replace('/', '_')[:100]}.json"
 
 
-def port_of_relay(config: Config, run_dir: Path) -> int | None:
-    """Port of the relay of this host, on loopback; None: there is none whose process lives."""
+def relay_of(config: Config, run_dir: Path) -> tuple[int, int] | None:
+    """Port on loopback and pid of the relay of this host; None: there is none whose process lives."""
     try:
         found = json.loads(_file(config, run_dir).read_text())
         port, pid = int(found["port"]), int(found["pid"])
         os.kill(pid, 0)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return port
+    return port, pid
 
 
 @dataclass(slots=True)
@@ -179,6 +184,12 @@ class RelayServer(rpc.ControllerServicer):
         finally:
             self._leave(uplink, local)
 
+    def Look(self, request: Any, context: Any) -> pb.LookResponse:  # noqa: N802
+        """See the proto."""
+        with self._lock:
+            uplink = self._uplinks.get(str(dict(context.invocation_metadata()).get(TO_KEY, "")))
+        return pb.LookResponse(silent_s=None if uplink is None else uplink.silent_s())
+
     def _open(self, to: str) -> tuple[_Uplink, _Local]:
         with self._lock:
             uplink = self._uplinks.get(to)
@@ -206,6 +217,10 @@ def _read(reports: Iterator[pb.RankReport], uplink: _Uplink, local: _Local) -> N
     local.orders.put(_Ended())
 
 
+class _OtherProtocol(Exception):  # noqa: N818 - says what is the case
+    """The controller and this relay do not understand each other; the text says why, and what to do."""
+
+
 class _Uplink:
     """The stream to one controller. Its machine belongs to the thread that gRPC reads the frames from.
 
@@ -224,10 +239,15 @@ class _Uplink:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answered = threading.Event()
         self._problem: _Ended | None = None
-        host, self._port = split(to)
+        self._host, self._port = split(to)
+        self._looking = threading.Lock()
+        self._sockets = Sockets()
+        self._peers: tuple[str, ...] = ()
+        self._looked_at = float("-inf")
+        self._silent_s: float | None = None
         self._note = accepted
-        self._channel = open_channel(host, self._port)
-        self._call: Any = stub(self._channel).Relay(self._frames(), metadata=metadata(config.token))
+        self._channel = open_channel(self._host, self._port)
+        self._call: Any = stub(self._channel).Relay(self._frames(), metadata=(*metadata(config.token), PROTOCOL))
         threading.Thread(target=self._read, name="ttp-relay-up", daemon=True).start()
 
     def open(self) -> _Local:
@@ -253,6 +273,13 @@ class _Uplink:
         if not self._answered.wait(ACCEPT_S):
             return _Ended(grpc.StatusCode.UNAVAILABLE, f"{RELAYED}no controller answers at {self.to}")
         return self._problem
+
+    def silent_s(self) -> float | None:
+        """Seconds since anything has come from the controller's host; None: nobody can know. One look is for all."""
+        with self._looking:
+            if time.monotonic() > self._looked_at + LOOK_S:
+                self._looked_at, self._silent_s = time.monotonic(), self._sockets.heard_of(self._peers)
+            return self._silent_s
 
     def abort(self) -> None:
         """End the stream at once."""
@@ -280,9 +307,10 @@ class _Uplink:
         """Pass orders on to the ranks that they are for, until the stream ends."""
         end = _Ended(grpc.StatusCode.UNAVAILABLE, f"{RELAYED}the controller ended the stream")
         try:
-            self._call.initial_metadata()
+            self._check_protocol()
             self._note(self._port)
             self._answered.set()
+            self._peers = peers(self._host, self._port)  # may take as long as the name service does
             for message in self._call:
                 self._pass_on(message)
         except grpc.RpcError as problem:
@@ -290,6 +318,8 @@ class _Uplink:
             text = problem.details() if isinstance(problem, grpc.Call) else str(problem)
             code = grpc.StatusCode.UNAVAILABLE if code in (None, grpc.StatusCode.OK) else code
             end = _Ended(code, f"{RELAYED}{text}")
+        except _OtherProtocol as problem:
+            end = _Ended(grpc.StatusCode.FAILED_PRECONDITION, f"{RELAYED}{problem}")
         except Exception as problem:  # ranks have to hear of every end
             log.exception("the relay stumbled")
             end = _Ended(grpc.StatusCode.INTERNAL, repr(problem))
@@ -299,6 +329,26 @@ class _Uplink:
             local.orders.put(end)
         self._inbox.put(None)
         self._channel.close()
+
+    def _check_protocol(self) -> None:
+        """Wait for the first word of the controller.
+
+        Raises:
+            grpc.RpcError: it refuses the stream, or there is none.
+            _OtherProtocol: it does not, and speaks another protocol.
+        """
+        problem = mismatch(self._call.initial_metadata(), f"the controller at {self.to}")
+        if not problem:
+            return
+        timer = threading.Timer(ABORTS_S, self._call.cancel)  # one that refuses has no first word
+        timer.daemon = True
+        timer.start()
+        try:
+            next(self._call, None)
+        except grpc.RpcError as end:
+            if isinstance(end, grpc.Call) and end.code() is not grpc.StatusCode.CANCELLED:
+                raise
+        raise _OtherProtocol(problem)
 
     def _pass_on(self, message: pb.RelayOrders) -> None:
         try:

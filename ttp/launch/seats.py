@@ -82,7 +82,6 @@ class Seats:
         """Why a dead worker could not be started alone; empty: it could."""
         agent, pcontext = self._agent, self._agent._pcontext
         reasons = {
-            "TTP_CONTINUITY is not keep": not self._wanted,
             self._failed: bool(self._failed),
             "ranks were going on already": self._filling and bool(self._marked(workers)),
             "the job has several hosts": (agent._worker_group.group_world_size or 1) > 1,
@@ -95,6 +94,8 @@ class Seats:
 
     def start_early(self, workers: Mapping[int, Popen[Any]]) -> None:
         """Workers have died: start them beside the save. They wait until the others are released to go on."""
+        if not self._wanted:
+            return
         dead = [rank for rank, worker in workers.items() if worker.poll() is not None]
         killed = all((workers[rank].returncode or 0) < 0 for rank in dead)  # others are not continued
         if not killed or len(dead) == len(workers) or self._early or self.why_not(workers):
@@ -175,13 +176,7 @@ class Seats:
         pcontext, told = cast("Any", self._agent._pcontext), self._next
         (local_rank,) = (w.local_rank for w in self._agent._worker_group.workers if w.global_rank == rank)
         assert told is not None
-        pcontext.envs[local_rank] = {
-            **pcontext.envs[local_rank],
-            "TORCHELASTIC_RESTART_COUNT": str(told.launch),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "MASTER_ADDR": told.address,
-            "MASTER_PORT": str(told.port),
-        }
+        pcontext.envs[local_rank] = {**pcontext.envs[local_rank], **told.as_environment()}
         with forking(self._host.warm, (pcontext.stdouts[local_rank], pcontext.stderrs[local_rank])):
             handler = make.get_subprocess_handler(
                 entrypoint=pcontext.entrypoint,

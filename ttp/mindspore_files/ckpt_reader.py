@@ -46,7 +46,7 @@ COUNTERS = ("epoch_num", "step_num", "global_step")
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """Where one entry of a checkpoint lies.
+    """One entry of a checkpoint file: its type and shape, and where its bytes are.
 
     Args:
         path: the file.
@@ -84,7 +84,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class CkptContents:
-    """What one file holds.
+    """The contents of one checkpoint file, read to its end.
 
     Args:
         entries: by name.
@@ -148,7 +148,7 @@ def crc_problem(path: Path, progress: Progress | None = None) -> str | None:
 
 @contextmanager
 def _opened(path: Path, progress: Progress | None, window: int) -> Iterator[_Source]:
-    """The file; whatever is wrong with it is a ``CheckpointError``."""
+    """Open the file for reading. Turns everything that is wrong with it into a ``CheckpointError``."""
     source: _Source | None = None
     try:
         with open_plain(path) as raw:
@@ -215,7 +215,7 @@ class _Source:
         return length
 
     def end(self, outer: int = 0) -> int:
-        """What will be left of the file behind the message that begins here."""
+        """How many bytes of the file are left when the message that begins here has been read."""
         length = self.length(outer)
         return self.left - length
 
@@ -233,7 +233,7 @@ _Take = Callable[[str, int], None]
 
 
 def _tensors(path: Path, source: _Source, take: _Take) -> dict[str, FileTensor]:
-    """All tensors; the parts of one follow each other."""
+    """The tensors of the file by name. Joins the parts of a tensor, which follow each other."""
     found: dict[str, FileTensor] = {}
     last = None
     for name, dtype, dims, length in _values(source):

@@ -118,7 +118,7 @@ def _until_cancelled(memory: memoryview, cancelled: Callable[[], bool]) -> Itera
 
 
 def _opening(name: str, dtype: str, dims: tuple[int, ...], size: int) -> bytes:
-    """All of a message up to the bytes of the tensor."""
+    """The beginning of a message: all that comes before the bytes of the tensor."""
     head: bytes = make("TensorHead", dims=dims, tensor_type=dtype).SerializeToString()
     tensor = head + _BYTES_OF_TENSOR + varint(size)
     tag: bytes = make("ValueHead", tag=name).SerializeToString()

@@ -70,7 +70,7 @@ _classes: dict[str, Any] = {
 
 
 def make(kind: str, **fields: Any) -> Any:
-    """A message of the kind that ``_MESSAGES`` calls so."""
+    """Make a message with these fields. ``kind`` is a name in ``_MESSAGES``."""
     return _classes[kind](**fields)
 
 
@@ -95,7 +95,7 @@ def text(data: bytes) -> str:
 
 
 def varint(value: int) -> bytes:
-    """The bytes of a number from 0 on."""
+    """Encode a number that is not negative as protobuf does."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -29,7 +29,7 @@ SIZE_MAX = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """What one file says.
+    """The contents of one ``group_info.pb``.
 
     Args:
         replicas: ranks whose checkpoints can stand for each other, the file's own rank among them.
@@ -55,7 +55,7 @@ def read_group_info(path: Path) -> GroupInfo:
 
 
 def parse_group_info(data: bytes) -> GroupInfo:
-    """As ``read_group_info``.
+    """Parse the bytes of a ``group_info.pb``.
 
     Raises:
         ValueError: malformed, or without the list of replicas.
@@ -88,7 +88,7 @@ def write_group_info(
 
 
 def encode_group_info(replicas: Iterable[int], groups: Mapping[str, Iterable[int]] | None = None) -> bytes:
-    """As ``write_group_info``, the bytes.
+    """Encode what ``write_group_info`` writes.
 
     Raises:
         UsageError: ``replicas`` is empty, or no ranks.

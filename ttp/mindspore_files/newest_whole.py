@@ -96,7 +96,7 @@ def load_newest(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Something to try.
+    """A checkpoint that may be the newest whole one.
 
     Args:
         checkpoint: a directory that bears the name of a checkpoint of ttp; None: a file by itself.
@@ -108,7 +108,7 @@ class Found:
 
 
 def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
-    """What ``patterns`` mean for ``rank``, in the order to try it in."""
+    """Find what matches ``patterns`` and is for ``rank``, the newest first."""
     saved: dict[Path, Found] = {}
     others: dict[Path, tuple[bool, int, tuple[int, int], str]] = {}
     for pattern in patterns:
@@ -142,7 +142,7 @@ def _age(path: Path) -> tuple[bool, int, tuple[int, int], str]:
 
 
 def _matching(given: Path, rank: int) -> Iterator[Path | CatalogEntry]:
-    """Files, and directories that bear the name of a checkpoint of ttp."""
+    """List the files that match, and the directories that have the name of a checkpoint of ttp."""
     if not given.is_dir():
         for found in glob(os.fspath(given)):  # noqa: PTH207 - that of Path takes hidden files, which are drafts
             if Path(found).is_dir():
@@ -165,7 +165,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
-    """One of them, verified and loaded.
+    """Verify and load one checkpoint.
 
     Raises:
         CheckpointError: it is not whole, or holds nothing for the rank.

@@ -19,7 +19,7 @@ GROUP_INFO = "group_info.pb"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Who holds the same.
+    """Which ranks hold the same state, and where that is known from.
 
     Args:
         groups: every rank of the job in one of them.
@@ -33,7 +33,7 @@ class Known:
 
 
 def rank_folders(directory: Path) -> dict[int, Path]:
-    """Folders by rank.
+    """Find the folders ``rank_N`` in a directory, by rank.
 
     Raises:
         CheckpointError: the directory cannot be listed.
@@ -116,6 +116,6 @@ def _joined(files: Iterable[Path]) -> ReplicaGroups:
 
 
 def _complete(groups: ReplicaGroups, size: int) -> ReplicaGroups:
-    """With the ranks that nobody speaks of, each for itself."""
+    """Add a group of its own for each rank that is in no group."""
     told = {rank for group in groups for rank in group}
     return tuple(sorted([*groups, *((rank,) for rank in range(size) if rank not in told)]))

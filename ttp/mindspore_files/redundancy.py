@@ -37,7 +37,7 @@ def whole_groups(parameters: Mapping[str, ReplicaGroups]) -> ReplicaGroups:
 
 
 def same(held: Mapping[int, object]) -> ReplicaGroups:
-    """Ranks by what they hold."""
+    """Group the ranks that hold equal things. ``held`` has what each rank holds."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(held):
         groups.setdefault(repr(held[rank]), []).append(rank)

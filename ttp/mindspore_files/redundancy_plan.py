@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ttp.core.layout import ranks_text
 from ttp.mindspore_files.ckpt_reader import CkptContents
 from ttp.mindspore_files.redundancy import ReplicaGroups
 
@@ -36,7 +37,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of one rank.
+    """The decision about one rank: which file it loads.
 
     Args:
         rank: which.
@@ -151,7 +152,7 @@ def _fate(
         return Fate(rank, "lost", None, f"{own}; {alone}")
     if odd:
         return Fate(rank, "lost", None, f"{own}; nothing tells which of its replicas is right")
-    return Fate(rank, "lost", None, f"{own}; so it is with {_ranks(others)}, which would hold the same")
+    return Fate(rank, "lost", None, f"{own}; so it is with {ranks_text(others)}, which would hold the same")
 
 
 def _agreeing(good: Sequence[int], seen: Mapping[int, Seen]) -> tuple[list[int], dict[int, str], list[str]]:
@@ -171,7 +172,7 @@ def _agreeing(good: Sequence[int], seen: Mapping[int, Seen]) -> tuple[list[int],
     for rank in wrong:
         names = ", ".join(_differing(seen[reference], seen[rank]))
         words.append(f"rank {rank} differs from rank {reference}, which should hold the same, in {names}")
-    odd = {rank: f"it differs from {_ranks(right)}, which agree" for rank in wrong}
+    odd = {rank: f"it differs from {ranks_text(right)}, which agree" for rank in wrong}
     if not right:
         odd = dict.fromkeys(good, "it differs from its replicas")
     return right, odd, words
@@ -199,7 +200,7 @@ def _difference(name: str, a: Mapping[str, object], b: Mapping[str, object]) -> 
 
 
 def _of_one_step(seen: Mapping[int, Seen]) -> dict[int, Seen]:
-    """Files that say to be of another step than most are not used."""
+    """Mark the files of another step than most of the files as unusable."""
     steps = {rank: tuple(sorted(s.contents.counters.items())) for rank, s in seen.items() if s.contents is not None}
     told = Counter(step for step in steps.values() if step)
     if len(told) < 2:
@@ -216,7 +217,3 @@ def _of_one_step(seen: Mapping[int, Seen]) -> dict[int, Seen]:
 
 def _step_text(step: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{name} {value}" for name, value in step)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

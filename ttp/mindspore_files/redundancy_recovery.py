@@ -26,7 +26,7 @@ WAYS = ("map", "link", "copy")
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What was found, and what is to be done.
+    """A checkpoint that was examined, and the decision for each rank.
 
     Args:
         directory: where the folders of the ranks are.
@@ -48,7 +48,7 @@ class Recovery:
         return None if source is None else self.seen[source].file
 
     def mapping(self) -> dict[str, str | None]:
-        """By rank, as JSON has it."""
+        """The file that each rank loads, with keys that JSON can have."""
         return {str(fate.rank): self.file_for(fate.rank) for fate in self.outcome.fates}
 
 
@@ -100,7 +100,7 @@ def examine(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Files that belong together.
+    """The files of one checkpoint, a file per rank at most.
 
     Args:
         directory: with the folders of the ranks.

@@ -20,19 +20,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
+from ttp.launch.warm.memory import left
 from ttp.mindspore_files.reshard_evidence import examine
 from ttp.mindspore_files.reshard_evidence import size as evidence_size
 from ttp.mindspore_files.reshard_fit import Plan, make_plan
 from ttp.mindspore_files.reshard_rank import Made, make_rank
-from ttp.mindspore_files.reshard_source import Source, Watch, open_newest
+from ttp.mindspore_files.reshard_source import Source, open_newest
 from ttp.mindspore_files.reshard_strategy import Strategy, read_strategy
 from ttp.store import names
-from ttp.store.digest import Progress
+from ttp.store.digest import Progress, Watch
 from ttp.store.durable import make_directory, sync_directory, write_durably
 from ttp.store.manifest import MANIFEST, Manifest
 
@@ -48,7 +47,7 @@ _SLACK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is wanted.
+    """The request: what to convert, to which strategy, and with how much memory.
 
     Args:
         source: directory with ``rank_0``, ``rank_1``, ..., or a ``save_dir``.
@@ -75,7 +74,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Resharded:
-    """What was made.
+    """The result of a conversion.
 
     Args:
         source: the checkpoint that was read.
@@ -99,7 +98,7 @@ class Resharded:
 
 
 def reshard(wish: Wish, watch: Watch) -> Resharded:
-    """Do it, or refuse and leave nothing behind.
+    """Convert a checkpoint to another strategy. Leaves nothing behind when it fails.
 
     Raises:
         UsageError: the wish makes no sense, the target exists, or a strategy is none.
@@ -176,17 +175,8 @@ def _affordable_jobs(memory: int | None, jobs: int) -> int:
     """How many jobs there is memory for."""
     if memory is not None and memory < JOB_BYTES:
         raise UsageError(f"--memory {memory}: a job takes {JOB_BYTES} bytes")
-    allowed = int(free_memory() * _SHARE) if memory is None else memory
+    allowed = int((left() or 0) * _SHARE) if memory is None else memory
     return max(1, min(jobs, allowed // JOB_BYTES))
-
-
-def free_memory() -> int:
-    """Bytes that this process may still take, as far as the kernel and the control group tell."""
-    free = int(psutil.virtual_memory().available)
-    with suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free = min(free, max(0, limit - int(Path("/sys/fs/cgroup/memory.current").read_text())))
-    return free
 
 
 def _check_space(target: Path, plan: Plan, ranks: Sequence[int]) -> None:

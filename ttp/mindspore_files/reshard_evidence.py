@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ttp.core.layout import ranks_text
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_reader import FileTensor
 from ttp.mindspore_files.reshard_fit import OPTIMIZER_SCALARS, Plan, TargetTensor, undecided
-from ttp.mindspore_files.reshard_source import ranks_text
 from ttp.mindspore_files.tensor_bytes import digest, read_bytes
 from ttp.mindspore_files.tensor_layout import Cell
 from ttp.store.digest import Progress

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ttp.core.layout import ranks_text
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_reader import FileTensor
-from ttp.mindspore_files.reshard_source import DamagedError, Source, ranks_text
+from ttp.mindspore_files.reshard_source import DamagedError, Source
 from ttp.mindspore_files.reshard_strategy import Strategy
 from ttp.mindspore_files.tensor_layout import Cell, Shape, TensorLayout, uncut
 
@@ -37,7 +38,7 @@ _Parts = tuple[int, TensorLayout, "dict[Cell, dict[int, FileTensor]]"]
 
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
-    """One tensor to cut anew.
+    """One tensor, how the source cuts it, and how the target cuts it.
 
     Args:
         name: of the parameter.
@@ -59,7 +60,7 @@ class TargetTensor:
 
     @property
     def sample(self) -> FileTensor:
-        """Any of its parts: all have the same type and shape."""
+        """One of the parts, to ask for type and shape: these are the same for all parts."""
         return next(iter(self.parts.values()))
 
     @property
@@ -111,7 +112,7 @@ class Plan:
 
 
 def make_plan(source: Source, src: Strategy | None, dst: Strategy | None, *, inference: bool) -> Plan:
-    """Bring files and strategies together.
+    """Decide which files each tensor of the target is made of.
 
     Raises:
         DamagedError: they do not fit, and files are damaged.
@@ -245,7 +246,7 @@ class _Fit:
         return TargetTensor(name, full, layout, targets[0], parts, copies, first)
 
     def _parts(self, name: str, sample: FileTensor) -> _Parts | str:
-        """Of the first stage that holds the whole tensor; or why there is none."""
+        """The parts in the first stage that holds the whole tensor; a text says why there is no such stage."""
         problem = f"{name} is cut by the target's strategy, and the source's says nothing of it"
         for first, layout in self._source_layouts(name, sample):
             if len(layout.axes) != len(sample.dims):
@@ -272,7 +273,7 @@ class _Fit:
     def _copies(
         self, name: str, sample: FileTensor, first: int, layout: TensorLayout
     ) -> dict[Cell, dict[int, FileTensor]] | str:
-        """For each cell the files that hold it; or why they will not do."""
+        """The files that hold each cell; a text says why they cannot be used."""
         found: dict[Cell, dict[int, FileTensor]] = {}
         absent: list[list[int]] = []
         for cell, ranks in layout.holders().items():
@@ -299,7 +300,7 @@ class _Fit:
         return self._source.held.get(rank, {}).get(name)
 
     def _targets(self, name: str, dimensions: int) -> list[TensorLayout]:
-        """How each stage of the target cuts it."""
+        """How each stage of the target cuts the tensor."""
         if self._dst is None:
             return [uncut(dimensions)]
         return [stage[name] for stage in self._dst.stages if name in stage]
@@ -319,7 +320,7 @@ class _Fit:
                 yield f"{name} has the shape {full}, which cannot be cut into the {layout.grid} parts of the target"
 
     def _check_twins(self, entries: Mapping[str, TargetTensor]) -> None:
-        """A moment has the shape of its parameter."""
+        """Check that the optimizer's state of a parameter has the shape of the parameter."""
         for name, entry in entries.items():
             prefix, _, owner = name.partition(".")
             twin = entries.get(owner) if prefix in OPTIMIZER_PREFIXES else None

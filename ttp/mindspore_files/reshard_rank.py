@@ -26,7 +26,7 @@ from ttp.store.digest import HashingFile, Progress
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The file of one rank.
+    """The file that was made for one rank.
 
     Args:
         rank: of the target.
@@ -68,7 +68,7 @@ def make_rank(plan: Plan, rank: int, place: Path, file: str, told: Progress) -> 
 
 
 def _write(plan: Plan, rank: int, target: Path, told: Progress) -> tuple[int, str]:
-    """Size and digest of the file, which is then on the disk."""
+    """Write the file durably. Returns its size and digest."""
     file = HashingFile(target, told)
     try:
         writer = CkptWriter(file)
@@ -96,7 +96,7 @@ def _passed(plan: Plan, rank: int, name: str) -> tuple[FileTensor, bytes]:
 
 
 def _check(plan: Plan, rank: int, path: Path, told: Progress) -> dict[str, str]:
-    """Name -> what is wrong with it in the file."""
+    """Compare the file with the source. Returns the names of wrong tensors, each with what is wrong."""
     found = index(path)
     wrong: dict[str, str] = {}
     for name, entry in plan.of_rank(rank).items():

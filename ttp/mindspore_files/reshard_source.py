@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ttp.core.layout import ranks_text
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.ckpt_reader import FileTensor, crc_problem, index
 from ttp.mindspore_files.rank_folders import checkpoint_names, rank_folders
 from ttp.mindspore_files.tensor_bytes import read_bytes
 from ttp.store.catalog import newest_whole, scan
-from ttp.store.digest import Progress
+from ttp.store.digest import Watch
 from ttp.store.manifest import MANIFEST, Manifest
 from ttp.store.verify import name_problems, piece_problems
 from ttp.store.walk import walk_back
 
 T = TypeVar("T")
-
-Watch = Callable[[str, "int | None"], Progress]
-"""Told what begins and how many bytes that are, if known; returns what is told of every byte."""
 
 Label = tuple[int, int]
 """Epoch and step in a file's name: ``...-2_12.ckpt``."""
@@ -34,7 +32,7 @@ _LABEL = re.compile(r".*-(\d{1,18})_(\d{1,18})\.ckpt", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files of one step.
+    """The files of one step, a file per rank.
 
     Args:
         directory: where they are.
@@ -184,7 +182,7 @@ def _label_text(label: Label | None) -> str:
 
 
 def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path], watch: Watch) -> dict[int, str]:
-    """Rank -> what is wrong with its file, by the manifest, or by its own CRC."""
+    """Verify the files by the manifest, or by their CRC. Returns the ranks of damaged files, and what is wrong."""
     if manifest is None:
         sizes = {rank: file.stat().st_size for rank, file in files.items()}
         told = watch("verifying", sum(sizes.values()))
@@ -207,7 +205,7 @@ def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path
 
 
 def check_steps(held: Mapping[int, Mapping[str, FileTensor]]) -> None:
-    """All files are of one step.
+    """Check that all files are of the same step.
 
     Raises:
         DamagedError: they are not; the text says which are of which.
@@ -220,13 +218,6 @@ def check_steps(held: Mapping[int, Mapping[str, FileTensor]]) -> None:
         if len(seen) > 1:
             told = "; ".join(f"{key} {_number(value)}: {ranks_text(ranks)}" for value, ranks in sorted(seen.items()))
             raise DamagedError(f"the files are of different steps ({told}): a checkpoint is of one")
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 1, 2 and 9 more``."""
-    listed = sorted(ranks)
-    text = ", ".join(map(str, listed[:8])) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
-    return f"rank{'s' if len(listed) != 1 else ''} {text}"
 
 
 def _number(value: bytes) -> int:

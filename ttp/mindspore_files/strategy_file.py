@@ -57,7 +57,7 @@ class Stage:
 
     @property
     def first_rank(self) -> int:
-        """Rank of the first device: all stages have as many."""
+        """Rank of the first device; all stages have the same number of devices."""
         return self.number * self.devices
 
 
@@ -81,7 +81,7 @@ def read_stages(path: Path) -> list[Stage]:
 
 
 def parse_strategy(data: bytes) -> list[Stage]:
-    """What one file says; one that was merged describes several stages.
+    """Parse one strategy file. One that MindSpore has merged describes several stages.
 
     Raises:
         ValueError: malformed, contradictory, or without a parameter.
@@ -127,7 +127,7 @@ def _read_file(path: Path) -> list[Stage]:
 
 @dataclass(slots=True)
 class _Item:
-    """One parameter, as it is written."""
+    """One parameter, as the file describes it."""
 
     name: str
     layout: TensorLayout

@@ -49,7 +49,7 @@ class TensorLayout:
 
     @property
     def opt_parts(self) -> int:
-        """Into how many parts each slice is cut once more."""
+        """The number of parts into which optimizer parallelism cuts each slice."""
         return self.copies if self.opt_size == -1 else max(1, self.opt_size)
 
     @property
@@ -86,7 +86,7 @@ class TensorLayout:
 
 
 def problems(layout: TensorLayout) -> Iterator[str]:
-    """What is wrong with a layout in itself, in words."""
+    """Why this layout contradicts itself, in words; nothing where it does not."""
     if any(size < 1 for size in layout.devices) or not layout.devices:
         yield f"the device matrix {list(layout.devices)} is none"
         return

@@ -50,6 +50,34 @@ class TrainAgain(BaseException):
     """``train()`` is to be called again. For the decorator alone."""
 
 
+class KeptState:
+    """What a rank had when it was released to go on, for the restore that follows."""
+
+    def __init__(self) -> None:
+        self._kept: Any = None
+        self._why = "this process has just been started"
+        self.way = ""
+        """How this rank came to its state, in words."""
+
+    def keep(self, adapter: Any, incident: str) -> None:
+        """Ask the adapter, whose training thread is out of its loop. Never raises."""
+        try:
+            self._kept, self._why = adapter.keep(incident), ""
+        except Exception as problem:
+            self._kept, self._why = None, str(problem) or repr(problem)
+
+    def take(self) -> tuple[Any, str]:
+        """What there is, or why there is nothing. It is not held here any more."""
+        found, self._kept = (self._kept, self._why), None
+        self._why = "it was given away already"
+        return found
+
+    def say(self, way: str) -> None:
+        """How this rank came to its state."""
+        self.way = way
+        log.info("%s", way)
+
+
 class Continuing:
     """One for each process.
 
@@ -63,11 +91,12 @@ class Continuing:
         self._patience_s = config.rescue_patience_s + config.continue_s
         self._groups, self._next = groups, next_launch
         self._pid = os.getpid()
-        self._refused = ""
+        self._refused = self._incident = ""
         self._entered = False
         self._timer: threading.Timer | None = None
         self._since = time.monotonic()
         self._old: weakref.ref[Any] | None = None
+        self.state = KeptState()
         self.runs = False
         """The clock runs: no update has begun since."""
         self.releasing = False
@@ -110,6 +139,10 @@ class Continuing:
             return "wrap_optimizer() was called outside of train()"
         return self._refused or self._groups.why_not()
 
+    def refuse(self, why: str) -> None:
+        """This process is not to go on. Call it in train(), before the job is joined."""
+        self._refused = self._refused or why
+
     def out(self, problem: BaseException | None, processor: Processor, adapter: Any) -> NoReturn:
         """The training thread is out of train(): end what belongs to the old launch, and raise ``TrainAgain``.
 
@@ -120,6 +153,7 @@ class Continuing:
         """
         if problem is not None and not (isinstance(problem, Halted) or is_collective_error(problem)):
             self.leave(f"rank {processor.env.rank} raised {describe(problem)} while it was to go on")
+        self.state.keep(adapter, self._incident)
         if (detach := getattr(adapter, "detach", None)) is not None:
             detach()
         processor.close()
@@ -137,12 +171,7 @@ class Continuing:
         if self._old is not None and self._old() is not None:
             gc.collect()
         told = self._await(RankEnv.from_env().launch + 1)
-        os.environ.update(
-            TORCHELASTIC_RESTART_COUNT=str(told.launch),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            MASTER_ADDR=told.address,
-            MASTER_PORT=str(told.port),
-        )
+        os.environ.update(told.as_environment())
         self._next, self.releasing = told, False
 
     def _await(self, launch: int) -> NextLaunch:
@@ -155,9 +184,15 @@ class Continuing:
 
     # ---------------------------------------------------------------------------------------------------- any thread
 
-    def released(self, halt: Callable[[], None]) -> None:
-        """This rank was released to go on: whoever waits in a collective gets an error; ``halt`` is of the gate."""
+    def released(self, halt: Callable[[], None], incident: str) -> None:
+        """This rank was released to go on: whoever waits in a collective gets an error.
+
+        Args:
+            halt: of the gate.
+            incident: which has ended so.
+        """
         self._start_clock()
+        self._incident = incident
         self.releasing = True
         halt()
         if self._groups is not None:

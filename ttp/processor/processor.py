@@ -63,6 +63,7 @@ class Processor:
     """
 
     incarnation = 0
+    joins = False  # this process has taken the seat of a rank that has died, in a job that goes on
     mark = 0
     """Point of the step that the training thread has passed; see ``Heartbeat``."""
     activity = ""
@@ -332,7 +333,8 @@ class Processor:
                 self._lease.drop()
             case act.NoteRing():
                 self._lease.writer.submit(lambda: self._link.note(action, self._machine.incarnation))
-            case act.Joined(incarnation, first):
+            case act.Joined(incarnation, first, joins):
+                self.joins |= joins
                 self._on_joined(incarnation, first)
             case act.Rejected(_, text):
                 self._joining.refused(text)
@@ -389,7 +391,7 @@ class Processor:
             code = order.code if self._exit_code is None else self._exit_code
             end_process(code, f"rank {self.env.rank} exits with {code}: {order.text}", self.before_exit, self._hang_up)
         elif self._goes_on is not None:
-            self._goes_on.released(self.gate.halt)
+            self._goes_on.released(self.gate.halt, self._machine.incident)
             self._let_go.set()
 
     def _hang_up(self) -> None:

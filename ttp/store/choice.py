@@ -40,6 +40,7 @@ def look_back(
     share: Callable[[Path], Share] = everything,
     *,
     older: bool = False,
+    later: bool = False,
 ) -> Found:
     """Find the whole checkpoints in ``save_dir`` and in the fallback directory, the newest first.
 
@@ -54,6 +55,7 @@ def look_back(
         fallback_dir: the second.
         share: of the reading in a directory that is this rank's.
         older: read the share of older ones too.
+        later: read nothing now: whoever needs what is in the chosen one reads and verifies all of it then.
 
     Raises:
         CheckpointError: a directory cannot be listed, and nothing whole is known.
@@ -61,8 +63,11 @@ def look_back(
     search = _Search(share, older)
     for directory in (Path(save_dir), *([] if fallback_dir is None else [Path(fallback_dir)])):
         search.look(directory)
-    search.read_newest()
-    if search.newest is None:
+    if later:
+        search.shares = dict.fromkeys(search.offers, WHOLE)
+    else:
+        search.read_newest()
+    if search.newest is None and not (later and any(search.offers.values())):
         if search.unlisted:
             raise search.unlisted[0]
         return Found(skipped=tuple(search.skipped))

@@ -12,11 +12,10 @@ from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, ReceivedAlike, StreamEnded
 from ttp.core.layout import Rank
 from ttp.core.relay import ALIKE, LineId, Lines, Relay, Unfolded, folded, slot_s
-from ttp.testing.network import Stream
+from ttp.testing.network import RankEnd, Stream
 
 if TYPE_CHECKING:
     from ttp.testing.sim_controller import SimController
-    from ttp.testing.sim_rank import SimRank
     from ttp.testing.simulation import Simulation
 
 LOOPBACK_S = 0.0001
@@ -38,7 +37,7 @@ class SimRelay:
         self.alive = True
         self._uplinks: dict[SimController, Uplink] = {}
 
-    def attach(self, rank: SimRank, controller: SimController) -> Stream:
+    def attach(self, rank: RankEnd, controller: SimController) -> Stream:
         """A rank opens a stream to a controller."""
         uplink = self._uplinks.get(controller)
         if uplink is None or not uplink.up.open:
@@ -67,7 +66,7 @@ class Uplink:
     """
 
     def __init__(self, relay: SimRelay, controller: SimController) -> None:
-        self.host, self.machine = relay.host, controller.machine
+        self.host, self.to, self.machine = relay.host, controller, controller.machine
         self._relay, self._world = relay, relay.world
         heartbeat_s = relay.world.timeouts.heartbeat_s
         self._said = Relay(heartbeat_s, slot_s(self.host, heartbeat_s))
@@ -80,7 +79,7 @@ class Uplink:
         self.up = port.up = Stream(world, world.rng, self, port, connection, delay_s=delay_s, repeats=0)
         controller.carries(self.up)
 
-    def attach(self, rank: SimRank) -> Stream:
+    def attach(self, rank: RankEnd) -> Stream:
         """A rank opens a stream."""
         self._lines += 1
         world, line = self._world, ConnectionId(self._lines)

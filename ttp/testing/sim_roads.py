@@ -16,7 +16,7 @@ from ttp.core.rank import actions as act
 from ttp.core.rank.failover import HOME
 from ttp.testing.network import Stream
 from ttp.testing.sim_controller import SimController
-from ttp.testing.sim_relay import SimRelay
+from ttp.testing.sim_relay import SimRelay, Uplink
 
 if TYPE_CHECKING:
     from ttp.testing.sim_rank import SimRank
@@ -164,7 +164,7 @@ class Roads:
             self._world.after(self._world.delay(), self._attach, rank, stream)
 
     def connect_aside(self, rank: SimRank, wanted: act.ConnectAside, attempt: int) -> None:
-        """A rank opens a second stream, never through a relay."""
+        """A rank opens a second stream."""
         self._world.after(
             self._world.delay(), self._knock_aside, rank, wanted, attempt, self._world.now + wanted.within_s
         )
@@ -178,7 +178,8 @@ class Roads:
         elif there.stopped or not self._road(rank, there):
             self._world.after(KNOCK_S, self._knock_aside, rank, wanted, attempt, until)
         else:
-            stream = there.accept_aside(rank, self.next_connection())
+            relay = self._relay(rank.host)
+            stream = relay.attach(rank.aside, there) if relay else there.accept_aside(rank, self.next_connection())
             self._world.after(self._world.delay(), rank.aside.attached, stream, attempt)
 
     def next_connection(self) -> ConnectionId:
@@ -293,8 +294,10 @@ class Roads:
         return now - min(*since, max(seen, default=now))
 
     def unheard_s(self, rank: SimRank) -> float | None:
-        """How long nothing has come to a rank from the kernel of its controller's host; None: through a relay."""
+        """How long nothing has come to a rank, or to its relay, from the kernel of its controller's host."""
         there = rank.stream.controller if rank.stream is not None else None
+        if isinstance(there, Uplink):
+            there = there.to
         if not isinstance(there, SimController):
             return None
         now = self._world.now

@@ -15,7 +15,7 @@ from typing import Any
 from ttp.cli.incident_reader import IncidentLog
 from ttp.cli.output import count_text, duration_text
 from ttp.cli.status import phase_name
-from ttp.core.layout import compact_ranks
+from ttp.core.layout import compact_ranks, ranks_text
 from ttp.errors import EXIT_SAVED
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -128,17 +128,17 @@ def waits(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace(
             yield "the launchers have to start the next launch: no rank of it has joined yet"
         elif states["missing"]:
             joined = now.world_size - len(states["missing"])
-            yield f"{joined} of {count_text(now.world_size, 'rank')} joined; {_ranks(states['missing'])} not yet"
+            yield f"{joined} of {count_text(now.world_size, 'rank')} joined; {ranks_text(states['missing'])} not yet"
     elif now.stage == "freezing":
         if states["live"]:
-            frozen = f"{_ranks(states['frozen'])} stand still; " if states["frozen"] else ""
-            yield f"{frozen}waiting for the answer of {_ranks(states['live'])}"
+            frozen = f"{ranks_text(states['frozen'])} stand still; " if states["frozen"] else ""
+            yield f"{frozen}waiting for the answer of {ranks_text(states['live'])}"
         if log is not None and (line := log.last("waits")) is not None and log.last("plan") is None:
             yield f"no plan yet: {str(line.facts.get('reason'))[:TEXT_MAX]}"
     elif now.stage in ("saving", "committing"):
         yield from _writing(log, now.stage)
     elif now.stage in ("saved", "released") and (stay := [*states["frozen"], *states["live"], *states["broken"]]):
-        yield f"{_ranks(stay)} {'has' if len(stay) == 1 else 'have'} not left yet"
+        yield f"{ranks_text(stay)} {'has' if len(stay) == 1 else 'have'} not left yet"
 
 
 def _behind(now: pb.GetStatusResponse, pace: Pace) -> Iterator[str]:
@@ -147,7 +147,7 @@ def _behind(now: pb.GetStatusResponse, pace: Pace) -> Iterator[str]:
     silent = [rank for rank in here if rank.silent_s > SILENT_S]
     if behind := sorted(slow - {rank.rank for rank in silent}):
         at = min(rank.version for rank in here if rank.rank in behind)
-        yield f"the others wait for {_ranks(behind)}: at version {at}, and others have finished {pace.passed}"
+        yield f"the others wait for {ranks_text(behind)}: at version {at}, and others have finished {pace.passed}"
     for rank in silent[:8]:
         yield f"rank {rank.rank} on {rank.host} has said nothing for {duration_text(rank.silent_s)}"
     if pace.still_s > STILL_S:
@@ -157,7 +157,7 @@ def _behind(now: pb.GetStatusResponse, pace: Pace) -> Iterator[str]:
         if rank.activity:
             active[rank.activity[:TEXT_MAX]].append(rank.rank)
     for activity, ranks in list(active.items())[:8]:
-        yield f"{_ranks(ranks)}: {activity}"
+        yield f"{ranks_text(ranks)}: {activity}"
 
 
 def _writing(log: IncidentLog | None, stage: str) -> Iterator[str]:
@@ -171,12 +171,7 @@ def _writing(log: IncidentLog | None, stage: str) -> Iterator[str]:
         written = {line.facts.get("rank") for line in log.of("saved")}
         still = {rank for rank in savers.values() if isinstance(rank, int) and rank not in written}
         if still:
-            yield f"everybody waits for {_ranks(still)} to write version {plan.facts.get('version')}"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    text = compact_ranks(ranks)
-    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
+            yield f"everybody waits for {ranks_text(still)} to write version {plan.facts.get('version')}"
 
 
 # ------------------------------------------------------------------------------------------------- the last incident

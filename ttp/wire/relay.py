@@ -10,16 +10,31 @@ from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import DecodeError
 
+from ttp._version import __version__
 from ttp.core import messages as m
 from ttp.core.relay import Frame, LineId, Lines
 from ttp.wire import limits
 from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_report, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
+PROTOCOL = ("ttp-protocol", str(m.PROTOCOL_MAJOR))
+"""Metadata with which both ends of a relay's stream begin: frames of another protocol cannot even be read."""
 LINES_MAX = 4096
 """Ranks of one host, and more than any has."""
 ALIKE_MAX, ALIKE_BYTES_MAX = 64, 1 << 14
 """So many of the last reports are remembered, and no larger ones."""
+
+
+def mismatch(metadata: Iterable[tuple[str, str | bytes]] | None, who: str) -> str:
+    """Why the peer that begins with ``metadata`` is not understood; empty: it is. ``who`` it is, in words."""
+    name, mine = PROTOCOL
+    theirs = dict(metadata or ()).get(name)
+    return (
+        ""
+        if theirs == mine
+        else f"{who} speaks {f'protocol {theirs!s}' if theirs else 'an older protocol'}, and {mine} is spoken here "
+        f"(ttp {__version__}): install the same ttp on every host"
+    )
 
 
 def frame_to_wire(frame: Frame) -> pb.RelayFrame:

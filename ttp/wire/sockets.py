@@ -38,6 +38,11 @@ class Sockets:
         self._found: dict[Peer, tuple[int, object]] = {}  # descriptor, and the peer as the kernel writes it
         self._asked: set[tuple[int, object]] = set()
 
+    def heard_of(self, names: Iterable[str]) -> float | None:
+        """``silent_s`` of one peer, of which only one of ``names`` is the one that gRPC has for it."""
+        ages = (self.silent_s([name]) for name in names)
+        return next((age_s for age_s in ages if age_s is not None), None)
+
     def silent_s(self, peers: Iterable[str]) -> float | None:
         """Seconds since anything arrived from any of ``peers``; None when that cannot be known.
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from ttp.adapters.torch.saving.flatten_state import leaves, put, whole
 from ttp.adapters.torch.saving.piece_index import StatePath
 
-Progress = Callable[[int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
@@ -40,7 +38,7 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
-        """One of a tensor that is in memory or mapped from a file."""
+        """Wrap a tensor that is in memory or mapped from a file."""
         tensor = tensor.detach()
         layout = (tensor.dtype, tuple(tensor.shape), tensor.stride())
         identity = (tensor.data_ptr(), *layout) if tensor.numel() else object()
@@ -69,7 +67,7 @@ class StateValue:
 
 @dataclass(frozen=True, slots=True)
 class WholeState:
-    """Everything that one side of a conversion gives to the other.
+    """The whole training state, as the reading side of a conversion hands it to the writing side.
 
     ``model`` is what ``model.state_dict()`` gives, ``optim`` what ``get_optimizer_state_dict`` of torch does: state and
     param groups, with the names of parameters. ``extra`` are the modules given to ``extra_state``.
@@ -136,5 +134,5 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def parts(optimizer: bool) -> tuple[str, ...]:
-    """The top-level names that are converted."""
+    """The top-level names of the state that are converted, with or without the optimizer's."""
     return ("model", "extra", "optim") if optimizer else ("model", "extra")

@@ -12,14 +12,14 @@ file -> any                the largest tensor that is not contiguous; all of a t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ttp.adapters.torch.convert import safetensors_file, torch_file
-from ttp.adapters.torch.convert.contents import LazyTensor, Progress, StateValue, WholeState, parts
+from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState, parts
 from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
 from ttp.adapters.torch.convert.to_checkpoint import write_checkpoint
 from ttp.adapters.torch.convert.torch_file import read_torch
@@ -27,19 +27,18 @@ from ttp.adapters.torch.saving.piece_index import left_out_of
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError, UsageError
 from ttp.store import names
+from ttp.store.digest import Watch
 from ttp.store.durable import make_directory, sync_directory
 from ttp.store.manifest import Manifest
 from ttp.store.plain_file import open_plain
 from ttp.store.verify import verify_checkpoint
 
 Form = Literal["safetensors", "torch", "dcp"]
-Watch = Callable[[str, int | None], Progress]
-"""Told what begins and how many bytes that are, if known; returns what is told of every byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was made.
+    """The result of a conversion.
 
     Args:
         source: what was read.

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ttp.adapters.torch.convert.contents import LazyTensor, Progress, StateValue, WholeState, bytes_of, digest_of
+from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState, bytes_of, digest_of
 from ttp.adapters.torch.saving.flatten_state import put
 from ttp.errors import CheckpointError, ConfigError
-from ttp.store.digest import HashingFile
+from ttp.store.digest import HashingFile, Progress
 
 HEADER_MAX = 100_000_000
 """Bytes; the library refuses a longer one."""
@@ -212,7 +212,7 @@ def _dtype(name: str, entry: LazyTensor) -> str:
 
 
 def read_safetensors(path: Path) -> WholeState:
-    """What the file holds; its tensors stay mapped, not read.
+    """Read the names and the optimizer's numbers of a file. Its tensors stay mapped, not read.
 
     Raises:
         CheckpointError: it is damaged, or its optimizer state is not of the form above.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ttp.adapters.torch.convert.contents import LazyTensor, Progress, WholeState, parts, tree
+from ttp.adapters.torch.convert.contents import LazyTensor, WholeState, parts, tree
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.saving.metadata import finalise
@@ -19,7 +19,7 @@ from ttp.errors import CheckpointError
 from ttp.processor.local_state.local_piece import Pages, write_local_piece
 from ttp.store import names
 from ttp.store.commit import commit
-from ttp.store.digest import digest_bytes
+from ttp.store.digest import Progress, digest_bytes
 from ttp.store.disk import Disk
 from ttp.store.durable import make_directory, sync_directory, write_durably
 from ttp.store.encoding import EncodingError

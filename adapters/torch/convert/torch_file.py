@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ttp.adapters.torch.convert.contents import (
     LazyTensor,
-    Progress,
     WholeState,
     bytes_of,
     digest_of,
@@ -34,7 +33,7 @@ from ttp.adapters.torch.convert.contents import (
 from ttp.adapters.torch.convert.foreign import understood
 from ttp.adapters.torch.saving.flatten_state import dump
 from ttp.errors import CheckpointError
-from ttp.store.digest import HashingFile
+from ttp.store.digest import HashingFile, Progress
 
 _ALIGNMENT = 64
 
@@ -87,7 +86,7 @@ class _Mapped:
         self.digests: dict[Any, str] = {}
 
     def add(self, entry: LazyTensor) -> None:
-        """Write it, if it is not there yet under another name."""
+        """Write the tensor, unless it has been written under another name."""
         if entry.identity in self._places:
             return
         tensor = entry.read()
@@ -98,7 +97,7 @@ class _Mapped:
         self._progress(entry.nbytes)
 
     def tensor(self, entry: LazyTensor) -> Tensor:
-        """It, in the mapped file. Nothing is added after the first."""
+        """The tensor as it lies in the mapped file. ``add`` may not be called after this."""
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
         if self._memory is None:

@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ttp.adapters.frameworks.versions import TORCHDATA, require
 from ttp.errors import CheckpointError, UsageError
 from ttp.processor.local_state.pages import Buffer, Kept
 from ttp.store.encoding import EncodingError, decode, encode
@@ -45,6 +46,8 @@ class ExtraState:
         self.modules: dict[str, nn.Module] = {n: o for n, o in named.items() if isinstance(o, nn.Module)}
         """Replicated state; its tensors go into the shard."""
         others = {n: o for n, o in named.items() if n not in self.modules}
+        if any(type(each).__module__.startswith("torchdata.") for each in others.values()):
+            require("torchdata", "wrap_optimizer", TORCHDATA, extra="torchdata")
         self._constant = {n: o for n, o in others.items() if getattr(o, "ttp_constant", False) is True}
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
         for name, value in {**self._changing, **self._constant}.items():

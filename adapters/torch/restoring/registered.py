@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import abc
 import logging
+import os
 import random
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +20,10 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.local_state.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
 from ttp.adapters.torch.restoring.reader import load, read_values
 from ttp.adapters.torch.restoring.restore import Restored, restore_into
+from ttp.adapters.torch.restoring.transfer import give, receive
 from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
@@ -26,13 +31,20 @@ from ttp.adapters.torch.sharding.names import module_tensors
 from ttp.adapters.torch.sharding.sharding import Sharding
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Rank, Version
+from ttp.core.rank.kept_state import Origin, givers, why_not_adopted
 from ttp.core.restore_choice import agree
 from ttp.core.restore_messages import Candidate, RestoreView
-from ttp.processor.local_state.local_piece import why_lost
+from ttp.processor.local_state.local_piece import ranks_kept, why_lost
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
 
+if TYPE_CHECKING:
+    from ttp.processor.continuing import KeptState
+
 log = logging.getLogger("ttp.adapters.torch")
+
+TRANSFER_BYTES = 100 << 20
+"""A smaller checkpoint that this host has just written is read as fast as another rank could send it."""
 
 
 class Restoring(abc.ABC):
@@ -65,7 +77,83 @@ class Restoring(abc.ABC):
         Raises:
             CheckpointError: it belongs to another model, or cannot be read. Nothing has been changed then.
         """
+        return self._load(checkpoint, Manifest.load(checkpoint), rank, world_size, protected=protected)
+
+    def load_going_on(
+        self, checkpoint: Path, rank: int, world_size: int, state: KeptState, verify: Callable[[], None]
+    ) -> Version:
+        """The same where survivors go on in their processes: what a rank has in memory, or gets from one, is not read.
+
+        All ranks call it with the same checkpoint, and meet in it.
+
+        Args:
+            checkpoint: which its digest says to be the one that all agreed on.
+            rank: of this process.
+            world_size: ranks of the job.
+            state: what this rank had when all stopped, or why it has nothing; emptied.
+            verify: raises if the checkpoint is not whole; called before it is read.
+
+        Raises:
+            CheckpointError: as ``load``.
+            RuntimeError: another rank is lost.
+        """
+        began = time.monotonic()
         manifest = Manifest.load(checkpoint)
+        try:
+            kept, way = self._brought(*state.take(), manifest, rank, world_size)
+            version = self._load(checkpoint, manifest, rank, world_size, protected=True, kept=kept)
+        except UnlikeError as problem:
+            way = f"read from the checkpoint ({problem})"
+            kept = None
+        if kept is None:  # out of the block above, which holds on to what the error has passed through
+            verify()
+            version = self._load(checkpoint, manifest, rank, world_size, protected=True)
+        state.say(f"its state was {way}, in {time.monotonic() - began:.3f} s")
+        return version
+
+    def _brought(self, kept: Kept | None, why: str, manifest: Manifest, rank: int, world_size: int) -> tuple[Kept, str]:
+        """The state that this rank has, or gets; ranks that have theirs give it to those that have not.
+
+        Raises:
+            UnlikeError: it is to be read; the text says why.
+        """
+        committed = Origin(manifest.version, manifest.incident)
+        if kept is not None and (why := self._why_not(kept, committed, manifest, rank, world_size)):
+            kept = None
+        if connected(world_size) and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
+            said = gather_bytes(b"1" if kept is not None else b"0")
+            holders = [Rank(other) for other, word in enumerate(said) if word == b"1"]
+            plan = givers(self.sharding(world_size).layout, holders)
+            for other in [other for other, giver in plan.items() if giver == rank and kept is not None]:
+                assert kept is not None
+                give(kept, other)
+            if Rank(rank) in plan:
+                received = receive(plan[Rank(rank)])
+                if why := self._why_not(received, committed, manifest, rank, world_size):
+                    raise UnlikeError(why)
+                return received, f"received from rank {plan[Rank(rank)]} ({received.size} bytes)"
+        if kept is None:
+            raise UnlikeError(why)
+        return kept, f"kept ({kept.size} bytes)"
+
+    def _why_not(self, kept: Kept, committed: Origin, manifest: Manifest, rank: int, world_size: int) -> str:
+        """Why a state may not be what the checkpoint holds for this rank, but for what its table tells."""
+        if not self._same_places(manifest, world_size):
+            return "the checkpoint is of another world"
+        if rank not in ranks_kept(manifest.pieces):
+            return "the checkpoint has no random streams and buffers of this rank"
+        return why_not_adopted(kept.origin, committed)
+
+    def _load(
+        self,
+        checkpoint: Path,
+        manifest: Manifest,
+        rank: int,
+        world_size: int,
+        *,
+        protected: bool,
+        kept: Kept | None = None,
+    ) -> Version:
         elsewhere = self.sharding(world_size).elsewhere() if connected(world_size) else ()
         restored = restore_into(
             checkpoint,
@@ -75,6 +163,7 @@ class Restoring(abc.ABC):
             scheduler=self._schedulers,
             scaler=self._scaler,
             elsewhere=elsewhere,
+            kept=kept,
         )
         self._resumed = True
         self._load_modules(checkpoint, manifest)
@@ -148,6 +237,11 @@ class Restoring(abc.ABC):
             return world_size == manifest.world_size
         here = self.sharding(world_size).layout.groups.values()
         return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
+
+
+def several_hosts(world_size: int) -> bool:
+    """Whether not all ranks are on this host, as far as the launcher says: what others wrote is in no memory here."""
+    return os.environ.get("LOCAL_WORLD_SIZE", str(world_size)) != str(world_size)
 
 
 def reseed(version: int, rank: int) -> None:

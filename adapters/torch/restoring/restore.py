@@ -17,6 +17,7 @@ from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.compare import is_left_out, model_differences, optimizer_differences
+from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, hand_over
 from ttp.adapters.torch.restoring.reader import load, load_chunks, read_values
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.flatten_state import get, put
@@ -60,6 +61,7 @@ def restore_into(
     scheduler: Any = None,
     scaler: Any = None,
     elsewhere: Collection[str] = (),
+    kept: Kept | None = None,
 ) -> Restored:
     """Load the checkpoint at ``path`` into these objects, in place.
 
@@ -74,8 +76,11 @@ def restore_into(
         scheduler: has ``load_state_dict``; a step that was due when the checkpoint was made is done here.
         scaler: a GradScaler; the same.
         elsewhere: names that other ranks of this job have: other stages of a pipeline.
+        kept: what is in memory already of model and optimizer: of tensors nothing is read then, and buffers are left to
+            the rank-local state.
 
     Raises:
+        UnlikeError: ``kept`` does not fit (nothing has been modified).
         CheckpointError: the checkpoint belongs to another model or optimizer (nothing has been modified), or a piece
             of it cannot be read.
     """
@@ -87,11 +92,17 @@ def restore_into(
         _refuse_foreign(saved, names, optimizer, cutter, len(added))
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as problem:
         raise CheckpointError(f"{path} cannot be understood ({problem!r}). Nothing was loaded") from problem
-    _load_model(saved, names, cutter)
-    for group in added:
-        optimizer.add_param_group(group)
-    if not saved.weights_only:
-        _load_optimizer(saved, names, optimizer, cutter)
+    if kept is not None:
+        if added or saved.weights_only or saved.left_out:
+            raise UnlikeError("the checkpoint has param groups that are added later, or less than everything")
+        hand_over(kept, names, optimizer, saved.optimizer)
+        _load_groups(saved, optimizer)
+    else:
+        _load_model(saved, names, cutter)
+        for group in added:
+            optimizer.add_param_group(group)
+        if not saved.weights_only:
+            _load_optimizer(saved, names, optimizer, cutter)
     job = saved.job
     notes = ["it holds weights only: the optimizer begins anew"] if saved.weights_only else []
     if added:
@@ -237,8 +248,7 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
     order = {name: number for number, name in enumerate(owners)}  # as the optimizer itself would have made it
     for name in sorted(loaded, key=lambda name: order.get(name, len(order))):
         state[owners[name][0] if name in owners else name] = loaded[name]
-    for group, other in pairs:
-        _load_group(group, other)
+    _load_groups(saved, optimizer)
 
 
 def _fill(saved: _Saved, values: dict[StatePath, Any], cutter: Cutter) -> None:
@@ -284,6 +294,11 @@ def _belongs_to_device(item: IndexEntry, saved_parameter: str, parameter: Tensor
     if saved_parameter == parameter.device.type or item.path[-1] != "step":
         return True
     return bool(group.get("capturable") or group.get("fused"))
+
+
+def _load_groups(saved: _Saved, optimizer: Optimizer) -> None:
+    for group, other in zip(optimizer.param_groups, saved.groups, strict=True):
+        _load_group(group, other)
 
 
 def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -121,7 +121,7 @@ class _ShardWriter:
         self.left_out: list[str] = []
 
     def write(self, entries: Iterable[Leaf]) -> None:
-        """Append all values."""
+        """Append the bytes of all values, and record where each of them is."""
         for path, int_keys, value in entries:
             self._stream.check()
             name = IndexEntry(path, self._file, self._stream.position, 0, int_keys=int_keys)

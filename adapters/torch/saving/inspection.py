@@ -204,7 +204,7 @@ class Inspector:
         return torch.split(sample, max(1, self._limit // row))
 
     def _bring(self, pieces: list[Tensor]) -> Tensor:
-        """On the host, one behind the other."""
+        """Copy the pieces to the host, one behind the other."""
         runtime = holder(self._runtimes, pieces[0])
         if runtime is not None:
             return self._from_device(runtime, pieces)
@@ -228,7 +228,7 @@ class Inspector:
 
 
 def _sample(memory: Tensor, share: int, version: int) -> Tensor:
-    """All of it, or a block per row, evenly spaced: about ``share`` bytes."""
+    """Choose about ``share`` bytes of a tensor: all of it, or blocks at even distances, one per row."""
     if memory.nbytes <= share:
         return memory
     block = min(_BLOCK_BYTES, share) // memory.element_size()

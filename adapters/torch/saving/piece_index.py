@@ -62,12 +62,16 @@ class IndexEntry:
 
     @property
     def is_tensor(self) -> bool:
-        """Otherwise it is a plain value, as ``torch.save`` writes it."""
+        """Whether the value is a tensor; other values are stored as ``torch.save`` writes them."""
         return bool(self.dtype)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Raises: CheckpointError: this torch does not know the dtype."""
+        """The element type.
+
+        Raises:
+            CheckpointError: this torch does not know it.
+        """
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
             raise CheckpointError(f"{self.key} has the dtype {self.dtype!r}, which torch {torch.__version__} lacks")

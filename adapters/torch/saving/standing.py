@@ -100,7 +100,7 @@ class Standing(PagedSource):
         return self._mixed[1]
 
     def has_state_on_host(self) -> bool:
-        """Whether parameters are there, or what an optimizer keeps beside numbers."""
+        """Whether parameters, or tensors of the optimizer's state, are on the host."""
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         kept = [v for values in list(unwrap_optimizer(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
@@ -121,7 +121,7 @@ class Standing(PagedSource):
         return self.stream_barrier is not None and self.stream_barrier.admit(version)
 
     def runtime_for_barrier(self) -> Runtime:
-        """The device once more, with a side stream of its own."""
+        """A second runtime of the device, with a side stream of its own."""
         (runtime,) = runtimes_on(self._devices[:1])
         return runtime
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ttp.mindspore_files.reshard import Resharded, Wish, reshard
+
 STRATEGIES = Path(__file__).parent / "data" / "strategies"
 """Written by MindSpore 2.10 itself for 784x64, 64x64, 64x16 matrices and their moments."""
 
@@ -138,3 +140,11 @@ def assert_cut(directory: Path, tensors: Tensors, cuts: Cuts | None, ranks: Iter
 
 def quiet(_what: str, _total: int | None) -> Callable[[int], None]:
     return lambda _count: None
+
+
+TENSORS = real_tensors()
+S8, S8O, S4 = real_cuts((2, 4)), real_cuts((2, 4), opt=True), real_cuts((4,))
+
+
+def run(source: Path, target: Path, src: Path | None, dst: Path | None, **more: Any) -> Resharded:
+    return reshard(Wish(source, target, src, dst, **more), quiet)

@@ -12,20 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.adapters.mindspore.reshard_worlds import (
+    S4,
+    S8,
+    S8O,
     STRATEGIES,
+    TENSORS,
     Cut,
     Cuts,
     assert_cut,
     assert_same,
     load,
     quiet,
-    real_cuts,
-    real_tensors,
+    run,
     save,
     write_strategy,
 )
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.reshard import Resharded, Wish, reshard
 from ttp.mindspore_files.reshard_fit import TargetTensor, make_plan
 from ttp.mindspore_files.reshard_source import open_newest
 from ttp.mindspore_files.reshard_strategy import read_strategy
@@ -38,13 +40,7 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 
-TENSORS = real_tensors()
-S8, S8O, S4 = real_cuts((2, 4)), real_cuts((2, 4), opt=True), real_cuts((4,))
 PP = [{name: cut for name, cut in S4.items() if ("l3" in name) == last} for last in (False, True)]
-
-
-def run(source: Path, target: Path, src: Path | None, dst: Path | None, **more: Any) -> Resharded:
-    return reshard(Wish(source, target, src, dst, **more), quiet)
 
 
 @pytest.fixture(scope="module")

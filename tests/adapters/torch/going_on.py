@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.layout import Version
+from ttp.processor.continuing import KeptState
 from ttp.testing.digests import digest
 
 UPDATES = 3
@@ -94,6 +96,30 @@ def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
     assert other.state() == at_save
     assert [digest(other.step(step)) for step in range(UPDATES, 2 * UPDATES)] == expected
     assert other.state() == one.state()
+    assert_hands_over_its_bits(directory / "kept", make, expected)
+
+
+def assert_hands_over_its_bits(directory: Path, make: Make, expected: Sequence[str]) -> None:
+    """The same where a process goes on: another program gets the tensors of the first one, or reads all of it."""
+    seed(1)
+    one = make()
+    adapter, processor = one.register(), StubProcessor(directory)
+    join(adapter, processor, directory / "pages")
+    for step in range(UPDATES):
+        one.step(step)
+    saved, at_save = save(adapter, processor, UPDATES), one.state()
+    adapter.source.inspect(Version(UPDATES))
+    kept, read = KeptState(), list[str]()
+    kept.keep(adapter, "x")
+    adapter.detach()
+    adapter.capture.close(unlink=True)
+
+    seed(2)
+    other = make()
+    assert other.register().load_going_on(saved, 0, 1, kept, lambda: read.append("all")) == UPDATES
+    assert bool(read) == ("read from the checkpoint" in kept.way)
+    assert other.state() == at_save
+    assert [digest(other.step(step)) for step in range(UPDATES, 2 * UPDATES)] == expected
 
 
 def net(*more: nn.Module) -> nn.Sequential:

@@ -18,7 +18,7 @@ from ttp.compat.mindio.update_times import tft_can_do_uce_repair
 from ttp.compat.mindio.values import AILMENTS, ERROR_CODE_MAX, RET_EXIT, ReportState
 from ttp.errors import ConfigError
 from ttp.mindio.handlers import NextAction
-from ttp.processor.faults import describe
+from ttp.processor.faults import describe, is_collective_error
 from ttp.processor.last_words import write_error_file
 
 log = logging.getLogger("ttp.compat.mindio")
@@ -150,13 +150,23 @@ def _mend(problem: RuntimeError) -> None:
     """Returns when the function may be called again; raises, or ends the process, when not."""
     text = str(problem)
     state = TABLE.classify(text)
+    if state is ReportState.RS_UNKNOWN and THIS.enable_arf and is_collective_error(problem):
+        THIS.report_lost_peer(describe(problem))
+        _await_repair(problem)
+        return
     log.warning("the training function raised %s: %s", state.name, text.splitlines()[0] if text else "")
-    if state not in AILMENTS or state is ReportState.RS_UNKNOWN:  # the others: of processes that join a running job
+    joins = state is ReportState.RS_PREREPAIR_FINISH
+    if state not in AILMENTS or state is ReportState.RS_UNKNOWN or (joins and not THIS.joined.rebooted):
         _report_unknown(problem)
         raise problem
     code = _ERROR_CODE.search(text)
     THIS.report(state.value, code[1][:ERROR_CODE_MAX] if code else "", describe(problem))
-    if THIS.joined.wait_next_action() is NextAction.EXIT:
+    _await_repair(problem, joins=joins)
+
+
+def _await_repair(problem: RuntimeError, *, joins: bool = False) -> None:
+    """A process that joins has nothing that could be stopped and cleaned."""
+    if not joins and THIS.joined.wait_next_action() is NextAction.EXIT:
         _leave(problem)
     _empty_cache()
     if THIS.joined.wait_repair_action() is NextAction.EXIT:

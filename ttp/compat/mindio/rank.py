@@ -24,7 +24,7 @@ from ttp.compat.mindio.values import (
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank
 from ttp.errors import ConfigError, UsageError
-from ttp.mindio.handlers import HandlerKind, Participant, ReplicaSet
+from ttp.mindio.handlers import Ailment, HandlerKind, Participant, ReplicaSet
 
 log = logging.getLogger("ttp.compat.mindio")
 
@@ -41,6 +41,7 @@ class ThisRank:
     def __init__(self) -> None:
         self.handlers = Handlers()
         self.enable_uce = True
+        self.enable_arf = False
         self._participant: Participant | None = None
         self._place: tuple[int, int] | None = None
         self._tls: tuple[bool, str] = (False, "")
@@ -50,14 +51,17 @@ class ThisRank:
 
     # -------------------------------------------------------------------------------------------------------- the start
 
-    def describe(self, rank: int, world_size: int, enable_tls: bool, tls_info: str, enable_uce: bool) -> None:
+    def describe(
+        self, rank: int, world_size: int, enable_tls: bool, tls_info: str, enable_uce: bool, enable_arf: bool
+    ) -> None:
         """What ``tft_init_processor`` was told.
 
         Raises:
             ConfigError: that is no rank.
         """
         check_rank(rank, world_size, lowest=0)
-        self._place, self._tls, self.enable_uce = (rank, world_size), (enable_tls, tls_info), enable_uce
+        self._place, self._tls = (rank, world_size), (enable_tls, tls_info)
+        self.enable_uce, self.enable_arf = enable_uce, enable_arf
 
     def start(self, address: str, port: int) -> None:
         """Join the job.
@@ -81,6 +85,7 @@ class ThisRank:
             action_s=action_limit_s(),
             retry=self.enable_uce,
             load_repair=not for_mindspore(),
+            recover=self.enable_arf,
             halt_before_dump=os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1",
             raise_when_halted=not for_mindspore(),
         )
@@ -164,12 +169,17 @@ class ThisRank:
             raise ConfigError(f"tft_report_error({state!r}) is no ReportState: one of its values is wanted") from None
         except KeyError:
             raise UsageError(
-                f"{ReportState(state).name}: no process joins a running job here, so none can say that it has"
+                f"{ReportState(state).name} is of a hot switch, or of a start that nobody waits for: leave it out"
             ) from None
         if len(code) > ERROR_CODE_MAX:
             raise ConfigError(f"error_code {code!r} has more than {ERROR_CODE_MAX} characters")
         self._updating = False
         self.joined.report_error(ailment, code, text)
+
+    def report_lost_peer(self, text: str) -> None:
+        """A collective has ended, most likely because another rank died."""
+        self._updating = False
+        self.joined.report_error(Ailment.PEER, "", text)
 
     def leave(self, *, at_once: bool = False) -> None:
         """Say goodbye; a second time does nothing. Until all ranks do, unless ``at_once``, handlers may be called."""

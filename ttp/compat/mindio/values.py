@@ -36,9 +36,10 @@ AILMENTS = {
     ReportState.RS_UCE: Ailment.MEMORY,
     ReportState.RS_UCE_CORRUPTED: Ailment.MEMORY_CORRUPT,
     ReportState.RS_HCCL_FAILED: Ailment.NETWORK,
+    ReportState.RS_PREREPAIR_FINISH: Ailment.JOINED,
     ReportState.RS_UNKNOWN: Ailment.FATAL,
 }
-"""The others belong to processes that join a running job, of which there are none yet."""
+"""The others are of a hot switch, which is not done."""
 
 
 class RepairType(enum.Enum):

@@ -59,8 +59,9 @@ class Admission:
         first = hello.rank not in self._job.members
         if known is not None and known.hello.host != hello.host:
             self._parts.silence.lost(hello.rank)  # on the host that it was on
-        self._job.join(connection, hello, now)
-        self._outbox.send(connection, m.Welcome(hello.rank, self._job.term, self._job.incarnation, hello.ttp_version))
+        joins = self._job.join(connection, hello, now).seated
+        job = self._job
+        self._outbox.send(connection, m.Welcome(hello.rank, job.term, job.incarnation, hello.ttp_version, joins))
         if first:  # one that comes back has not moved
             self._parts.hangs.observed((hello.rank,), hello.version, 0, hello.phase, "", now)
         self._parts.silence.joined(hello.rank, now)
@@ -86,7 +87,9 @@ class Admission:
         incident = self._rescue.incident
         saving = incident is not None and incident.stage is not Stage.RELEASED and bool(self._job.live)
         newcomer = not hello.incarnation and hello.rank not in self._job.members
-        if saving and (newcomer or self._job.starts_incarnation(hello)):
+        relaunched = self._job.starts_incarnation(hello)
+        if incident is not None and saving and (newcomer or relaunched):
+            incident.overtaken |= relaunched
             return m.RefusalCode.BUSY, "the last incarnation of this job is still being saved; try again in a moment"
         return None
 

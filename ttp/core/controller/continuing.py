@@ -27,7 +27,7 @@ _LETHAL = frozenset({m.FaultKind.EXITED, m.FaultKind.LOST})
 def waits(job: Membership, incident: Incident, now: float) -> bool:
     """Whether a launcher may still say that it can start a dead rank alone."""
     unknown = any(not job.members[rank].seat for rank in job.members if rank not in job.live)
-    return _wanted(job) and unknown and incident.waits("a seat", SEAT_S, now)
+    return _wanted(job) and unknown and not incident.overtaken and incident.waits("a seat", SEAT_S, now)
 
 
 def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> tuple[bool, dict[str, Any]]:
@@ -78,6 +78,8 @@ def _why_not_the_state(incident: Incident, base: Version) -> str:
 
 
 def _why_no_seat(job: Membership, incident: Incident, dead: set[Rank]) -> str:
+    if incident.overtaken:
+        return "the whole job was started again already"
     if not dead or not job.complete or incident.waiting or job.in_doubt or job.done:
         return "not every rank is known to train or to be dead"
     for rank in sorted(dead):

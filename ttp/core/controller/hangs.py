@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ttp.core.layout import Rank, Version, compact_ranks
+from ttp.core.layout import Rank, Version, ranks_text
 from ttp.core.messages import FaultKind, Phase
 
 FACTOR = 3.0
@@ -223,7 +223,7 @@ class HangWatch:
         if silent:
             quiet_s = max(now - self._seen[rank].heard_at for rank in silent)
             state = "stopped, or something holds the interpreter lock"
-            text = f"{_ranks(silent)} said nothing for {quiet_s:.3g} s ({state}), and {stood}; {known}"
+            text = f"{ranks_text(silent)} said nothing for {quiet_s:.3g} s ({state}), and {stood}; {known}"
             return Suspicion(silent, text)
         last = min(self._seen[rank].place for rank in ranks)
         behind = tuple(sorted(rank for rank in ranks if self._seen[rank].place == last))
@@ -233,15 +233,10 @@ class HangWatch:
             return Suspicion((), f"{stood} and {where}: a collective or a device does not finish; {known}")
         places = sorted({self._seen[rank].place for rank in further})
         where = _words(places[0]) if len(places) == 1 else f"{_words(places[0])} and further"
-        text = f"{stood}: {_ranks(behind)} at {_words(last)}, {_ranks(further)} at {where}; {known}"
+        text = f"{stood}: {ranks_text(behind)} at {_words(last)}, {ranks_text(further)} at {where}; {known}"
         if len(behind) > len(further):
             return Suspicion((), f"{text}. Most are behind, so nobody is singled out")
         return Suspicion(behind, text)
-
-
-def _ranks(ranks: Iterable[Rank]) -> str:
-    several = tuple(ranks)
-    return f"rank{'s' if len(several) > 1 else ''} {compact_ranks(several)}"
 
 
 def _words(place: Place) -> str:

@@ -126,6 +126,8 @@ class Incident:
     exit_code: int | None = None
     again: bool = False
     """Released to go on in their processes."""
+    overtaken: bool = False
+    """A process of the next launch has said hello: whoever lives of this one will be ended by its launcher."""
     release_text: str = ""
     released_at: float | None = None
     outcome: str = ""

@@ -118,8 +118,10 @@ class ControllerMachine:
             now: in seconds.
             more: of answers to a freeze: what follows from them is left to ``settle``, which has to be called.
         """
-        if self.stand_in.takes(event):
-            return self.stand_in.on_event(event, now)
+        meanwhile, rest = self.stand_in.part(event)
+        if meanwhile is not None:
+            actions = self.stand_in.on_event(meanwhile, now)
+            return [*actions, *self.on_event(rest, now, more=more)] if rest is not None else actions
         self._rescue.program.at(now)
         match event:
             case Received(connection, m.Hello() as hello):
@@ -370,6 +372,7 @@ class ControllerMachine:
 
     def _goodbye(self, member: Member, report: m.Goodbye) -> None:
         member.version = report.version
+        self._rescue.program.moved(report.version)
         if report.reason is not m.GoodbyeReason.DONE:
             member.left = True
         if report.reason is not m.GoodbyeReason.RELEASED:

@@ -32,6 +32,7 @@ class Member:
     done: bool = False
     left: bool = False  # said goodbye for good
     seat: str = ""  # whether its launcher can start it alone; see ``continuing``
+    seated: bool = False  # a new process that has taken the seat of a lost one
 
     @property
     def name(self) -> str:
@@ -71,6 +72,8 @@ class Membership:
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
     gone: dict[Rank, int] = field(default_factory=dict)
     """Ranks that have left a job that is not formed yet, and the launch that they were of."""
+    seats: set[Rank] = field(default_factory=set)
+    """Ranks that have died, and whose seats new processes may take while the others go on in this incarnation."""
     gather_until: float | None = None
     """This controller is new and the job is not: until then missing ranks may still say hello."""
 
@@ -102,7 +105,7 @@ class Membership:
         self.members, self.by_connection, self.gone = {}, {}, {}
         self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
-        self.formed, self.ended, self.gather_until = False, True, None
+        self.formed, self.ended, self.gather_until, self.seats = False, True, None, set()
 
     def learn(self, layout: Layout) -> None:
         """Remember a layout by its digest; only the last few are kept."""
@@ -122,11 +125,11 @@ class Membership:
         self.members, self.by_connection, self.gone = {}, {}, {}
         self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
-        self.formed, self.ended, self.gather_until = False, False, None
+        self.formed, self.ended, self.gather_until, self.seats = False, False, None, set()
 
     def join(self, connection: ConnectionId, hello: m.Hello, now: float) -> Member:
         """Add or re-attach a rank."""
-        known = self.members.get(hello.rank)
+        known, seated = self.members.get(hello.rank), self.takes_seat(hello)
         if hello.term_seen > self.term or (known is None and hello.term_seen == self.term):
             self.term = hello.term_seen + 1  # another controller has spoken to it: this one takes over
         if known is not None:
@@ -136,7 +139,11 @@ class Membership:
         self.members[hello.rank] = member
         self.by_connection.setdefault(connection, set()).add(hello.rank)
         self.live.add(hello.rank)
-        reason = known.broken if known is not None and known.broken else hello.broken
+        if seated:
+            self.seats.discard(hello.rank)
+            self.broken.discard(hello.rank)
+        member.seated = seated or (known is not None and known.seated)
+        reason = known.broken if known is not None and known.broken and not seated else hello.broken
         if reason:
             self.mark_failed(hello.rank, reason)
         if hello.phase is m.Phase.DONE:
@@ -219,6 +226,8 @@ class Membership:
         """
         if self.layout is None:
             return True
+        if self.takes_seat(hello):
+            return False
         if hello.incarnation:
             return hello.incarnation > self.incarnation
         taken = self.members.get(hello.rank)
@@ -229,6 +238,11 @@ class Membership:
             return not self.live and (another or hello.launch > self.gone.get(hello.rank, hello.launch))
         relaunched = taken is not None and hello.run_id == self.run_id and hello.launch > taken.hello.launch
         return self.ended or not self.live or relaunched
+
+    def takes_seat(self, hello: m.Hello) -> bool:
+        """Whether a new process comes for a seat that is open."""
+        known = self.members.get(hello.rank) if hello.rank in self.seats else None
+        return known is not None and known.hello.nonce != hello.nonce and not hello.incarnation
 
     def may_have_moved(self, hello: m.Hello) -> bool:
         """Whether a rank that was led by another controller meanwhile can be one of this job, or of its next launch.
@@ -282,7 +296,7 @@ class Membership:
 
     def _rank_taken(self, hello: m.Hello) -> Refusal | None:
         taken = self.members.get(hello.rank)
-        if taken is None:
+        if taken is None or self.takes_seat(hello):
             return None
         if taken.hello.nonce != hello.nonce:
             if not self.formed and hello.launch > taken.hello.launch:

@@ -30,7 +30,10 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What came of a recovery: the version that training goes on from or that was saved, why, and where it is."""
+    """What came of a recovery: the version that training goes on from or that was saved, why, and where it is.
+
+    Where training goes on, ``path`` is empty unless the version was saved first.
+    """
 
     outcome: Outcome
     version: Version

@@ -278,7 +278,9 @@ class Rescue:
             return
         self._outbox.record("mended", outcome=ending.outcome.value, version=ending.version, text=ending.text)
         match ending:
-            case Ending(Outcome.RESUMED, version, text):
+            case Ending(Outcome.RESUMED, version, text, path):
+                if path:
+                    self.saving.last_commit = (version, path)  # it was saved first
                 mended = incident.faulty and version > 0
                 for kind in m.FaultKind:
                     incident.evidence.withdraw_all(kind)

@@ -13,9 +13,19 @@ says hello again, without ``meanwhile``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from ttp.core import messages as m
-from ttp.core.controller.events import Action, ConnectionId, ControllerTimeouts, Event, Received, Record, StreamEnded
+from ttp.core.controller.events import (
+    Action,
+    ConnectionId,
+    ControllerTimeouts,
+    Event,
+    Received,
+    ReceivedAlike,
+    Record,
+    StreamEnded,
+)
 from ttp.core.controller.layout_exchange import Layouts
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
@@ -57,16 +67,20 @@ class StandIn:
         self._incidents += 1  # ``number`` begins anew whenever everybody was forgotten
         return f"{self._new_id(self._incidents)}{MEANWHILE}"
 
-    def takes(self, event: Event) -> bool:
-        """Whether an event is of a stream on which a rank has come meanwhile."""
+    def part(self, event: Event) -> tuple[Event | None, Event | None]:
+        """Part an event: what is of streams on which ranks have come meanwhile, and the rest."""
         match event:
             case Received(connection, m.Hello(meanwhile=True)):
                 self._streams.add(connection)
-            case Received(connection) | StreamEnded(connection):
-                return connection in self._streams
+            case Received(connection) | StreamEnded(connection) if connection in self._streams:
+                pass
+            case ReceivedAlike(who, report) if self._streams:
+                here = tuple(each for each in who if each[0] in self._streams)
+                rest = tuple(each for each in who if each[0] not in self._streams)
+                return (ReceivedAlike(here, report) if here else None), (ReceivedAlike(rest, report) if rest else None)
             case _:
-                return False
-        return True
+                return None, event
+        return event, None
 
     def on_event(self, event: Event, now: float) -> list[Action]:
         """Take an event of such a stream, or note that time has passed."""
@@ -78,6 +92,9 @@ class StandIn:
                     self._hello(waited_on, hello, now)
             case Received(connection, report):
                 self._said(connection, report, now)
+            case ReceivedAlike(who, report):
+                for connection, rank in who:
+                    self._said(connection, replace(report, rank=rank), now)
             case StreamEnded(connection):
                 self._ended(connection, now)
         if not self._streams:

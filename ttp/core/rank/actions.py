@@ -117,10 +117,11 @@ class DropLease(Action):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Action):
-    """The controller knows this rank."""
+    """The controller knows this rank; ``joins``: in the seat of one that has died, in a job that goes on."""
 
     incarnation: int
     first: bool
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from ttp.core.messages import Phase
 from ttp.mindio.handlers.call import HANDLER_OF, Call, Handler, HandlerKind
 from ttp.mindio.handlers.loop import Loop
 from ttp.mindio.handlers.pause import PausePoint
+from ttp.mindio.handlers.seat import Seat
 from ttp.mindio.protocol.messages import Act, Acted, RepairWay, RoundKind
 from ttp.mindio.protocol.rank_side import Said
 from ttp.processor.gate.gate import Gate
@@ -24,7 +25,9 @@ CLEANED = (0, 2)
 """What a clean handler returns where the device is usable again; see ``ttp.mindio.protocol.in_process_repair``."""
 LOADS = (RepairWay.LOAD, RepairWay.LOAD_REBUILD)
 WRITES = (RepairWay.MEMORY_HIGH, RepairWay.RECEIVE, *LOADS)
-NEEDED = (RoundKind.SAVE, RoundKind.RENAME, RoundKind.REPAIR)
+REPAIRS = (RoundKind.CLEAN, RoundKind.REBUILD, RoundKind.REPAIR, RoundKind.ROLLBACK)
+"""Rounds in which handlers may ask what the repair is about."""
+NEEDED = (RoundKind.SAVE, RoundKind.RENAME, RoundKind.REPAIR, RoundKind.REBUILD)
 """Rounds that nobody can do without a handler."""
 
 
@@ -41,6 +44,7 @@ class Actor:
         handlers: the program's, as they are registered by then.
         loop: where the training thread is.
         pause: where it stands still when told to.
+        seat: what the launcher is told while lost ranks are replaced.
         on_halted: says to the controller whether the training thread is stopped.
         on_device: handlers of this kind run inside, on the device of the training thread.
     """
@@ -52,6 +56,7 @@ class Actor:
         handlers: dict[HandlerKind, Handler],
         loop: Loop,
         pause: PausePoint,
+        seat: Seat,
         on_halted: Callable[[bool], None],
         on_device: Callable[[HandlerKind], AbstractContextManager[None]],
     ) -> None:
@@ -62,6 +67,7 @@ class Actor:
         self._rank, self._processor, self._handlers = rank, processor, handlers
         self._gate: Gate = processor.gate
         self._loop, self._pause, self._on_halted, self._on_device = loop, pause, on_halted, on_device
+        self._seat = seat
         self._here = threading.local()
         self._stopped = False
         self._cleaned: int | None = None
@@ -107,7 +113,7 @@ class Actor:
             return False, 0, f"{type(problem).__name__}: {problem}"
 
     def _do(self, act: Act) -> int:
-        if act.purpose and act.kind in (RoundKind.CLEAN, RoundKind.REPAIR, RoundKind.ROLLBACK):
+        if act.purpose and act.kind in REPAIRS:
             self.repair_step, self.repair_type = act.version, act.purpose
         steps: dict[RoundKind, Callable[[Act], int]] = {
             RoundKind.STOP: self._stop,
@@ -115,6 +121,8 @@ class Actor:
             RoundKind.CATCH_UP: self._catch_up,
             RoundKind.REPAIR: self._repair,
             RoundKind.RESUME: self._resume,
+            RoundKind.MAKE_WAY: self._make_way,
+            RoundKind.REBUILD: self._rebuild,
             RoundKind.HOLD: lambda _: self._hold(),
             RoundKind.PAUSE: self._stand_still,
             RoundKind.CONTINUE: lambda _: self._go_on(),
@@ -181,6 +189,14 @@ class Actor:
         if self.loaded is None or self.loaded < 0:
             raise CannotAct("the repair handler has not said which step it has loaded")
         return self.loaded
+
+    def _make_way(self, act: Act) -> int:
+        self._seat.give_way(act.limit_ms / 1000)
+        return 0
+
+    def _rebuild(self, act: Act) -> int:
+        self._seat.enter_launch()
+        return self._call(act)
 
     def _resume(self, act: Act) -> int:
         self.repair_step, self.repair_type = act.version, act.purpose

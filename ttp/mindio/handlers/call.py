@@ -32,6 +32,7 @@ HANDLER_OF = {
     RoundKind.SAVE: HandlerKind.SAVE,
     RoundKind.RENAME: HandlerKind.RENAME,
     RoundKind.SYNC: HandlerKind.STREAM_SYNC,
+    RoundKind.REBUILD: HandlerKind.REBUILD,
 }
 
 
@@ -45,13 +46,13 @@ class Call:
         lists: SAVE: for each type of state that this rank saves, who saves it, in the order of the pieces.
         memory_error: CLEAN: this rank's device has lost memory.
         rebuild: REPAIR: the state has to be made anew first.
-        error_ranks: REPAIR: the ranks with which it began.
+        error_ranks: REPAIR: the ranks with which it began; REBUILD: those whose processes are new.
         way: REPAIR: this rank's part.
         types: REPAIR: ``types[i]`` goes from ``src[i]`` to ``dst[i]``.
         src: see ``types``.
         dst: see ``types``.
         ranks: REPAIR: everybody who takes part in it, ascending.
-        repair_type: ``retry``, ``dump``; empty: it is about neither.
+        repair_type: ``retry``, ``recover``, ``dump``; empty: it is about neither.
     """
 
     kind: HandlerKind

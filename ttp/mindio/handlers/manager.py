@@ -59,7 +59,7 @@ class ReportResult(Protocol):
     """``callback(code, text, faults, strategy)``."""
 
     def __call__(self, code: int, text: str, faults: Faults, strategy: str, /) -> object:
-        """What came of a strategy: 0, or what is still possible (406 dump, 499 only exit)."""
+        """What came of a strategy: 0, or what is still possible (405 recover, 406 dump, 499 only exit)."""
 
 
 class Manager:
@@ -147,8 +147,8 @@ class Manager:
         return self._notify(NoticeKind.STRATEGY, {}, strategy=strategy, params=params)
 
     def prepare_action(self, action: str, fault_ranks: Mapping[int, int]) -> int:
-        """Other processes are to take the place of some ranks: that is not done here."""
-        log.error("prepare_action(%r): processes are not exchanged in a running job", action)
+        """Other processes are to take the place of some ranks that live: that is not done here."""
+        log.error("prepare_action(%r): processes that live are not exchanged in a running job", action)
         return ERROR
 
     def dump(self) -> int:
@@ -172,19 +172,26 @@ class Manager:
             return False
         return bool(answer.ranks) and all(rank.state != "missing" for rank in answer.ranks)
 
+    def notify(self, notice: Notice) -> int:
+        """Say this to the controller."""
+        try:
+            answer = self._stub.Notify(notice_to_wire(notice), metadata=self._metadata, timeout=ANSWER_S)
+        except (ValueError, grpc.RpcError) as problem:
+            log.error("%s is not accepted: %s", notice.kind.value, problem)
+            return ERROR
+        if not answer.accepted:
+            log.error("%s is not accepted: %s", notice.kind.value, answer.text)
+        return OK if answer.accepted else ERROR
+
     def _notify(
         self, kind: NoticeKind, faults: Mapping[int, int], *, seconds: float = 0.0, strategy: str = "", params: str = ""
     ) -> int:
         try:
             known = tuple(RankFault(Rank(int(rank)), FaultOf(int(what))) for rank, what in faults.items())
-            notice = notice_to_wire(Notice(kind, known, seconds, strategy, params))
-            answer = self._stub.Notify(notice, metadata=self._metadata, timeout=ANSWER_S)
-        except (ValueError, grpc.RpcError) as problem:
+        except ValueError as problem:
             log.error("%s is not accepted: %s", kind.value, problem)
             return ERROR
-        if not answer.accepted:
-            log.error("%s is not accepted: %s", kind.value, answer.text)
-        return OK if answer.accepted else ERROR
+        return self.notify(Notice(kind, known, seconds, strategy, params))
 
     # ---------------------------------------------------------------------------------------------------------- attend
 

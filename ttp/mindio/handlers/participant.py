@@ -19,6 +19,7 @@ from ttp.mindio.handlers.actor import Actor
 from ttp.mindio.handlers.call import Call, Handler, HandlerKind
 from ttp.mindio.handlers.loop import ForcedStop, Loop, NextAction
 from ttp.mindio.handlers.pause import PausePoint
+from ttp.mindio.handlers.seat import Seat
 from ttp.mindio.protocol.messages import HANDLERS, Ailing, Ailment, Handlers, ReplicaSet
 from ttp.mindio.protocol.rank_side import RankRounds, Said, StartAct
 from ttp.mindio.protocol.replica_lists import check_set
@@ -28,6 +29,8 @@ from ttp.processor.source import StateSource
 
 log = logging.getLogger("ttp.handlers")
 
+RECOVERING = (HandlerKind.REBUILD, HandlerKind.REPAIR)
+"""Without these no new process can take part."""
 ACTION_S = 180.0
 """How long a handler may take, unless it is told otherwise."""
 LIMIT_MS_MAX = 2**31 - 1
@@ -49,6 +52,8 @@ class Participant:
         retry: lost device memory and broken links may be repaired in this process.
         load_repair: the repair handler can load a checkpoint.
         halt_before_dump: stop and clean before the handlers save.
+        recover: a new process may take the seat of a lost rank while this one goes on, where there are handlers to
+            rebuild and to repair.
         raise_when_halted: ``begin_update`` raises ``ForcedStop``; else it returns False.
     """
 
@@ -62,13 +67,13 @@ class Participant:
         retry: bool = True,
         load_repair: bool = False,
         halt_before_dump: bool = False,
+        recover: bool = False,
         raise_when_halted: bool = True,
     ) -> None:
-        self.rebooted = False
-        """Whether this process was put into a running job; that is not done."""
         self._env, self._config, self._exit_code = env, config, exit_code
         self._action_s, self._retry, self._load_repair = action_s, retry, load_repair
-        self._halt_before_dump, self._raises = halt_before_dump, raise_when_halted
+        self._halt_before_dump, self._recover, self._raises = halt_before_dump, recover, raise_when_halted
+        self._seat = Seat(config.resolved_run_dir())
         self._handlers: dict[HandlerKind, Handler] = {}
         self._sets: tuple[ReplicaSet, ...] = ()
         self._halted = False
@@ -84,6 +89,8 @@ class Participant:
     def register(self, kind: HandlerKind, func: Handler) -> None:
         """Call ``func`` with a ``Call`` whenever it is its turn; a second one replaces the first."""
         self._handlers[kind] = func
+        if self._recover and kind in RECOVERING:
+            self._say()
 
     def start(self) -> None:
         """Join the job; for the training thread. Without a controller for a minute it begins unprotected, and says so.
@@ -101,13 +108,16 @@ class Participant:
         layout = Layout.data_parallel(self._env.world_size)  # what it is like, the replica sets say
         self._processor = current.start_processor(self._env, layout, HandlerSource(), save_dir, self._prepare)
         self._session = current
+        if self.rebooted:
+            self._seat.take(self._env, self._config.rescue_patience_s / 2)
         self._say()
 
     def _prepare(self, processor: Processor) -> None:
         """Before anything can be ordered."""
         self._actor = Actor(
-            Rank(self._env.rank), processor, self._handlers, self._loop, self._pause, self._say_halted, self._on_device
-        )
+            Rank(self._env.rank), processor, self._handlers, self._loop, self._pause, self._seat,
+            self._say_halted, self._on_device,
+        )  # fmt: skip
         processor.exit_with(self._exit_code)
         processor.speak_for(RankRounds(), self._act)
         processor.before_exit = self._before_exit
@@ -120,6 +130,11 @@ class Participant:
     def device_index(self) -> int | None:
         """The accelerator that the training thread uses; None: it uses none yet."""
         return None if self._device is None else self._device.index
+
+    @property
+    def rebooted(self) -> bool:
+        """Whether this process has taken the seat of a lost rank in a running job."""
+        return self._processor is not None and self._processor.joins
 
     @property
     def started(self) -> bool:
@@ -161,6 +176,7 @@ class Participant:
                         action_ms=_ms(min(self._action_s, rescue_s / 2)),
                         save_ms=_ms(rescue_s - min(rescue_s / 2, ANOTHER_S)),
                         halted=self._halted,
+                        recover=self._recover and all(kind in self._handlers for kind in RECOVERING),
                     )
                 )
             )
@@ -184,6 +200,8 @@ class Participant:
         self._not_in_a_handler("the beginning of an update")
         if self._device is None:
             self._device = device.of_this_thread()
+        if self._seat.gives_way:
+            self._seat.keep()
         try:
             self._processor.begin_update()
         except gate.Halted:
@@ -228,7 +246,7 @@ class Participant:
         self._not_in_a_handler("an error")
         words = text or f"the training loop has ended: {ailment.value}"
         self._loop_left()
-        if ailment is Ailment.FATAL or not (self._retry or ailment is Ailment.STOPPED):
+        if not self._repairable(ailment):
             text = f"rank {self._env.rank}: {words}"
             processor.report(FaultKind.EXCEPTION, text, code, then=self._exit_code)
             processor.wait_released()
@@ -236,6 +254,12 @@ class Participant:
             self.close()
         else:
             processor.tell(Said(Ailing(Rank(self._env.rank), ailment, code, words)))
+
+    def _repairable(self, ailment: Ailment) -> bool:
+        """Whether this process may go back into its loop."""
+        if ailment in (Ailment.PEER, Ailment.JOINED):
+            return self._recover and (self.rebooted or ailment is Ailment.PEER)
+        return ailment is not Ailment.FATAL and (self._retry or ailment is Ailment.STOPPED)
 
     def _loop_left(self) -> None:
         if self._processor is not None:
@@ -268,7 +292,7 @@ class Participant:
         return self._actor.repair_step if self._actor is not None else 0
 
     def repair_type(self) -> str:
-        """``retry`` or ``dump``; empty: nothing was repaired."""
+        """``retry``, ``recover`` or ``dump``; empty: nothing was repaired."""
         return self._actor.repair_type if self._actor is not None else ""
 
     def report_loaded_step(self, step: int) -> None:
@@ -295,6 +319,8 @@ class Participant:
         """
         self._not_in_a_handler("the end of training")
         current, self._session = self._session, None
+        if self._seat.gives_way:
+            self._seat.keep()
         if current is not None:
             self._loop.leave()
             if at_once:

@@ -21,6 +21,7 @@ from ttp.core.controller.events import ProgramEvent
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.program_recovery import Ending, Outcome, ProgramRecovery, RescueContext
 from ttp.core.layout import Layout, Rank, Version
+from ttp.mindio.protocol import replacement
 from ttp.mindio.protocol.handshake import Handshake, ManagerMailbox
 from ttp.mindio.protocol.in_process_repair import repair_in_process
 from ttp.mindio.protocol.manager_messages import (
@@ -46,6 +47,8 @@ WORDS = {
     Ailment.MEMORY_CORRUPT: "its device has lost memory that was being written",
     Ailment.NETWORK: "a collective failed",
     Ailment.FATAL: "it cannot go on",
+    Ailment.PEER: "a collective has ended with another rank",
+    Ailment.JOINED: "it has taken the seat of a lost rank",
 }
 
 
@@ -210,7 +213,6 @@ class HandlerRecovery(ProgramRecovery):
         """The incident is over: the world trains on, or has ended."""
         self._runner.give_up()
         self._mailbox.clear()
-        self._state.saved = Version(0)
         if resumed:
             if not self._state.halted:
                 self._state.recovered()
@@ -240,6 +242,13 @@ class HandlerRecovery(ProgramRecovery):
     def _alone(self, incident: Incident) -> Script:
         """Without a manager: repair what can be repaired, else save what can be saved."""
         state = self._state
+        if incident.id in state.tried:
+            return (yield from dump(state, incident))
+        if replacement.wanted(state, incident):
+            ending = yield from replacement.recover(state, incident, alone=not self._mailbox.present)
+            if ending.outcome is Outcome.RESUMED:
+                self._pausing.paused = False
+            return ending
         while state.ailing and state.job.in_doubt:
             yield Pause(state.now + 1.0)  # who was lost may be back in a moment
         if state.repairable(incident):

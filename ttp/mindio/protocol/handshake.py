@@ -29,11 +29,16 @@ from ttp.mindio.protocol.manager_messages import (
 )
 from ttp.mindio.protocol.messages import Ailment
 from ttp.mindio.protocol.repair_state import RepairState
+from ttp.mindio.protocol.replacement import recover, see_clearly, why_not
 from ttp.mindio.protocol.rounds import Pause, Result, Script, Step
 from ttp.mindio.protocol.save_script import dump
 
 WAIT_S = 30.0
 """How long a manager may take to answer unless it says otherwise."""
+NO_FAULTS = (Ailment.STOPPED, Ailment.PEER, Ailment.JOINED)
+"""Of ranks with which nothing is wrong."""
+RECOVER = ("recover", "recover-in-place")
+"""Where a new process is started is not for this controller to say."""
 FAULTS = {Ailment.NETWORK: FaultOf.NETWORK, Ailment.FATAL: FaultOf.PROCESS}
 """Of ailments that are not of the device's memory."""
 
@@ -101,19 +106,18 @@ class Handshake:
 
     def __init__(self, state: RepairState, mailbox: ManagerMailbox, alone: Callable[[Incident], Script]) -> None:
         self._state, self._mailbox, self._alone = state, mailbox, alone
-        self._owed: tuple[Version, str] | None = None
+        self._owed: tuple[Version, str, str] | None = None
 
     def moved(self, version: Version) -> None:
         """A rank has finished an update. A job counts as cured when it has made one more step."""
         if self._owed is not None and version > self._owed[0]:
-            self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=self._owed[1], strategy="retry")
+            self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=self._owed[1], strategy=self._owed[2])
             self._owed = None
 
     def lead(self, incident: Incident) -> Script:
         """From the fault to its end, as the manager says."""
         state, mailbox, self._owed = self._state, self._mailbox, None
-        while state.job.in_doubt and mailbox.decides:
-            yield Pause(state.now + 1.0)  # who was lost may be back in a moment
+        yield from see_clearly(state, seats=False)
         if not (incident.faulty or state.job.broken or state.halted):
             return Ending(Outcome.RESUMED, Version(0), "nothing is broken after all")
         mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
@@ -134,14 +138,16 @@ class Handshake:
             match notice.strategy:
                 case "retry" if "retry" in self._offers(incident):
                     ending = yield from repair_in_process(self._state, incident)
+                case "recover" | "recover-in-place" if "recover" in self._offers(incident):
+                    ending = yield from recover(self._state, incident, alone=False)
                 case "dump" if "dump" in self._offers(incident):
                     ending = yield from dump(self._state, incident)
                 case "exit":
                     return Ending(Outcome.NOT_SAVED, Version(0), "the manager has chosen to exit")
             if ending is not None and ending.outcome is Outcome.RESUMED:
-                self._owed = (ending.version, ending.text)
+                self._owed = (ending.version, ending.text, notice.strategy)
                 return ending
-            if ending is not None and ending.outcome is Outcome.SAVED:
+            if ending is not None and ending.outcome is Outcome.SAVED and notice.strategy not in RECOVER:
                 self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")
                 yield from self._hear(incident, NoticeKind.STRATEGY)  # it says exit, or nothing
                 return ending
@@ -151,14 +157,19 @@ class Handshake:
 
     def refuse(self, incident: Incident, strategy: str, text: str) -> None:
         """A strategy failed or cannot be had: what can still be done?"""
-        code = Code.MAY_DUMP if "dump" in self._offers(incident) else Code.MAY_EXIT
+        offers = self._offers(incident)
+        code = Code.MAY_DUMP if "dump" in offers else Code.MAY_EXIT
+        if "recover" in offers and strategy not in RECOVER:
+            code = Code.MAY_RECOVER
         self._mailbox.tell(CallKind.RESULT, faults_of(self._state, incident), code, text, strategy=strategy)
 
     def _offers(self, incident: Incident) -> tuple[str, ...]:
         """What can be done now, the best last."""
         state = self._state
-        can_dump = not state.must_load and isinstance(state.decide(incident), Plan)
-        return ("exit", *(["dump"] if can_dump else []), *(["retry"] if state.repairable(incident) else []))
+        can_dump = bool(incident.saved) or (not state.must_load and isinstance(state.decide(incident), Plan))
+        can_recover = not why_not(state, incident, alone=False)
+        found = {"exit": True, "dump": can_dump, "recover": can_recover, "retry": state.repairable(incident)}
+        return tuple(strategy for strategy, possible in found.items() if possible)
 
     def _hear(self, incident: Incident, kind: NoticeKind) -> Hearing:
         until = self._state.now + min(self._mailbox.wait_s, self._state.patience_s(incident))
@@ -174,7 +185,7 @@ def faults_of(state: RepairState, incident: Incident) -> tuple[RankFault, ...]:
     """Which ranks are faulty, and how."""
     found: dict[Rank, RankFault] = {}
     for rank, ailing in state.ailing.items():
-        if ailing.ailment is not Ailment.STOPPED:
+        if ailing.ailment not in NO_FAULTS:
             kind = FAULTS.get(ailing.ailment, FaultOf.MEMORY)
             found[rank] = RankFault(rank, kind, ailing.code)
     killing = [found for kind, found in incident.evidence.by_kind.items() if kind is not m.FaultKind.AILING]

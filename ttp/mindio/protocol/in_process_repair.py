@@ -23,12 +23,12 @@ from ttp.mindio.protocol.rounds import Part, Round, Script
 
 LOW = 2
 """What the clean handler returns where nothing of the state was in the memory that was lost."""
-PURPOSE = "retry"
 LOST_MEMORY = (Ailment.MEMORY, Ailment.MEMORY_CORRUPT)
 
 
-def halt(state: RepairState, incident: Incident, purpose: str = PURPOSE) -> Part:
+def halt(state: RepairState, incident: Incident, purpose: str = "") -> Part:
     """Get all training threads out of their loops, and the devices usable."""
+    purpose = purpose or state.purpose
     if state.cleaned:
         return ""
     state.halted = True
@@ -48,8 +48,13 @@ def halt(state: RepairState, incident: Incident, purpose: str = PURPOSE) -> Part
 
 
 def repair_in_process(state: RepairState, incident: Incident) -> Script:
-    """Stop, clean, repair, roll back, resume. Not saved: it cannot be done; what is healthy has not been touched."""
+    """Stop, clean, repair, roll back, resume. Not saved: it cannot be done; what is healthy has not been touched.
+
+    Process groups are made anew where some of the processes are.
+    """
     problem = yield from halt(state, incident)
+    if not problem and state.newcomers:
+        problem = yield from _rebuild(state)
     if problem:
         return _failed(problem)
     plan = state.decide(incident)
@@ -65,6 +70,14 @@ def repair_in_process(state: RepairState, incident: Incident) -> Script:
         if problem:
             return _failed(problem)
     return (yield from _resume(state, incident, version, f"repaired ranks {compact_ranks(lacking) or 'none'}"))
+
+
+def _rebuild(state: RepairState) -> Part:
+    newcomers = tuple(state.newcomers)
+    plain = state.everyone(RoundKind.REBUILD, state.on_disk(), state.purpose)
+    acts = {rank: replace(act, error_ranks=newcomers) for rank, act in plain.acts.items()}
+    result = yield Round(RoundKind.REBUILD, acts, together=True)
+    return result.words
 
 
 def _lacking(state: RepairState, incident: Incident, version: Version) -> set[Rank]:
@@ -86,7 +99,7 @@ def _repair(
     for rank in sorted({*ranks, *state.low}):
         way = _way(state, rank, transfers)
         acts[rank] = replace(
-            state.act(rank, RoundKind.REPAIR, version, PURPOSE),
+            state.act(rank, RoundKind.REPAIR, version, state.purpose),
             way=way,
             rebuild=way is RepairWay.MEMORY_HIGH,
             error_ranks=errors,
@@ -118,7 +131,7 @@ def _load(state: RepairState, incident: Incident) -> Script:
     for rank in state.live:
         high = _lost_memory(state, rank) and rank not in state.low
         acts[rank] = replace(
-            state.act(rank, RoundKind.REPAIR, Version(0), PURPOSE),
+            state.act(rank, RoundKind.REPAIR, Version(0), state.purpose),
             way=RepairWay.LOAD_REBUILD if high else RepairWay.LOAD,
             rebuild=high,
             error_ranks=tuple(sorted(state.ailing)),
@@ -140,11 +153,11 @@ def _load(state: RepairState, incident: Incident) -> Script:
 
 def _resume(state: RepairState, incident: Incident, version: Version, text: str) -> Script:
     everybody = state.live
-    back = yield state.everyone(RoundKind.ROLLBACK, version, PURPOSE, together=True)
+    back = yield state.everyone(RoundKind.ROLLBACK, version, state.purpose, together=True)
     state.invalid.update(back.failed)
     before = dict(state.ailing)
     if back.ok:
-        back = yield state.everyone(RoundKind.RESUME, version, PURPOSE)
+        back = yield state.everyone(RoundKind.RESUME, version, state.purpose)
     if not back.ok or everybody != state.live or state.job.broken:
         return _failed(back.words or "a rank was lost on the way")
     state.note(incident, back)

@@ -33,6 +33,7 @@ class Code(enum.IntEnum):
 
     OK = 0
     ERROR = 1
+    MAY_RECOVER = 405
     MAY_DUMP = 406
     MAY_EXIT = 499
 
@@ -62,7 +63,7 @@ class Notice:
         kind: see ``NoticeKind``.
         faults: ranks that it speaks of.
         seconds: how long something may take; 0: as long as it usually may.
-        strategy: ``retry``, ``dump``, ``exit``, ``continue`` or one that cannot be had.
+        strategy: ``retry``, ``recover``, ``dump``, ``exit``, ``continue`` or one that cannot be had.
         params: of the strategy.
     """
 

@@ -31,6 +31,8 @@ class RoundKind(enum.Enum):
     PAUSE = "pause"  # stand still at the end of one step, the same everywhere
     SYNC = "sync"  # let the device finish what it has
     CONTINUE = "continue"  # the end of HOLD and PAUSE
+    MAKE_WAY = "make_way"  # tell the launcher that lost ranks may be started anew beside this one
+    REBUILD = "rebuild"  # make the process groups anew, with the ranks that were started
 
 
 class Ailment(enum.Enum):
@@ -42,6 +44,8 @@ class Ailment(enum.Enum):
     MEMORY_CORRUPT = "memory_corrupt"  # it was lost in the middle of being written
     NETWORK = "network"  # a collective failed, the state is whole
     FATAL = "fatal"  # anything else: this process cannot go on
+    PEER = "peer"  # a collective has ended because another rank died: only new process groups help
+    JOINED = "joined"  # a new process in the seat of a lost rank: it is ready, and holds no version yet
 
 
 class RepairWay(enum.IntEnum):
@@ -104,6 +108,7 @@ class Handlers(m.ProgramReport):
         action_ms: milliseconds that a handler may take.
         save_ms: milliseconds that the save handler may take.
         halted: the training thread was stopped in a round and has not gone back.
+        recover: this process can go on with a new process in the place of a lost rank.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -113,6 +118,7 @@ class Handlers(m.ProgramReport):
     action_ms: int
     save_ms: int
     halted: bool
+    recover: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +159,11 @@ class Act(m.ProgramOrder):
         kind: what to do.
         version: the step that it is about.
         limit_ms: how long it may take.
-        purpose: ``retry``, ``dump``, ``pause``.
+        purpose: ``retry``, ``recover``, ``dump``, ``pause``.
         lists: SAVE: who saves, for each type that this rank saves.
         memory_error: CLEAN: this rank's device has lost memory.
         rebuild: REPAIR: the state has to be made anew first.
-        error_ranks: the ranks with which it began.
+        error_ranks: the ranks with which it began; REBUILD: those that were started anew.
         way: REPAIR: this rank's part.
         transfers: REPAIR: what this rank sends or receives.
         ranks: REPAIR: everybody who sends or receives.

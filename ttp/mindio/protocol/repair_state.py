@@ -17,6 +17,8 @@ from ttp.mindio.protocol.rounds import Result, Round
 
 ACTION_S = 180.0
 """How long a handler may take where no rank has said anything."""
+LAST_S = 1.0
+"""How long one may take when the time of a script is over: then that fails, and the script with it."""
 CATCH_UP_S = 30.0
 """How long an update may take that a rank is let through to make."""
 
@@ -48,7 +50,11 @@ class RepairState:
         """Training threads may be out of their loops: without RESUME they do not go on."""
         self.cleaned = False
         self.saved = Version(0)
-        """What was saved in the open incident, which need not be over yet."""
+        """What was saved last: the incident in which it was need not be over yet, or training goes on after it."""
+        self.until: float | None = None
+        """When a script has to be over; None: there is no such time."""
+        self.tried: set[str] = set()
+        """Incidents in which lost ranks could not be replaced."""
         self.job = context.job
         self.outbox = context.outbox
         self._context = context
@@ -60,13 +66,14 @@ class RepairState:
     def reset(self) -> None:
         """A new incarnation of the job, or none."""
         self.said = {}
+        self.saved, self.until, self.tried = Version(0), None, set()
         self.recovered()
         self._sets, self._gathered, self._layout = {}, UNTOLD, None
 
     def ails(self, report: Ailing) -> None:
         """The training loop of a rank has ended."""
         self.ailing[report.rank] = report
-        if report.ailment in (Ailment.MEMORY, *NO_COPY):
+        if report.ailment in (Ailment.MEMORY, Ailment.JOINED, *NO_COPY):
             self.invalid.add(report.rank)
 
     def recovered(self) -> None:
@@ -86,6 +93,8 @@ class RepairState:
         """A rank says what it can do."""
         known = self.said.get(report.rank)
         sets = tuple(self._sets.setdefault(group, group) for group in report.sets)
+        if known is not None and self.job.members[report.rank].seated:
+            sets = sets or known.sets  # some programs say it after a step, and a newcomer holds what the lost one held
         self.said[report.rank] = replace(report, sets=sets)
         if known is None or known.sets != sets:
             self._gathered = None
@@ -120,6 +129,25 @@ class RepairState:
         return any(a.ailment in NO_COPY for a in self.ailing.values())
 
     @property
+    def newcomers(self) -> list[Rank]:
+        """New processes in the seats of lost ranks, in ascending order."""
+        return sorted(rank for rank, a in self.ailing.items() if a.ailment is Ailment.JOINED and rank in self.job.live)
+
+    @property
+    def purpose(self) -> str:
+        """What a repair is about, for the handlers."""
+        return "recover" if self.newcomers else "retry"
+
+    @property
+    def broken_off(self) -> list[Rank]:
+        """Ranks that have left their loops because a collective told of a death."""
+        return sorted(rank for rank, a in self.ailing.items() if a.ailment is Ailment.PEER)
+
+    def recovers(self, rank: Rank) -> bool:
+        """Whether a rank goes on with new processes in the places of lost ones."""
+        return rank in self.said and self.said[rank].recover
+
+    @property
     def live(self) -> list[Rank]:
         """Ranks that can be spoken to, in ascending order."""
         return sorted(self.job.live)
@@ -139,14 +167,16 @@ class RepairState:
 
     def repairable(self, incident: Incident) -> bool:
         """Whether every process is there and fit to go back into its loop."""
-        kinds = incident.evidence.kinds
+        kinds, newcomers = incident.evidence.kinds, self.newcomers
         everybody = self.job.complete and len(self.job.live) == len(self.job.members)
         return (
             m.FaultKind.AILING in kinds
             and kinds.issubset(REPAIRABLE)
             and everybody
             and not (self.job.broken or self.job.done)
-            and all(rank in self.said and self.said[rank].retry for rank in self.job.members)
+            and (bool(newcomers) or not self.broken_off)
+            and all(rank in self.said for rank in self.job.members)
+            and all(self.recovers(rank) if newcomers else self.said[rank].retry for rank in self.job.members)
         )
 
     def decide(self, incident: Incident) -> Plan | NoPlan:
@@ -168,11 +198,14 @@ class RepairState:
     def limit_s(self, *, saving: bool = False) -> float:
         """How long a handler may take: what the most patient rank says."""
         said = [(h.save_ms if saving else h.action_ms) / 1000 for h in self.said.values()]
-        return max(said, default=ACTION_S)
+        limit_s = max(said, default=ACTION_S)
+        return limit_s if self.until is None else max(LAST_S, min(limit_s, self.until - self.now))
 
     def act(self, rank: Rank, kind: RoundKind, version: Version = NO_VERSION, purpose: str = "") -> Act:
         """The plain part of one rank."""
         limit_s = CATCH_UP_S if kind is RoundKind.CATCH_UP else self.limit_s(saving=kind is RoundKind.SAVE)
+        if kind is RoundKind.MAKE_WAY and self.until is not None:
+            limit_s = max(LAST_S, self.until - self.now)  # how long nobody has anything to lose
         return Act(rank, 0, 0, kind, version, int(limit_s * 1000), purpose)
 
     def everyone(

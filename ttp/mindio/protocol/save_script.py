@@ -32,7 +32,7 @@ Lists = Mapping[Rank, tuple[TypeRanks, ...]]
 
 def dump(state: RepairState, incident: Incident) -> Script:
     """Save the newest version that can be saved, and name it."""
-    if state.must_load:
+    if state.must_load and not incident.saved:
         words = sorted(f"rank {a.rank}: {a.text}" for a in state.ailing.values())[:4]
         return _not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
     if _halts_first(state) and not incident.snapshot:
@@ -40,8 +40,8 @@ def dump(state: RepairState, incident: Incident) -> Script:
     failures = 0
     while failures < FAILURES_MAX:
         plan = state.decide(incident)
-        if isinstance(plan, NoPlan):
-            return _not_saved(plan.reason)
+        if isinstance(plan, NoPlan) or (state.must_load and incident.saved):
+            return _saved_before(incident, plan.reason)
         if plan.version <= state.on_disk():
             text = f"version {state.on_disk()} is on disk already" if state.on_disk() else "no update had finished"
             return Ending(Outcome.SAVED, state.on_disk(), text, PLACE)
@@ -54,12 +54,19 @@ def dump(state: RepairState, incident: Incident) -> Script:
             return _not_saved("ranks contradict what they have said before of who shares state with whom")
         result = yield _save(state, plan.version, lists)
         if result.ok:
-            return (yield from _name(state, plan.version, lists))
+            return (yield from _name(state, incident, plan.version, lists))
         if not result.lost:
             first, text = next(iter(result.failed.items()))
             incident.fail(first, text)  # the others' failures follow from it
             failures += 1
     return _not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
+
+
+def _saved_before(incident: Incident, reason: str) -> Ending:
+    """Nothing more can be saved; perhaps that was done already in this incident, and what came then has failed."""
+    if not incident.saved:
+        return _not_saved(reason)
+    return Ending(Outcome.SAVED, incident.saved, f"saved version {incident.saved}", PLACE)
 
 
 def _halts_first(state: RepairState) -> bool:
@@ -94,7 +101,7 @@ def _save(state: RepairState, version: Version, lists: Lists) -> Round:
     return Round(RoundKind.SAVE, acts, together=True)
 
 
-def _name(state: RepairState, version: Version, lists: Lists) -> Script:
+def _name(state: RepairState, incident: Incident, version: Version, lists: Lists) -> Script:
     """One saver after the other, until one has done it; one that refuses has a reason that holds for all."""
     first = renamer(lists)
     for rank in [first, *(r for r in lists if r != first)]:
@@ -102,7 +109,7 @@ def _name(state: RepairState, version: Version, lists: Lists) -> Script:
             continue
         result = yield state.everyone(RoundKind.RENAME, version, "dump", ranks=[rank])
         if result.ok:
-            state.saved = version
+            state.saved = incident.saved = version
             return Ending(Outcome.SAVED, version, f"saved version {version}", PLACE)
         if not result.lost:
             return _not_saved(f"version {version} is written and has no name: {result.words}")

@@ -79,12 +79,13 @@ class Sender:
         Raises:
             SendError: the buddy refused it, or cannot be reached.
         """
+        begin = pb.StoreBegin(of=rank, version=version, incarnation=incarnation, run_id=self._run_id, keep=keep)
         given_up: list[Exception] = []
         calling = threading.Event()
 
         def requests() -> Iterator[pb.StoreRequest]:
             try:
-                yield from self._requests(copy, rank, version, incarnation, keep, cancelled)
+                yield from _requests(copy, begin, cancelled)
             except Exception as problem:  # grpc would print it
                 given_up.append(problem)
                 calling.wait()
@@ -100,31 +101,22 @@ class Sender:
             details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
             raise SendError(f"the buddy at {self.address} did not take it: {details}") from None
 
-    def _requests(
-        self,
-        copy: Copy,
-        rank: Rank,
-        version: Version,
-        incarnation: int,
-        keep: Collection[Version],
-        cancelled: Callable[[], None],
-    ) -> Iterator[pb.StoreRequest]:
-        files = [(piece.file, piece.size) for piece in copy.pieces]
-        files.append((INDEX, (copy.path / INDEX).stat().st_size))
-        size = sum(size for _, size in files)
-        begin = pb.StoreBegin(
-            of=rank, version=version, incarnation=incarnation, run_id=self._run_id, size=size, keep=keep
-        )
-        yield pb.StoreRequest(begin=begin)
-        for name, size in files:
-            yield pb.StoreRequest(file=pb.StoreFile(name=name, size=size))
-            for chunk in chunks(copy.path / name):
-                cancelled()
-                yield pb.StoreRequest(data=bytes(chunk))
-
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
+
+
+def _requests(copy: Copy, begin: pb.StoreBegin, cancelled: Callable[[], None]) -> Iterator[pb.StoreRequest]:
+    """The messages that send a copy: how it begins, then each file and its bytes, last the index."""
+    files = [(piece.file, piece.size) for piece in copy.pieces]
+    files.append((INDEX, (copy.path / INDEX).stat().st_size))
+    begin.size = sum(size for _, size in files)
+    yield pb.StoreRequest(begin=begin)
+    for name, size in files:
+        yield pb.StoreRequest(file=pb.StoreFile(name=name, size=size))
+        for chunk in chunks(copy.path / name):
+            cancelled()
+            yield pb.StoreRequest(data=bytes(chunk))
 
 
 class Receiver(rpc.BuddyServicer):

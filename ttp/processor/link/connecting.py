@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from ttp.config import Config, RankEnv
+from ttp.core import messages as m
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.errors import ConfigError
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.presence import is_local
-from ttp.launch.relay import RELAYED, RelayServer, port_of_relay, wanted
+from ttp.launch.relay import RELAYED, RelayServer, relay_of, wanted
 from ttp.launch.ring import Ring, write_ring
 from ttp.processor.errands import aside
 from ttp.processor.joining import JOIN_PATIENCE_S, Joining
@@ -53,10 +55,11 @@ class ControllerLink:
         self._put, self._joining, self._over = put, joining, over
         self._stream: Stream | None = None
         self._shortcut = Shortcut(config, env, run_dir)
-        self._second = SecondStream(config.token, put)
+        self._second = SecondStream(config.token, put, self._shortcut.port)
         self._sockets = Sockets()
         self._peers: tuple[str, ...] = ()
-        """Names of the controller's end of the stream; none where that is a relay's, which says nothing of it."""
+        """Names of the controller's end of the stream; none where that is a relay's, which is asked for it."""
+        self._relayed = False
 
     def perform(self, action: act.LinkAction) -> None:
         """Do something with the streams. Does not wait for a network."""
@@ -64,11 +67,15 @@ class ControllerLink:
             case act.Send(report):
                 if self._stream is not None:
                     self._stream.send(report)
+                    if self._relayed and isinstance(report, m.Heartbeat) and self._shortcut.stands_still():
+                        aside("ttp-connect", self._stream.abort)  # its end is followed by another stream
             case act.Connect():
                 aside("ttp-connect", lambda: self.connect(action))
             case act.LookAtController():
-                ages = (self._sockets.silent_s([peer]) for peer in self._peers)
-                self._put(ev.Looked(next((age_s for age_s in ages if age_s is not None), None)))
+                if self._relayed and self._stream is not None:
+                    self._stream.ask(lambda silent_s: self._put(ev.Looked(silent_s)))
+                else:
+                    self._put(ev.Looked(self._sockets.heard_of(self._peers)))
             case act.ConnectAside() | act.SendAside() | act.CloseAside():
                 self._second.perform(action)
 
@@ -115,7 +122,7 @@ class ControllerLink:
             before, self._stream = self._stream, None
             before.abort()
         relay = self._shortcut.port()
-        self._peers = ()
+        self._peers, self._relayed = (), relay is not None
         self._stream = stream = Stream(
             host if relay is None else LOOPBACK,
             port if relay is None else relay,
@@ -141,7 +148,7 @@ class ControllerLink:
                 "stream to the controller ended: %s",
                 reason,
             )
-        if reason.startswith("UNAUTHENTICATED") and self._joining.pending():
+        if reason.startswith(("UNAUTHENTICATED", "FAILED_PRECONDITION")) and self._joining.pending():
             self._joining.failed(
                 ConfigError(f"the controller at {self._env.master_addr}:{self._config.port}: {reason}")
             )
@@ -165,6 +172,8 @@ class ControllerLink:
 COMES_S = 2.0
 """How long a rank waits for the relay of its host when it joins; afterwards it asks the controller itself."""
 LOOK_S = 0.02
+STILL_BEATS = 2
+"""A relay that was seen stopped by so many heartbeats, one after the other, is left."""
 
 
 class Shortcut:
@@ -181,17 +190,34 @@ class Shortcut:
         self._wanted = wanted(config, env.world_size)
         self._waited = False
         self._gone: set[int] = set()
+        self._pid = 0
+        self._still = 0
         self._own: RelayServer | None = None
 
     def port(self) -> int | None:
         """The relay's port on loopback; None: there is none, or none that can be trusted any more."""
         if not self._wanted:
             return None
-        found = port_of_relay(self._config, self._run_dir)
+        found = relay_of(self._config, self._run_dir)
         if found is None and not self._waited:
             found = self._start() if self._env.local_rank == 0 else self._await()
         self._waited = True
-        return None if found in self._gone else found
+        if found is None or found[0] in self._gone:
+            return None
+        self._pid, self._still = found[1], 0
+        return found[0]
+
+    def stands_still(self) -> bool:
+        """Whether the relay's process is stopped, and was when this was asked before: every heartbeat.
+
+        Its kernel answers for it, so that its streams end much later. A relay that is slow is none that is stopped.
+        """
+        try:
+            state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False  # it is gone, which its streams tell, or this system does not say
+        self._still = self._still + 1 if state in "tT" else 0
+        return self._still == STILL_BEATS
 
     def ended(self, port: int, reason: str) -> None:
         """Note that a stream through the relay has ended. If the relay itself failed, it is not used again."""
@@ -204,16 +230,16 @@ class Shortcut:
         if self._own is not None:
             self._own.close()
 
-    def _start(self) -> int | None:
+    def _start(self) -> tuple[int, int] | None:
         try:
             self._own = RelayServer(self._config, self._run_dir, close_sockets_of_in_children)
         except Exception as problem:
             log.warning("this host has no relay, its ranks connect by themselves: %s", problem)
             return None
-        return self._own.port
+        return self._own.port, os.getpid()
 
-    def _await(self) -> int | None:
+    def _await(self) -> tuple[int, int] | None:
         until = time.monotonic() + COMES_S
-        while (found := port_of_relay(self._config, self._run_dir)) is None and time.monotonic() < until:
+        while (found := relay_of(self._config, self._run_dir)) is None and time.monotonic() < until:
             time.sleep(LOOK_S)
         return found

@@ -9,6 +9,7 @@ from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.processor.errands import aside
 from ttp.processor.link.stream import Stream
+from ttp.wire.access import LOOPBACK
 from ttp.wire.address import split
 
 
@@ -18,10 +19,11 @@ class SecondStream:
     Args:
         token: shared secret of the job; may be empty.
         put: takes what happens to the stream; called on any thread.
+        relay: port of the relay of this host; None: it has none.
     """
 
-    def __init__(self, token: str, put: Callable[[ev.Event], None]) -> None:
-        self._token, self._put = token, put
+    def __init__(self, token: str, put: Callable[[ev.Event], None], relay: Callable[[], int | None]) -> None:
+        self._token, self._put, self._relay = token, put, relay
         self._numbers = itertools.count(1)
         self._wanted = 0
         self._stream: Stream | None = None
@@ -53,14 +55,16 @@ class SecondStream:
 
         try:
             host, port = split(action.address)
+            relay = self._relay()
             stream = Stream(
-                host,
-                port,
+                host if relay is None else LOOPBACK,
+                port if relay is None else relay,
                 self._token,
                 on_up=lambda: put(ev.AsideUp()),
                 on_order=lambda order: put(ev.AsideOrder(order)),
                 on_down=lambda reason: put(ev.AsideDown(reason)),
                 within_s=action.within_s,
+                to="" if relay is None else action.address,
             )
         except Exception as problem:
             put(ev.AsideDown(repr(problem)))

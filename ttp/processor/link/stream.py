@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 
@@ -17,6 +18,9 @@ from ttp.wire.convert import WireError, order_from_wire, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
 log = logging.getLogger("ttp.processor")
+
+ASK_S = 1.0
+"""How long a relay may take to answer."""
 
 
 class Stream:
@@ -49,8 +53,8 @@ class Stream:
         self._on_up, self._on_order, self._on_down = on_up, on_order, on_down
         self._port, self._within_s = port, within_s
         self._channel = wire.open_channel(address, port, wire.RELAY_OPTIONS if to else ())
-        said = (*wire.metadata(token), *(((TO_KEY, to),) if to else ()))
-        self._call = wire.stub(self._channel).Attach(self._reports(), metadata=said)
+        self._said = (*wire.metadata(token), *(((TO_KEY, to),) if to else ()))
+        self._call = wire.stub(self._channel).Attach(self._reports(), metadata=self._said)
         self._thread = threading.Thread(target=self._read, name="ttp-stream", daemon=True)
 
     def start(self) -> None:
@@ -60,6 +64,23 @@ class Stream:
     def send(self, report: m.Report) -> None:
         """Queue a report. Does not block."""
         self._outbox.put(report_to_wire(report))
+
+    def ask(self, then: Callable[[float | None], None]) -> None:
+        """Ask the relay for how many seconds its host has heard nothing of the controller's; None: nobody can know.
+
+        ``then`` is called on another thread. A relay that does not answer is asked until the stream ends.
+        """
+
+        def answered(call: Any) -> None:
+            code = call.code()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._call.is_active():
+                self.ask(then)
+            elif code is grpc.StatusCode.OK:
+                answer = call.result()
+                then(answer.silent_s if answer.HasField("silent_s") else None)
+
+        call = wire.stub(self._channel).Look.future(pb.LookRequest(), metadata=self._said, timeout=ASK_S)
+        call.add_done_callback(answered)
 
     def finish(self, timeout_s: float) -> None:
         """Send no more, and wait until all reports have arrived."""

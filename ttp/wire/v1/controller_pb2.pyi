@@ -24,9 +24,11 @@ else:
     import typing_extensions
 from ttp.wire.v1.rounds_pb2 import (
     AILMENT_FATAL as AILMENT_FATAL,
+    AILMENT_JOINED as AILMENT_JOINED,
     AILMENT_MEMORY as AILMENT_MEMORY,
     AILMENT_MEMORY_CORRUPT as AILMENT_MEMORY_CORRUPT,
     AILMENT_NETWORK as AILMENT_NETWORK,
+    AILMENT_PEER as AILMENT_PEER,
     AILMENT_RETRY as AILMENT_RETRY,
     AILMENT_STOPPED as AILMENT_STOPPED,
     AILMENT_UNSPECIFIED as AILMENT_UNSPECIFIED,
@@ -51,7 +53,9 @@ from ttp.wire.v1.rounds_pb2 import (
     ROUND_KIND_CLEAN as ROUND_KIND_CLEAN,
     ROUND_KIND_CONTINUE as ROUND_KIND_CONTINUE,
     ROUND_KIND_HOLD as ROUND_KIND_HOLD,
+    ROUND_KIND_MAKE_WAY as ROUND_KIND_MAKE_WAY,
     ROUND_KIND_PAUSE as ROUND_KIND_PAUSE,
+    ROUND_KIND_REBUILD as ROUND_KIND_REBUILD,
     ROUND_KIND_RENAME as ROUND_KIND_RENAME,
     ROUND_KIND_REPAIR as ROUND_KIND_REPAIR,
     ROUND_KIND_RESUME as ROUND_KIND_RESUME,
@@ -1045,10 +1049,12 @@ class Welcome(google.protobuf.message.Message):
     TERM_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     TTP_VERSION_FIELD_NUMBER: builtins.int
+    JOINS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     term: builtins.int
     incarnation: builtins.int
     ttp_version: builtins.str
+    joins: builtins.bool
     def __init__(
         self,
         *,
@@ -1056,8 +1062,9 @@ class Welcome(google.protobuf.message.Message):
         term: builtins.int = ...,
         incarnation: builtins.int = ...,
         ttp_version: builtins.str = ...,
+        joins: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "rank", b"rank", "term", b"term", "ttp_version", b"ttp_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "joins", b"joins", "rank", b"rank", "term", b"term", "ttp_version", b"ttp_version"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -1684,6 +1691,34 @@ class RelayOrders(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["orders", b"orders"]) -> None: ...
 
 global___RelayOrders = RelayOrders
+
+@typing.final
+class LookRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___LookRequest = LookRequest
+
+@typing.final
+class LookResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SILENT_S_FIELD_NUMBER: builtins.int
+    silent_s: builtins.float
+    """absent: that cannot be known"""
+    def __init__(
+        self,
+        *,
+        silent_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_silent_s", b"_silent_s", "silent_s", b"silent_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_silent_s", b"_silent_s", "silent_s", b"silent_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_silent_s", b"_silent_s"]) -> typing.Literal["silent_s"] | None: ...
+
+global___LookResponse = LookResponse
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):

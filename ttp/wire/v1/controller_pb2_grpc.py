@@ -24,6 +24,11 @@ class ControllerStub(object):
                 request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RelayFrame.SerializeToString,
                 response_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RelayOrders.FromString,
                 )
+        self.Look = channel.unary_unary(
+                '/ttp.wire.v1.Controller/Look',
+                request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.LookRequest.SerializeToString,
+                response_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.LookResponse.FromString,
+                )
         self.GetStatus = channel.unary_unary(
                 '/ttp.wire.v1.Controller/GetStatus',
                 request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetStatusRequest.SerializeToString,
@@ -63,6 +68,13 @@ class ControllerServicer(object):
 
     def Relay(self, request_iterator, context):
         """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Look(self, request, context):
+        """Of a relay, which alone serves it: how long its host has heard nothing of the controller that `ttp-to` names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,6 +127,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Relay,
                     request_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RelayFrame.FromString,
                     response_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RelayOrders.SerializeToString,
+            ),
+            'Look': grpc.unary_unary_rpc_method_handler(
+                    servicer.Look,
+                    request_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.LookRequest.FromString,
+                    response_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.LookResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -182,6 +199,23 @@ class Controller(object):
         return grpc.experimental.stream_stream(request_iterator, target, '/ttp.wire.v1.Controller/Relay',
             ttp_dot_wire_dot_v1_dot_controller__pb2.RelayFrame.SerializeToString,
             ttp_dot_wire_dot_v1_dot_controller__pb2.RelayOrders.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Look(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ttp.wire.v1.Controller/Look',
+            ttp_dot_wire_dot_v1_dot_controller__pb2.LookRequest.SerializeToString,
+            ttp_dot_wire_dot_v1_dot_controller__pb2.LookResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -16,9 +16,11 @@ import ttp.wire.v1.controller_pb2
 import typing
 from ttp.wire.v1.rounds_pb2 import (
     AILMENT_FATAL as AILMENT_FATAL,
+    AILMENT_JOINED as AILMENT_JOINED,
     AILMENT_MEMORY as AILMENT_MEMORY,
     AILMENT_MEMORY_CORRUPT as AILMENT_MEMORY_CORRUPT,
     AILMENT_NETWORK as AILMENT_NETWORK,
+    AILMENT_PEER as AILMENT_PEER,
     AILMENT_RETRY as AILMENT_RETRY,
     AILMENT_STOPPED as AILMENT_STOPPED,
     AILMENT_UNSPECIFIED as AILMENT_UNSPECIFIED,
@@ -43,7 +45,9 @@ from ttp.wire.v1.rounds_pb2 import (
     ROUND_KIND_CLEAN as ROUND_KIND_CLEAN,
     ROUND_KIND_CONTINUE as ROUND_KIND_CONTINUE,
     ROUND_KIND_HOLD as ROUND_KIND_HOLD,
+    ROUND_KIND_MAKE_WAY as ROUND_KIND_MAKE_WAY,
     ROUND_KIND_PAUSE as ROUND_KIND_PAUSE,
+    ROUND_KIND_REBUILD as ROUND_KIND_REBUILD,
     ROUND_KIND_RENAME as ROUND_KIND_RENAME,
     ROUND_KIND_REPAIR as ROUND_KIND_REPAIR,
     ROUND_KIND_RESUME as ROUND_KIND_RESUME,
@@ -80,6 +84,12 @@ class ControllerStub:
         ttp.wire.v1.controller_pb2.RelayOrders,
     ]
     """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
+
+    Look: grpc.UnaryUnaryMultiCallable[
+        ttp.wire.v1.controller_pb2.LookRequest,
+        ttp.wire.v1.controller_pb2.LookResponse,
+    ]
+    """Of a relay, which alone serves it: how long its host has heard nothing of the controller that `ttp-to` names."""
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
         ttp.wire.v1.controller_pb2.GetStatusRequest,
@@ -123,6 +133,12 @@ class ControllerAsyncStub:
         ttp.wire.v1.controller_pb2.RelayOrders,
     ]
     """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
+
+    Look: grpc.aio.UnaryUnaryMultiCallable[
+        ttp.wire.v1.controller_pb2.LookRequest,
+        ttp.wire.v1.controller_pb2.LookResponse,
+    ]
+    """Of a relay, which alone serves it: how long its host has heard nothing of the controller that `ttp-to` names."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         ttp.wire.v1.controller_pb2.GetStatusRequest,
@@ -170,6 +186,14 @@ class ControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ttp.wire.v1.controller_pb2.RelayOrders], collections.abc.AsyncIterator[ttp.wire.v1.controller_pb2.RelayOrders]]:
         """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
+
+    @abc.abstractmethod
+    def Look(
+        self,
+        request: ttp.wire.v1.controller_pb2.LookRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ttp.wire.v1.controller_pb2.LookResponse, collections.abc.Awaitable[ttp.wire.v1.controller_pb2.LookResponse]]:
+        """Of a relay, which alone serves it: how long its host has heard nothing of the controller that `ttp-to` names."""
 
     @abc.abstractmethod
     def GetStatus(

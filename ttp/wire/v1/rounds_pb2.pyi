@@ -42,6 +42,8 @@ class _RoundKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     ROUND_KIND_PAUSE: _RoundKind.ValueType  # 10
     ROUND_KIND_SYNC: _RoundKind.ValueType  # 11
     ROUND_KIND_CONTINUE: _RoundKind.ValueType  # 12
+    ROUND_KIND_MAKE_WAY: _RoundKind.ValueType  # 13
+    ROUND_KIND_REBUILD: _RoundKind.ValueType  # 14
 
 class RoundKind(_RoundKind, metaclass=_RoundKindEnumTypeWrapper): ...
 
@@ -58,6 +60,8 @@ ROUND_KIND_HOLD: RoundKind.ValueType  # 9
 ROUND_KIND_PAUSE: RoundKind.ValueType  # 10
 ROUND_KIND_SYNC: RoundKind.ValueType  # 11
 ROUND_KIND_CONTINUE: RoundKind.ValueType  # 12
+ROUND_KIND_MAKE_WAY: RoundKind.ValueType  # 13
+ROUND_KIND_REBUILD: RoundKind.ValueType  # 14
 global___RoundKind = RoundKind
 
 class _Ailment:
@@ -73,6 +77,8 @@ class _AilmentEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     AILMENT_MEMORY_CORRUPT: _Ailment.ValueType  # 4
     AILMENT_NETWORK: _Ailment.ValueType  # 5
     AILMENT_FATAL: _Ailment.ValueType  # 6
+    AILMENT_PEER: _Ailment.ValueType  # 7
+    AILMENT_JOINED: _Ailment.ValueType  # 8
 
 class Ailment(_Ailment, metaclass=_AilmentEnumTypeWrapper): ...
 
@@ -83,6 +89,8 @@ AILMENT_MEMORY: Ailment.ValueType  # 3
 AILMENT_MEMORY_CORRUPT: Ailment.ValueType  # 4
 AILMENT_NETWORK: Ailment.ValueType  # 5
 AILMENT_FATAL: Ailment.ValueType  # 6
+AILMENT_PEER: Ailment.ValueType  # 7
+AILMENT_JOINED: Ailment.ValueType  # 8
 global___Ailment = Ailment
 
 class _RepairWay:
@@ -186,6 +194,7 @@ class Handlers(google.protobuf.message.Message):
     ACTION_MS_FIELD_NUMBER: builtins.int
     SAVE_MS_FIELD_NUMBER: builtins.int
     HALTED_FIELD_NUMBER: builtins.int
+    RECOVER_FIELD_NUMBER: builtins.int
     rank: builtins.int
     retry: builtins.bool
     load_repair: builtins.bool
@@ -193,6 +202,7 @@ class Handlers(google.protobuf.message.Message):
     action_ms: builtins.int
     save_ms: builtins.int
     halted: builtins.bool
+    recover: builtins.bool
     @property
     def sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplicaSet]: ...
     def __init__(
@@ -206,8 +216,9 @@ class Handlers(google.protobuf.message.Message):
         action_ms: builtins.int = ...,
         save_ms: builtins.int = ...,
         halted: builtins.bool = ...,
+        recover: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["action_ms", b"action_ms", "halt_before_dump", b"halt_before_dump", "halted", b"halted", "load_repair", b"load_repair", "rank", b"rank", "retry", b"retry", "save_ms", b"save_ms", "sets", b"sets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action_ms", b"action_ms", "halt_before_dump", b"halt_before_dump", "halted", b"halted", "load_repair", b"load_repair", "rank", b"rank", "recover", b"recover", "retry", b"retry", "save_ms", b"save_ms", "sets", b"sets"]) -> None: ...
 
 global___Handlers = Handlers
 

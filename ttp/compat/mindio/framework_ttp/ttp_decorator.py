@@ -98,12 +98,8 @@ def tft_init_controller(
     if for_mindspore() and (enable_local_copy or enable_zit):
         raise ConfigError("MindSpore has neither local copies nor elastic training: pass False for both")
     managing.describe(rank, world_size)
-    for wanted, what in (
-        (enable_arf, "a replacement of single processes (ARF)"),
-        (enable_zit, "elastic training (ZIT)"),
-    ):
-        if wanted:
-            log.warning("%s is not done in the running job: the job saves, ends, and is started again", what)
+    if enable_zit:
+        log.warning("elastic training (ZIT) is not done in the running job: it saves, ends, and is started again")
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
@@ -129,9 +125,20 @@ def tft_init_processor(
     enable_arf: bool = False,
     enable_zit: bool = False,
 ) -> None:
-    """Which rank this is, and whether memory and network errors are repaired in place. Ends the process with code 2."""
+    """Which rank this is, and what is repaired in place. Ends the process with code 2.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        enable_local_copy: not needed here.
+        enable_tls: with ``tls_info``.
+        tls_info: see docs/mindio.md.
+        enable_uce: memory and network errors are repaired.
+        enable_arf: a new process may take the seat of a rank that has died.
+        enable_zit: not done here.
+    """
     try:
-        THIS.describe(rank, world_size, enable_tls, tls_info, enable_uce)
+        THIS.describe(rank, world_size, enable_tls, tls_info, enable_uce, enable_arf)
     except TtpError as problem:
         _give_up("tft_init_processor", problem)
 
@@ -243,7 +250,7 @@ def tft_report_load_ckpt_step(step: int) -> None:
 
 
 def tft_is_reboot_node() -> bool:
-    """Whether this process has joined a running job: none ever does."""
+    """Whether this process has taken the seat of a rank that died; known once the processor has started."""
     return THIS.joined.rebooted
 
 

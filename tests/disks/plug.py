@@ -4,8 +4,6 @@ A process that dies leaves what it gave to the kernel. A power cut may leave les
 all of them or some. ``PluggedDisk`` remembers which those are, so that a test can look at each outcome.
 """
 
-# ruff: noqa: D102 - Disk says what its methods do
-
 from __future__ import annotations
 
 import contextlib

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.disks import fuse_wire as wire
+from tests.disks.fuse_wire import Request
 from ttp.store.disk import Disk
-from ttp.testing import fuse_wire as wire
-from ttp.testing.fuse_wire import Request
 
 ROOT = 1
 _SIZE, _MODE, _UID, _GID, _ATIME, _MTIME = 8, 1, 2, 4, 16, 32
@@ -45,7 +45,7 @@ class Tree:
 
     Args:
         root: the directory below.
-        journal: gets one list per change, see ``ttp.testing.crash``; None: nobody writes it down.
+        journal: gets one list per change, see ``tests.disks.crash``; None: nobody writes it down.
     """
 
     root: Path

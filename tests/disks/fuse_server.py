@@ -1,4 +1,4 @@
-"""The process behind a ``BadDisk``: ``python -m ttp.testing.fuse_server MOUNTPOINT DIRECTORY``.
+"""The process behind a ``BadDisk``: ``python -m tests.disks.fuse_server MOUNTPOINT DIRECTORY``.
 
 Commands come on stdin and are answered on stdout, one JSON object per line. When stdin ends the mount is taken away, so
 nothing is left of it whatever becomes of the test. One thread does everything: a request that is slow holds up the
@@ -24,9 +24,9 @@ from typing import Any
 
 import msgpack
 
-from ttp.testing import fuse_wire as wire
-from ttp.testing.fuse_tree import Tree
-from ttp.testing.fuse_wire import Request
+from tests.disks import fuse_wire as wire
+from tests.disks.fuse_tree import Tree
+from tests.disks.fuse_wire import Request
 
 FROZEN_MAX_S = 600.0
 """A mount hangs for so long at most, if everybody who could thaw it hangs too."""

@@ -24,8 +24,8 @@ from typing import Any
 
 import msgpack
 
-from ttp.testing import fuse_wire as wire
-from ttp.testing.fuse_server import Rule
+from tests.disks import fuse_wire as wire
+from tests.disks.fuse_server import Rule
 
 __all__ = ["BadDisk", "Rule", "why_not"]
 
@@ -39,7 +39,7 @@ class BadDisk:
     Args:
         mountpoint: made if it is not there.
         directory: holds the bytes; the same.
-        journal: write down every change, see ``ttp.testing.crash``.
+        journal: write down every change, see ``tests.disks.crash``.
 
     Raises:
         OSError: it cannot be mounted.
@@ -52,10 +52,11 @@ class BadDisk:
         options = ["--journal"] if journal else []
         self._lock = threading.Lock()
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "ttp.testing.fuse_server", str(mountpoint), str(directory), *options],
+            [sys.executable, "-m", "tests.disks.fuse_server", str(mountpoint), str(directory), *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            cwd=Path(__file__).parents[2],
             start_new_session=True,  # ^C is for the test
         )
         try:

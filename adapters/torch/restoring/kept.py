@@ -1,0 +1,216 @@
+"""The state of a rank that goes on in its process, kept while train() makes model and optimizer anew, and handed over.
+
+Nothing is copied where that can be helped: a new parameter takes the memory of the old one, a new optimizer the old
+tensors. All is compared before anything is modified; ``ttp.core.rank.kept_state`` says when a state may be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.local_state.buffers import overlaps
+from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, unwrap_optimizer
+from ttp.adapters.torch.saving.piece_index import IndexEntry
+from ttp.adapters.torch.saving.state import optimizer_kind
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.core.rank.kept_state import Origin
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class UnlikeError(Exception):
+    """A state does not fit: nothing has been modified, and the checkpoint is to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of an optimizer.
+
+    Args:
+        tensor: the part of it that is in the memory of this rank.
+        cut: it is distributed as its parameter is.
+    """
+
+    tensor: Tensor
+    cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a rank holds of the model and the optimizer, as plain memory.
+
+    Args:
+        origin: which commit it belongs to.
+        kind: the class of the optimizer.
+        parameters: by every name; tied ones are the same tensor.
+        optimizer: by the name of the parameter, and by what the optimizer calls it: ``Held``, or a plain value.
+    """
+
+    origin: Origin
+    kind: str
+    parameters: Mapping[str, Tensor]
+    optimizer: Mapping[str, Mapping[str, Any]]
+
+    def tensors(self) -> list[Tensor]:
+        """Each once, in an order that tells nothing but the names."""
+        held = (value.tensor for values in self.optimizer.values() for value in values.values() if is_held(value))
+        return list({id(tensor): tensor for tensor in (*self.parameters.values(), *held)}.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+
+def is_held(value: Any) -> bool:
+    """Whether it is a tensor of an optimizer."""
+    return isinstance(value, Held)
+
+
+def keep(origin: Origin, names: ModelNames, optimizer: Optimizer) -> Kept:
+    """References to the state of this rank.
+
+    Raises:
+        UnlikeError: it is of a kind that cannot be handed over; the text says why.
+    """
+    if is_sharded(optimizer):
+        raise UnlikeError(f"{type(optimizer).__name__} shards its state and exchanges what it has updated")
+    if names.extra_states or names.of_any_shape:
+        raise UnlikeError("a module has an extra state, or buffers that may take any shape")
+    tensors = {id(tensor): local(tensor).detach() for tensor in names.parameters.values()}
+    parameters = {name: tensors[id(tensor)] for name, tensor in names.parameters.items()}
+    state: dict[str, dict[str, Any]] = {}
+    for owner, values in list(unwrap_optimizer(optimizer).state.items()):
+        if not isinstance(owner, Tensor) or not isinstance(values, Mapping):
+            raise UnlikeError("the optimizer keeps something that belongs to no parameter")
+        state[names.of(owner)] = {str(key): _held(value) for key, value in values.items()}
+        if any(not isinstance(key, str) for key in values):
+            raise UnlikeError("the optimizer has keys that are no text")
+    kept = Kept(origin, optimizer_kind(optimizer), parameters, state)
+    _refuse_shared(kept.tensors())
+    return kept
+
+
+def _held(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Held(local(value).detach(), is_distributed(value))
+    if not isinstance(value, PLAIN):
+        raise UnlikeError(f"the optimizer keeps a {type(value).__name__}")
+    return value
+
+
+def _refuse_shared(tensors: Sequence[Tensor]) -> None:
+    seen: set[int] = set()
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized or overlaps(tensor):
+            raise UnlikeError("a tensor is no plain memory")
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in seen and tensor.numel():
+            raise UnlikeError("two tensors share their memory")
+        seen.add(memory)
+
+
+# --------------------------------------------------------------------------------------------------------- handing over
+
+
+def hand_over(kept: Kept, names: ModelNames, optimizer: Optimizer, saved: Sequence[IndexEntry]) -> None:
+    """Give the kept state to these objects.
+
+    Args:
+        kept: of this rank, or received from one that has the same.
+        names: of the model.
+        optimizer: the registered one.
+        saved: what the checkpoint has of the optimizer's state.
+
+    Raises:
+        UnlikeError: they are not as those were of which it was kept. Nothing has been modified.
+    """
+    owners = {names.of(p): p for group in optimizer.param_groups for p in group["params"]}
+    _compare(kept, names, optimizer, owners, saved)
+    state = {
+        name: {key: _given(value, owners[name]) for key, value in kept.optimizer[name].items()}
+        for name in owners
+        if name in kept.optimizer
+    }
+    with torch.no_grad():
+        for name, parameter in names.parameters.items():
+            _give(parameter, kept.parameters[name])
+    live: Any = unwrap_optimizer(optimizer).state
+    live.clear()
+    for name, values in state.items():
+        live[owners[name]] = values
+
+
+def _compare(
+    kept: Kept, names: ModelNames, optimizer: Optimizer, owners: Mapping[str, Tensor], saved: Sequence[IndexEntry]
+) -> None:
+    if kept.kind != optimizer_kind(optimizer) or is_sharded(optimizer):
+        raise UnlikeError(f"the optimizer was {kept.kind}")
+    here = {name: _form(local(tensor)) for name, tensor in names.parameters.items()}
+    there = {name: _form(tensor) for name, tensor in kept.parameters.items()}
+    if here != there:
+        differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+        raise UnlikeError(f"{', '.join(differing[:4])} had another shape or dtype, or was not there")
+    ties = [
+        {name: names_of[id(t)] for name, t in each.items()}
+        for each, names_of in map(_first_names, (names.parameters, kept.parameters))
+    ]
+    if ties[0] != ties[1]:
+        raise UnlikeError("other parameters are tied to each other")
+    if names.extra_states or names.of_any_shape:
+        raise UnlikeError("a module has an extra state, or buffers that may take any shape")
+    mine = {(name, key) for name, values in kept.optimizer.items() for key in values}
+    theirs = {(str(item.path[2]), str(item.path[3])) for item in saved if str(item.path[2]) in owners}
+    if mine != theirs or not kept.optimizer.keys() <= owners.keys():
+        raise UnlikeError("the optimizer kept other values than the checkpoint has")
+
+
+def _first_names(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[int, str]]:
+    found: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(id(tensor), name)
+    return tensors, found
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.device, tensor.layout
+
+
+def _given(value: Any, parameter: Any) -> Any:
+    if not isinstance(value, Held):
+        return value
+    if not value.cut:
+        return value.tensor
+    if not is_distributed(parameter):
+        raise UnlikeError("a parameter is not distributed any more")
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = DTensor
+    mesh, how = parameter.device_mesh, parameter.placements
+    return whole.from_local(value.tensor, mesh, how, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _give(parameter: Tensor, old: Tensor) -> None:
+    """The memory of the old tensor, where nothing else is in that of the new one; else its values."""
+    here = local(parameter)
+    if here.data_ptr() == old.data_ptr() and here.stride() == old.stride():
+        return
+    alone = here.untyped_storage().nbytes() == here.nbytes
+    if type(parameter) in (nn.Parameter, Tensor) and alone and here.stride() == old.stride():
+        parameter.data = old
+    else:
+        here.copy_(old)
+
+
+def values_of(kept: Kept) -> Iterator[tuple[str, str, Any]]:
+    """All of the optimizer's: name of the parameter, key, value."""
+    for name, values in kept.optimizer.items():
+        for key, value in values.items():
+            yield name, key, value

@@ -1,0 +1,129 @@
+"""Brings the state of a rank to another one that has none, through the default process group.
+
+First what it consists of, then the tensors, small ones together, at last a digest of all bytes. Who receives checks it
+before anything is done with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, values_of
+from ttp.core.layout import Version
+from ttp.core.rank.kept_state import Origin
+from ttp.store.encoding import decode, encode
+
+PACK = 8 << 20
+"""Bytes of tensors that are sent together; a larger one goes alone."""
+
+
+def give(kept: Kept, to: int) -> None:
+    """Send the state to rank ``to``, which calls ``receive``.
+
+    Raises:
+        RuntimeError: the other rank is lost.
+    """
+    tensors = kept.tensors()
+    head = torch.frombuffer(bytearray(_described(kept, tensors)), dtype=torch.uint8)
+    dist.send(torch.tensor([head.numel()]), to)
+    dist.send(head, to)
+    digest = xxhash.xxh3_128()
+    for pack in _packs([tensor.nbytes for tensor in tensors]):
+        found = [_bytes(tensors[index]) for index in pack]
+        data = found[0] if len(found) == 1 else torch.cat(found)
+        sent = dist.isend(data, to)
+        digest.update(_memory(data))
+        assert sent is not None
+        sent.wait()
+    dist.send(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8), to)
+
+
+def receive(source: int) -> Kept:
+    """The state of rank ``source``, which calls ``give``.
+
+    Raises:
+        UnlikeError: what came is not what was sent.
+        RuntimeError: the other rank is lost.
+    """
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, source)
+    head = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(head, source)
+    described: Any = decode(head.numpy().tobytes())
+    tensors = [
+        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype)) for dtype, shape, stride in described["tensors"]
+    ]
+    digest = xxhash.xxh3_128()
+    for pack in _packs([tensor.nbytes for tensor in tensors]):
+        parts = [_bytes(tensors[index]) for index in pack]
+        direct = len(parts) == 1 and tensors[pack[0]].is_contiguous()
+        data = parts[0] if direct else torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
+        dist.recv(data, source)
+        digest.update(_memory(data))
+        if not direct:
+            for index, part in zip(pack, torch.split(data, [part.numel() for part in parts]), strict=True):
+                _fill(tensors[index], part)
+    told = torch.empty(digest.digest_size, dtype=torch.uint8)
+    dist.recv(told, source)
+    if told.numpy().tobytes() != digest.digest():
+        raise UnlikeError(f"what rank {source} has sent came with other bytes")
+    return _kept(described, tensors)
+
+
+def _described(kept: Kept, tensors: Sequence[Tensor]) -> bytes:
+    number = {id(tensor): index for index, tensor in enumerate(tensors)}
+    return encode(
+        {
+            "origin": [int(kept.origin.version), kept.origin.incident],
+            "kind": kept.kind,
+            "tensors": [[str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride())] for t in tensors],
+            "parameters": [[name, number[id(tensor)]] for name, tensor in kept.parameters.items()],
+            "optimizer": [
+                [name, key, *((True, number[id(v.tensor)], v.cut) if isinstance(v, Held) else (False, v, False))]
+                for name, key, v in values_of(kept)
+            ],
+        }
+    )
+
+
+def _kept(described: Any, tensors: Sequence[Tensor]) -> Kept:
+    optimizer: dict[str, dict[str, Any]] = {}
+    for name, key, is_tensor, value, cut in described["optimizer"]:
+        optimizer.setdefault(name, {})[key] = Held(tensors[value], cut) if is_tensor else value
+    version, incident = described["origin"]
+    parameters = {name: tensors[index] for name, index in described["parameters"]}
+    return Kept(Origin(Version(version), incident), described["kind"], parameters, optimizer)
+
+
+def _packs(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Which tensors go together, by number; those without bytes go nowhere."""
+    pack: list[int] = []
+    total = 0
+    for index, size in enumerate(sizes):
+        if not size:
+            continue
+        if pack and total + size > PACK:
+            yield pack
+            pack, total = [], 0
+        pack.append(index)
+        total += size
+    if pack:
+        yield pack
+
+
+def _memory(data: Tensor) -> Any:
+    return data.numpy()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _fill(tensor: Tensor, data: Tensor) -> None:
+    tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))  # a clone lies where every dtype may

@@ -1,0 +1,316 @@
+"""A state that is kept in memory: what may be kept, how it is handed over, and how it gets to another rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.adapters.torch.worlds import run_world
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.restoring import transfer
+from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, hand_over, keep, values_of
+from ttp.adapters.torch.saving.piece_index import IndexEntry
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.core.layout import Version
+from ttp.core.rank.kept_state import Origin
+from ttp.processor.continuing import KeptState
+from ttp.testing.digests import digest
+
+ORIGIN = Origin(Version(1), "incident")
+
+
+def net(width: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, width, dtype=dtype), nn.Linear(width, 3, dtype=dtype))
+
+
+class Job:
+    """A program that has stopped behind its first update."""
+
+    def __init__(self, directory: Path, model: nn.Module | None = None, **settings: Any) -> None:
+        self.model = model or net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings)
+        self.adapter = TorchAdapter(self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None)
+        self.processor = StubProcessor(directory)
+        join(self.adapter, self.processor, directory / "pages")
+        self.step()
+        self.processor.gate.close()
+        self.adapter.source.inspect(Version(1))
+
+    def step(self) -> None:
+        self.model(torch.ones(2, 3)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def weight(self) -> Tensor:
+        return next(self.model.parameters())
+
+    def saved(self) -> list[IndexEntry]:
+        """What a checkpoint says that the optimizer has kept."""
+        kept = keep(ORIGIN, ModelNames(self.model, self.optimizer), self.optimizer)
+        return [IndexEntry(("optim", "state", name, key), "file", 0, 0) for name, key, _ in values_of(kept)]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def made(**settings: Any) -> Job:
+        jobs.append(Job(tmp_path, **settings))
+        return jobs[-1]
+
+    yield made
+    for job in jobs:
+        job.adapter.detach()
+        job.adapter.capture.close(unlink=True)
+
+
+def add_in_place(job: Job) -> None:
+    with torch.no_grad():
+        job.weight.add_(1)
+
+
+def add_unseen(job: Job) -> None:
+    job.weight.data.add_(1)  # by a view that counts for itself
+
+
+def replace_moments(job: Job) -> None:
+    values = job.optimizer.state[job.weight]
+    values["exp_avg"] = values["exp_avg"].clone()
+
+
+def replace_values(job: Job) -> None:
+    job.weight.data = job.weight.data.clone()
+
+
+def lose_a_moment(job: Job) -> None:
+    del job.optimizer.state[job.weight]["exp_avg"]
+
+
+def tear(job: Job) -> None:
+    job.processor.gate.open()
+    job.processor.gate.begin_update()
+    job.processor.gate.mark_torn()
+
+
+def go_on(job: Job) -> None:
+    job.processor.gate.open()
+    job.step()
+    job.processor.gate.close()
+
+
+def test_what_nobody_has_touched_is_kept(make: Callable[..., Job]) -> None:
+    job = make()
+    kept = job.adapter.keep("incident")
+    assert kept.origin == ORIGIN
+    assert kept.parameters["0.weight"].data_ptr() == job.weight.data_ptr()
+    assert kept.size == sum(3 * p.nbytes + 4 for p in job.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (add_in_place, "0.weight was written to"),
+        (add_unseen, "other values"),
+        (replace_values, "0.weight was written to, or replaced"),
+        (replace_moments, "exp_avg was written to, or replaced"),
+        (lose_a_moment, "was written to, or replaced"),
+        (tear, "half done"),
+        (go_on, "compared at step 1, and stands at step 2"),
+    ],
+)
+def test_a_state_that_has_changed_since_all_stopped_is_not_kept(
+    make: Callable[..., Job], change: Callable[[Job], None], why: str
+) -> None:
+    job = make()
+    change(job)
+    with pytest.raises(UnlikeError, match=why):
+        job.adapter.keep("incident")
+
+
+def tied_by_memory() -> nn.Module:
+    model = net(3)
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def with_extra_state() -> nn.Module:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return 1
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    return nn.Sequential(Extra(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "why"), [(tied_by_memory, "share their memory"), (with_extra_state, "extra state")]
+)
+def test_what_cannot_be_handed_over_is_refused(make_model: Callable[[], nn.Module], why: str) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(UnlikeError, match=why):
+        keep(ORIGIN, ModelNames(model, optimizer), optimizer)
+
+
+def test_an_optimizer_with_lists_is_refused() -> None:
+    model = net()
+    optimizer: Any = torch.optim.LBFGS(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step(lambda: model(torch.ones(1, 3)).sum())
+    with pytest.raises(UnlikeError, match="keeps a list"):
+        keep(ORIGIN, ModelNames(model, optimizer), optimizer)
+
+
+def test_new_objects_take_the_memory_of_the_old_ones(make: Callable[..., Job]) -> None:
+    job = make()
+    kept, expected = job.adapter.keep("incident"), digest(job.optimizer.state_dict())
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    hand_over(kept, ModelNames(model, optimizer), optimizer, job.saved())
+    assert digest(model.state_dict()) == digest(job.model.state_dict())
+    assert digest(optimizer.state_dict()) == expected
+    for new, old in zip(model.parameters(), job.model.parameters(), strict=True):
+        assert new.data_ptr() == old.data_ptr()
+        assert optimizer.state[new]["exp_avg"] is not None
+        assert optimizer.state[new]["exp_avg"].data_ptr() == job.optimizer.state[old]["exp_avg"].data_ptr()
+
+
+def test_the_same_objects_are_left_as_they_are(make: Callable[..., Job]) -> None:
+    job = make()
+    before = [(p.data_ptr(), p._version) for p in job.model.parameters()]
+    hand_over(job.adapter.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved())
+    assert [(p.data_ptr(), p._version) for p in job.model.parameters()] == before
+
+
+def test_a_parameter_in_the_memory_of_another_tensor_gets_the_values() -> None:
+    source, target = net(), net()
+    flat = torch.zeros(sum(p.numel() for p in target.parameters()))
+    at = 0
+    for p in target.parameters():
+        p.data = flat[at : at + p.numel()].view(p.shape)
+        at += p.numel()
+    one, two = torch.optim.SGD(source.parameters()), torch.optim.SGD(target.parameters())
+    hand_over(keep(ORIGIN, ModelNames(source, one), one), ModelNames(target, two), two, [])
+    assert digest(target.state_dict()) == digest(source.state_dict())
+    assert next(target.parameters()).untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "why"),
+    [
+        (lambda: net(5), torch.optim.AdamW, "another shape or dtype"),
+        (lambda: net(dtype=torch.float64), torch.optim.AdamW, "another shape or dtype"),
+        (lambda: nn.Sequential(*net(), nn.Linear(3, 3)), torch.optim.AdamW, "was not there"),
+        (net, torch.optim.SGD, "the optimizer was torch.optim.adamw.AdamW"),
+    ],
+)
+def test_other_objects_get_nothing(make: Callable[..., Job], model: Any, kind: Any, why: str) -> None:
+    job, other = make(), model()
+    optimizer = kind(other.parameters())
+    before = digest(other.state_dict())
+    with pytest.raises(UnlikeError, match=why):
+        hand_over(job.adapter.keep("i"), ModelNames(other, optimizer), optimizer, job.saved())
+    assert digest(other.state_dict()) == before and not optimizer.state
+
+
+def test_another_table_of_the_checkpoint_is_a_reason(make: Callable[..., Job]) -> None:
+    job = make()
+    with pytest.raises(UnlikeError, match="other values than the checkpoint"):
+        hand_over(job.adapter.keep("i"), ModelNames(job.model, job.optimizer), job.optimizer, job.saved()[1:])
+
+
+@pytest.mark.parametrize("unlike", ["another incident", "another model"])
+def test_what_is_not_handed_over_is_freed_before_the_checkpoint_is_read(
+    make: Callable[..., Job], tmp_path: Path, unlike: str
+) -> None:
+    job = make()
+    saved, state = save(job.adapter, job.processor, 1), KeptState()
+    state.keep(job.adapter, "y" if unlike == "another incident" else "x")
+    held = weakref.ref(state._kept.parameters["0.weight"])
+    if unlike == "another model":
+        state._kept.optimizer["0.weight"]["more"] = 1
+    freed = []
+    other = net()
+    adapter = TorchAdapter(
+        torch.optim.AdamW(other.parameters()), model=other, scheduler=None, extra_state=None, scaler=None
+    )
+    assert adapter.load_going_on(saved, 0, 1, state, lambda: freed.append(held() is None)) == 1
+    assert freed == [True] and "read from the checkpoint" in state.way
+    assert digest(other.state_dict()) == digest(job.model.state_dict())
+
+
+# ------------------------------------------------------------------------------------------------------------- transfer
+
+
+def some_state() -> Kept:
+    """Many kinds of tensors: large and small, empty, without dimensions, transposed, tied."""
+    generator = torch.Generator().manual_seed(3)
+    large = torch.randn(3 << 20, generator=generator)
+    parameters = {
+        "large": large,
+        "tied": large,
+        "small": torch.randn(3, 5, generator=generator).bfloat16(),
+        "odd": torch.tensor([True, False, True]),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(4, 6, generator=generator).t(),
+        "complex": torch.randn(2, dtype=torch.complex64, generator=generator),
+    }
+    values = {"step": Held(torch.tensor(7.0), cut=False), "exp_avg": Held(large + 1, cut=True), "n": 5, "x": None}
+    return Kept(ORIGIN, "some.Optimizer", parameters, {"large": values})
+
+
+def told(kept: Kept) -> list[Any]:
+    parts = [[n, str(t.dtype), list(t.stride()), digest(t.contiguous())] for n, t in kept.parameters.items()]
+    values = [
+        [name, key, digest(v.tensor) if isinstance(v, Held) else v, isinstance(v, Held) and v.cut]
+        for name, key, v in values_of(kept)
+    ]
+    tied = kept.parameters["large"] is kept.parameters["tied"]
+    return [parts, values, tied, kept.kind, list(kept.origin.__getstate__())]  # type: ignore[attr-defined]
+
+
+def sent(directory: Path, rank: int) -> Any:
+    if rank == 0:
+        kept = some_state()
+        transfer.give(kept, 1)
+        return told(kept)
+    return told(transfer.receive(0))
+
+
+def sent_with_a_flipped_bit(directory: Path, rank: int) -> str:
+    if rank == 0:
+        stock: Any = dist.isend
+
+        def isend(data: Tensor, to: int) -> Any:
+            broken = data.clone()
+            broken[1] ^= 1
+            return stock(broken, to)
+
+        transfer.dist.isend = isend  # type: ignore[assignment]
+        transfer.give(some_state(), 1)
+        return ""
+    with pytest.raises(UnlikeError) as caught:
+        transfer.receive(0)
+    return str(caught.value)
+
+
+def test_another_rank_gets_the_same(tmp_path: Path) -> None:
+    mine, theirs = run_world(tmp_path, __name__, "sent", 2)
+    assert theirs == mine
+
+
+def test_what_comes_with_other_bytes_is_not_used(tmp_path: Path) -> None:
+    assert (
+        run_world(tmp_path, __name__, "sent_with_a_flipped_bit", 2)[1] == "what rank 0 has sent came with other bytes"
+    )

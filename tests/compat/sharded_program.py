@@ -1,0 +1,255 @@
+"""A torch program written for ``mindio_ttp`` with ARF, over gloo: ZeRO-1 with two pieces, each on every other rank.
+
+It does what the original's adapter does: survivors stop, clean, make their groups anew with the newcomer, send it the
+piece that it holds, roll back, and train on. ``JOB_FAULTS``: ``[{"rank": 1, "step": 5, "at": "data"}]``; ``at`` may be
+a handler's name, and ``what`` ``raise`` or ``hang`` instead of ``kill``. Each happens once in a job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DIR = Path(os.environ.get("JOB_DIR", "."))
+STEPS = int(os.environ.get("JOB_STEPS", "0"))
+FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("JOB_FAULTS", "[]"))
+SIZE, PIECES, LR = 32, 2, 0.05
+
+
+class State:
+    """Weights on every rank; the optimizer's part of one piece."""
+
+    def __init__(self, piece: int) -> None:
+        self.piece, self.step, self.joining = piece, 0, False
+        self.weights = torch.linspace(-1, 1, SIZE, dtype=torch.float32)
+        self.main = self.weights.chunk(PIECES)[piece].clone()
+        self.first, self.second = torch.zeros_like(self.main), torch.zeros_like(self.main)
+
+    @property
+    def owned(self) -> list[torch.Tensor]:
+        return [self.main, self.first, self.second]
+
+
+def gradient(weights: torch.Tensor, step: int, rank: int) -> torch.Tensor:
+    """Of this rank's batch of the step."""
+    data = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return (torch.tanh(data @ weights)[:, None] * data).mean(0)
+
+
+def update(state: State, gradients: list[torch.Tensor]) -> None:
+    mean = sum(gradients[1:], gradients[0]) / len(gradients)
+    mine = mean.chunk(PIECES)[state.piece]
+    state.first.mul_(0.9).add_(mine, alpha=0.1)
+    state.second.mul_(0.99).addcmul_(mine, mine, value=0.01)
+    state.main.sub_(LR * state.first / (state.second.sqrt() + 1e-6))
+
+
+def digest(state: State) -> str:
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in (state.weights, *state.owned))).hexdigest()
+
+
+def unbroken(steps: int, world: int) -> list[str]:
+    """What every rank has in the end when nothing happens."""
+    states = [State(rank % PIECES) for rank in range(world)]
+    for step in range(1, steps + 1):
+        gradients = [gradient(states[0].weights, step, rank) for rank in range(world)]
+        for state in states:
+            update(state, gradients)
+        whole = torch.cat([states[piece].main for piece in range(PIECES)])
+        for state in states:
+            state.weights = whole.clone()
+    return [digest(state) for state in states]
+
+
+# ---------------------------------------------------------------------------------------------------------- one process
+
+
+class Program:
+    def __init__(self) -> None:
+        self.tft: Any = importlib.import_module("mindio_ttp.framework_ttp")
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.state = State(self.rank % PIECES)
+        self.sockets: set[int] = set()
+
+    def say(self, what: str, **facts: Any) -> None:
+        with (DIR / f"rank{self.rank}.jsonl").open("a") as out:
+            out.write(json.dumps({"what": what, "pid": os.getpid(), **facts}) + "\n")
+
+    def hurt(self, step: int, at: str) -> None:
+        for number, fault in enumerate(FAULTS):
+            if (fault["rank"], fault.get("step", step), fault["at"]) != (self.rank, step, at):
+                continue
+            if at in ("data", "backward", "inside", "updated"):
+                await_ready()
+            while "after" in fault and not (DIR / fault["after"]).exists():
+                time.sleep(0.01)
+            try:
+                (DIR / f"fired{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            match fault.get("what", "kill"):
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "raise":
+                    raise ValueError("out of luck")
+                case "hang":
+                    time.sleep(1000)
+
+    def connect(self) -> None:
+        before = connected()
+        dist.init_process_group("gloo")
+        self.sockets = connected() - before
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(found, tensor)
+        return found
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def train(self, state: State) -> None:
+        if state.joining:
+            state.joining = False
+            raise RuntimeError("ARF FINISH")
+        self.say("train", step=state.step)
+        while state.step < STEPS:
+            step = state.step + 1
+            self.hurt(step, "data")
+            gradients = self.gather(gradient(state.weights, step, self.rank))
+            self.hurt(step, "backward")
+            self.tft.tft_start_updating_os()
+            self.hurt(step, "inside")
+            update(state, gradients)
+            state.step = step
+            self.tft.tft_end_updating_os(step)
+            self.hurt(step, "updated")
+            state.weights = torch.cat(self.gather(state.main)[:PIECES])
+            self.tft.tft_pause_train(step)
+
+    # ------------------------------------------------------------------------------------------------------- handlers
+
+    def save(self, step: int, save_info: list[dict[str, Any]], args: Any, ctx: Any) -> None:
+        self.say("save", step=step, ranks=save_info[0]["ranks"])
+        self.hurt(step, "save")
+        assert self.state.step == step
+        torch.save([step, *self.state.owned], DIR / f"part-{step}-{self.state.piece}.pt")
+
+    def rename(self, step: int, args: Any) -> None:
+        self.say("rename", step=step)
+        (DIR / ".checkpoint").write_text(str(step))
+        (DIR / ".checkpoint").rename(DIR / "checkpoint")
+
+    def stop(self, args: Any, ctx: Any) -> None:
+        """As stopping the device does: whoever waits in a collective gets an error."""
+        self.say("stop")
+        self.hurt(self.state.step, "stop")
+        for descriptor in self.sockets:
+            try:
+                with socket.socket(fileno=os.dup(descriptor)) as found:
+                    found.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def clean(self, is_uce_error: bool, args: Any, ctx: Any) -> int:
+        self.say("clean")
+        self.hurt(self.state.step, "clean")
+        return 0
+
+    def rebuild(self, fault_ranks: list[int], args: Any, ctx: Any) -> None:
+        self.say("rebuild", ranks=fault_ranks, type=self.tft.tft_get_repair_type())
+        self.hurt(self.state.step, "rebuild")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.connect()
+
+    def repair(self, step: int, rebuild: bool, errors: list[int], info: dict[str, Any], args: Any, ctx: Any) -> None:
+        self.say("repair", step=step, kind=info["repair_type"], src=info["src"], dst=info["dst"])
+        self.hurt(step, "repair")
+        for src, dst in zip(info["src"], info["dst"], strict=True):
+            for tensor in self.state.owned:
+                if src == self.rank:
+                    dist.send(tensor, dst)
+                else:
+                    dist.recv(tensor, src)
+
+    def rollback(self, step: int, args: Any, ctx: Any) -> None:
+        self.say("rollback", step=step)
+        self.hurt(step, "rollback")
+        self.state.step = step
+        self.state.weights = torch.cat(self.gather(self.state.main)[:PIECES])
+
+    # ----------------------------------------------------------------------------------------------------------- main
+
+    def load(self) -> None:
+        if (DIR / "checkpoint").exists():
+            step = int((DIR / "checkpoint").read_text())
+            state = self.state
+            state.step, state.main, state.first, state.second = torch.load(DIR / f"part-{step}-{state.piece}.pt")
+            state.weights = torch.cat(self.gather(state.main)[:PIECES])
+
+    def main(self) -> None:
+        tft, port = self.tft, int(os.environ["TTP_PORT"])
+        if self.rank == 0:
+            tft.tft_init_controller(self.rank, self.world, False, enable_arf=True)
+            tft.tft_start_controller("127.0.0.1", port, False)
+        arf = os.environ.get("JOB_ARF") != "0"
+        tft.tft_init_processor(self.rank, self.world, False, False, enable_arf=arf)
+        tft.tft_start_processor("127.0.0.1", port)
+        copies = self.world // PIECES
+        info = {"rank_list": list(range(self.world)), "replica_cnt": copies, "replica_shift": 0}
+        tft.tft_set_optimizer_replica(self.rank, [info])
+        tft.tft_register_save_ckpt_handler(self.save)
+        tft.tft_register_rename_handler(self.rename)
+        tft.tft_register_stop_handler(self.stop)
+        tft.tft_register_clean_handler(self.clean)
+        tft.tft_register_rebuild_group_handler(self.rebuild)
+        tft.tft_register_repair_handler(self.repair)
+        tft.tft_register_rollback_handler(self.rollback)
+        self.state.joining = tft.tft_is_reboot_node()
+        self.say("begin", reboot=self.state.joining, type=tft.tft_get_reboot_type())
+        if not self.state.joining:
+            self.connect()
+            self.load()
+        tft.tft_exception_handler(self.train)(self.state)
+        self.say("done", digest=digest(self.state), step=self.state.step)
+
+
+def await_ready() -> None:
+    """Until the launcher has a process to fork from, without which it starts no rank alone."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and '"ready"' not in _warm():
+        time.sleep(0.01)
+
+
+def _warm() -> str:
+    try:
+        return (DIR / "run" / "warm.json").read_text()
+    except OSError:
+        return ""
+
+
+def connected() -> set[int]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            with socket.socket(fileno=os.dup(int(entry.name))) as one:
+                if one.type == socket.SOCK_STREAM and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    one.getpeername()
+                    found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    Program().main()

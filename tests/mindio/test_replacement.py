@@ -1,0 +1,359 @@
+"""New processes in the seats of ranks that have died: what is done in which order, whatever fails on the way."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.core.talk import PATIENCE
+from tests.mindio.handler_world import FOUR, REPLACED, SEAT, FakeRank, HandlerWorld, Kind, Trouble
+from tests.mindio.test_handler_recovery import check
+from ttp.core import messages as m
+from ttp.core.controller.machine import ControllerMachine
+from ttp.core.layout import Rank, Version
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
+from ttp.mindio.protocol import messages as rm
+from ttp.mindio.protocol.handler_recovery import HandlerRecovery
+from ttp.mindio.protocol.manager_messages import ManagerLeft, NoticeKind
+
+
+def world(trouble: Trouble | None = None, sets: Any = FOUR, **handlers: Any) -> HandlerWorld:
+    return HandlerWorld(sets, trouble, **{"recover": True, **handlers})
+
+
+def heard(this: HandlerWorld) -> list[tuple[str, int, str]]:
+    return [(call.kind.value, call.code, call.strategy or ",".join(call.strategies)) for call in this.calls]
+
+
+def ended_as_without(this: HandlerWorld) -> None:
+    """It was saved, and everybody leaves: the whole job is started again."""
+    assert this.named == [7] and this.released == {EXIT_SAVED}, this.story()
+    assert not this.machine.job.seats
+
+
+# -------------------------------------------------------------------------------------------------------- it goes well
+
+
+def test_a_new_process_takes_the_seat_of_the_dead() -> None:
+    this = world()
+    this.dies(1)
+    this.settle()
+    assert this.kinds() == REPLACED and this.named == [7] and this.released == set()
+    assert {r: a.way for r, a in this.acted(Kind.REPAIR).items()} == {1: rm.RepairWay.RECEIVE, 3: rm.RepairWay.SEND}
+    assert {a.error_ranks for a in this.acted(Kind.REBUILD).values()} == {(1,)} and len(this.acted(Kind.REBUILD)) == 4
+    assert {a.purpose for a in this.acts if a.kind is not Kind.SAVE and a.kind is not Kind.RENAME} == {"recover"}
+    assert set(this.acted(Kind.STOP)) == set(this.acted(Kind.MAKE_WAY)) == {0, 2, 3}
+    assert {one.version for one in this.ranks} == {7} and {one.life for one in this.ranks} == {1}
+    assert this.machine.stage == "training" and this.machine.last_commit == (7, "where the save handlers wrote it")
+    assert this.machine.job.incarnation == 1 and this.machine.job.live == {0, 1, 2, 3}
+
+
+def test_it_can_happen_again_and_a_version_that_is_saved_is_not_saved_twice() -> None:
+    this = world()
+    this.dies(1)
+    this.settle()
+    this.dies(0)
+    this.settle()
+    assert this.kinds() == [*REPLACED, *REPLACED[2:]] and this.released == set()
+    assert {one.version for one in this.ranks} == {7}
+
+
+def test_several_at_once_and_one_of_two_that_was_torn() -> None:
+    this = world(sets=[[([0, 1, 2, 3], 4)]])
+    this.ranks[0].whole = False
+    this.dies(1, 2)
+    this.settle()
+    assert this.kinds() == REPLACED
+    ways = {r: a.way.name for r, a in this.acted(Kind.REPAIR).items()}
+    assert ways == {0: "RECEIVE", 1: "RECEIVE", 2: "RECEIVE", 3: "SEND"}
+
+
+def test_a_newcomer_that_does_not_say_what_it_shares_holds_what_the_dead_held() -> None:
+    """MindSpore's client says it after a step."""
+    this = world({(Kind.MAKE_WAY, 1 + SEAT): "hang"})
+    this.starts = False
+    this.dies(1)
+    this.start(1)
+    this.streams[1] += 1000
+    this.ranks[1] = FakeRank(version=0, parked=False, out=True)
+    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    this.pump(this._take())
+    this._speak(1, replace(this.handlers(1), sets=()))
+    this._speak(1, rm.Ailing(Rank(1), rm.Ailment.JOINED, "", "here I am"))
+    this.settle()
+    assert this.kinds() == REPLACED and this.released == set()
+
+
+def test_a_newcomer_is_told_that_it_joins_and_nobody_else() -> None:
+    this = world({(Kind.MAKE_WAY, 1 + SEAT): "hang"})
+    this.dies(1)
+    this.start(1)  # does not come
+    this.streams[1] += 1000
+    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    assert [order.joins for order in this.orders(m.Welcome)] == [True]
+    this.streams[1] += 1000  # the welcome was lost with its stream
+    this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    assert [order.joins for order in this.orders(m.Welcome)] == [True]
+    this.streams[2] += 1000
+    this.back(2, framework=rm.HANDLERS)
+    assert [order.joins for order in this.orders(m.Welcome)] == [False]
+
+
+def test_a_process_that_comes_too_early_or_too_late_is_none_of_this_incarnation() -> None:
+    this = world({(Kind.SAVE, 3): "hang"})
+    this.dies(1)
+    assert "Refused(busy):1" in this.hello(1, framework=rm.HANDLERS, nonce="new", launch=1)
+    this = world({(Kind.REBUILD, 0): "fail"})
+    this.dies(1)
+    this.settle()
+    ended_as_without(this)
+    assert "[incarnation]" in this.hello(1, framework=rm.HANDLERS, nonce="newer", launch=2)
+
+
+def test_a_collective_tells_of_the_death_before_anybody_else_does() -> None:
+    this = world()
+    for rank in (0, 2):
+        this.ails(rank, rm.Ailment.PEER)
+    assert this.kinds() == [] or this.kinds() == ["save", "rename"]
+    this.dies(1)
+    this.settle()
+    assert this.kinds() == REPLACED and this.released == set()
+
+
+def test_a_collective_that_breaks_without_a_death_ends_as_without() -> None:
+    this = world()
+    this.ails(0, rm.Ailment.PEER)
+    this.settle()
+    assert this.kinds() == ["save", "rename"]
+    ended_as_without(this)
+    this = world(recover=False)
+    this.ails(0, rm.Ailment.PEER)
+    this.settle()
+    assert this.kinds() == ["save", "rename"]
+
+
+def test_a_false_alarm_is_thawed() -> None:
+    this = world()
+    this.lost(1)
+    this.pump(this._take())
+    this.back(1, framework=rm.HANDLERS)
+    this.pump(this._take())
+    this.settle()
+    assert this.kinds() == ["save", "rename"] and this.released == set() and this.machine.stage == "training"
+
+
+# ------------------------------------------------------------------------------------------------------- it is not done
+
+
+@pytest.mark.parametrize(
+    ("handlers", "seat"),
+    [({"recover": False}, "ready"), ({}, "the job has several hosts"), ({}, "")],
+    ids=["not wanted", "no seat", "no launcher"],
+)
+def test_where_it_cannot_be_done_it_is_a_dump(handlers: dict[str, Any], seat: str) -> None:
+    this = world(**handlers)
+    this.dies(1, seat=seat)
+    this.settle()
+    assert this.kinds() == ["save", "rename"]
+    ended_as_without(this)
+
+
+def test_only_deaths_are_mended_so() -> None:
+    this = world()
+    this._speak(2, m.Fault(Rank(2), Rank(2), m.FaultKind.EXCEPTION, "out of luck", "", "n2"))
+    this.dies(1)
+    this.settle()
+    assert this.kinds() == ["save", "rename"]
+    ended_as_without(this)
+
+
+def test_what_no_other_rank_holds_is_lost() -> None:
+    this = world()
+    this.dies(1, 3)
+    this.settle()
+    assert this.released == {EXIT_NOT_SAVED} and Kind.MAKE_WAY not in {act.kind for act in this.acts}
+
+
+def test_before_the_first_step_there_is_nothing_to_go_on_from() -> None:
+    this = world()
+    for one in this.ranks:
+        one.version = 0
+    this.dies(1)
+    this.settle()
+    assert this.kinds() == [] and this.released == {EXIT_SAVED}  # as without
+
+
+def test_without_a_checkpoint_nobody_is_replaced() -> None:
+    this = world({(Kind.SAVE, 2): "fail"})
+    this.dies(0)
+    this.settle()
+    assert this.released == {EXIT_NOT_SAVED} and "make_way" not in this.kinds()
+
+
+# -------------------------------------------------------------------------------------------------- it goes wrong later
+
+WRONG = [
+    *itertools.product(
+        [Kind.STOP, Kind.CLEAN, Kind.MAKE_WAY, Kind.REBUILD, Kind.REPAIR, Kind.ROLLBACK, Kind.RESUME],
+        [0, 2, 3],
+        ["fail", "die", "hang"],
+    ),
+    *itertools.product([Kind.REBUILD, Kind.REPAIR, Kind.ROLLBACK, Kind.RESUME], [1], ["fail", "die", "hang"]),
+    *((Kind.MAKE_WAY, 1 + SEAT, what) for what in ("hang", "die")),
+]
+"""What may become of the survivors, of the newcomer, and of whoever was to come."""
+SAVERS = list(itertools.product([Kind.SAVE, Kind.RENAME], [0, 2, 3], ["fail", "die", "hang"]))
+PAIRS = list(itertools.combinations([*SAVERS, *WRONG], 2))
+
+
+@pytest.mark.parametrize("sets", [FOUR, [[([0, 1, 2, 3], 4)]]], ids=["two pieces", "four copies"])
+@pytest.mark.parametrize(
+    "cases", [pytest.param([(t,) for t in WRONG], id="one"), pytest.param(PAIRS, id="two", marks=pytest.mark.slow)]
+)
+def test_whatever_goes_wrong_meanwhile_what_was_saved_is_the_end(cases: list[Any], sets: Any) -> None:
+    for troubles in cases:
+        this = world({(kind, rank): what for kind, rank, what in troubles}, sets)
+        began = this.now
+        this.dies(1)
+        this.settle()
+        check(this, troubles)
+        assert this.now - began <= PATIENCE.rescue_s + PATIENCE.exit_s, troubles
+        if this.named:
+            assert this.released in (set(), {EXIT_SAVED}), troubles
+        if not any(kind in (Kind.SAVE, Kind.RENAME) for kind, _, _ in troubles) and not this.trouble:
+            ended_as_without(this)
+
+
+@pytest.mark.parametrize("trouble", [(Kind.MAKE_WAY, 1 + SEAT), (Kind.REBUILD, 0), (Kind.REPAIR, 1)])
+def test_the_time_for_all_of_it_is_half_of_what_is_left(trouble: tuple[Kind, int]) -> None:
+    this = world({trouble: "hang"})
+    this.dies(1)
+    this.settle()
+    ended_as_without(this)
+    (limit_s,) = {act.limit_ms / 1000 for act in this.acted(Kind.MAKE_WAY).values()}
+    assert limit_s == pytest.approx(PATIENCE.rescue_s / 2, abs=5)
+    assert this.now <= PATIENCE.rescue_s / 2 + PATIENCE.exit_s + 5
+
+
+def test_a_second_death_while_the_newcomer_is_awaited() -> None:
+    this = world()
+    this.starts = False
+    this.dies(1)
+    this.after(0.6)
+    this.pump(this._take())
+    assert this.kinds()[-1] == "make_way"
+    this.dies(2)
+    this.settle()
+    ended_as_without(this)
+    assert this.now < 5 + PATIENCE.exit_s  # nobody waits for the first one
+
+
+def test_another_controller_goes_on_with_a_newcomer_that_has_come() -> None:
+    """The first one is lost when groups are being made anew: rounds are idempotent, and begin again."""
+    this = world({(Kind.REBUILD, 0): "hang"})
+    this.dies(1)
+    this.start(1)
+    assert this.kinds()[-1] == "rebuild" and this.machine._rescue.program.invalid(Rank(1))
+    old, incident = this.machine.job, this.id
+    this.acts.clear()
+    this.machine = ControllerMachine(PATIENCE, lambda n: f"j{n}", this.now, host="h", program=HandlerRecovery)
+    for rank in range(4):
+        nonce = old.members[Rank(rank)].hello.nonce
+        this.streams[rank] += 1000
+        this.hello(
+            rank, framework=rm.HANDLERS, nonce=nonce, incarnation=1, resume=True, term_seen=old.term, incident=incident,
+            version=this.ranks[rank].version,
+        )  # fmt: skip
+        told = this._take()
+        ailment = rm.Ailment.JOINED if rank == 1 else rm.Ailment.STOPPED
+        this._speak(rank, this.handlers(rank, halted=rank != 1))
+        this._speak(rank, rm.Ailing(Rank(rank), ailment, "", "still here"))
+        this.pump(told)
+    this.settle()
+    assert this.kinds() == ["stop", "clean", "rebuild", "repair", "rollback", "resume"], this.story()
+    assert {act.purpose for act in this.acts} == {"recover"}
+    assert {one.version for one in this.ranks} == {7} and this.released == set()
+
+
+# ---------------------------------------------------------------------------------------------------------- the manager
+
+
+def led(trouble: Trouble | None = None, seat: str = "") -> HandlerWorld:
+    """A manager was told of a death, has stopped the job, and knows of no other."""
+    this = world(trouble)
+    this.attend()
+    this.dies(1, seat=seat)
+    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
+        this.say(kind, {1: 1})
+    assert heard(this) == [
+        ("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""),
+        ("strategies", 0, "exit,dump,recover"),
+    ]  # fmt: skip
+    return this
+
+
+@pytest.mark.parametrize("strategy", ["recover", "recover-in-place"])
+def test_a_manager_chooses_it_and_starts_the_process_itself(strategy: str) -> None:
+    this = led()
+    this.say(NoticeKind.STRATEGY, strategy=strategy)
+    this.settle()
+    assert this.kinds() == [*REPLACED[2:4], *REPLACED[:2], *REPLACED[4:]] and this.released == set()
+    assert len(heard(this)) == 4  # it is not done before one more step
+    this.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
+    this._take()
+    assert heard(this)[-1] == ("result", 0, strategy)
+
+
+def test_a_job_that_is_soon_done_is_mended_too() -> None:
+    this = led()
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.settle()
+    this.goodbye(0, version=8)
+    this._take()
+    assert heard(this)[-1] == ("result", 0, "recover")
+
+
+@pytest.mark.parametrize("strategy", ["upgrade", "downgrade", "migration"])
+def test_what_else_is_refused_with_what_is_possible(strategy: str) -> None:
+    this = led()
+    this.say(NoticeKind.STRATEGY, strategy=strategy)
+    assert heard(this)[-1] == ("result", 405, strategy)
+
+
+def test_it_is_tried_once_for_each_fault() -> None:
+    this = led({(Kind.MAKE_WAY, 1 + SEAT): "hang"})
+    this.starts = False
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.after(PATIENCE.rescue_s / 2)
+    this.pump(this._take())
+    assert heard(this)[-1] == ("result", 406, "recover")
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    assert heard(this)[-2:] == [("result", 406, "recover")] * 2
+    this = led({(Kind.REBUILD, 0): "fail"})
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.start(1)
+    assert heard(this)[-1] == ("result", 406, "recover")
+    this.event(ManagerLeft())
+    this.pump(this._take())
+    this.settle()
+    assert this.kinds().count("rebuild") == 1
+    ended_as_without(this)
+
+
+def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> None:
+    this = led({(Kind.REPAIR, 3): "die"})
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    while heard(this)[-1][0] != "result":
+        for rank in sorted(this.machine.job.seats):
+            this.start(rank)
+        this.after(0.5)
+        this.pump(this._take())
+    assert heard(this)[-1] == ("result", 406, "recover")
+    this.say(NoticeKind.STRATEGY, strategy="dump")
+    assert heard(this)[-1] == ("result", 0, "dump")
+    this.say(NoticeKind.STRATEGY, strategy="exit")
+    this.settle()
+    ended_as_without(this)

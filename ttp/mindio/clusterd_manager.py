@@ -1,0 +1,96 @@
+"""Between ClusterD and the controller of a job whose program has handlers of its own. Pure: no I/O.
+
+Such a job can do more than dump and exit, and its controller speaks with a manager in the same rounds as ClusterD does
+with MindIO (``protocol.handshake``). So every word is passed on, in both directions, and nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from ttp.core.layout import Rank
+from ttp.mindio.protocol.manager_messages import FaultOf, Notice, NoticeKind, RankFault
+from ttp.wire.v1 import recover_pb2 as pb
+
+KNOWN_MAX = 256
+
+Faults = Mapping[int, int]
+"""Ranks and what is broken of them; the numbers are those of ``FaultOf`` and of ClusterD's fault types."""
+
+
+class Interpreter:
+    """What ClusterD says as notices, and what a manager is told as ClusterD's messages.
+
+    Args:
+        job_id: of the job, as ClusterD knows it.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+        self._heard: deque[tuple[str, ...]] = deque(maxlen=KNOWN_MAX)
+
+    def notices(self, signal: pb.RecoverSignal, hosts: Sequence[Sequence[int]]) -> list[Notice]:
+        """What is to be passed on; a signal that is sent again is passed on once.
+
+        Args:
+            signal: of ClusterD.
+            hosts: ranks of each host, for signals that name nodes.
+        """
+        kind, wanted = signal.signal_type, signal.change_strategy
+        key = (signal.uuid, kind, wanted, *signal.actions)
+        if signal.job_id != self._job_id or key in self._heard:
+            return []
+        self._heard.append(key)
+        faults, seconds = _faults(signal), float(max(0, signal.timeout))
+        found: list[Notice] = []
+        match kind:
+            case "stopTrain" if "pause_train" in signal.actions:
+                found = [Notice(NoticeKind.PAUSE_TRAIN, faults, seconds)]
+            case "stopTrain":
+                found = [Notice(NoticeKind.STOP_TRAIN, faults)]
+            case "globalFault":
+                found = [Notice(NoticeKind.GLOBAL_RANK, faults, seconds)]
+            case "changeStrategy":
+                found = [Notice(NoticeKind.STRATEGY, strategy=wanted, params=signal.extra_params)]
+            case "saveAndExit":
+                accused = faults or _of_nodes(signal, hosts)
+                found = [Notice(kind, accused) for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK)]
+                found.append(Notice(NoticeKind.STRATEGY, strategy="dump"))
+        return found
+
+    def fault_ranks(self, faults: Faults) -> pb.RecoverFaults:
+        """See ``ReportFaultRanks``."""
+        return pb.RecoverFaults(job_id=self._job_id, fault_ranks=_to_wire(faults))
+
+    def stop_complete(self, code: int, text: str, faults: Faults) -> pb.RecoverStopped:
+        """See ``ReportStopComplete``."""
+        answer = pb.RecoverAnswer(code=code, info=text)
+        return pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=_to_wire(faults))
+
+    def strategies(self, faults: Faults, offered: Sequence[str]) -> pb.RecoverStrategies:
+        """See ``ReportStrategies``."""
+        return pb.RecoverStrategies(job_id=self._job_id, fault_ranks=_to_wire(faults), strategies=offered)
+
+    def result(self, code: int, text: str, strategy: str) -> pb.RecoverResult:
+        """See ``ReportResult``."""
+        return pb.RecoverResult(job_id=self._job_id, status=pb.RecoverAnswer(code=code, info=text), strategy=strategy)
+
+
+def _faults(signal: pb.RecoverSignal) -> tuple[RankFault, ...]:
+    kinds = {str(kind.value): kind for kind in FaultOf}
+    named = {
+        int(f.rank_id): kinds.get(f.fault_type, FaultOf.PROCESS) for f in signal.fault_ranks if f.rank_id.isdecimal()
+    }
+    return tuple(RankFault(Rank(rank), kind) for rank, kind in sorted(named.items()))
+
+
+def _of_nodes(signal: pb.RecoverSignal, hosts: Sequence[Sequence[int]]) -> tuple[RankFault, ...]:
+    """All ranks of the nodes that are named; of all where none of them is known."""
+    nodes = {int(node) for node in signal.node_rank_ids if node.isdecimal()}
+    named = [host for place, host in enumerate(hosts) if place in nodes] or hosts
+    return tuple(RankFault(Rank(rank), FaultOf.PROCESS) for host in named for rank in host)
+
+
+def _to_wire(faults: Faults) -> list[pb.RecoverFault]:
+    return [pb.RecoverFault(rank_id=str(rank), fault_type=str(kind)) for rank, kind in sorted(faults.items())]

@@ -1,0 +1,62 @@
+"""What a rank and the launcher of its host tell each other while new processes take the seats of lost ranks.
+
+The files are those of ``ttp.launch.again``: a rank with a mark has nothing to lose, as the job is saved and it makes no
+update. When all of a host's ranks that live have one, the launcher starts the dead ones alone; when one more fails, or
+the time is over, it kills them and starts all ranks from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from ttp.config import RankEnv
+from ttp.launch.again import Again
+
+LOOK_S = 0.002
+
+
+class Seat:
+    """Of this process.
+
+    Args:
+        run_dir: of the job on this host.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._files, self._pid = Again(run_dir), os.getpid()
+        self.gives_way = False
+        """It has a mark."""
+
+    def give_way(self, within_s: float) -> None:
+        """This process has nothing to lose, and may take so long until it begins an update."""
+        self.gives_way = True
+        self._files.mark(self._pid, time.monotonic() + within_s)
+
+    def take(self, env: RankEnv, within_s: float) -> None:
+        """This process has taken a seat. Waits for the launcher that has started it, which has other things to do yet.
+
+        Args:
+            env: who this rank is.
+            within_s: how long that, and everything until the first update, may take.
+        """
+        deadline_s = time.monotonic() + within_s
+        while self._is_awaited(env) and time.monotonic() < deadline_s:
+            time.sleep(LOOK_S)
+        self.give_way(deadline_s - time.monotonic())
+
+    def _is_awaited(self, env: RankEnv) -> bool:
+        told = self._files.next()
+        return told is not None and (told.launch, told.released) == (env.launch, False)
+
+    def enter_launch(self) -> None:
+        """Be a rank of the launch in which the newcomers are, for whoever makes process groups by the environment."""
+        told = self._files.next()
+        if told is not None and told.released:
+            os.environ.update(told.as_environment())
+
+    def keep(self) -> None:
+        """This process begins an update, or ends in good order: from now on it has something to lose."""
+        self.gives_way = False
+        self._files.unmark(self._pid)
