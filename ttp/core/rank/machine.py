@@ -137,8 +137,7 @@ class ProcessorMachine:
                 self._view, self._undecided = RestoreView(self._state.rank, candidates, skipped, readings), True
                 self._outbox.report(self._view)
             case ev.Based(version, size):
-                self._state.hello = replace(self._state.hello, base_version=version)
-                self._state.version = version
+                self._state.hello, self._state.version = replace(self._state.hello, base_version=version), version
                 if version:  # else nothing had to be read
                     self._restored = Restored(self._state.rank, version, size)
                     self._outbox.report(self._restored)
