@@ -257,20 +257,21 @@ class Session:
         from ttp.store.choice import check_chosen
 
         adapter: Any = self.adapter
-        (rank, world_size), goes_on = self._place(), self._goes_on()
+        at, goes_on = (checkpoint, *self._place()), self._goes_on()
         check_chosen(checkpoint, chosen, already_verified=verified or goes_on is not None)
         if goes_on is not None:
-            verify = functools.partial(check_chosen, checkpoint, chosen, already_verified=False)
-            return Version(adapter.load_going_on(checkpoint, rank, world_size, goes_on.state, verify))
-        version = Version(adapter.load(checkpoint, rank, world_size, protected=self.processor is not None))
+            check = functools.partial(check_chosen, checkpoint, chosen, already_verified=False)
+            ours = functools.partial(check, share=self._share(checkpoint.parent))
+            return Version(adapter.load_going_on(*at, goes_on.state, check, ours))
+        version = Version(adapter.load(*at, protected=self.processor is not None))
         if self.processor is not None:
             self.processor.tidy_after(checkpoint)
         return version
 
     def _goes_on(self) -> continuing.Continuing | None:
         """Where survivors go on in their processes; then all ranks of the launch know it."""
-        found = continuing.current() if hasattr(self.adapter, "load_going_on") and self.processor is not None else None
-        return found if found is not None and found.runs else None
+        found = continuing.current() if hasattr(self.adapter, "load_going_on") else None
+        return found if found is not None and found.runs and self.processor is not None else None
 
     def _share(self, directory: Path) -> Share:
         """This rank's share of the pieces to read. Without a controller all: nobody compares what was read."""

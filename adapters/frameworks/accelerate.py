@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -72,6 +73,8 @@ def protect(
     begins_once("Accelerate")
     extra = _registered(accelerator)
     extra |= {f"loader {number}": _Place(each) for number, each in enumerate(loaders) if _keeps_its_place(each)}
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        extra["save_state"] = _Names(accelerator.project_configuration)
     if extra_state is not None:
         extra |= dict(extra_state) if isinstance(extra_state, dict) else {"extra_state": extra_state}
     api.wrap_optimizer(
@@ -92,6 +95,21 @@ def _each(one_or_several: Any, of: Any) -> Any:
 def _registered(accelerator: Any) -> dict[str, Any]:
     """Accelerate shows them to nobody (seen in 1.13 to 1.15)."""
     return {f"registered {number}": each for number, each in enumerate(getattr(accelerator, "_custom_objects", ()))}
+
+
+class _Names:
+    """Where ``save_state()`` names its directories by itself: a resumed job goes on behind the last that is there."""
+
+    def __init__(self, project: Any) -> None:
+        self._project = project
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": self._project.iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        place = Path(self._project.project_dir or ".") / "checkpoints"
+        there = [int(number) for path in place.glob("checkpoint_*") if (number := path.name[11:]).isdigit()]
+        self._project.iteration = max([state["iteration"], *(number + 1 for number in there)])
 
 
 class _Schedule:

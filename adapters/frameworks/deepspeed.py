@@ -6,7 +6,7 @@ resumes. A partition is on one rank only, hence ``buddy``. It is a stretch of th
 as one, without the padding that makes all partitions equally long: so another number of ranks can read it.
 
 ``engine.step`` is the update: torch's optimizer is stepped once for each param group in it, the schedule behind. Used
-of DeepSpeed, as seen in 0.19.8: ``engine.optimizer.optimizer``, ``single_partition_of_fp32_groups``,
+of DeepSpeed, as seen in 0.17.6 and 0.19.8: ``engine.optimizer.optimizer``, ``single_partition_of_fp32_groups``,
 ``update_lp_params``, ``round_robin_bit16_offsets`` and ``_meta``, ``real_dp_process_group``, ``loss_scaler``,
 ``engine.global_steps`` and the other counts.
 """
@@ -25,7 +25,7 @@ from ttp.adapters.frameworks.versions import begins_once, require
 from ttp.adapters.torch.sharding.fsdp1 import FlatPiece
 from ttp.errors import ConfigError
 
-TESTED = ("0.19", "0.19")
+TESTED = ("0.17", "0.19")
 
 require("deepspeed", "deepspeed", TESTED)
 

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    ProjectConfiguration,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,6 +69,8 @@ def train(accelerator: Accelerator, steps: int, save_dir: Path, report: Callable
             if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
                 report(done, loss.item())
                 done += 1
+                if not SHARDED and done % 2 == 0:
+                    accelerator.save_state()
                 if done == steps:
                     break
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "seen": seen, "scaler": scale(accelerator)}
@@ -88,6 +95,9 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         gradient_accumulation_steps=2,
         mixed_precision="bf16" if LOOP == "bf16" else "no",
         dataloader_config=config,
+        project_config=ProjectConfiguration(
+            str(save_dir.parent / "project"), automatic_checkpoint_naming=True, total_limit=2
+        ),
         **sharded,
     )
     if LOOP == "scaler":  # Accelerate makes one for fp16, and fp16 on a GPU only; the rest of its way is the same

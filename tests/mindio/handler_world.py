@@ -104,7 +104,7 @@ class HandlerWorld(Talk):
             for ranks, copies in kind
             if rank in ranks
         )
-        return rm.Handlers(Rank(rank), mine, action_ms=180_000, save_ms=300_000, **{**self._facts, **more})
+        return rm.Handlers(Rank(rank), mine, **{"action_ms": 180_000, "save_ms": 300_000, **self._facts, **more})
 
     # --------------------------------------------------------------------------------------------------- what happens
 

@@ -229,7 +229,7 @@ def test_whatever_goes_wrong_meanwhile_what_was_saved_is_the_end(cases: list[Any
 
 @pytest.mark.parametrize("trouble", [(Kind.MAKE_WAY, 1 + SEAT), (Kind.REBUILD, 0), (Kind.REPAIR, 1)])
 def test_the_time_for_all_of_it_is_half_of_what_is_left(trouble: tuple[Kind, int]) -> None:
-    this = world({trouble: "hang"})
+    this = world({trouble: "hang"}, action_ms=300_000)
     this.dies(1)
     this.settle()
     ended_as_without(this)

@@ -205,11 +205,15 @@ class Words:
         self._interpreter, self._asked = Interpreter(job_id), asked
         self._said: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._manager: Manager | None = None
+        self._heard = False
 
     def pass_on(self, signal: Any, seen: Seen | None) -> list[Message]:
         """Tell the controller what ClusterD says, if it says anything. What ClusterD is to be told."""
         if self._manager is None:
             self._manager = self._attend()
+        if not self._heard and self._manager.wait_attached(0.0):
+            self._heard = True
+            complain("the job's program has handlers of its own: ClusterD's words are passed on to them")
         hosts = seen.hosts if seen is not None else ()
         for notice in [] if signal is None else self._interpreter.notices(signal, hosts):
             self._manager.notify(notice)
@@ -236,7 +240,6 @@ class Words:
             report_result=lambda code, text, _, strategy: put(say.result(code, text, strategy)),
         )  # fmt: skip
         manager.start()
-        complain("the job's program has handlers of its own: ClusterD's words are passed on to them")
         return manager
 
 

@@ -220,6 +220,8 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "round_over": _round_over,
     "mended": lambda f: f"{f.get('outcome')}, version {f.get('version')}: {f.get('text')}",
     "not_cured": lambda f: f"the ranks cannot go on: {f.get('text')}",
+    "not_recovered": lambda f: f"lost ranks were not replaced: {f.get('text')}",
+    "seats_open": lambda f: f"new processes may take the places of {ranks_text(f.get('ranks') or ())}",
     "not_curable": lambda f: f"nothing to repair in place: {_listed(_texts(f.get('evidence')))}",
     "manager_came": lambda f: "a manager decides what is done about faults",
     "manager_left": lambda f: "the manager is gone: this controller decides",

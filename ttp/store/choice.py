@@ -145,15 +145,15 @@ def _version(offered: list[Candidate]) -> int:
     return offered[0].version if offered else -1
 
 
-def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool) -> None:
-    """Make sure that ``checkpoint`` is what the ranks agreed on, and whole.
+def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool, share: Share = WHOLE) -> None:
+    """Make sure that ``checkpoint`` is what the ranks agreed on, and that ``share`` of it is whole.
 
     Raises:
         RestoreError: it is not; the text says what is wrong.
     """
     if manifest_digest(checkpoint) != chosen.manifest_digest:
         raise RestoreError(f"{checkpoint} is not the checkpoint that the ranks agreed on: its manifest has changed")
-    problems = [] if already_verified else verify_checkpoint(checkpoint)
+    problems = [] if already_verified else verify_checkpoint(checkpoint, share=share)
     if problems:
         raise RestoreError(f"the ranks agreed on {checkpoint}, which is not whole here: {'; '.join(problems[:5])}")
 

@@ -13,7 +13,7 @@ from ttp.store.manifest import MANIFEST, Manifest
 from ttp.store.share import WHOLE, Share
 
 
-def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]:
+def verify_checkpoint(path: Path, progress: Progress | None = None, share: Share = WHOLE) -> list[str]:
     """Read every piece of the checkpoint at ``path`` and return what is wrong with it; nothing wrong: an empty list.
 
     A file that the manifest does not list is no problem, see ``unlisted_files``.
@@ -21,13 +21,14 @@ def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]
     Args:
         path: directory of the checkpoint.
         progress: called with the number of bytes newly read; ``Manifest.size`` is what they add up to.
+        share: which of the pieces to read.
     """
     path = Path(path)
     try:
         manifest = Manifest.load(path)
     except CheckpointError as problem:
         return [str(problem)]
-    return [*name_problems(path, manifest), *piece_problems(path, manifest, progress)]
+    return [*name_problems(path, manifest), *piece_problems(path, manifest, progress, share)]
 
 
 def name_problems(path: Path, manifest: Manifest) -> list[str]:

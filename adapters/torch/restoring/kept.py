@@ -26,7 +26,16 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class UnlikeError(Exception):
-    """A state does not fit: nothing has been modified, and the checkpoint is to be read."""
+    """A state does not fit: nothing has been modified, and the checkpoint is to be read.
+
+    Args:
+        text: why.
+        verified: all ranks together have verified the checkpoint.
+    """
+
+    def __init__(self, text: str, *, verified: bool = False) -> None:
+        super().__init__(text)
+        self.verified = verified
 
 
 @dataclass(frozen=True, slots=True)

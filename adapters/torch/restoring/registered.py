@@ -34,6 +34,7 @@ from ttp.core.layout import Rank, Version
 from ttp.core.rank.kept_state import Origin, givers, why_not_adopted
 from ttp.core.restore_choice import agree
 from ttp.core.restore_messages import Candidate, RestoreView
+from ttp.errors import RestoreError, TtpError
 from ttp.processor.local_state.local_piece import ranks_kept, why_lost
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
@@ -80,7 +81,13 @@ class Restoring(abc.ABC):
         return self._load(checkpoint, Manifest.load(checkpoint), rank, world_size, protected=protected)
 
     def load_going_on(
-        self, checkpoint: Path, rank: int, world_size: int, state: KeptState, verify: Callable[[], None]
+        self,
+        checkpoint: Path,
+        rank: int,
+        world_size: int,
+        state: KeptState,
+        verify: Callable[[], None],
+        verify_share: Callable[[], None],
     ) -> Version:
         """The same where survivors go on in their processes: what a rank has in memory, or gets from one, is not read.
 
@@ -92,6 +99,7 @@ class Restoring(abc.ABC):
             world_size: ranks of the job.
             state: what this rank had when all stopped, or why it has nothing; emptied.
             verify: raises if the checkpoint is not whole; called before it is read.
+            verify_share: of a part of it: all ranks together verify all of it.
 
         Raises:
             CheckpointError: as ``load``.
@@ -100,30 +108,42 @@ class Restoring(abc.ABC):
         began = time.monotonic()
         manifest = Manifest.load(checkpoint)
         try:
-            kept, way = self._brought(*state.take(), manifest, rank, world_size)
+            kept, way = self._brought(*state.take(), manifest, rank, world_size, verify_share)
             version = self._load(checkpoint, manifest, rank, world_size, protected=True, kept=kept)
         except UnlikeError as problem:
-            way = f"read from the checkpoint ({problem})"
+            way, verified = f"read from the checkpoint ({problem})", problem.verified
             kept = None
         if kept is None:  # out of the block above, which holds on to what the error has passed through
-            verify()
+            if not verified:
+                verify()
             version = self._load(checkpoint, manifest, rank, world_size, protected=True)
         state.say(f"its state was {way}, in {time.monotonic() - began:.3f} s")
         return version
 
-    def _brought(self, kept: Kept | None, why: str, manifest: Manifest, rank: int, world_size: int) -> tuple[Kept, str]:
+    def _brought(
+        self,
+        kept: Kept | None,
+        why: str,
+        manifest: Manifest,
+        rank: int,
+        world_size: int,
+        verify_share: Callable[[], None],
+    ) -> tuple[Kept, str]:
         """The state that this rank has, or gets; ranks that have theirs give it to those that have not.
 
         Raises:
             UnlikeError: it is to be read; the text says why.
+            RestoreError: the checkpoint, which some have to read, is not whole.
         """
-        committed = Origin(manifest.version, manifest.incident)
+        committed, verified = Origin(manifest.version, manifest.incident), False
         if kept is not None and (why := self._why_not(kept, committed, manifest, rank, world_size)):
             kept = None
         if connected(world_size) and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
             said = gather_bytes(b"1" if kept is not None else b"0")
             holders = [Rank(other) for other, word in enumerate(said) if word == b"1"]
             plan = givers(self.sharding(world_size).layout, holders)
+            if verified := len(holders) + len(plan) < world_size:  # somebody reads
+                _together(verify_share)
             for other in [other for other, giver in plan.items() if giver == rank and kept is not None]:
                 assert kept is not None
                 give(kept, other)
@@ -133,7 +153,7 @@ class Restoring(abc.ABC):
                     raise UnlikeError(why)
                 return received, f"received from rank {plan[Rank(rank)]} ({received.size} bytes)"
         if kept is None:
-            raise UnlikeError(why)
+            raise UnlikeError(why, verified=verified)
         return kept, f"kept ({kept.size} bytes)"
 
     def _why_not(self, kept: Kept, committed: Origin, manifest: Manifest, rank: int, world_size: int) -> str:
@@ -237,6 +257,18 @@ class Restoring(abc.ABC):
             return world_size == manifest.world_size
         here = self.sharding(world_size).layout.groups.values()
         return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
+
+
+def _together(verify_share: Callable[[], None]) -> None:
+    """Every rank verifies its share; what one of them finds wrong is an error of all."""
+    wrong = ""
+    try:
+        verify_share()
+    except TtpError as problem:
+        wrong = str(problem)
+    found = [text for said in gather_bytes(encode(wrong)) if (text := decode(said))]
+    if found:
+        raise RestoreError(found[0])
 
 
 def several_hosts(world_size: int) -> bool:

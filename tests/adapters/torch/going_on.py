@@ -116,7 +116,7 @@ def assert_hands_over_its_bits(directory: Path, make: Make, expected: Sequence[s
 
     seed(2)
     other = make()
-    assert other.register().load_going_on(saved, 0, 1, kept, lambda: read.append("all")) == UPDATES
+    assert other.register().load_going_on(saved, 0, 1, kept, lambda: read.append("all"), lambda: None) == UPDATES
     assert bool(read) == ("read from the checkpoint" in kept.way)
     assert other.state() == at_save
     assert [digest(other.step(step)) for step in range(UPDATES, 2 * UPDATES)] == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from tests.adapters.torch.worlds import run_world
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.restoring import transfer
+from ttp.adapters.torch.restoring import registered, transfer
 from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, hand_over, keep, values_of
 from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Version
 from ttp.core.rank.kept_state import Origin
+from ttp.errors import RestoreError
 from ttp.processor.continuing import KeptState
 from ttp.testing.digests import digest
 
@@ -245,9 +247,40 @@ def test_what_is_not_handed_over_is_freed_before_the_checkpoint_is_read(
     adapter = TorchAdapter(
         torch.optim.AdamW(other.parameters()), model=other, scheduler=None, extra_state=None, scaler=None
     )
-    assert adapter.load_going_on(saved, 0, 1, state, lambda: freed.append(held() is None)) == 1
+    assert adapter.load_going_on(saved, 0, 1, state, lambda: freed.append(held() is None), lambda: None) == 1
     assert freed == [True] and "read from the checkpoint" in state.way
     assert digest(other.state_dict()) == digest(job.model.state_dict())
+
+
+def verified_together(directory: Path, rank: int) -> Any:
+    """Nobody has a state: each rank verifies its share; rank 1 finds something wrong in the second round."""
+    model = nn.parallel.DistributedDataParallel(net())
+    adapter = TorchAdapter(
+        torch.optim.AdamW(model.parameters()), model=model, scheduler=None, extra_state=None, scaler=None
+    )
+    registered.TRANSFER_BYTES = 0
+    manifest: Any = SimpleNamespace(version=1, incident="x", size=1, world_size=2, pieces=())
+    shares: list[int] = []
+
+    def verify() -> None:
+        shares.append(rank)
+        if rank == 1 and len(shares) > 1:
+            raise RestoreError("a piece is damaged")
+
+    told: list[Any] = []
+    for _ in range(2):
+        try:
+            adapter._brought(None, "as wished", manifest, rank, 2, verify)
+        except UnlikeError as problem:
+            told.append([str(problem), problem.verified])
+        except RestoreError as problem:
+            told.append(str(problem))
+    return told
+
+
+def test_ranks_that_read_verify_together(tmp_path: Path) -> None:
+    each = [["as wished", True], "a piece is damaged"]
+    assert run_world(tmp_path, __name__, "verified_together", 2) == [each, each]
 
 
 # ------------------------------------------------------------------------------------------------------------- transfer
@@ -290,14 +323,15 @@ def sent(directory: Path, rank: int) -> Any:
 
 def sent_with_a_flipped_bit(directory: Path, rank: int) -> str:
     if rank == 0:
-        stock: Any = dist.isend
+        library: Any = dist
+        stock = library.isend
 
         def isend(data: Tensor, to: int) -> Any:
             broken = data.clone()
             broken[1] ^= 1
             return stock(broken, to)
 
-        transfer.dist.isend = isend  # type: ignore[assignment]
+        library.isend = isend
         transfer.give(some_state(), 1)
         return ""
     with pytest.raises(UnlikeError) as caught:
