@@ -15,7 +15,7 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 """The torch to test with; the plain name would take the registry's newest build."""
 
-PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"]
+PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
 PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "controller", "recover", "rounds")]
 
@@ -77,7 +77,6 @@ TITAN = [
     "absl-py",
 ]
 """What its Trainer imports; all that torchtitan wants is much more. ``--no-deps``: see ``frameworks``."""
-PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
 
 @nox.session
@@ -95,6 +94,13 @@ def ray(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("-e", ".[torch]", "ray[train]==2.60.0", *PYTEST)
     session.run("python", "-m", "pytest", "-m", "", "tests/frameworks/test_ray.py", *session.posargs)
+
+
+@nox.session
+def tensorflow(session: nox.Session) -> None:
+    """examples/tensorflow_job, restarted as a job. By itself, as TensorFlow is large."""
+    session.install("tensorflow-cpu==2.21.0", "psutil", *PYTEST)
+    session.run("python", "-m", "pytest", "tests/tensorflow", *session.posargs)
 
 
 @nox.session

@@ -299,8 +299,11 @@ def _append(folder: Path, name: str, data: bytes, durable: bool) -> None:
             sync_directory(folder)
     except OSError:
         with contextlib.suppress(OSError):
-            if written and os.fstat(handle).st_size == size + written:  # nobody else has written meanwhile
+            now = os.fstat(handle).st_size
+            if written and now == size + written:  # nobody else has written meanwhile
                 os.ftruncate(handle, size)
+            if not size and now in (0, written):  # an empty file would hide the whole story in the run directory
+                (folder / name).unlink()
         raise
     finally:
         os.close(handle)

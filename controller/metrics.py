@@ -10,7 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
+import socketserver
+import ssl
+import threading
 import time
+import wsgiref.simple_server
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +27,8 @@ from ttp.controller.driver import Driver
 from ttp.controller.service import rank_state
 from ttp.controller.tally import BUCKETS_S, Histogram, Tally
 from ttp.core.messages import FaultKind
+from ttp.errors import ConfigError
+from ttp.wire.https import server_context
 
 log = logging.getLogger("ttp.controller")
 
@@ -34,6 +41,8 @@ OUTCOMES = ("saved", "nothing_new", "mended", "thawed", "not_saved")
 PUBLISH_S = 1.0
 RANKS_MAX = 64
 """Ranks of a job that has numbers of each: every one is a series."""
+SCRAPE_S = 10.0
+"""How long a client may say nothing."""
 MISSING = "TTP_METRICS_PORT is set and prometheus-client is not installed: pip install 'ttp-ft[metrics]'"
 
 
@@ -207,25 +216,62 @@ def _of_ranks(ranks: tuple[RankNumbers, ...]) -> Iterator[Any]:
     yield from (version, silent)
 
 
+class _Server(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
+    """A thread for each scrape, so that a client that says nothing keeps nobody waiting."""
+
+    daemon_threads = True
+    request_queue_size = 32
+
+    def server_bind(self) -> None:
+        """Without the look-up of a name, which may hang, that ``http.server`` does here."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, or has no certificate, is no error of ours."""
+
+
+class _Handler(wsgiref.simple_server.WSGIRequestHandler):
+    timeout = SCRAPE_S
+
+    def setup(self) -> None:
+        """The handshake too is made here, where nobody else waits for it."""
+        super().setup()
+        if isinstance(self.request, ssl.SSLSocket):
+            self.request.do_handshake()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a scrape comes every few seconds."""
+
+
+def _server(app: Any, address: str, port: int, secured: ssl.SSLContext | None) -> _Server:
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    made = type("Server", (_Server,), {"address_family": family})
+    server: _Server = made((address, port), _Handler)
+    server.set_app(app)
+    if secured is not None:
+        server.socket = secured.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    return server
+
+
 async def serve_metrics(driver: Driver, config: Config) -> None:
     """Serve until cancelled. Whatever is wrong with it is said once, and the controller goes on without."""
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError:
         log.warning(MISSING)
         return
     port, address = config.metrics_port or 0, config.bind or "127.0.0.1"
     collector, registry = Collector(), CollectorRegistry()
     registry.register(collector)
-    tls: dict[str, Any] = {}
-    if config.tls_cert:
-        tls = {"certfile": config.tls_cert, "keyfile": config.tls_key, "client_cafile": config.tls_ca}
-        tls["client_auth_required"] = True
     try:
-        server, thread = start_http_server(port, address, registry, **tls)
-    except (OSError, ValueError) as problem:
+        server = _server(make_wsgi_app(registry), address, port, server_context(config))
+    except (OSError, ValueError, OverflowError, ConfigError) as problem:
         log.warning("no metrics on %s:%s (TTP_METRICS_PORT): %s", address, port, problem)
         return
+    thread = threading.Thread(target=server.serve_forever, name="ttp-metrics", daemon=True)
+    thread.start()
     log.info("metrics on %s:%s", address, port)
     tally, stage = Tally(), ""
     driver.observers.append(tally.take)

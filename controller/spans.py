@@ -1,20 +1,23 @@
-"""Sends incidents as traces once they are over; see ``ttp.cli.spans``.
+"""Sends incidents as traces once they are over, and the restore after them; see ``ttp.cli.spans``.
 
 A process of its own for each: the SDK is heavy, exporters wait and retry, and none of it may be felt by a controller
-that watches over a job. It is given its story in memory, so storage that fails does not keep it from being told.
+that watches over a job. It is given its story in memory, so storage that fails does not keep it from being lines.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttp.controller.journal import Happening, line_of
+from ttp.store.history import BEGINS, HISTORY_KINDS
+from ttp.store.history import line_of as history_line
 
 log = logging.getLogger("ttp.controller")
 
@@ -44,10 +47,17 @@ class SpanSender:
 
     def take(self, kind: str, facts: Mapping[str, Any], now: float, unix_s: float) -> None:
         """An event of the controller, as it is recorded. Never blocks."""
-        if kind not in OVER or not (incident := self._history[-1].incident):
-            return
-        story = [happening for happening in self._history if happening.incident == incident]
-        thread = threading.Thread(target=self._send, args=(incident, story), name="ttp-spans", daemon=True)
+        incident = self._history[-1].incident
+        if kind in OVER and incident:
+            story = [happening for happening in self._history if happening.incident == incident]
+            self._start((incident,), lambda: "".join(map(line_of, story)))
+        elif kind == "restored" and facts.get("version"):
+            story = [happening for happening in self._history if happening.kind in (BEGINS, *HISTORY_KINDS)]
+            released = (happening.incident for happening in reversed(story) if happening.kind == "released")
+            self._start((next(released, ""), "--restore"), lambda: "".join(map(_noted, story)))
+
+    def _start(self, arguments: tuple[str, ...], story: Callable[[], str]) -> None:
+        thread = threading.Thread(target=self._send, args=(arguments, story), name="ttp-spans", daemon=True)
         self._threads = [*(t for t in self._threads if t.is_alive()), thread]
         thread.start()
 
@@ -56,11 +66,11 @@ class SpanSender:
         for thread in self._threads:
             thread.join(LEAVING_S / len(self._threads))
 
-    def _send(self, incident: str, story: list[Happening]) -> None:
-        command = [sys.executable, "-m", "ttp.cli.spans", incident]
+    def _send(self, arguments: tuple[str, ...], story: Callable[[], str]) -> None:
+        command = [sys.executable, "-m", "ttp.cli.spans", *arguments]
         try:
             with os.fdopen(os.memfd_create("ttp-spans"), "w+b") as lines:
-                lines.write("".join(map(line_of, story)).encode())
+                lines.write(story().encode())
                 lines.seek(0)
                 done = subprocess.run(
                     command, stdin=lines, capture_output=True, timeout=SENDING_S, start_new_session=True, check=False
@@ -70,4 +80,8 @@ class SpanSender:
             problem = str(refused)
         level = logging.DEBUG if not problem or self._said else logging.WARNING
         self._said |= {problem} if problem else set()
-        log.log(level, "incident %s as a trace: %s", incident, f"not sent: {problem}" if problem else "sent")
+        log.log(level, "incident %s as a trace: %s", " ".join(arguments), f"not sent: {problem}" if problem else "sent")
+
+
+def _noted(happening: Happening) -> str:
+    return history_line(happening.kind, happening.unix_s, json.loads(happening.facts))

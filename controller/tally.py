@@ -61,7 +61,9 @@ class Tally:
     _finished: int = 0
     """The newest version that a rank is known to have finished."""
     _down_since: float | None = None
-    _stage: str = ""
+    _begins_with: int | None = None
+    """The version that a launch goes on from, until all ranks have read it or one has trained further."""
+    _spending: str = ""
     _looked_at: float = 0.0
 
     def take(self, kind: str, facts: Mapping[str, Any], now: float, unix_s: float) -> None:
@@ -92,16 +94,24 @@ class Tally:
                 self._reached("released", "release", "committed", now)
                 self._down_since = self._at.get("opened", now)
                 self._over(self._outcome or "not_saved", now)
+            case "incarnation" if not facts.get("resumed"):
+                self._begins_with = 0
+            case "restored":
+                self._begins_with = None
             case "restore":
                 restored = int(facts["version"])
+                self._begins_with = None if self._begins_with is None else restored or None
                 self.lost_steps += max(0, self._finished - restored)
                 self._finished = restored
 
     def look(self, stage: str, newest: int, now: float) -> None:
         """Look at the job from time to time: its stage, and the newest version of a rank."""
-        if self._stage in SPENDING and (self.spent_s or self._stage != "waiting"):  # else nothing has begun
-            self.spent_s[SPENDING[self._stage]] += now - self._looked_at
-        self._stage, self._looked_at = stage, now
+        if self._spending and (self.spent_s or self._spending != "down"):  # else nothing has begun
+            self.spent_s[self._spending] += now - self._looked_at
+        if self._begins_with is not None and newest > self._begins_with:
+            self._begins_with = None
+        begins = stage == "training" and self._begins_with is not None
+        self._spending, self._looked_at = "restoring" if begins else SPENDING.get(stage, ""), now
         if stage == "training" and self._down_since is not None and newest > self.saved_version:
             self.recovery.add(now - self._down_since)
             self._down_since = None

@@ -236,20 +236,20 @@ class Session:
 
                 Leases(self._trained_in).end(pid)
 
-    # -------------------------------------------------------------------------------------------------------- restore
-
     def restore(self) -> int:
         """See ``ttp.restore``."""
+        from ttp.store.choice import checkpoint_bytes
+
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
-        (found, chosen), version = self._find(), Version(0)
+        found, chosen = self._find()
         self._say_what_is_lost(found.candidates, chosen)
+        checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
+        version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
         if chosen.name:
-            checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
-            version = self._load(checkpoint, chosen, verified=chosen in found.verified)
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
-        if self.processor is not None:
-            self.processor.set_base_version(version)
+        if (processor := self.processor) is not None:
+            processor.set_base_version(version, 0 if processor.env.rank else checkpoint_bytes(checkpoint))
         return int(version)
 
     def _load(self, checkpoint: Path, chosen: Candidate, *, verified: bool) -> Version:

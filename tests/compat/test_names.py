@@ -45,6 +45,7 @@ class Told:
         self.reports: list[Ailment] = []
         self.left: list[bool] = []
         self.device_index: int | None = None
+        self.rebooted = False
         monkeypatch.setattr(rank.THIS, "_participant", self)
 
     def report_error(self, ailment: Ailment, code: str, text: str) -> None:
@@ -101,7 +102,7 @@ def test_a_programs_own_handler_may_say_any_kind_and_nonsense_is_unknown() -> No
 
 
 @pytest.mark.parametrize("text", ["ARF FINISH", "STEP FINISH", "out of luck"])
-def test_what_is_said_by_processes_that_join_a_running_job_is_an_error_like_any_other(
+def test_what_only_processes_say_that_join_a_running_job_is_an_error_like_any_other_in_others(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     told = Told(monkeypatch)
@@ -112,6 +113,31 @@ def test_what_is_said_by_processes_that_join_a_running_job_is_an_error_like_any_
     with pytest.raises(RuntimeError, match=text):
         tft.tft_exception_handler(train)()
     assert told.reports == [Ailment.FATAL]
+
+
+@pytest.mark.parametrize(
+    ("rebooted", "text", "ailment"),
+    [(True, "ARF FINISH", Ailment.JOINED), (False, "gloo: Connection closed by peer [127.0.0.1]", Ailment.PEER)],
+)
+def test_arf_has_processes_that_join_and_others_that_lose_a_peer(
+    monkeypatch: pytest.MonkeyPatch, rebooted: bool, text: str, ailment: Ailment
+) -> None:
+    """Both are called again; only the second one has something to be cleaned."""
+    told, calls, waited = Told(monkeypatch), [], []
+    told.rebooted = rebooted
+    monkeypatch.setattr(rank.THIS, "enable_arf", True)
+    for name in ("wait_next_action", "wait_repair_action"):
+        monkeypatch.setattr(told, name, lambda name=name: waited.append(name), raising=False)
+
+    def train() -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError(text)
+        return 7
+
+    assert tft.tft_exception_handler(train)() == 7
+    assert told.reports == [ailment]
+    assert waited == ["wait_next_action", "wait_repair_action"][rebooted:]
 
 
 def test_who_presses_control_c_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +264,7 @@ def test_calls_before_the_start() -> None:
         tft.tft_start_updating_os()
     with pytest.raises(ConfigError, match="no ReportState"):
         tft.tft_report_error(42)
-    with pytest.raises(UsageError, match="no process joins a running job"):
+    with pytest.raises(UsageError, match="is of a hot switch"):
         tft.tft_report_error(tft.ReportState.RS_INIT_FINISH.value)
     with pytest.raises(ConfigError, match="MindSpeed-LLM is wanted"):
         tft.set_mindio_export_version("2.0")

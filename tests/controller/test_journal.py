@@ -123,6 +123,18 @@ def test_a_line_that_did_not_fit_is_written_when_there_is_room(
     assert kinds(teller.save_dir) == kinds(teller.run_dir) == teller.told
 
 
+def test_a_full_disk_holds_no_empty_story_beside_the_one_in_run_dir(tmp_path: Path, full_disk: Path) -> None:
+    teller = Teller(tmp_path)
+    teller.save_dir = full_disk / "checkpoints"
+    (teller.save_dir / "incidents").mkdir(parents=True)
+    fill(full_disk)
+    teller.tell("opened")
+    teller.tell("released")
+    teller.finish()
+    assert kinds(teller.run_dir) == teller.told
+    assert not list((teller.save_dir / "incidents").iterdir())
+
+
 def test_a_directory_that_hangs_keeps_nobody_waiting(tmp_path: Path, teller: Teller) -> None:
     if reason := why_not():
         pytest.skip(reason)

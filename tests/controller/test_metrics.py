@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.controller.conftest import until
 from tests.ports import free_port
+from tests.wire.certificates import Authority
 from ttp.cli.main import main
 from ttp.controller.metrics import Collector, RankNumbers, Snapshot
 from ttp.controller.tally import Tally
@@ -73,6 +75,23 @@ def test_sums_of_a_kill() -> None:
     assert spent == {"training": 11.0, "freezing": 0.02, "saving": 0.68, "down": 2.3, "restoring": 1.0}
 
 
+def test_reading_a_checkpoint_is_no_training() -> None:
+    """Until all ranks have said that they have read it, or one has trained further."""
+    for ends in ("restored", "a step"):
+        tally = Tally()
+        tally.look("waiting", 0, 0.0)
+        tally.take("incarnation", {"resumed": False}, 0.0, 0.0)
+        tally.look("forming", 0, 0.0)
+        tally.look("training", 0, 2.0)
+        tally.take("restore", {"version": 8}, 3.0, 3.0)
+        tally.look("training", 8, 4.0)
+        if ends == "restored":
+            tally.take("restored", {"version": 8, "size": 10}, 7.0, 7.0)
+        tally.look("training", 8 if ends == "restored" else 9, 7.0)
+        tally.look("training", 9, 10.0)
+        assert tally.spent_s == {"restoring": 7.0, "training": 3.0}, ends
+
+
 def test_a_version_that_was_not_saved_is_counted_as_lost_steps() -> None:
     tally = Tally()
     tally.look("training", 8, 0.0)
@@ -102,9 +121,50 @@ def test_what_is_shown_follows_the_rules_of_names(tmp_path: Path) -> None:
     assert all(name.startswith("ttp_") and not name.endswith("_ms") for name, _ in numbers)
 
 
-def scrape(port: int) -> Numbers:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+def scrape(port: int, tls: ssl.SSLContext | None = None) -> Numbers:
+    scheme = "http" if tls is None else "https"
+    with urllib.request.urlopen(f"{scheme}://127.0.0.1:{port}/metrics", timeout=10, context=tls) as answer:
         return scraped(answer.read().decode())
+
+
+def scraper(authority: Authority, shown: dict[str, str] | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(authority.certificate))
+    context.check_hostname = False
+    if shown is not None:
+        context.load_cert_chain(shown["TTP_TLS_CERT"], shown["TTP_TLS_KEY"])
+    return context
+
+
+def test_with_tls_what_was_renewed_is_shown_and_strangers_get_nothing(tmp_path: Path, start: Any) -> None:
+    """Also while many clients are connected that never say a word; the key is encrypted."""
+    authority, other = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    client = authority.sign(file="client")
+    password = tmp_path / "password"
+    password.touch(mode=0o600)
+    password.write_text("secret\n")
+    own = authority.sign(password="secret")
+    port = free_port()
+    controller = start(wait=False, **own, TTP_TLS_KEY_PASSWORD=str(password), TTP_METRICS_PORT=str(port))
+    until(lambda: f"metrics on 127.0.0.1:{port}" in controller.output())
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    assert scrape(port, scraper(authority, client))["ttp_controller_leader", ""] == 0
+    for wrong in (scraper(authority), scraper(authority, other.sign())):
+        with pytest.raises(OSError):
+            scrape(port, wrong)
+
+    def serial() -> object:
+        context = scraper(authority, client)
+        with socket.create_connection(("127.0.0.1", port), 10) as plain, context.wrap_socket(plain) as secured:
+            return (secured.getpeercert() or {})["serialNumber"]
+
+    first = serial()
+    authority.sign(password="secret")
+    until(lambda: serial() != first)
+    Path(own["TTP_TLS_CERT"]).write_text("half a cert")
+    assert scrape(port, scraper(authority, client))["ttp_controller_leader", ""] == 0, "the last one that could be used"
+    assert controller.output().count("the certificate that was renewed is not used") == 1
+    for one in silent:
+        one.close()
 
 
 def test_a_controller_and_the_command(start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,7 +188,7 @@ def test_restoring() -> None:
     decision = RestoreDecision(ME, 1, Version(5), "step_5", "d", "")
     assert rank.order(decision) == "Decided"
     assert rank.order(decision) == ""
-    assert rank.event(ev.Based(Version(5))) == ""
+    assert rank.event(ev.Based(Version(5))) == ">Restored"
 
 
 def test_a_view_is_repeated_until_the_training_has_begun() -> None:
@@ -198,7 +198,7 @@ def test_a_view_is_repeated_until_the_training_has_begun() -> None:
     rank.event(ev.Based(Version(5)))
     rank.event(ev.StreamDown("gone"))
     rank.event(ev.StreamUp())
-    assert rank.order(m.Welcome(ME, 2, 1, "1")) == "Joined >RestoreView"  # others may not have heard yet
+    assert rank.order(m.Welcome(ME, 2, 1, "1")) == "Joined >RestoreView >Restored"  # others may not have heard yet
     rank.event(ev.Observed(Version(6), m.Phase.IDLE))
     rank.event(ev.StreamDown("gone"))
     rank.event(ev.StreamUp())

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.core.restore_messages import Candidate, Reading, RestoreDecision, RestoreView
+from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreDecision, RestoreView
 from ttp.testing.scenario import grid
 
 
@@ -24,6 +24,18 @@ def test_all_ranks_restore_what_all_have_found() -> None:
     assert talk.orders(RestoreDecision)[0].version == 7
     assert talk.machine.base_version == 7
     assert talk.report(1, view(1, (7, "b"))) == "RestoreDecision:1"  # it did not hear
+
+
+def test_the_end_of_reading_is_written_down_once_when_the_last_rank_has_read() -> None:
+    talk = Talk()
+    for rank in range(3):
+        talk.report(rank, view(rank, (9, "a")))
+    assert talk.report(2, Restored(Rank(2), Version(9))) == ""
+    assert talk.report(2, Restored(Rank(2), Version(9))) == "", "said again to a controller that may be new"
+    assert talk.report(0, Restored(Rank(0), Version(9), 1000)) == ""
+    assert talk.report(1, Restored(Rank(1), Version(9))) == "[restored]"
+    assert talk.facts("restored") == {"version": 9, "size": 1000}
+    assert talk.report(1, Restored(Rank(1), Version(9))) == ""
 
 
 def test_what_nobody_has_read_is_decided_once_more_when_everybody_has() -> None:

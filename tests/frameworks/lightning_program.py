@@ -176,11 +176,11 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     module: Any = kinds.get(KIND, Classifier)(steps)
     torch.manual_seed(100 + int(os.environ["RANK"]))
     watch = Watch(report)
-    callbacks: list[Any] = [OnExceptionCheckpoint(save_dir.parent / "raised"), watch]
+    callbacks: list[Any] = [watch]
     if KIND != "manual":
         stopping = EarlyStopping("val", patience=50)
         best = ModelCheckpoint(save_dir.parent / "models", monitor="val", save_top_k=1)
-        callbacks += [stopping, best]
+        callbacks += [OnExceptionCheckpoint(save_dir.parent / "raised"), stopping, best]
     accumulate = 2 if KIND == "automatic" else 1
     trainer = Trainer(
         accelerator="cpu",

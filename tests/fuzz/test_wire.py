@@ -32,7 +32,7 @@ from ttp.core.layout_messages import TellLayout
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
-from ttp.core.restore_messages import Candidate, Reading, RestoreView
+from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreView
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.mindio.protocol.rank_side import RankRounds
 from ttp.testing.network import apart
@@ -84,6 +84,7 @@ HONEST_REPORTS = [
     said(m.Fault(Rank(2), Rank(2), m.FaultKind.EXCEPTION, "oh")),
     said(m.Heartbeat(Rank(1), Version(9), m.Phase.IDLE)),
     said(RestoreView(Rank(1), (Candidate(Version(3), "d", "n"),), ("x",), (Reading("c", 1, 2),))),
+    *(said(Restored(Rank(rank), Version(3), 9)) for rank in range(3)),
     said(m.Goodbye(Rank(2), m.GoodbyeReason.DONE, Version(3))),
 ]
 SPOKEN = st.one_of(REPORTS, st.sampled_from(HONEST_REPORTS), st.sampled_from(HONEST_REPORTS).flatmap(changed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,17 +13,26 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.slurm.cluster import BatchJob, Cluster, until
+from tests.slurm.cluster import KILL_WAIT_S, BatchJob, Cluster, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Digests = dict[str, str]
 TTP = shutil.which("ttp") or "ttp"
 
 
+def running(cluster: Cluster, host: int, word: str, variable: str = "") -> list[psutil.Process]:
+    """Processes of a host with a word in their command, and a variable in their environment."""
+    found = []
+    for process in cluster.hosts.processes(host):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if word in " ".join(process.cmdline()) and (not variable or variable in process.environ()):
+                found.append(process)
+    return found
+
+
 def ranks(cluster: Cluster, host: int) -> list[psutil.Process]:
     """The processes that train on a host."""
-    found = [p for p in cluster.hosts.processes(host) if "train.py" in " ".join(p.cmdline())]
-    return [p for p in found if "RANK" in p.environ()]
+    return running(cluster, host, "train.py", "RANK")
 
 
 def test_a_rank_that_is_killed_costs_no_requeue(cluster: Cluster, unbroken: Digests) -> None:
@@ -82,6 +92,31 @@ def test_a_node_that_dies_takes_no_other_with_it(cluster: Cluster, unbroken: Dig
     assert "down" in cluster.states()[host - 1]
 
 
+def test_with_no_kill_the_script_itself_requeues_after_the_loss_of_another_node(
+    cluster: Cluster, unbroken: Digests
+) -> None:
+    job = BatchJob(cluster, "--no-kill")
+    job.wait_for("step 10/")
+    cluster.hosts.power_off(2)
+    assert_resumed(job, unbroken)
+    assert "\nsaved\n" in job.text()
+
+
+def test_with_no_kill_the_loss_of_the_first_node_leaves_a_job_without_a_script(
+    cluster: Cluster, unbroken: Digests
+) -> None:
+    """It is saved, and waits for somebody to requeue it: why ``slurm.sbatch`` does not say ``--no-kill``."""
+    job = BatchJob(cluster, "--no-kill")
+    job.wait_for("step 10/")
+    cluster.hosts.power_off(1)
+    until("it is saved", lambda: verdict(job) == ("saved", 75))
+    until("SLURM knows", lambda: "down" in cluster.states()[0], 90)
+    time.sleep(2 * KILL_WAIT_S)
+    assert (job.state(), job.facts()["Restarts"]) == ("RUNNING", "0")
+    cluster.command("scontrol", "requeue", job.id)
+    assert_resumed(job, unbroken)
+
+
 def test_before_the_time_limit_it_is_saved_and_started_again(cluster: Cluster, unbroken: Digests) -> None:
     """The limit of a minute is over before training is."""
     job = BatchJob(cluster, "--time=2", "--signal=TERM@30", step_ms=3000)
@@ -91,7 +126,7 @@ def test_before_the_time_limit_it_is_saved_and_started_again(cluster: Cluster, u
 
 def test_what_is_preempted_before_its_ranks_have_joined_is_started_again(cluster: Cluster, unbroken: Digests) -> None:
     job = BatchJob(cluster, step_ms=0)
-    until("the launchers run", lambda: any("ttp" in " ".join(p.cmdline()) for p in cluster.hosts.processes(1)), 60)
+    until("the launchers run", lambda: bool(running(cluster, 1, "ttp")), 60)
     time.sleep(3)
     cluster.command("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5")
     assert_resumed(job, unbroken)
@@ -135,7 +170,7 @@ def assert_resumed(job: BatchJob, unbroken: Digests, lives_max: int = 2) -> dict
     until("the job has been started again", lambda: job.facts()["Restarts"] != "0", 180, 1)
     facts = job.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", timeout_s=300)
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.text()
-    assert 1 <= int(facts["Restarts"]) < lives_max
+    assert 1 <= int(facts["Restarts"]) < lives_max, job.text()
     steps = [int(step) for step in re.findall(r"^step (\d+)/", job.text(), re.MULTILINE)]
     assert steps == sorted(set(steps)) and steps[-1] == 40, f"no step was made twice: {steps}"
     assert job.result() == unbroken

@@ -143,16 +143,30 @@ def until(condition: Callable[[], Any], timeout_s: float) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ttp")
-def test_a_real_kill_arrives_at_a_real_collector(make_job: Callable[..., Job], collector: Collector) -> None:
+def test_a_real_kill_arrives_at_a_real_collector(
+    make_job: Callable[..., Job], collector: Collector, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(ranks=2, steps=100_000, env=collector.env)
     kill(job, 1, launch=1)
-    until(lambda: collector.spans, 60)
+    until(lambda: any(span.name == "ttp.restore" for span in collector.spans), 60)
     (lines,) = job.incidents()
-    assert_is_one_trace(collector.spans, lines[0]["incident"])
-    names = {span.name for span in collector.spans}
+    incident = [span for span in collector.spans if span.name != "ttp.restore"]
+    assert_is_one_trace(incident, lines[0]["incident"])
+    names = {span.name for span in incident}
     assert {"ttp.freeze", "ttp.save", "ttp.commit", "ttp.save.shard", "ttp.commit.manifest"} <= names
     root = next(span for span in collector.spans if span.name == "ttp.incident")
     assert abs(root.start_time_unix_nano / 1e9 - lines[0]["unix_s"]) < 0.001
+    (restore,) = (span for span in collector.spans if span.name == "ttp.restore")
+    assert [(link.trace_id, link.span_id) for link in restore.links] == [(root.trace_id, root.span_id)]
+    assert root.end_time_unix_nano < restore.start_time_unix_nano < restore.end_time_unix_nano
+    facts = {a.key: a.value.int_value for a in restore.attributes}
+    assert facts["ttp.version"] == job.committed()[0] and facts["ttp.bytes"] > 1000
+    for name, value in collector.env.items():
+        monkeypatch.setenv(name, value)
+    collector.spans = []
+    ttp("incidents", job.directory / "checkpoints", "--last", "--otlp")
+    (again,) = (span for span in collector.spans if span.name == "ttp.restore")
+    assert (again.trace_id, again.span_id) == (restore.trace_id, restore.span_id), "sent twice is the same"
 
 
 @pytest.mark.timeout(300)

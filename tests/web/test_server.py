@@ -52,6 +52,11 @@ def test_with_tls_browsers_show_a_certificate_unless_the_operator_says_otherwise
         assert fetch(address.partition("?")[0], authority, own) == 401, "the token is asked for besides"
         with pytest.raises(OSError):
             urllib.request.urlopen(address.replace("https", "http"), timeout=20)
+        authority.sign(file="own"), authority.revoke("own")
+        renewed, late = authority.sign(), authority.sign(file="late")
+        assert fetch(address, authority, renewed) == 200, "what was renewed is shown, and goes by the new list"
+        authority.revoke("late")
+        assert fetch(address, authority, late) == -1, "a list that is newer than the server"
     with served("--save-dir", str(tmp_path), "--no-client-certificates", env=env) as address:
         assert fetch(address, authority) == 200
 

@@ -47,6 +47,7 @@ EVENTS = (
     "replan",
     "misfit",
     "restore",
+    "restored",
     "retracted",
     "retry",
     "save_failed",

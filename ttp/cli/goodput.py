@@ -18,6 +18,7 @@ from ttp.store.history import Launch, read_launches
 
 RUNS_S = 3600.0
 """A last launch without an end is taken to run still when it, or an incident of it, is no older than that."""
+PARTS = ("training", "joining", "restoring", "freezing", "saving", "down")
 
 RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of this job (TORCHELASTIC_RUN_ID).")]
 
@@ -27,8 +28,9 @@ class Goodput:
     """Seconds by what they went into, and what was lost.
 
     Args:
-        joining: from the first rank of a launch to the moment when all have agreed on what they restore.
-        training: ranks that read what they restore, and train.
+        joining: from the first rank of a launch to the moment when all are there.
+        restoring: from then until all have read what they begin with.
+        training: the rest of a launch.
         freezing: from the first sign of a fault to the plan.
         saving: from the plan to the release, or to the thaw.
         down: from the end of a launch to the beginning of the next.
@@ -41,6 +43,7 @@ class Goodput:
     """
 
     joining: float = 0.0
+    restoring: float = 0.0
     training: float = 0.0
     freezing: float = 0.0
     saving: float = 0.0
@@ -55,7 +58,7 @@ class Goodput:
     @property
     def elapsed(self) -> float:
         """All of it."""
-        return self.joining + self.training + self.freezing + self.saving + self.down
+        return float(sum(getattr(self, name) for name in PARTS))
 
     @property
     def ratio(self) -> float:
@@ -66,11 +69,10 @@ class Goodput:
 def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> None:
     """Say what the time of a job went into, over all its launches: from launches.log and the incidents of a save_dir.
 
-    Joining ends when all ranks are there and have agreed on what they restore; reading it counts as training, and so
-    does joining in a job that never calls restore(). Steps that were
+    Joining ends when all ranks are there, restoring when all of them have read what they begin with. Steps that were
     trained again are the price of launches that ended without a save.
 
-    JSON keys: ratio (training / elapsed, 0 to 1), elapsed, joining, training, freezing, saving, down, mttr
+    JSON keys: ratio (training / elapsed, 0 to 1), elapsed, joining, restoring, training, freezing, saving, down, mttr
     (seconds; mttr from the first sign of a fault to the next launch, null without any), launches, incidents,
     false_alarms, lost_steps, unreadable (lines and files that could not be read).
     """
@@ -84,7 +86,7 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
     if json:
         print_json({"ratio": round(found.ratio, 4), "elapsed": found.elapsed, **asdict(found)})
         return
-    parts = [(name, getattr(found, name)) for name in ("training", "joining", "freezing", "saving", "down")]
+    parts = [(name, getattr(found, name)) for name in PARTS]
     launched = f"{found.launches} launch{'' if found.launches == 1 else 'es'}"
     say(f"goodput {found.ratio:.1%} of {duration_text(found.elapsed)} in {launched}")
     say(", ".join(f"{name} {duration_text(seconds)}" for name, seconds in parts))
@@ -138,9 +140,11 @@ def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: fl
         spent = sum(_lasted(story) for story in own)
         found.freezing += frozen
         found.saving += spent - frozen
-        joining = max(0.0, min(launch.joined_unix_s, ended_s) - launch.began_unix_s)
-        found.joining += joining
-        found.training += max(0.0, ended_s - launch.began_unix_s - spent - joining)
+        joined_s = max(launch.began_unix_s, min(launch.joined_unix_s, ended_s))
+        restored_s = max(joined_s, min(launch.restored_unix_s, ended_s))
+        found.joining += joined_s - launch.began_unix_s
+        found.restoring += restored_s - joined_s
+        found.training += max(0.0, ended_s - restored_s - spent)
         if until <= now_s:
             found.down += max(0.0, until - ended_s)
         for story in own:

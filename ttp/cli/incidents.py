@@ -11,11 +11,13 @@ from rich.text import Text
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import SUFFIX, IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, count_text, print_json, say, screen, table, when_text
-from ttp.cli.spans import send, trace_id
+from ttp.cli.spans import restore_span, send, spans, trace_id
 from ttp.cli.timeline import rows, style_of
 from ttp.cli.trace_events import trace_text
 from ttp.errors import CheckpointError, UsageError
+from ttp.store.history import read_launches
 
+ELSEWHERE = "what a save_dir could not take is in the run directory of the controller's host: `ttp incidents RUN_DIR`"
 Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]
 Last = Annotated[bool, typer.Option("--last", help="The newest incident.")]
 Detail = Annotated[bool, typer.Option("--detail", help="With the evidence's details, such as tracebacks.")]
@@ -52,7 +54,8 @@ def incidents(
         return
     log = read_incident(_pick(files, incident, directory))
     if otlp:
-        say(f"{count_text(send(log), 'span')} sent as trace {trace_id(log.id)}")
+        made = [*spans(log), *_restored_after(log, directory)]
+        say(f"{count_text(send(made), 'span')} sent as trace {trace_id(log.id)}")
         return
     if trace is not None:
         try:
@@ -70,9 +73,20 @@ def incidents(
 _LINE = ("kind", "at_ms", "unix_s", "monotonic_s", "facts")
 
 
+def _restored_after(log: IncidentLog, directory: Path) -> list[Any]:
+    """A span of the restore of the next launch, if that has restored what this incident saved."""
+    opened, released = log.last("opened"), log.last("released")
+    if opened is None or released is None:
+        return []
+    run_id = opened.facts.get("run_id")
+    later = (launch for launch in read_launches(directory) if launch.began_unix_s > released.unix_s)
+    following = next((launch for launch in later if launch.run_id == run_id), None)
+    return [restore_span(following, log.id)] if following is not None and following.restored else []
+
+
 def _pick(files: list[Path], incident: str | None, directory: Path) -> Path:
     if not files:
-        raise CheckpointError(f"there are no incidents in {directory}")
+        raise CheckpointError(f"there are no incidents in {directory}; {ELSEWHERE}")
     if incident is None:
         return files[0]
     ids = {path.name.removesuffix(SUFFIX): path for path in files}
@@ -104,7 +118,7 @@ def _list(files: list[Path], directory: Path, json: bool) -> None:
     if json:
         print_json([describe(log) for log in logs])
     elif not files:
-        say(f"there are no incidents in {directory}: nothing has gone wrong yet")
+        say(f"there are no incidents in {directory}: nothing has gone wrong yet ({ELSEWHERE})")
     else:
         columns = ("incident", "when", "version", "saved after", "cause", "outcome")
         screen().print(table(columns, map(_row, logs), right=("version", "saved after")))

@@ -1,9 +1,10 @@
 """An incident as spans of OpenTelemetry, sent by OTLP: one trace, whose id follows from the incident's.
 
 ``python -m ttp.cli.spans INCIDENT`` is what a controller starts once an incident is over, with the incident's lines on
-its standard input: whatever the SDK, the network or the collector do, they do it to a process that nobody waits for.
-The usual variables say where and how: ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``..._HEADERS``, ``..._PROTOCOL``,
-``OTEL_SERVICE_NAME``, ``OTEL_RESOURCE_ATTRIBUTES``.
+its standard input, and with ``--restore`` once the next launch has read the checkpoint, with the lines of launches:
+whatever the SDK, the network or the collector do, they do it to a process that nobody waits for. The usual variables
+say where and how: ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``..._HEADERS``, ``..._PROTOCOL``, ``OTEL_SERVICE_NAME``,
+``OTEL_RESOURCE_ATTRIBUTES``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ttp._version import __version__
 from ttp.cli.incident_reader import IncidentLog, parse_incident
 from ttp.cli.trace_events import CONTROLLER, SAVING, STAGES, Event, trace_events
 from ttp.errors import ConfigError, TtpError
+from ttp.store.history import Launch, parse_launches
 
 NICE = 10
 MISSING = "OpenTelemetry is not installed: pip install 'ttp-ft[otlp]'"
@@ -64,17 +66,9 @@ def spans(log: IncidentLog) -> list[Any]:
     Raises:
         ConfigError: OpenTelemetry is not installed.
     """
-    try:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.trace import Status, StatusCode, set_span_in_context
-    except ImportError:
-        raise ConfigError(MISSING) from None
-    facts = {"service.version": __version__, "service.instance.id": f"{socket.gethostname()}:{os.getppid()}"}
-    if "OTEL_SERVICE_NAME" not in os.environ:
-        facts["service.name"] = "ttp-controller"
-    provider = TracerProvider(resource=Resource.create(facts), id_generator=_Ids(log.id), shutdown_on_exit=False)
-    tracer = provider.get_tracer("ttp", __version__)
+    tracer = _tracer(log.id)
+    from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
     events = trace_events(log)["traceEvents"]
     zero_ns = int(log.opened_unix_s * 1e9)
     made: list[Any] = []
@@ -109,6 +103,50 @@ def spans(log: IncidentLog) -> list[Any]:
     return made
 
 
+def restore_span(launch: Launch, incident: str) -> Any:
+    """``ttp.restore``: from the moment when all ranks of a launch were there until they had read what they begin with.
+
+    Args:
+        launch: one that has restored something.
+        incident: what ended the launch before it; the span, which is a trace of its own, has a link to it. Empty: none.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    tracer = _tracer(f"restore {launch.run_id} {launch.began_unix_s:.3f}")
+    from opentelemetry.trace import Link, SpanContext, TraceFlags
+
+    ids = _Ids(incident)
+    root = SpanContext(ids.generate_trace_id(), ids.generate_span_id(), True, TraceFlags(TraceFlags.SAMPLED))
+    told = {"ttp.run.id": launch.run_id, "ttp.version": launch.restored, "ttp.bytes": launch.restored_bytes}
+    span = tracer.start_span(
+        "ttp.restore",
+        attributes=told,
+        links=[Link(root)] if incident else [],
+        start_time=int((launch.joined_unix_s or launch.began_unix_s) * 1e9),
+    )
+    span.end(int(launch.restored_unix_s * 1e9))
+    return span
+
+
+def _tracer(seed: str) -> Any:
+    """A tracer whose ids follow from ``seed``.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+    except ImportError:
+        raise ConfigError(MISSING) from None
+    facts = {"service.version": __version__, "service.instance.id": f"{socket.gethostname()}:{os.getppid()}"}
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        facts["service.name"] = "ttp-controller"
+    provider = TracerProvider(resource=Resource.create(facts), id_generator=_Ids(seed), shutdown_on_exit=False)
+    return provider.get_tracer("ttp", __version__)
+
+
 def _about(log: IncidentLog) -> dict[str, Any]:
     opened, released = log.last("opened"), log.last("released")
     told: dict[str, Any] = {"ttp_incident_id": log.id, "ttp_cause": log.cause[:TEXT_MAX]}
@@ -131,14 +169,13 @@ def _size(event: Event) -> dict[str, Any]:
     return {"ttp_bytes": sum(int(piece.get("size") or 0) for piece in pieces)} if pieces else {}
 
 
-def send(log: IncidentLog) -> int:
-    """Send an incident. Returns the number of spans.
+def send(made: list[Any]) -> int:
+    """Send spans. Returns their number.
 
     Raises:
-        ConfigError: OpenTelemetry, or its exporter for the chosen protocol, is not installed.
+        ConfigError: the exporter for the chosen protocol is not installed.
         NotSentError: the collector did not take them.
     """
-    made = spans(log)
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
     try:
         from opentelemetry.sdk.trace.export import SpanExportResult
@@ -170,13 +207,16 @@ class _Heard(logging.Handler):
         self.last = " ".join(record.getMessage().split())[:TEXT_MAX]
 
 
-def main(incident: str) -> int:
-    """Send the incident whose lines are on the standard input."""
+def main(incident: str, restore: bool) -> int:
+    """Send the incident, or the restore after it, whose lines are on the standard input."""
     os.nice(NICE)
     logging.getLogger("opentelemetry").propagate = False
     try:
         with os.fdopen(0, "rb") as lines:
-            send(parse_incident(lines, incident, Path("-")))
+            if not restore:
+                send(spans(parse_incident(lines, incident, Path("-"))))
+            elif (launches := parse_launches(lines.read())) and launches[-1].restored:
+                send([restore_span(launches[-1], incident)])
     except TtpError as problem:
         print(problem, file=sys.stderr)
         return 1
@@ -184,4 +224,4 @@ def main(incident: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], "--restore" in sys.argv[2:]))

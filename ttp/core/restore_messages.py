@@ -42,6 +42,19 @@ class RestoreView(m.Report):
 
 
 @dataclass(frozen=True, slots=True)
+class Restored(m.Report):
+    """This rank has read what it begins with.
+
+    Args:
+        version: the state that it has now.
+        size: bytes of the checkpoint; 0: not known here.
+    """
+
+    version: Version
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreDecision(m.LedOrder):
     """``version`` 0 with an empty name: start from nothing. A non-empty ``error`` is raised on every rank.
 

@@ -172,10 +172,10 @@ class Processor:
         if self.env.rank == 0:
             self._saver.tidy(checkpoint.parent, self.config.keep, checkpoint.name, verified=True)
 
-    def set_base_version(self, version: Version) -> None:
-        """The state was restored to ``version``."""
+    def set_base_version(self, version: Version, size: int = 0) -> None:
+        """The state was restored to ``version``, from a checkpoint of ``size`` bytes (0: not known)."""
         self.gate.set_version(version)
-        self._inbox.put(ev.Based(version))
+        self._inbox.put(ev.Based(version, size))
 
     def agree_on_restore(
         self, candidates: tuple[Candidate, ...], skipped: tuple[str, ...], readings: tuple[Reading, ...]

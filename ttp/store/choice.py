@@ -10,7 +10,7 @@ from ttp.core.restore_choice import fallback_note
 from ttp.core.restore_messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import find_whole
-from ttp.store.manifest import MANIFEST, manifest_digest
+from ttp.store.manifest import MANIFEST, load_with_digest, manifest_digest
 from ttp.store.share import NOTHING, WHOLE, Share, everything
 from ttp.store.verify import verify_checkpoint
 
@@ -156,3 +156,11 @@ def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool,
     problems = [] if already_verified else verify_checkpoint(checkpoint, share=share)
     if problems:
         raise RestoreError(f"the ranks agreed on {checkpoint}, which is not whole here: {'; '.join(problems[:5])}")
+
+
+def checkpoint_bytes(checkpoint: Path) -> int:
+    """Bytes of the pieces of a checkpoint, as its manifest says; 0: it cannot be read any more."""
+    try:
+        return sum(piece.size for piece in load_with_digest(checkpoint)[0].pieces)
+    except CheckpointError:
+        return 0

@@ -1,10 +1,10 @@
 """Records the launches of the jobs that save to one directory: what each of them has saved, and how it ended.
 
-``save_dir/incidents/launches.log`` has a line of JSON for each beginning (``incarnation``), for the moment when all
-ranks have agreed on what they ``restore``, for each checkpoint (``committed``) and each end: ``finished`` is the mark
-of completion, ``released`` says with which exit code the ranks were told to leave, ``wrong`` that a rank has left with
-64. A launch without an end was cut off with its controller. A line that cannot be read, such as half of one, is passed
-over.
+``save_dir/incidents/launches.log`` has a line of JSON for each beginning (``incarnation``), for the moments when all
+ranks have joined (``formed``), have agreed on what they ``restore`` and have ``restored`` it, for each checkpoint
+(``committed``) and each end: ``finished`` is the mark of completion, ``released`` says with which exit code the ranks
+were told to leave, ``wrong`` that a rank has left with 64. A launch without an end was cut off with its controller. A
+line that cannot be read, such as half of one, is passed over.
 
 If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
 ``save_dir/incidents/wrong.json``. Of many such ranks the last one is kept.
@@ -39,10 +39,10 @@ FORMING_S = 600.0
 TAIL_BYTES = 4 << 20
 """The newest lines, as many as are ever looked at."""
 TEXT_MAX = 2000
-HISTORY_KINDS = ("restore", "committed", "finished", "released", "wrong")
+HISTORY_KINDS = ("formed", "restore", "restored", "committed", "finished", "released", "wrong")
 BEGINS = "incarnation"
 
-_FACTS = ("run_id", "incarnation", "world_size", "version", "exit_code", "text", "progress")
+_FACTS = ("run_id", "incarnation", "world_size", "version", "exit_code", "text", "progress", "size")
 
 
 @dataclass(slots=True)
@@ -58,7 +58,10 @@ class Launch:
         text: why.
         version: the newest that it saved; None: none.
         ended_unix_s: when its end was written down; 0: it was not.
-        joined_unix_s: when all ranks were there and had agreed on what they restore; 0: they have not.
+        joined_unix_s: when all ranks were there; 0: they have not been.
+        restored_unix_s: when all of them had read what they begin with; 0: it was not written down.
+        restored: the version that they began with.
+        restored_bytes: size of that checkpoint; 0: not known.
     """
 
     run_id: str
@@ -70,6 +73,9 @@ class Launch:
     version: int | None = None
     ended_unix_s: float = 0.0
     joined_unix_s: float = 0.0
+    restored_unix_s: float = 0.0
+    restored: int = 0
+    restored_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +174,11 @@ def read_launches(save_dir: Path) -> list[Launch]:
         return []
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+    return parse_launches(data)
+
+
+def parse_launches(data: bytes) -> list[Launch]:
+    """The launches of which lines tell, the oldest first."""
     return _launches(_records(data))
 
 
@@ -223,8 +234,11 @@ def _launches(records: Iterable[Mapping[str, Any]]) -> list[Launch]:
 def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
     text = str(record.get("text", ""))[:TEXT_MAX]
     match record["kind"]:
-        case "restore":
+        case "formed" | "restore":
             launch.joined_unix_s = launch.joined_unix_s or at_s
+        case "restored" if not launch.restored_unix_s:
+            launch.restored_unix_s, launch.restored = at_s, _whole(record.get("version")) or 0
+            launch.restored_bytes = _whole(record.get("size")) or 0
         case "committed":
             launch.progress, launch.version = True, _whole(record.get("version"))
         case "finished":

@@ -47,6 +47,7 @@ class Identity:
         authority: PEM.
         name: that a peer's certificate has to bear.
         guard: judges certificates by revocation lists; None: there are none.
+        lists: time of change of these lists.
     """
 
     certificate: bytes
@@ -54,6 +55,7 @@ class Identity:
     authority: bytes
     name: str
     guard: Guard | None = None
+    lists: int = 0
 
 
 def identity(config: Config | None = None) -> Identity | None:
@@ -79,6 +81,15 @@ def identity(config: Config | None = None) -> Identity | None:
     lists = Path(config.tls_crl) if config.tls_crl else None
     revoked = None if lists is None else (lists, _changed("TTP_TLS_CRL", lists))
     return _loaded(*((path, _changed(name, path)) for name, path in zip(files, paths, strict=True)), password, revoked)
+
+
+def key_password(config: Config) -> str:
+    """What opens the key; empty: it is not encrypted.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return _password(Path(config.tls_key_password) if config.tls_key_password else None)
 
 
 def secured() -> bool:
@@ -120,22 +131,30 @@ def add_port(server: Any, where: str) -> int:
     mine = identity(config)
     if mine is None:
         return int(server.add_insecure_port(where))
-    shown = _Shown(config, mine)
-    credentials = grpc.dynamic_ssl_server_credentials(_as_grpc(mine), shown.again, require_client_authentication=True)
+    renewals = Renewals(config, mine)
+
+    def again() -> Any:
+        """The certificate to show from now on; None: the same as before. No exception may reach gRPC."""
+        renewed = renewals.renewed()
+        return None if renewed is None else _as_grpc(renewed)
+
+    credentials = grpc.dynamic_ssl_server_credentials(_as_grpc(mine), again, require_client_authentication=True)
     return int(server.add_secure_port(where, credentials))
 
 
-class _Shown:
-    """The certificate that a server shows, read again for each connection."""
+class Renewals:
+    """The identity of a server, looked at again for each connection.
+
+    Args:
+        config: names the files.
+        mine: the present one.
+    """
 
     def __init__(self, config: Config, mine: Identity) -> None:
         self._config, self._mine, self._problem = config, mine, ""
 
-    def again(self) -> Any:
-        """The certificate to show from now on, in gRPC's form; None: the same as before.
-
-        Called by gRPC, which no exception may reach.
-        """
+    def renewed(self) -> Identity | None:
+        """The identity to use from now on; None: the same as before. Never raises."""
         try:
             mine = identity(self._config)
         except Exception as problem:
@@ -146,9 +165,9 @@ class _Shown:
         self._problem = ""
         if mine is None or mine == self._mine:
             return None
-        log.info("a renewed certificate is shown from now on")
+        log.info("a renewed certificate, authority or list is used from now on")
         self._mine = mine
-        return _as_grpc(mine)
+        return mine
 
 
 def _as_grpc(mine: Identity) -> grpc.ServerCertificateConfiguration:
@@ -237,7 +256,7 @@ def _loaded(certificate: _File, key: _File, authority: _File, password: Path | N
     guard = None if revoked is None else Guard(revoked[0], ca, cert, own, secret)
     if guard is not None and (problem := guard.problem(_read(cert))):
         raise ConfigError(f"TTP_TLS_CERT={cert} will be refused by the other processes of the job: {problem}")
-    return Identity(_read(cert), _plain_key(own, secret), _read(ca), name, guard)
+    return Identity(_read(cert), _plain_key(own, secret), _read(ca), name, guard, revoked[1] if revoked else 0)
 
 
 def _password(path: Path | None) -> str:

@@ -73,7 +73,7 @@ from ttp.core.controller.stand_in import StandIn
 from ttp.core.copy_messages import Copied
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.core.layout_messages import LayoutPart
-from ttp.core.restore_messages import RestoreView
+from ttp.core.restore_messages import Restored, RestoreView
 
 
 class ControllerMachine:
@@ -348,6 +348,8 @@ class ControllerMachine:
                 self._faults.reported(report, now)
             case RestoreView():
                 self._viewed(report)
+            case Restored():
+                self._parts.restoring.restored(report)
             case m.Goodbye():
                 self._goodbye(member, report)
             case m.StackTaken(_, incident, subject, text):

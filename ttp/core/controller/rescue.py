@@ -99,16 +99,15 @@ class Rescue:
         if not self._job.training or self._job.ended:
             self._outbox.add(AnswerSave(event.request, False, Version(0), "", "no job is training here"))
             return
-        if self.incident is None:
-            self.snapshot(event.reason or "a checkpoint was asked for", now)
-        assert self.incident is not None
-        self.incident.requests.append(event.request)
-        self.incident.trial |= event.again
+        incident = self.incident or self.snapshot(event.reason or "a checkpoint was asked for", now)
+        incident.requests.append(event.request)
+        incident.trial |= event.again
 
-    def snapshot(self, text: str, now: float) -> None:
+    def snapshot(self, text: str, now: float) -> Incident:
         """Make a checkpoint, and thaw everybody then; no incident is open."""
         incident = self._open(now, text, snapshot=True)
         incident.evidence.add(Evidence(OUTSIDER, m.FaultKind.SNAPSHOT, text, now))
+        return incident
 
     def _open(self, now: float, cause: str, *, snapshot: bool = False, recovered_id: str = "") -> Incident:
         assert self._job.layout is not None
@@ -300,8 +299,7 @@ class Rescue:
 
     def on_disk(self) -> Version:
         """The newest version that is known to be durable."""
-        last_commit = self.saving.last_commit
-        return Version(max(self.base_version, last_commit[0] if last_commit else 0))
+        return max(self.base_version, (self.saving.last_commit or (Version(0),))[0])
 
     def _check_savers(self, incident: Incident, now: float) -> None:
         self.saving.check(incident, now)

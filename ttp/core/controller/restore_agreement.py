@@ -10,7 +10,7 @@ from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank, Version
 from ttp.core.restore_choice import agree, is_unread
-from ttp.core.restore_messages import Candidate, RestoreDecision, RestoreView
+from ttp.core.restore_messages import Candidate, Restored, RestoreDecision, RestoreView
 
 
 class Restoring:
@@ -26,15 +26,17 @@ class Restoring:
         self._job = job
         self._outbox = outbox
         self._views: dict[Rank, RestoreView] = {}
+        self._restored: dict[Rank, Restored] = {}
         self._committed: tuple[Version, str] | None = None
 
     def reset(self) -> None:
         """A new incarnation begins."""
-        self._views, self.decision = {}, None
+        self._views, self._restored, self.decision = {}, {}, None
 
     def forget(self, rank: Rank) -> None:
         """Forget what a process found that was gone before the job was complete."""
         self._views.pop(rank, None)
+        self._restored.pop(rank, None)
 
     def expect(self, committed: tuple[Version, str] | None, *, same_job: bool) -> None:
         """Expect ranks to find what the last incarnation committed: version and path, or None.
@@ -53,6 +55,15 @@ class Restoring:
             self._tell((view.rank,))
         elif len(self._views) == self._job.layout.world_size:
             self._decide()
+
+    def restored(self, report: Restored) -> None:
+        """A rank has read what it begins with; the last of them ends the restore, which is written down."""
+        assert self._job.layout is not None
+        new = report.rank not in self._restored
+        self._restored[report.rank] = report
+        if new and len(self._restored) == self._job.layout.world_size:
+            size = max(said.size for said in self._restored.values())
+            self._outbox.record("restored", version=report.version, size=size)
 
     def _decide(self) -> None:
         verdict = agree(self._views.values())

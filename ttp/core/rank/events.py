@@ -153,9 +153,10 @@ class RestoreWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Based(Event):
-    """The state was set to ``version``: nothing newer has been trained in this process."""
+    """The state was set to ``version``, from ``size`` bytes: nothing newer has been trained in this process."""
 
     version: Version
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from ttp.core.rank.outbox import RankOutbox
 from ttp.core.rank.program import RankProgram
 from ttp.core.rank.rescue import RankRescue, RankState
 from ttp.core.rank.stand_in import StandInStream
-from ttp.core.restore_messages import RestoreDecision, RestoreView
+from ttp.core.restore_messages import Restored, RestoreDecision, RestoreView
 from ttp.errors import EXIT_NOT_SAVED
 
 
@@ -85,6 +85,7 @@ class ProcessorMachine:
         self._beat_at = now
         self._down_since: float | None = now
         self._view: RestoreView | None = None
+        self._restored: Restored | None = None
         self._undecided = False
         self._observed = ev.Observed(hello.version, hello.phase)
         self._route = Route(timeouts.failover_s)
@@ -135,9 +136,11 @@ class ProcessorMachine:
             case ev.RestoreWanted(candidates, skipped, readings):
                 self._view, self._undecided = RestoreView(self._state.rank, candidates, skipped, readings), True
                 self._outbox.report(self._view)
-            case ev.Based(version):
-                self._state.hello = replace(self._state.hello, base_version=version)
-                self._state.version = version
+            case ev.Based(version, size):
+                self._state.hello, self._state.version = replace(self._state.hello, base_version=version), version
+                if version:  # else nothing had to be read
+                    self._restored = Restored(self._state.rank, version, size)
+                    self._outbox.report(self._restored)
             case ev.Observed():
                 self._observe(event, now)
             case ev.NeighbourDied(rank, nonce, text):
@@ -338,8 +341,9 @@ class ProcessorMachine:
         self._note_ring()
         self._beat_at = now + self.timeouts.heartbeat_s
         self._outbox.do(act.Joined(order.incarnation, first, order.joins))
-        if self._view is not None and (self._undecided or self._state.version <= self._state.hello.base_version):
-            self._outbox.report(self._view)  # others may still wait for the decision, and this controller may be new
+        if self._undecided or self._state.version <= self._state.hello.base_version:
+            for said in filter(None, (self._view, self._restored if not self._undecided else None)):
+                self._outbox.report(said)  # others may still wait for the decision, and this controller may be new
         self._copies.repeat()
         for report in self.program.repeated():
             self._outbox.report(report)

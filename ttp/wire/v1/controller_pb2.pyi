@@ -767,6 +767,27 @@ class Reading(google.protobuf.message.Message):
 global___Reading = Reading
 
 @typing.final
+class Restored(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    version: builtins.int
+    size: builtins.int
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        version: builtins.int = ...,
+        size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank", "size", b"size", "version", b"version"]) -> None: ...
+
+global___Restored = Restored
+
+@typing.final
 class Goodbye(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -929,6 +950,7 @@ class RankReport(google.protobuf.message.Message):
     AILING_FIELD_NUMBER: builtins.int
     ACTED_FIELD_NUMBER: builtins.int
     LAYOUT_PART_FIELD_NUMBER: builtins.int
+    RESTORED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -965,6 +987,8 @@ class RankReport(google.protobuf.message.Message):
     def acted(self) -> ttp.wire.v1.rounds_pb2.Acted: ...
     @property
     def layout_part(self) -> global___LayoutPart: ...
+    @property
+    def restored(self) -> global___Restored: ...
     def __init__(
         self,
         *,
@@ -986,10 +1010,11 @@ class RankReport(google.protobuf.message.Message):
         ailing: ttp.wire.v1.rounds_pb2.Ailing | None = ...,
         acted: ttp.wire.v1.rounds_pb2.Acted | None = ...,
         layout_part: global___LayoutPart | None = ...,
+        restored: global___Restored | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "copied", "handlers", "ailing", "acted", "layout_part"] | None: ...
+    def HasField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "restored", b"restored", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "restored", b"restored", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "copied", "handlers", "ailing", "acted", "layout_part", "restored"] | None: ...
 
 global___RankReport = RankReport
 
