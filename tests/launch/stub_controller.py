@@ -42,6 +42,7 @@ class Stub(ControllerServicer):
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "a stub")
 
     GetVerdict: Any = Attach
+    Look: Any = Attach
     Relay: Any = Attach
     SaveNow: Any = Attach
     WatchEvents: Any = Attach
