@@ -286,6 +286,9 @@ class Config:
     continue_s: float = _setting("TTP_CONTINUE_S", _seconds, 30.0)
     """With keep: seconds that ranks have from the checkpoint to their next update, else all are started anew."""
 
+    continue_max: int = _setting("TTP_CONTINUE_MAX", _count, 10)
+    """With keep: how often ranks go on in their processes before all are started anew."""
+
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""
 
@@ -317,11 +320,10 @@ class Config:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {close[0]}?" if close else f"; known names: {', '.join(sorted(known))}"
                 raise ConfigError(f"unknown environment variable {name}{hint}")
-            setting = known[name]
             if environ[name] == "" and name != "TTP_TOKEN":
                 continue
             try:
-                values[setting.name] = setting.metadata["parse"](environ[name])
+                values[known[name].name] = known[name].metadata["parse"](environ[name])
             except ValueError as problem:
                 shown = "" if name == "TTP_TOKEN" else f"={environ[name]!r:.200}"  # a secret is not shown
                 raise ConfigError(f"{name}{shown} is not valid: {problem!s:.200}") from None
@@ -333,9 +335,8 @@ class Config:
 
     def resolved_run_dir(self) -> Path:
         """The run directory: ``TTP_RUN_DIR``, or one per user and port under the temporary directory."""
-        if self.run_dir:
-            return Path(self.run_dir)
-        return Path(tempfile.gettempdir()) / f"ttp-{os.getuid()}" / f"{self.port or 'solo'}"
+        default = Path(tempfile.gettempdir()) / f"ttp-{os.getuid()}" / f"{self.port or 'solo'}"
+        return Path(self.run_dir or default)
 
 
 @dataclass(frozen=True, slots=True)

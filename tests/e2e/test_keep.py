@@ -65,6 +65,17 @@ def test_the_survivors_of_a_death_keep_their_processes(
         assert re.search(rf"^\[default0\]:.*{restored}$", job.log.read_text(), re.MULTILINE), job.story()
 
 
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_all_start_anew_when_they_have_gone_on_often_enough(make_job: MakeJob, unbroken: Unbroken) -> None:
+    faults, _ = kills(2, ["backward"])
+    job = make_job(ranks=2, steps=9, max_restarts=2, faults=faults, flags=KEEP, env={"TTP_CONTINUE_MAX": "1"})
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert again(job) == [True, False] and job.starts() == [0, *job.committed()], job.story()
+    assert "they have gone on 1 times since they were started (TTP_CONTINUE_MAX)" in job.story()
+    assert job.results() == unbroken(job)
+
+
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize(

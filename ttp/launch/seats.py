@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ttp.launch")
 
-CONTINUE_MAX = 10
-"""So often the workers of one start go on: each time leaves some threads and descriptors of old connections behind."""
 LATE_S = 2.0
 """How much later than a worker itself the launcher sees that the time is over."""
 
@@ -52,6 +50,7 @@ class Seats:
         self._agent, self._host = agent, host
         self._wanted, self._within_s = config.continuity == KEEP, config.continue_s
         self._patience_s = config.rescue_patience_s
+        self._most = config.continue_max  # each time leaves threads and descriptors of old connections behind
         self._hosts: GoingOn | None = None  # the others, where there are several
         self._store: Any = None  # held: the server ends with its last reference
         self._next: NextLaunch | None = None
@@ -99,7 +98,8 @@ class Seats:
             "ranks were going on already": self._filling and bool(self._marked(workers)),
             "workers are run in another way": not workers or pcontext is None,
             "no restart is left (--max-restarts)": agent._remaining_restarts <= 0,
-            f"they have gone on {CONTINUE_MAX} times since they were started": self._done >= CONTINUE_MAX,
+            f"they have gone on {self._most} times since they were started (TTP_CONTINUE_MAX)": self._done
+            >= self._most,
             "no process to fork from is ready": not self._host.warm.ready,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
