@@ -128,7 +128,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
                 config = Config.from_env(self._settings)
                 os.environ.update({name: value for name, value in self._settings.items() if name != "TTP_PORT"})
                 self._keeper = ControllerKeeper(config, config.resolved_run_dir())
-                self._keeper.start(config.controller_addr)
+        self._keeper.start(self._settings[CONTROLLER_ADDR])  # it may have ended with a job that was over
 
     def _hold(self) -> None:
         """Return when nobody saves any more; at the latest after ``TTP_OT``."""

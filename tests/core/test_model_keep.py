@@ -62,7 +62,7 @@ def test_messages_arrive_twice() -> None:
         ({"takeovers": 1, "launchers": 1, "hosts": 2}, BOTH | {(LOST, 75)}),
         ({"replicas": 3}, {(ON, ON, ON)}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",  # workers order sets differently
 )
 def test_a_second_fault_while_they_go_on(more: dict[str, Any], outcomes: set[Any]) -> None:
     assert explore(released=True, **more) == outcomes

@@ -46,9 +46,10 @@ def _context(config: Config, client_certificates: bool) -> ssl.SSLContext:
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.load_cert_chain(config.tls_cert, config.tls_key, lambda: tls.key_password(config))
     if client_certificates:
+        made.minimum_version, made.num_tickets = ssl.TLSVersion.TLSv1_3, 0  # a session resumed is not judged again
         made.verify_mode = ssl.CERT_REQUIRED
         made.load_verify_locations(config.tls_ca)
         if config.tls_crl:
             made.load_verify_locations(config.tls_crl)
-            made.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
+            made.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_CHAIN
     return made
