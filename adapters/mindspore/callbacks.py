@@ -153,7 +153,7 @@ class Protection(Callback):
         if self._adapter is not None:
             self._adapter.detach()
             self._adapter = None
-        if not session.current().in_train:
+        if not (session.current().enabled and session.current().in_train):
             session.reset()
 
     def _position(self, cb_params: Any) -> Position:

@@ -340,8 +340,8 @@ class TorchSource(Standing):
 
 def _marks(listed: Sequence[Sequence[ComparedTensor]]) -> tuple[Hashable, ...]:
     """What tells that a tensor is the one that it was, and was not written to."""
-    found = (leaf for leaves in listed for leaf in leaves)
-    return tuple((leaf.name, leaf.tensor.data_ptr(), leaf.tensor.shape, leaf.tensor._version) for leaf in found)
+    found = ((leaf.name, leaf.tensor) for leaves in listed for leaf in leaves)
+    return tuple((name, t.data_ptr(), t.shape, None if t.is_inference() else t._version) for name, t in found)
 
 
 def _module_state(module: nn.Module, image: Image | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from subprocess import Popen
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed
-from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing import SignalException, api
 
 from ttp.config import KEEP, Config
 from ttp.core.controller.continuing import SEAT_READY
@@ -166,6 +166,8 @@ class Seats:
         self._filling = True
         try:
             self._fill(workers, dead)
+        except SignalException:  # an operator's; torch's agent obeys it
+            raise
         except Exception as problem:
             logger.warning("workers cannot be started alone", exc_info=True)
             self.fail(workers, repr(problem))

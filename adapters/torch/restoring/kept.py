@@ -1,7 +1,7 @@
 """The state of a rank that goes on in its process, kept while train() makes model and optimizer anew, and handed over.
 
-Nothing is copied where that can be helped: a new parameter takes the memory of the old one, a new optimizer the old
-tensors. All is compared before anything is modified; ``ttp.core.rank.kept_state`` says when a state may be kept.
+A new optimizer takes the old tensors, a new parameter the values of the old one. All is compared before anything is
+modified; ``ttp.core.rank.kept_state`` says when a state may be kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.buffers import overlaps
@@ -99,7 +99,7 @@ def keep(origin: Origin, names: ModelNames, optimizer: Optimizer) -> Kept:
     for owner, values in list(unwrap_optimizer(optimizer).state.items()):
         if not isinstance(owner, Tensor) or not isinstance(values, Mapping):
             raise UnlikeError("the optimizer keeps something that belongs to no parameter")
-        state[names.of(owner)] = {str(key): _held(value) for key, value in values.items()}
+        state[names.of(owner)] = {str(key): _held(value, owner) for key, value in values.items()}
         if any(not isinstance(key, str) for key in values):
             raise UnlikeError("the optimizer has keys that are no text")
     kept = Kept(origin, optimizer_kind(optimizer), parameters, state)
@@ -107,12 +107,22 @@ def keep(origin: Origin, names: ModelNames, optimizer: Optimizer) -> Kept:
     return kept
 
 
-def _held(value: Any) -> Any:
+def _held(value: Any, owner: Any) -> Any:
     if isinstance(value, Tensor):
-        return Held(local(value).detach(), is_distributed(value))
+        if cut := is_distributed(value):
+            _refuse_another_cut(value, owner)
+        return Held(local(value).detach(), cut)
     if not isinstance(value, PLAIN):
         raise UnlikeError(f"the optimizer keeps a {type(value).__name__}")
     return value
+
+
+def _refuse_another_cut(value: Any, owner: Any) -> None:
+    """It is made again with the mesh, the shape and the placements of its parameter."""
+    of = ("device_mesh", "shape", "stride", "placements")
+    mine, theirs = ([x() if callable(x) else x for x in (getattr(t, n, None) for n in of)] for t in (value, owner))
+    if mine != theirs:
+        raise UnlikeError("the optimizer keeps a tensor that is distributed in another way than its parameter")
 
 
 def _refuse_shared(tensors: Sequence[Tensor]) -> None:
@@ -207,14 +217,9 @@ def _given(value: Any, parameter: Any) -> Any:
 
 
 def _give(parameter: Tensor, old: Tensor) -> None:
-    """The memory of the old tensor, where nothing else is in that of the new one; else its values."""
+    """The values: others may look at the memory of the new one, which a ``state_dict()`` holds, for example."""
     here = local(parameter)
-    if here.data_ptr() == old.data_ptr() and here.stride() == old.stride():
-        return
-    alone = here.untyped_storage().nbytes() == here.nbytes
-    if type(parameter) in (nn.Parameter, Tensor) and alone and here.stride() == old.stride():
-        parameter.data = old
-    else:
+    if here.data_ptr() != old.data_ptr() or here.stride() != old.stride():
         here.copy_(old)
 
 
