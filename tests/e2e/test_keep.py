@@ -141,9 +141,11 @@ def test_a_second_fault_while_they_go_on_costs_no_step(
 @pytest.mark.parametrize("sent", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_who_is_behind_gets_what_the_others_have(make_job: MakeJob, unbroken: Unbroken, sent: bool) -> None:
     """Rank 1 dies before the update that rank 0 makes, and rank 2 has met the error before it."""
+    before = {"step": 5, "phase": "allreduced", "when": "done/updates.0"}
     faults = [
-        {"id": "kill", "rank": 1, "step": 5, "phase": "allreduced", "action": "kill"},
-        {"id": "behind", "rank": 2, "step": 5, "phase": "allreduced", "action": "collective"},
+        {"id": "updates", "rank": 0, "step": 5, "phase": "in_step", "action": "hold"},
+        {"id": "kill", "rank": 1, "action": "kill", **before},
+        {"id": "behind", "rank": 2, "action": "collective", **before},
     ]
     job = make_job(ranks=3, steps=9, max_restarts=1, faults=faults, flags=KEEP)
     job.env |= {"JOB_TRANSFER": "1"} if sent else {}
