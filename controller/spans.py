@@ -1,7 +1,7 @@
 """Sends incidents as traces once they are over, and the restore after them; see ``ttp.cli.spans``.
 
 A process of its own for each: the SDK is heavy, exporters wait and retry, and none of it may be felt by a controller
-that watches over a job. It is given its story in memory, so storage that fails does not keep it from being lines.
+that watches over a job. It is given its story in memory, so storage that fails does not keep it from being told.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ with names_of("transformers", TESTED):
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 
-from ttp.adapters.frameworks.accelerate import protect  # noqa: E402 # with neither, the extra to install is this one
+    from ttp.adapters.frameworks.accelerate import protect
 
 log = logging.getLogger("ttp.adapters.frameworks")
 

@@ -80,7 +80,9 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
     final, draft = place / f"checkpoint-{facts['step']}", place / ".new"
     shutil.rmtree(draft, ignore_errors=True)
     for old in place.glob("checkpoint-*"):
-        shutil.rmtree(old, ignore_errors=True)  # first: there may not be room for two
+        shutil.rmtree(
+            old, ignore_errors=True
+        )  # made of a checkpoint of ttp, which stays; there may not be room for two
     draft.mkdir(parents=True)
     if fsdp_plugin(trainer) is None:
         _write_model(trainer, draft, _model(checkpoint))

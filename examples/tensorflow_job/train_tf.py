@@ -74,12 +74,7 @@ def newest_that_loads(checkpoint: Any, save_dir: Path) -> int:
         try:
             checkpoint.restore(path).assert_existing_objects_matched()
             return int(checkpoint.step.numpy())
-        except (
-            tf.errors.OpError,
-            AssertionError,
-            ValueError,
-            IndexError,
-        ) as problem:  # also of a file that is too short
+        except (tf.errors.OpError, AssertionError, ValueError, IndexError) as problem:  # the last: a file cut short
             print(f"{path} is passed over: {problem!s:.200}", flush=True)
     return 0
 

@@ -34,10 +34,9 @@ _WRITEBACK = 8 << 20
 """Bytes after which the disk is told to start; without it the disk idles until fsync. 1.6 times faster in all."""
 
 Progress = Callable[[int], None]
-"""Told of each number of bytes that are done."""
+"""Called with the number of bytes newly read, or newly written."""
 Watch = Callable[[str, "int | None"], Progress]
 """Begins a phase: takes its name and its bytes (None: unknown), returns what is told of the bytes that are done."""
-"""Called with the number of bytes newly read, or newly written."""
 
 
 class HashingFile(io.BufferedIOBase):

@@ -69,18 +69,15 @@ class Kept:
 
     def tensors(self) -> list[Tensor]:
         """Each once, in an order that tells nothing but the names."""
-        held = (value.tensor for values in self.optimizer.values() for value in values.values() if is_held(value))
+        held = (
+            value.tensor for values in self.optimizer.values() for value in values.values() if isinstance(value, Held)
+        )
         return list({id(tensor): tensor for tensor in (*self.parameters.values(), *held)}.values())
 
     @property
     def size(self) -> int:
         """Bytes."""
         return sum(tensor.nbytes for tensor in self.tensors())
-
-
-def is_held(value: Any) -> bool:
-    """Whether it is a tensor of an optimizer."""
-    return isinstance(value, Held)
 
 
 def keep(origin: Origin, names: ModelNames, optimizer: Optimizer) -> Kept:
@@ -119,10 +116,12 @@ def _held(value: Any, owner: Any) -> Any:
 
 def _refuse_another_cut(value: Any, owner: Any) -> None:
     """It is made again with the mesh, the shape and the placements of its parameter."""
-    of = ("device_mesh", "shape", "stride", "placements")
-    mine, theirs = ([x() if callable(x) else x for x in (getattr(t, n, None) for n in of)] for t in (value, owner))
-    if mine != theirs:
+    if not is_distributed(owner) or _cut(value) != _cut(owner):
         raise UnlikeError("the optimizer keeps a tensor that is distributed in another way than its parameter")
+
+
+def _cut(tensor: Any) -> tuple[Any, ...]:
+    return tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
 
 
 def _refuse_shared(tensors: Sequence[Tensor]) -> None:
@@ -177,11 +176,7 @@ def _compare(
     if here != there:
         differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
         raise UnlikeError(f"{', '.join(differing[:4])} had another shape or dtype, or was not there")
-    ties = [
-        {name: names_of[id(t)] for name, t in each.items()}
-        for each, names_of in map(_first_names, (names.parameters, kept.parameters))
-    ]
-    if ties[0] != ties[1]:
+    if _ties(names.parameters) != _ties(kept.parameters):
         raise UnlikeError("other parameters are tied to each other")
     if names.extra_states or names.of_any_shape:
         raise UnlikeError("a module has an extra state, or buffers that may take any shape")
@@ -191,11 +186,10 @@ def _compare(
         raise UnlikeError("the optimizer kept other values than the checkpoint has")
 
 
-def _first_names(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[int, str]]:
-    found: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        found.setdefault(id(tensor), name)
-    return tensors, found
+def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name the first one of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
