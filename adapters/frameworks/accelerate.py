@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ttp import api
-from ttp.adapters.frameworks.versions import TORCHDATA, begins_once, numbers, require
+from ttp.adapters.versions import TORCHDATA, begins_once, numbers, require
 from ttp.errors import ConfigError
 
 TESTED = ("1.13", "1.15")

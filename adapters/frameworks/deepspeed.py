@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ttp import api
-from ttp.adapters.frameworks.versions import begins_once, require
 from ttp.adapters.torch.sharding.fsdp1 import FlatPiece
+from ttp.adapters.versions import begins_once, require
 from ttp.errors import ConfigError
 
 TESTED = ("0.17", "0.19")

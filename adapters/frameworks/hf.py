@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ttp import api, session
 from ttp.adapters.frameworks.hf_directory import choose, complete, complete_shards, fsdp_plugin
-from ttp.adapters.frameworks.versions import names_of, numbers, require
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.adapters.torch.sharding.exchange import gather_bytes
+from ttp.adapters.versions import names_of, numbers, require
 from ttp.errors import ConfigError, RestoreError, UsageError
 from ttp.store.encoding import decode, encode
 

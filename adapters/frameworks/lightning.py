@@ -18,9 +18,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ttp import api, session
-from ttp.adapters.frameworks.versions import begins_once, names_of, require
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.sharding.exchange import gather_bytes
+from ttp.adapters.versions import begins_once, names_of, require
 from ttp.errors import ConfigError, RestoreError, UsageError
 from ttp.store.encoding import decode, encode
 

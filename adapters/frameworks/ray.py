@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttp.adapters.frameworks.versions import names_of, require
+from ttp.adapters.versions import names_of, require
 from ttp.config import CONTROLLER_ADDR, Config
 from ttp.core.controller.job_verdict import FRUITLESS_MAX
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, ConfigError, TtpError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttp import api
-from ttp.adapters.frameworks.versions import begins_once, names_of, require
+from ttp.adapters.versions import begins_once, names_of, require
 from ttp.errors import ConfigError
 
 TESTED = ("0.3", "0.3")

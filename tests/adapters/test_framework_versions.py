@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import logging
 import re
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ttp
-from ttp.adapters.frameworks.versions import require
+from ttp.adapters.versions import require
 from ttp.errors import ConfigError
 
 PACKAGES = {"hf": "transformers", "titan": "torchtitan"}
@@ -36,14 +36,15 @@ def test_a_version_that_was_not_tried_is_a_warning(
 
 
 @pytest.fixture(params=ttp.FRAMEWORKS)
-def module(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The name of one that is not imported, whose package is not there."""
-    if importlib.util.find_spec(PACKAGES.get(request.param, request.param)):
-        pytest.skip("it is installed here")
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of one that is not imported, whose package cannot be, installed or not."""
+    for name in [name for name in sys.modules if name.startswith("ttp.adapters.frameworks.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, f"ttp.{request.param}", raising=False)
+    monkeypatch.setitem(sys.modules, PACKAGES.get(request.param, request.param), None)
     yield request.param
     for name in [name for name in sys.modules if name.startswith("ttp.adapters.frameworks.")]:
-        if not name.endswith("versions"):
-            del sys.modules[name]
+        del sys.modules[name]
 
 
 def test_each_module_names_an_extra_that_there_is(module: str) -> None:
@@ -77,8 +78,6 @@ def test_each_module_warns_of_a_version_that_was_not_tried_and_of_one_that_is_ot
 def test_so_does_a_loader_of_torchdata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if importlib.util.find_spec("torchdata"):
-        pytest.skip("it is installed here")
     from ttp.adapters.torch.local_state.extra_state import ExtraState
 
     package = tmp_path / "torchdata"
@@ -87,6 +86,8 @@ def test_so_does_a_loader_of_torchdata(
     loader = "class Loader:\n    state_dict = load_state_dict = lambda self: {}\n"
     (package / "loader.py").write_text(loader)
     monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchdata"]:
+        monkeypatch.delitem(sys.modules, name)
     with caplog.at_level(logging.WARNING):
         ExtraState(importlib.import_module("torchdata.loader").Loader())
     assert "torchdata 99.1 is none of the versions" in caplog.text

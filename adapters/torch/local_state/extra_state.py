@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ttp.adapters.frameworks.versions import TORCHDATA, require
+from ttp.adapters.versions import TORCHDATA, require
 from ttp.errors import CheckpointError, UsageError
 from ttp.processor.local_state.pages import Buffer, Kept
 from ttp.store.encoding import EncodingError, decode, encode
