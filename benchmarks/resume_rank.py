@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 DIRECTORY, RANK = Path(os.environ["RESUME_DIR"]), int(os.environ["RANK"])
 
@@ -30,8 +31,6 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import ttp  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.adapters.torch.restoring.kept import UnlikeError  # noqa: E402
 
 MOMENTS = 3
 """Copies of each weight that AdamW's state makes of a checkpoint, the weight included."""
@@ -46,13 +45,17 @@ def build(megabytes: float, layout: str) -> torch.nn.Module:
         fully_shard(model, mesh=mesh)
         return model
     if layout == "compiled":
-        return torch.nn.parallel.DistributedDataParallel(torch.compile(model))  # type: ignore[arg-type,unused-ignore]
+        compiled: Any = torch.compile(model)
+        return torch.nn.parallel.DistributedDataParallel(compiled)
     return torch.nn.parallel.DistributedDataParallel(model)
 
 
-def read(*_: Any) -> None:
-    """In the place of what keeps the state."""
-    raise UnlikeError("as wished")
+def keep_nothing() -> None:
+    """Have each rank read the checkpoint, as if its state were of a kind that cannot be kept."""
+    from ttp.adapters.torch.adapter import TorchAdapter
+    from ttp.adapters.torch.restoring.kept import UnlikeError
+
+    mock.patch.object(TorchAdapter, "keep", side_effect=UnlikeError("as wished")).start()
 
 
 @ttp.ttp_to_persist
@@ -76,7 +79,7 @@ def train(megabytes: float, layout: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if "RESUME_READ" in os.environ:
-        TorchAdapter.keep = read  # type: ignore[assignment,method-assign]
+        keep_nothing()
     dist.init_process_group("gloo")
     note("grouped")
     train(float(sys.argv[1]), sys.argv[2])

@@ -16,7 +16,7 @@ import pytest
 from tests.cli.fake_clusterd import FakeClusterD
 from tests.cli.test_clusterd import agent
 from tests.compat import sharded_program
-from tests.e2e.harness import Job
+from tests.e2e.harness import Job, jobs
 from ttp.compat.mindio.placing import tell_children
 
 MakeJob = Callable[..., Job]
@@ -27,16 +27,8 @@ ROUNDS = ["save", "rename", "stop", "clean", "rebuild", "repair", "rollback"]
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> Iterator[MakeJob]:
-    """One job, which leaves nothing running behind."""
-    jobs: list[Job] = []
-
-    def make(**settings: Any) -> Job:
-        jobs.append(Job(tmp_path / f"job{len(jobs)}", **settings))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        job.stop()
+    with jobs(tmp_path) as make:
+        yield make
 
 
 def made(make_job: MakeJob, faults: list[dict[str, Any]], ranks: int = 4, **env: str) -> Job:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.disks.bad_disk import BadDisk, why_not
 from tests.e2e.forked import Forked, ForkedJob
-from tests.e2e.harness import Job
+from tests.e2e.harness import Job, jobs
 from tests.ports import free_port
 
 SOLO = Path(__file__).with_name("solo.py")
@@ -82,15 +82,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dic
 @pytest.fixture
 def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Jobs that leave nothing running behind."""
-    jobs: list[Job] = []
-
-    def make(**settings: Any) -> Job:
-        jobs.append(Job(tmp_path / f"job{len(jobs)}", **settings))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        job.stop()
+    with jobs(tmp_path) as make:
+        yield make
 
 
 @pytest.fixture

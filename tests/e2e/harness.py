@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -194,3 +194,17 @@ def watch_events(job: Job, replay: int = 0) -> Iterator[tuple[str, dict[str, Any
             time.sleep(0.05)
         finally:
             channel.close()
+
+
+@contextlib.contextmanager
+def jobs(folder: Path) -> Iterator[Callable[..., Job]]:
+    """A maker of jobs, each in a folder of its own. At the end nothing is left running."""
+    made: list[Job] = []
+
+    def make(**settings: Any) -> Job:
+        made.append(Job(folder / f"job{len(made)}", **settings))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.stop()

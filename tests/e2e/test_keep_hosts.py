@@ -10,13 +10,8 @@ import pytest
 
 from tests.e2e.harness import Job
 from tests.e2e.test_keep import again
-from tests.e2e.test_stand_by import without_power
+from tests.e2e.test_stand_by import TCPStore, without_power
 
-pytest.importorskip("torch")
-
-import torch.distributed
-
-TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
 WAIT_S = 150
 Unbroken = Callable[[Job], list[dict[str, Any]]]
 ANEW = "ranks do not go on in their processes"

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 import torch.distributed
 
-TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
+TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore] # not in its stubs
 WAIT_S = 120
 Unbroken = Callable[[Job], list[dict[str, Any]]]
 

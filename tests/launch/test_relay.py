@@ -213,11 +213,17 @@ def test_a_relay_of_another_build_is_refused_and_hears_what_to_do(controller: Co
 class OlderController(rpc.ControllerServicer):
     """Takes streams of relays, and does not say what it speaks."""
 
-    def Relay(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
+    def Relay(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802 - the proto's name
         context.send_initial_metadata(())
         yield from (pb.RelayOrders() for _ in request_iterator)
 
-    Attach = Look = GetStatus = WatchEvents = ReportFault = SaveNow = GetVerdict = Relay  # type: ignore[assignment]
+    Attach: Any = Relay
+    Look: Any = Relay
+    GetStatus: Any = Relay
+    WatchEvents: Any = Relay
+    ReportFault: Any = Relay
+    SaveNow: Any = Relay
+    GetVerdict: Any = Relay
 
 
 def test_ranks_hear_that_their_controller_is_of_another_build(relay: RelayServer) -> None:

@@ -184,7 +184,7 @@ class RelayServer(rpc.ControllerServicer):
         finally:
             self._leave(uplink, local)
 
-    def Look(self, request: Any, context: Any) -> pb.LookResponse:  # noqa: N802
+    def Look(self, request: Any, context: Any) -> pb.LookResponse:  # noqa: N802 - the name in the proto
         """See the proto."""
         with self._lock:
             uplink = self._uplinks.get(str(dict(context.invocation_metadata()).get(TO_KEY, "")))

@@ -73,14 +73,20 @@ def seed(number: int) -> None:
         each(number)
 
 
-def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
-    """Save in the middle of one program, restore into another one."""
+def in_mid_run(directory: Path, make: Make) -> tuple[Program, Any, StubProcessor]:
+    """A program that has made some updates, its adapter and what that reports to."""
     seed(1)
     one = make()
     adapter, processor = one.register(), StubProcessor(directory)
     join(adapter, processor, directory / "pages")
     for step in range(UPDATES):
         one.step(step)
+    return one, adapter, processor
+
+
+def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
+    """Save in the middle of one program, restore into another one."""
+    one, adapter, processor = in_mid_run(directory, make)
     assert processor.gate.version == UPDATES
     saved = save(adapter, processor, UPDATES)
     at_save = one.state()
@@ -101,12 +107,7 @@ def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
 
 def assert_hands_over_its_bits(directory: Path, make: Make, expected: Sequence[str]) -> None:
     """The same where a process goes on: another program gets the tensors of the first one, or reads all of it."""
-    seed(1)
-    one = make()
-    adapter, processor = one.register(), StubProcessor(directory)
-    join(adapter, processor, directory / "pages")
-    for step in range(UPDATES):
-        one.step(step)
+    one, adapter, processor = in_mid_run(directory, make)
     saved, at_save = save(adapter, processor, UPDATES), one.state()
     adapter.source.inspect(Version(UPDATES))
     kept, read = KeptState(), list[str]()

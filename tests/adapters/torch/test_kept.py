@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -330,7 +331,7 @@ def told(kept: Kept) -> list[Any]:
         for name, key, v in values_of(kept)
     ]
     tied = kept.parameters["large"] is kept.parameters["tied"]
-    return [parts, values, tied, kept.kind, list(kept.origin.__getstate__())]  # type: ignore[attr-defined]
+    return [parts, values, tied, kept.kind, *astuple(kept.origin)]
 
 
 def sent(directory: Path, rank: int) -> Any:
