@@ -253,16 +253,16 @@ class Session:
         return int(version)
 
     def _load(self, checkpoint: Path, chosen: Candidate, *, verified: bool) -> Version:
-        """Where survivors go on in their processes only those verify it who read it."""
+        """Where survivors go on in their processes the ranks meet, and verify it together then."""
         from ttp.store.choice import check_chosen
 
         adapter: Any = self.adapter
         at, goes_on = (checkpoint, *self._place()), self._goes_on()
         check_chosen(checkpoint, chosen, already_verified=verified or goes_on is not None)
         if goes_on is not None:
-            check = functools.partial(check_chosen, checkpoint, chosen, already_verified=False)
-            ours = functools.partial(check, share=self._share(checkpoint.parent))
-            return Version(adapter.load_going_on(*at, goes_on.state, check, ours))
+            share = self._share(checkpoint.parent)
+            verify = functools.partial(check_chosen, checkpoint, chosen, already_verified=False, share=share)
+            return Version(adapter.load_going_on(*at, goes_on.state, verify))
         version = Version(adapter.load(*at, protected=self.processor is not None))
         if self.processor is not None:
             self.processor.tidy_after(checkpoint)

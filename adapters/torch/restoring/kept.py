@@ -26,16 +26,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class UnlikeError(Exception):
-    """A state does not fit: nothing has been modified, and the checkpoint is to be read.
-
-    Args:
-        text: why.
-        verified: all ranks together have verified the checkpoint.
-    """
-
-    def __init__(self, text: str, *, verified: bool = False) -> None:
-        super().__init__(text)
-        self.verified = verified
+    """A state does not fit: nothing has been modified, and the checkpoint is to be read. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,63 +87,51 @@ class Restoring(abc.ABC):
         world_size: int,
         state: KeptState,
         verify: Callable[[], None],
-        verify_share: Callable[[], None],
     ) -> Version:
         """The same where survivors go on in their processes: what a rank has in memory, or gets from one, is not read.
 
-        All ranks call it with the same checkpoint, and meet in it.
+        All ranks call it with the same checkpoint, and meet in it. Together they verify all of it first: whoever has
+        its tensors still reads rates, schedules, random streams and buffers.
 
         Args:
             checkpoint: which its digest says to be the one that all agreed on.
             rank: of this process.
             world_size: ranks of the job.
             state: what this rank had when all stopped, or why it has nothing; emptied.
-            verify: raises if the checkpoint is not whole; called before it is read.
-            verify_share: of a part of it: all ranks together verify all of it.
+            verify: raises if this rank's share of it is not whole.
 
         Raises:
+            RestoreError: it is not whole, as this or another rank has found.
             CheckpointError: as ``load``.
             RuntimeError: another rank is lost.
         """
         began = time.monotonic()
         manifest = Manifest.load(checkpoint)
+        _together(verify, world_size)
         try:
-            kept, way = self._brought(*state.take(), manifest, rank, world_size, verify_share)
+            kept, way = self._brought(*state.take(), manifest, rank, world_size)
             version = self._load(checkpoint, manifest, rank, world_size, protected=True, kept=kept)
         except UnlikeError as problem:
-            way, verified = f"read from the checkpoint ({problem})", problem.verified
+            way = f"read from the checkpoint ({problem})"
             kept = None
         if kept is None:  # out of the block above, which holds on to what the error has passed through
-            if not verified:
-                verify()
             version = self._load(checkpoint, manifest, rank, world_size, protected=True)
         state.say(f"its state was {way}, in {time.monotonic() - began:.3f} s")
         return version
 
-    def _brought(
-        self,
-        kept: Kept | None,
-        why: str,
-        manifest: Manifest,
-        rank: int,
-        world_size: int,
-        verify_share: Callable[[], None],
-    ) -> tuple[Kept, str]:
+    def _brought(self, kept: Kept | None, why: str, manifest: Manifest, rank: int, world_size: int) -> tuple[Kept, str]:
         """The state that this rank has, or gets; ranks that have theirs give it to those that have not.
 
         Raises:
             UnlikeError: it is to be read; the text says why.
-            RestoreError: the checkpoint, which some have to read, is not whole.
         """
-        committed, verified = Origin(manifest.version, manifest.incident), False
+        committed = Origin(manifest.version, manifest.incident)
         if kept is not None and (why := self._why_not(kept, committed, manifest, rank, world_size)):
             kept = None
         if connected(world_size) and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
             said = gather_bytes(b"1" if kept is not None else b"0")
             holders = [Rank(other) for other, word in enumerate(said) if word == b"1"]
             plan = givers(self.sharding(world_size).layout, holders)
-            if verified := len(holders) + len(plan) < world_size:  # somebody reads
-                _together(verify_share)
             for other in [other for other, giver in plan.items() if giver == rank and kept is not None]:
                 assert kept is not None
                 give(kept, other)
@@ -153,7 +141,7 @@ class Restoring(abc.ABC):
                     raise UnlikeError(why)
                 return received, f"received from rank {plan[Rank(rank)]} ({received.size} bytes)"
         if kept is None:
-            raise UnlikeError(why, verified=verified)
+            raise UnlikeError(why)
         return kept, f"kept ({kept.size} bytes)"
 
     def _why_not(self, kept: Kept, committed: Origin, manifest: Manifest, rank: int, world_size: int) -> str:
@@ -259,11 +247,14 @@ class Restoring(abc.ABC):
         return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
 
 
-def _together(verify_share: Callable[[], None]) -> None:
+def _together(verify: Callable[[], None], world_size: int) -> None:
     """Every rank verifies its share; what one of them finds wrong is an error of all."""
+    if not connected(world_size):
+        verify()
+        return
     wrong = ""
     try:
-        verify_share()
+        verify()
     except TtpError as problem:
         wrong = str(problem)
     found = [text for said in gather_bytes(encode(wrong)) if (text := decode(said))]

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from tests.adapters.torch.worlds import run_world
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.restoring import registered, transfer
+from ttp.adapters.torch.restoring import registered, restore, transfer
 from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, hand_over, keep, values_of
 from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -235,7 +234,7 @@ def test_another_table_of_the_checkpoint_is_a_reason(make: Callable[..., Job]) -
 
 @pytest.mark.parametrize("unlike", ["another incident", "another model"])
 def test_what_is_not_handed_over_is_freed_before_the_checkpoint_is_read(
-    make: Callable[..., Job], tmp_path: Path, unlike: str
+    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, unlike: str
 ) -> None:
     job = make()
     saved, state = save(job.adapter, job.processor, 1), KeptState()
@@ -248,40 +247,46 @@ def test_what_is_not_handed_over_is_freed_before_the_checkpoint_is_read(
     adapter = TorchAdapter(
         torch.optim.AdamW(other.parameters()), model=other, scheduler=None, extra_state=None, scaler=None
     )
-    assert adapter.load_going_on(saved, 0, 1, state, lambda: freed.append(held() is None), lambda: None) == 1
-    assert freed == [True] and "read from the checkpoint" in state.way
+
+    def restore_into(*args: Any, kept: Kept | None, **settings: Any) -> Any:
+        freed.append(held() is None)
+        return restore.restore_into(*args, kept=kept, **settings)
+
+    monkeypatch.setattr(registered, "restore_into", restore_into)
+    assert adapter.load_going_on(saved, 0, 1, state, lambda: None) == 1
+    assert freed[-1] and len(freed) == (1 if unlike == "another incident" else 2)
+    assert "read from the checkpoint" in state.way
     assert digest(other.state_dict()) == digest(job.model.state_dict())
 
 
-def verified_together(directory: Path, rank: int) -> Any:
-    """Nobody has a state: each rank verifies its share; rank 1 finds something wrong in the second round."""
-    model = nn.parallel.DistributedDataParallel(net())
-    adapter = TorchAdapter(
-        torch.optim.AdamW(model.parameters()), model=model, scheduler=None, extra_state=None, scaler=None
-    )
-    registered.TRANSFER_BYTES = 0
-    manifest: Any = SimpleNamespace(version=1, incident="x", size=1, world_size=2, pieces=())
-    shares: list[int] = []
+def verified_together(_: Path, rank: int) -> str:
+    """Each rank has its share of a checkpoint that is damaged in the share of rank 1."""
 
     def verify() -> None:
-        shares.append(rank)
-        if rank == 1 and len(shares) > 1:
+        if rank == 1:
             raise RestoreError("a piece is damaged")
 
-    told: list[Any] = []
-    for _ in range(2):
-        try:
-            adapter._brought(None, "as wished", manifest, rank, 2, verify)
-        except UnlikeError as problem:
-            told.append([str(problem), problem.verified])
-        except RestoreError as problem:
-            told.append(str(problem))
-    return told
+    with pytest.raises(RestoreError) as found:
+        registered._together(verify, 2)
+    return str(found.value)
 
 
-def test_ranks_that_read_verify_together(tmp_path: Path) -> None:
-    each = [["as wished", True], "a piece is damaged"]
-    assert run_world(tmp_path, __name__, "verified_together", 2) == [each, each]
+def test_what_one_rank_finds_damaged_no_rank_loads(tmp_path: Path) -> None:
+    assert run_world(tmp_path, __name__, "verified_together", 2) == ["a piece is damaged"] * 2
+
+
+def test_who_keeps_its_tensors_takes_nothing_from_a_damaged_checkpoint(make: Callable[..., Job]) -> None:
+    job = make()
+    saved, state = save(job.adapter, job.processor, 1), KeptState()
+    state.keep(job.adapter, "x")
+    rates = [group["lr"] for group in job.optimizer.param_groups]
+
+    def verify() -> None:
+        raise RestoreError("a piece is damaged")
+
+    with pytest.raises(RestoreError, match="a piece is damaged"):
+        job.adapter.load_going_on(saved, 0, 1, state, verify)
+    assert [group["lr"] for group in job.optimizer.param_groups] == rates
 
 
 def cut_in_other_ways(_: Path, rank: int) -> list[str]:
