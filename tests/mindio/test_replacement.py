@@ -357,3 +357,31 @@ def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> N
     this.say(NoticeKind.STRATEGY, strategy="exit")
     this.settle()
     ended_as_without(this)
+
+
+@pytest.mark.parametrize("end", ["the manager says exit", "the time is over"])
+def test_however_it_ends_what_was_saved_first_counts(end: str) -> None:
+    this = led({(Kind.REBUILD, 0): "fail"})
+    this.starts = False
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    if end == "the time is over":
+        this.after(PATIENCE.rescue_s + 1)  # in one piece, as for a controller that was stopped
+        this.pump(this._take())
+    else:
+        this.start(1)
+        this.say(NoticeKind.STRATEGY, strategy="exit")
+    this.settle()
+    ended_as_without(this)
+    assert this.machine.last_commit == (7, "where the save handlers wrote it")
+
+
+def test_a_stream_that_breaks_meanwhile_leaves_lost_memory_to_be_repaired() -> None:
+    this = world()
+    this.lost(1)
+    this.pump(this._take())
+    this.ails(0)
+    this.back(1, framework=rm.HANDLERS)
+    this.pump(this._take())
+    this.settle()
+    assert "repair" in this.kinds() and this.released == set(), this.story()
+    assert {one.version for one in this.ranks} == {7}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
@@ -96,6 +97,12 @@ class Membership:
     def training(self) -> bool:
         """Whether it trains, with every rank that will ever say hello: after a takeover some may still come back."""
         return self.complete or (self.formed and self.gather_until is None)
+
+    def facts(self) -> dict[str, Any]:
+        """Which job this is, for records."""
+        size = 0 if self.layout is None else self.layout.world_size
+        told = {"run_id": self.run_id, "incarnation": self.incarnation, "term": self.term}
+        return {**told, "world_size": size, "save_dir": self.save_dir}
 
     # ------------------------------------------------------------------------------------------------------- changes
 

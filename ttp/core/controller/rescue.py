@@ -117,16 +117,7 @@ class Rescue:
         incident = Incident(recovered_id or fresh_id, now, snapshot, self._job.layout, book, bool(recovered_id))
         incident.reign = f"-{fresh_id}" if recovered_id else ""
         self.incident, self._outbox.incident = incident, incident.id
-        self._outbox.record(
-            "opened",
-            run_id=self._job.run_id,
-            incarnation=self._job.incarnation,
-            term=self._job.term,
-            world_size=self._job.layout.world_size,
-            save_dir=self._job.save_dir,
-            snapshot=snapshot,
-            recovered=incident.recovered,
-        )
+        self._outbox.record("opened", **self._job.facts(), snapshot=snapshot, recovered=incident.recovered)
         self._freezing.ask(incident, sorted(self._job.live), cause, now)
         return incident
 
@@ -286,20 +277,24 @@ class Rescue:
                     incident.evidence.withdraw_all(kind)
                 self._thaw(incident, text, mended=mended)
             case Ending(Outcome.SAVED, version, text, path):
-                incident.enter(Stage.SAVED, text)
-                incident.saved, incident.outcome = version, text
-                incident.path, self.saving.last_commit = path, (version, path)
-                if self.program.halted:
-                    self._release(incident, EXIT_SAVED, f"{text}; a restart goes on with step {version + 1}", now)
-            case Ending(_, _, text) if self.program.halted:
+                self._saved_by_program(incident, version, text, path, now)
+            case Ending(_, _, text) if incident.saved or not self.program.halted:
+                self._end_without(incident, text, now)
+            case Ending(_, _, text):
                 incident.outcome = f"not saved: {text}"
                 self._release(incident, EXIT_NOT_SAVED, text, now)
-            case Ending(_, _, text):
-                self._end_without(incident, text, now)
+
+    def _saved_by_program(self, incident: Incident, version: Version, text: str, path: str, now: float) -> None:
+        incident.enter(Stage.SAVED, text)
+        incident.saved, incident.outcome = version, text
+        incident.path, self.saving.last_commit = path, (version, path)
+        if self.program.halted:
+            self._release(incident, EXIT_SAVED, f"{text}; a restart goes on with step {version + 1}", now)
 
     def on_disk(self) -> Version:
         """The newest version that is known to be durable."""
-        return max(self.base_version, (self.saving.last_commit or (Version(0),))[0])
+        last_commit = self.saving.last_commit
+        return Version(max(self.base_version, last_commit[0] if last_commit else 0))
 
     def _check_savers(self, incident: Incident, now: float) -> None:
         self.saving.check(incident, now)
@@ -350,7 +345,11 @@ class Rescue:
             self._end_without(incident, reason, now)
 
     def _end_without(self, incident: Incident, reason: str, now: float) -> None:
-        """Nothing is saved. When nothing is broken either, training goes on."""
+        """Nothing is saved, unless the program has before. When nothing is broken either, training goes on."""
+        if incident.saved and incident.stage is Stage.PROGRAM:
+            text = f"saved version {incident.saved}; then: {reason}"
+            self._saved_by_program(incident, incident.saved, text, incident.path, now)
+            return
         said = {**incident.forgiven, **incident.failures}
         failures = [f"rank {rank}: {text}" for rank, text in sorted(said.items())]
         text = "; ".join([*failures, reason])

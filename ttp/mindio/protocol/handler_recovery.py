@@ -248,7 +248,8 @@ class HandlerRecovery(ProgramRecovery):
             ending = yield from replacement.recover(state, incident, alone=not self._mailbox.present)
             if ending.outcome is Outcome.RESUMED:
                 self._pausing.paused = False
-            return ending
+            if ending.outcome is Outcome.RESUMED or not state.repairable(incident):
+                return ending  # else nobody was lost after all, and another rank has something that can be repaired
         while state.ailing and state.job.in_doubt:
             yield Pause(state.now + 1.0)  # who was lost may be back in a moment
         if state.repairable(incident):

@@ -110,6 +110,7 @@ def _name(state: RepairState, incident: Incident, version: Version, lists: Lists
         result = yield state.everyone(RoundKind.RENAME, version, "dump", ranks=[rank])
         if result.ok:
             state.saved = incident.saved = version
+            incident.path = PLACE
             return Ending(Outcome.SAVED, version, f"saved version {version}", PLACE)
         if not result.lost:
             return _not_saved(f"version {version} is written and has no name: {result.words}")
