@@ -85,6 +85,20 @@ def test_workers_in_good_health_are_saved_before_they_end_and_drained_ones_too(t
         callback.after_controller_finish(None)
 
 
+def test_each_group_of_workers_has_a_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ends by itself where all ranks have left their loops, and workers may fail after that."""
+    from ttp.launch.controller_keeper import ControllerKeeper
+    from ttp.ray import TtpCallback
+
+    started: list[str] = []
+    monkeypatch.setattr(ControllerKeeper, "start", lambda keeper, address: started.append(address))
+    group: Any = OneWorker()
+    callback = TtpCallback({"TTP_RUN_DIR": str(tmp_path)})
+    for _ in range(2):
+        callback.after_worker_group_start(group)
+    assert len(started) == 2 and len(set(started)) == 1
+
+
 def test_a_setting_of_something_else_is_refused() -> None:
     from ttp.ray import TtpCallback
 

@@ -1,0 +1,64 @@
+"""TLS of servers that are not gRPC's: who was let in once is judged again."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.wire.certificates import Authority
+from ttp.config import Config
+from ttp.wire.https import server_context
+
+
+@contextlib.contextmanager
+def greeting(context: ssl.SSLContext) -> Iterator[int]:
+    """A server that says one word to whoever it lets in: its port."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                plain, _ = listening.accept()
+                with contextlib.suppress(OSError), context.wrap_socket(plain, server_side=True) as secured:
+                    secured.sendall(b"hello")
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield listening.getsockname()[1]
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+
+
+def greeted(port: int, client: ssl.SSLContext, session: ssl.SSLSession | None = None) -> ssl.SSLSession | None:
+    plain = socket.create_connection(("127.0.0.1", port), 20)
+    with client.wrap_socket(plain, server_hostname="localhost", session=session) as secured:
+        if secured.recv(5) != b"hello":
+            raise ConnectionError("the server has hung up")
+        return secured.session
+
+
+def test_a_revoked_certificate_resumes_no_session(tmp_path: Path) -> None:
+    """Nor is TLS 1.2 spoken, where Python cannot have sessions forgotten."""
+    authority = Authority(tmp_path)
+    own, shown = authority.sign(), authority.sign(file="client")
+    authority.sign(file="other")
+    context = server_context(Config.from_env({**own, "TTP_TLS_CRL": str(authority.revoke("other"))}))
+    assert context is not None
+    client = ssl.create_default_context(cafile=str(authority.certificate))
+    client.check_hostname = False
+    client.load_cert_chain(shown["TTP_TLS_CERT"], shown["TTP_TLS_KEY"])
+    with greeting(context) as port:
+        session = greeted(port, client)
+        authority.revoke("client")
+        with pytest.raises(OSError):
+            greeted(port, client, session)
+        client.load_cert_chain(own["TTP_TLS_CERT"], own["TTP_TLS_KEY"])
+        greeted(port, client)
+        client.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(OSError):
+            greeted(port, client)
