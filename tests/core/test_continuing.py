@@ -10,7 +10,7 @@ from tests.core.rank_talk import ME, Rank1
 from tests.core.talk import Talk, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY, SEAT_S
-from ttp.core.controller.events import Accused, ConnectionId, Received, SaveRequested
+from ttp.core.controller.events import Accused, ConnectionId, RankWasWrong, Received, SaveRequested
 from ttp.core.layout import Rank, Version
 from ttp.core.rank import events as ev
 from ttp.testing.toy import hello
@@ -119,6 +119,36 @@ def test_whatever_else_happened_ends_as_ever(what: Any, why: str) -> None:
     talk.save()
     again, said = talk.ends()
     assert not again and why in said
+
+
+def test_ranks_that_have_left_train_no_more() -> None:
+    talk = Keep()
+    talk.goodbye(2, version=7)
+    talk.dies()
+    talk.save()
+    again, why = talk.ends()
+    assert not again and why == "not every rank is known to train or to be dead"
+
+
+def test_replicas_that_differ_are_not_continued() -> None:
+    talk = Keep()
+    (shard,) = talk.layout.groups
+    talk.dies()
+    for rank, digest in ((1, "x"), (2, "y")):
+        talk.frozen(rank, 7, digests=(m.ShardDigest(shard, digest),))
+    talk.saved(talk.orders(m.Save)[0].rank)
+    talk.committed(talk.orders(m.Commit)[0].rank)
+    again, why = talk.ends()
+    assert not again and "replicas differ" in why
+
+
+def test_a_program_that_is_wrong_is_not_continued() -> None:
+    talk = Keep()
+    talk.event(RankWasWrong("the program is wrong"))
+    talk.dies()
+    talk.save()
+    again, why = talk.ends()
+    assert not again and "the program is wrong" in why
 
 
 def test_a_collective_that_broke_is_what_a_death_looks_like() -> None:

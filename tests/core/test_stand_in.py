@@ -7,8 +7,13 @@ from collections import Counter
 
 import pytest
 
+from tests.core.rank_talk import FROZEN, ME, Rank1
+from tests.core.talk import Talk
 from tests.core.test_simulated_silence import HOSTS, KEEPALIVE_S, play
-from ttp.core.layout import Rank
+from ttp.core import messages as m
+from ttp.core.controller.events import ControllerTimeouts
+from ttp.core.layout import Rank, Version
+from ttp.core.rank import events as ev
 from ttp.testing.scenario import Fault
 
 HOME, NEXT = Rank(0), Rank(2)
@@ -50,9 +55,7 @@ def soak(seeds: range) -> Counter[str]:
         at = chance.uniform(0.6, 2.0)
         first = Fault("silence", at, HOME, lasts_s=chance.uniform(0.2, 3.2))
         more = [second_fault(chance, at) for _ in range(chance.randint(0, 2))]
-        played = play(
-            seed, first, *more, shards=chance.choice((1, 2, 3)), steps=140, relays=seed % 3 == 0
-        )  # it does not end
+        played = play(seed, first, *more, shards=chance.choice((1, 2, 3)), steps=LONG, relays=seed % 3 == 0)
         assert played.exits == [[0] * 6], f"seed {seed}: a healthy job was restarted"
         assert not played.when(r"\] released"), f"seed {seed}"
         seen += Counter(jobs=1, meanwhile=len(played.when(r"-m\] opened")), thaws=len(played.when(r"-m\] thawed")))
@@ -79,3 +82,54 @@ def test_where_the_standby_is_lost_too_what_is_left_is_saved(kind: str) -> None:
         played = play(seed, *both)
         assert played.exits[-1] == [0] * 6
         assert played.when(r"\] committed"), f"seed {seed}"
+
+
+# ------------------------------------------------------------------------------------------------ tables: of one rank
+
+
+def in_doubt(trained: bool = True) -> tuple[Rank1, str]:
+    """A rank whose kernel has heard nothing of the controller's host for longer than the doubt takes."""
+    rank = Rank1()
+    rank.order(m.Standbys(ME, 1, ("b:1", "c:1")))
+    rank.event(ev.Observed(Version(7 if trained else 0), m.Phase.IDLE))
+    rank.after(1.0)
+    return rank, rank.event(ev.Looked(5.0))
+
+
+def asked() -> Rank1:
+    rank, said = in_doubt()
+    assert said == "ConnectAside"
+    assert rank.event(ev.AsideUp()) == "SendAside"
+    rank.event(ev.AsideOrder(m.Welcome(ME, 0, 1, "1")))
+    return rank
+
+
+def test_a_rank_that_has_nothing_to_lose_asks_nobody() -> None:
+    assert in_doubt(trained=False)[1] == ""
+
+
+def test_a_controller_that_is_heard_again_has_the_rank_hang_up() -> None:
+    rank = asked()
+    assert FROZEN in rank.event(ev.AsideOrder(m.Freeze(ME, 0, "s", "why", True)))
+    said = rank.event(ev.Looked(0.1))
+    assert "CloseAside" in said and "OpenGate" in said
+
+
+def test_who_stands_in_may_freeze_for_a_checkpoint_and_nothing_else() -> None:
+    rank = asked()
+    assert rank.event(ev.AsideOrder(m.Freeze(ME, 0, "s", "why", False))) == ""
+    assert rank.event(ev.AsideOrder(m.Release(ME, 0, "s", 75, "go"))) == ""
+
+
+# ------------------------------------------------------------------------------------------- tables: of who stands in
+
+
+def test_the_others_are_waited_for_a_moment() -> None:
+    """Each sees the silence for itself: the first to come says nothing of those that are about to."""
+    talk = Talk(formed=False)
+    talk.machine.stand_in.job.learn(talk.layout)
+    talk.hello(0, meanwhile=True, incarnation=1, version=Version(7))
+    (freeze,) = talk.orders(m.Freeze)
+    talk.report(0, m.Frozen(Rank(0), freeze.incident, Version(7), m.Phase.IDLE, True))
+    assert talk.orders(m.Save) == []
+    assert "Save:0" in talk.after(ControllerTimeouts().meanwhile_s)
