@@ -40,3 +40,20 @@ def test_all_hosts_leave_with_the_reason_of_the_one_that_was_refused(
         assert job.log.count(REFUSED) == 1 and "Traceback" not in job.log, job.log
         if job.log_path.stem != wrong:
             assert f"host {wrong} is refused" in job.log
+
+
+def test_a_job_that_has_formed_is_left_alone(start: Start, environ: dict[str, str], tmp_path: Path) -> None:
+    """Here a third launcher comes to a job of two."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    environ |= {"TTP_PORT": str(free_port()), "TTP_TOKEN": "secret"}
+    flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", endpoint]
+    jobs = []
+    for host in ("a", "b"):
+        environ |= {"TTP_HOST": host, "TTP_RUN_DIR": str(tmp_path / host)}
+        jobs.append(start("ttp-run", flags, "env_worker.py", "0", "wait", name=host))
+    assert jobs[0].wait_for("env-0") and jobs[0].wait_for("env-1")
+    environ["TTP_KEEP"] = "many"
+    refused = start("ttp-run", flags, "env_worker.py", "0", name="c")
+    assert refused.finish() == 64 and REFUSED in refused.log
+    (jobs[0].out / "go").touch()
+    assert [job.finish() for job in jobs] == [0, 0], jobs[0].log + jobs[1].log
