@@ -81,24 +81,26 @@ def verdict(
         _check_ours(place, run_id)
     found = _running(directory, recent) or _judge(recent, incident, word, launcher_code)
     assert found.code is not None
-    if found.code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
-        found = Verdict(found.code, f"{found.text}{_storage(directory)}")
+    code, text = found.code, found.text
+    if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
+        text += _storage(directory)
     if json:
-        facts = {"word": WORDS[found.code], "exit_code": found.code, "text": found.text, "run_id": run_id or ""}
+        facts = {"word": WORDS[code], "exit_code": code, "text": text, "run_id": run_id or ""}
         print_json(facts | {"launches": len(launches), "fruitless": fruitless(launches)})
     else:
-        say(WORDS[found.code])
-        complain(found.text)
-    raise typer.Exit(found.code)
+        say(WORDS[code])
+        complain(text)
+    raise typer.Exit(code)
 
 
 def _history(place: Path, run_id: str | None) -> tuple[Path, list[Launch]]:
     """The launches of a job, and where they are written down: a ``save_dir`` that is broken lacks the newest ones."""
     best: tuple[Path, list[Launch]] = place, []
-    for each in filter(None, (place, os.environ.get("TTP_FALLBACK_DIR"))):
-        found = [launch for launch in read_launches(Path(each)) if run_id is None or launch.run_id == run_id]
+    fallback = os.environ.get("TTP_FALLBACK_DIR")
+    for each in (place, *([Path(fallback)] if fallback else [])):
+        found = [launch for launch in read_launches(each) if run_id is None or launch.run_id == run_id]
         if found and (not best[1] or _newness(found[-1]) > _newness(best[1][-1])):
-            best = Path(each), found
+            best = each, found
     return best
 
 
