@@ -340,6 +340,9 @@ class Model(Invariants):
             if isinstance(action, Send) and action.connection in state.streams:
                 r = state.streams.index(action.connection)
                 down[r] = (*down[r], action.order)
+            elif isinstance(action, Send) and action.connection in state.asides:
+                r = state.asides.index(action.connection)
+                state = state._replace(aside_down=put(state.aside_down, r, (*state.aside_down[r], action.order)))
             elif isinstance(action, Record) and action.kind in ("plan", "nothing_new", "released"):
                 self._check_decision(state, place, action, path)
         state = state._replace(down=tuple(down))

@@ -89,6 +89,9 @@ class State(NamedTuple):
     launchers: tuple[str, ...] = ()  # of each host: what it has done for the next launch
     quits: tuple[int, int, int] = (0, 0, 0)  # that may still give up; launchers, and slanders
     stuck: bool = False  # who died in the new launch had not given its gradient
+    asides: tuple[int, ...] = ()  # these three: see ``model_aside``. Second streams; 0: none
+    aside_down: tuple[tuple[Any, ...], ...] = ()
+    silent: tuple[bool, ...] = ()
 
     def at_gate(self, r: int, **changes: Any) -> State:
         return self._replace(gates=put(self.gates, r, self.gates[r]._replace(**changes)))
