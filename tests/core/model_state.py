@@ -100,6 +100,16 @@ class State(NamedTuple):
         """Something about the process of a rank."""
         return self._replace(processes=put(self.processes, r, self.processes[r]._replace(**changes)))
 
+    def told(self, stream: int, order: Any) -> State:
+        """A controller says something on a stream; nobody hears it if that has ended."""
+        if stream in self.streams:
+            r = self.streams.index(stream)
+            return self._replace(down=put(self.down, r, (*self.down[r], order)))
+        if stream in self.asides:
+            r = self.asides.index(stream)
+            return self._replace(aside_down=put(self.aside_down, r, (*self.aside_down[r], order)))
+        return self
+
     def cut(self, r: int, *, keep: bool) -> State:
         """The stream of a rank ends; ``keep``: what it has said on it arrives."""
         stream = self.streams[r]

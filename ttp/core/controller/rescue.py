@@ -58,10 +58,7 @@ class Rescue:
         self.saving = Saving(job, outbox, mirrors)
         self.meanwhile = Meanwhile()
         self.verdict = JobVerdict()
-        self._job = job
-        self._outbox = outbox
-        self._patience = patience
-        self._new_id = new_id
+        self._job, self._outbox, self._patience, self._new_id = job, outbox, patience, new_id
         self._freezing = Freezing(job, outbox, patience, self.meanwhile)
         self._retries = Retries(job, outbox)
         self._planner = Planner(job, patience)
