@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import Job
-from tests.e2e.test_keep import KEEP, again, workers
+from tests.e2e.test_keep import KEEP, again, met
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -50,15 +50,11 @@ def held(pid: int) -> Held:
 def of_all(job: Job) -> dict[str, Held]:
     """By process: the launcher and what it keeps running, and rank 0, which is never killed here."""
     launcher = psutil.Process(job.processes[0].pid)
-    found = {"launcher": launcher, "rank 0": psutil.Process(ranks(job)[0])}
+    found = {"launcher": launcher, "rank 0": psutil.Process(met(job)[0])}
     for child in launcher.children(recursive=True):
         words = " ".join(child.cmdline())
         found |= {name: child for name in ("ttp.controller", "warm.template") if name in words}
     return {name: held(process.pid) for name, process in found.items()}
-
-
-def ranks(job: Job) -> list[int]:
-    return [process.pid for process in workers(job)]
 
 
 def files(job: Job) -> set[str]:
@@ -72,17 +68,22 @@ def places(job: Job) -> list[Path]:
 
 def go_on(job: Job, *, kill: bool) -> None:
     """Once, by a death or on request; returns when training goes on."""
-    launch, _, version = job.notes(0)[-1]
+    launch, version = newest(job)
     if kill:
-        psutil.Process(ranks(job)[-1]).kill()
+        psutil.Process(met(job)[1]).kill()
     else:
         with open_channel("127.0.0.1", job.port) as channel:
             request = pb.SaveNowRequest(reason="to count what is left", again=True)
             assert stub(channel).SaveNow(request, timeout=60, metadata=metadata(job.token())).saved, job.story()
     deadline = time.monotonic() + 60
-    while not (launch < job.notes(0)[-1][0] and version + 2 < job.notes(0)[-1][2]):
+    while newest(job) < (launch + 1, version + 2):
         assert time.monotonic() < deadline and job.processes[0].poll() is None, job.story()
         time.sleep(0.01)
+
+
+def newest(job: Job) -> tuple[int, int]:
+    """Launch and version."""
+    return [(launch, value) for launch, kind, value in job.notes(0) if kind == "version"][-1]
 
 
 @pytest.mark.timeout(TIMEOUT_S)
