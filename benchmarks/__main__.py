@@ -16,6 +16,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.peers import PYTHON as PEERS_PYTHON
 from benchmarks.result import Result
 
 GROUPS = {
@@ -30,6 +31,7 @@ GROUPS = {
     "detect": "detect",
     "rescue": "rescue",
     "resume": "resume",
+    "peers": "peers",
     "controller": "controller_load",
     "gpu": "gpu",
 }
@@ -54,8 +56,18 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, few repetitions: for a look, not for numbers"
     )
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const=sys.executable,
+        metavar="PYTHON",
+        help="kill jobs of other systems too, those that this Python has installed (default: the one that runs this)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     args = parser.parse_args()
+    if args.peers:
+        os.environ[PEERS_PYTHON] = str(Path(args.peers).absolute())
+        args.names += ["peers"] if args.names and "peers" not in args.names else []
     unknown = set(args.names) - set(GROUPS)
     if unknown:
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")

@@ -84,16 +84,16 @@ def killed(ranks: int, megabytes: float, layout: str, continuity: str, kills: in
 
 def _kill(job: Popen[bytes], directory: Path, ranks: int, launch: int, continuity: str) -> Times:
     """Kill one rank when all have made some steps, and wait until all have made one again."""
-    _until(lambda: all(len(_notes(directory, rank, launch).get("step", [])) >= 5 for rank in range(ranks)), job)
+    wait_until(lambda: all(len(_notes(directory, rank, launch).get("step", [])) >= 5 for rank in range(ranks)), job)
     if continuity != "off":
-        _until(lambda: _state(directory) == "ready", job)
+        wait_until(lambda: warm_state(directory) == "ready", job)
     before = set(_checkpoints(directory))
     victim = int((directory / f"pid{launch % ranks}").read_text())
     at = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    _until(lambda: bool(set(_checkpoints(directory)) - before), job, look_s=0.001)
+    wait_until(lambda: bool(set(_checkpoints(directory)) - before), job, look_s=0.001)
     durable = time.monotonic()
-    _until(lambda: all("step" in _notes(directory, rank, launch + 1) for rank in range(ranks)), job)
+    wait_until(lambda: all("step" in _notes(directory, rank, launch + 1) for rank in range(ranks)), job)
     notes = [_notes(directory, rank, launch + 1) for rank in range(ranks)]
     last = {part: max(n[part][0] for n in notes if part in n) for part in PARTS}  # who goes on begins and groups once
     return {"durable": (durable - at) * 1e3} | {part: (last[part] - at) * 1e3 for part in PARTS}
@@ -109,7 +109,7 @@ def _notes(directory: Path, rank: int, launch: int) -> dict[str, list[float]]:
     return found
 
 
-def _state(directory: Path) -> str:
+def warm_state(directory: Path) -> str:
     path = directory / "run" / "warm.json"
     return str(json.loads(path.read_text())["state"]) if path.exists() else ""
 
@@ -119,7 +119,12 @@ def _checkpoints(directory: Path) -> list[str]:
     return [p.name for p in folder.glob("tft_saved_checkpoints-step_*")] if folder.exists() else []
 
 
-def _until(holds: Callable[[], bool], job: Popen[bytes], look_s: float = 0.02) -> None:
+def wait_until(holds: Callable[[], bool], job: Popen[bytes], look_s: float = 0.02) -> None:
+    """Look until ``holds()``.
+
+    Raises:
+        TimeoutError: not within ``WAIT_S``, or the launcher has ended.
+    """
     deadline = time.monotonic() + WAIT_S
     while not holds():
         if job.poll() is not None or time.monotonic() > deadline:

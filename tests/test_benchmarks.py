@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import resume, world
+from benchmarks import peers, resume, world
 from tests.forking import ForkedPython
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +43,7 @@ def test_groups_that_import_torch_run(tmp_path: Path) -> None:
 def test_groups_that_start_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their ranks are forked."""
     names = [name for name in benchmarks.GROUPS if name not in WITH_TORCH]
+    monkeypatch.setenv(peers.PYTHON, sys.executable)  # plain torchrun is always there
 
     def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path | None = None) -> ForkedPython:
         return ForkedPython(module, arguments, env, log or tmp_path / "log")

@@ -75,7 +75,18 @@ FLOORS = (
     {"core", "mindio.protocol"},
     {"store"},
     {"config", "wire", "launch", "processor"},
-    {"session", "api", "legacy", "ttp", "controller", "mindspore_files", "testing", "mindio", "chaos"},
+    {
+        "session",
+        "api",
+        "update_function",
+        "legacy",
+        "ttp",
+        "controller",
+        "mindspore_files",
+        "testing",
+        "mindio",
+        "chaos",
+    },
     {"adapters", "cli", "compat", "__main__", "accelerate", "deepspeed", "hf", "lightning", "titan", "ray", "web"},
 )
 """The rooms of the house, the lowest first: what is imported is of the same floor or of a lower one."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         ttp_start_processor,
         ttp_start_updating_os,
     )
+    from ttp.update_function import one_step
 
 __all__ = [
     "CheckpointError",
@@ -44,6 +45,7 @@ __all__ = [
     "TtpError",
     "UsageError",
     "__version__",
+    "one_step",
     "paused",
     "restore",
     "step_done",
@@ -63,6 +65,8 @@ __all__ = [
 
 FRAMEWORKS = ("accelerate", "deepspeed", "hf", "lightning", "ray", "titan")
 """Modules that need a package of that kind; see docs/frameworks.md."""
+HOMES = {"Layout": "ttp.core.layout", "one_step": "ttp.update_function"}
+"""Where public names are that are not in ``ttp.api`` or, those of the seed documents, in ``ttp.legacy``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -72,7 +76,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ttp' has no attribute {name!r}")
     old = name.startswith("ttp_") and name != "ttp_to_persist"
-    home = "ttp.core.layout" if name == "Layout" else "ttp.legacy" if old else "ttp.api"
+    home = HOMES.get(name, "ttp.legacy" if old else "ttp.api")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

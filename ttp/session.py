@@ -20,7 +20,7 @@ from ttp.core.layout import Layout, Version
 from ttp.core.messages import FaultKind, GoodbyeReason
 from ttp.core.restore_messages import Candidate
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
-from ttp.launch.log_format import formatter
+from ttp.launch.log_format import configure_logging
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
 from ttp.processor import continuing
@@ -382,19 +382,3 @@ def reset() -> None:
     """Forget the session; the next ``train()`` of this process begins anew."""
     global _session
     _session = None
-
-
-def configure_logging(config: Config) -> None:
-    """Give the ``ttp`` logger a handler on stderr, unless the program has configured logging."""
-    logger = logging.getLogger("ttp")
-    if config.port is None or logging.getLogger().handlers or logger.handlers:
-        return
-    handler = logging.StreamHandler()
-    rank = "?"
-    with contextlib.suppress(ConfigError):  # nobody's rank is to be known: for whoever needs it that is an error
-        rank = in_torchruns_names(os.environ).get("RANK", "?")
-    handler.setFormatter(
-        formatter(config.log_format, f"%(asctime)s %(levelname)s [ttp rank {rank}] %(message)s", rank=rank)
-    )
-    logger.addHandler(handler)
-    logger.setLevel(config.log_level.upper())

@@ -13,6 +13,7 @@ from ttp import api, session
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.layouts import RankGroups
 from ttp.errors import ConfigError, UsageError
+from ttp.launch.log_format import configure_logging
 from ttp.launch.presence import is_local
 from ttp.launch.rank_names import in_torchruns_names
 
@@ -35,7 +36,7 @@ def meet_at(address: str, port: int, rank: int | None = None) -> None:
         # Any worker of that host starts the controller, and finds it there.
         os.environ["MASTER_ADDR"] = _home(address, rank)
         current.config = replace(current.config, port=port)
-        session.configure_logging(current.config)
+        configure_logging(current.config)
     elif current.config.port != port:
         log.info("the controller listens on port %d (TTP_PORT), not on %d", current.config.port, port)
 

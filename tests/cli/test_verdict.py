@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.conftest import Controller, Ttp
+from tests.controller.conftest import until
 from ttp.cli.main import main
 from ttp.store.history import FILE, WORD, line_of
 
@@ -67,6 +70,27 @@ def test_one_word_and_its_exit_code(name: str, place: Path, capsys: pytest.Captu
     code, out, err = said(capsys, "verdict", place)
     assert (out, code) == (f"{word}\n", wanted)
     assert err.strip(), "why is said too"
+
+
+def test_a_job_that_runs_has_no_verdict_yet(
+    place: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = start()
+    controller.save_dir = str(place)
+    monkeypatch.setenv("TTP_PORT", str(controller.port))
+    controller.ranks(2, version=7)
+    history = place / "incidents" / FILE
+    until(lambda: history.exists() and "formed" in history.read_text())
+    found = ttp("verdict", place)
+    assert (found.code, found.out) == (1, "running\n") and "2 of 2 ranks live, the newest version is 7" in found.err
+    assert ttp("verdict", place, "--json").json["word"] == "running"
+    other = place / "copy" / "incidents"
+    other.mkdir(parents=True)
+    (other / FILE).write_text(history.read_text())
+    assert ttp("verdict", other.parent).out == "lost\n", "a job that saves elsewhere is another one"
+    controller.close()
+    found = ttp("verdict", place)
+    assert (found.code, found.out) == (70, "lost\n") and "no controller of it answers here" in found.err
 
 
 def test_only_launches_of_the_job_that_is_meant(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,16 +133,21 @@ def _row(log: IncidentLog) -> tuple[str | Text, ...]:
 
 def _tell(log: IncidentLog, detail: bool) -> None:
     say(Text.assemble(("incident ", ""), (log.id, "bold"), f", {when_text(log.opened_unix_s)}"))
-    say(f"cause:   {log.cause}")
-    say(f"outcome: {log.outcome}")
+    say(f"cause:   {_inset(log.cause, 9)}")
+    say(f"outcome: {_inset(log.outcome, 9)}")
     say("")
     for line, text in rows(log):
         moment = Text(f"{line.at_ms:+11.1f} ms  ", "dim")
-        say(Text.assemble(moment, (f"{line.kind:<13}", style_of(line.kind)), text))
+        say(Text.assemble(moment, (f"{line.kind:<13}", style_of(line.kind)), _inset(text, 29)))
         if detail and line.facts.get("detail"):
             say(Text(_indented(str(line.facts["detail"])), "dim"))
     if log.unreadable:
         say(f"{log.unreadable} line(s) could not be read: the controller was stopped while it wrote")
+
+
+def _inset(text: str, width: int) -> str:
+    """Further lines of a text below its first one: none can be taken for a line of ours."""
+    return ("\n" + " " * width).join(text.splitlines())
 
 
 def _indented(text: str) -> str:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import time
+from typing import TYPE_CHECKING
+
+from ttp.errors import ConfigError
+from ttp.launch.rank_names import in_torchruns_names
+
+if TYPE_CHECKING:
+    from ttp.config import Config
 
 FACTS = "ttp_facts"
 """Name of the extra attribute of a record that holds more of the line: an event, its incident, a rank, a version."""
@@ -43,3 +52,19 @@ def formatter(kind: str, text: str, datefmt: str | None = None, **always: object
         **always: what every line of JSON has.
     """
     return JsonFormatter(**always) if kind == JSON else logging.Formatter(text, datefmt)
+
+
+def configure_logging(config: Config) -> None:
+    """Give the ``ttp`` logger a handler on stderr, unless the program has configured logging."""
+    logger = logging.getLogger("ttp")
+    if config.port is None or logging.getLogger().handlers or logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    rank = "?"
+    with contextlib.suppress(ConfigError):  # nobody's rank is to be known: for whoever needs it that is an error
+        rank = in_torchruns_names(os.environ).get("RANK", "?")
+    handler.setFormatter(
+        formatter(config.log_format, f"%(asctime)s %(levelname)s [ttp rank {rank}] %(message)s", rank=rank)
+    )
+    logger.addHandler(handler)
+    logger.setLevel(config.log_level.upper())

@@ -1,0 +1,132 @@
+"""A rank of ``benchmarks.peers``: the same training under each of several systems, until ``PEERS_DIR/over`` exists.
+
+Usage: peers_rank.py SYSTEM MEGABYTES [SLOT], as each system's documents write such a program. It runs in the Python
+that has it, so it imports nothing but that system and torch. Lines of ``slot<n>`` are ``PID STEPS SECONDS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+DIRECTORY = Path(os.environ["PEERS_DIR"])
+SLOT = sys.argv[3] if len(sys.argv) > 3 else os.environ["RANK"]
+EVERY = 10
+"""Steps between the checkpoints of systems that make them at intervals."""
+MOMENTS = 3
+"""Copies of each weight that AdamW's state makes of a checkpoint, the weight included."""
+
+
+def build(megabytes: float) -> Any:
+    """A model whose checkpoint has that size."""
+    width = max(8, int((megabytes * 1e6 / 4 / MOMENTS / 2) ** 0.5))
+    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
+
+
+def steps(first: int, model: Any, optimizer: Any, count: Callable[[], int] | None = None) -> Iterator[int]:
+    """Train from ``first`` on until the benchmark is over: the number of steps that have been made, after each.
+
+    Args:
+        count: knows that number, where a step may also be left out.
+    """
+    made = first
+    while not (DIRECTORY / "over").exists():
+        optimizer.zero_grad()
+        model(torch.ones(1, model.module[0].in_features)).sum().backward()
+        optimizer.step()
+        made = count() if count else made + 1
+        with (DIRECTORY / f"slot{SLOT}").open("a") as log:
+            log.write(f"{os.getpid()} {made} {time.monotonic()}\n")
+        yield made
+        time.sleep(0.02)
+
+
+def under_ttp(megabytes: float) -> None:
+    """Nothing is saved before a rank dies."""
+    import ttp
+
+    @ttp.ttp_to_persist
+    def train() -> None:
+        model = DistributedDataParallel(build(megabytes))
+        optimizer = torch.optim.AdamW(model.parameters())
+        ttp.wrap_optimizer(optimizer, model=model, save_dir=DIRECTORY / "checkpoints")
+        for _ in steps(ttp.restore(), model, optimizer):
+            pass
+
+    dist.init_process_group("gloo")
+    train()
+
+
+def under_a_restart(megabytes: float) -> None:
+    """All ranks are started anew, and load what the first saves every ``EVERY`` steps: torchrun, NVRx's launcher."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(build(megabytes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved, draft, first = DIRECTORY / "saved.pt", DIRECTORY / "saved.new", 0
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    for step in steps(first, model, optimizer):
+        if SLOT == "0" and step % EVERY == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, draft)
+            draft.rename(saved)
+
+
+def under_dlrover(megabytes: float) -> None:
+    """Flash checkpoint: a copy in the memory of the host every ``EVERY`` steps, which outlives the ranks."""
+    flash: Any = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
+    kinds: Any = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.checkpointer").StorageType
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(build(megabytes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = flash.DdpCheckpointer(str(DIRECTORY / "flash"))
+    state = checkpointer.load_checkpoint()
+    state = state.get("model_states", state)
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in steps(state.get("step", 0), model, optimizer):
+        if step % EVERY == 0:
+            whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            checkpointer.save_checkpoint(step, whole, storage_type=kinds.MEMORY)
+
+
+def under_torchft(megabytes: float) -> None:
+    """Each replica is a job of its own; the others train on without one that is lost, and it gets their state."""
+    torchft: Any = importlib.import_module("torchft")
+    module = build(megabytes)
+    adam = torch.optim.AdamW(module.parameters())
+
+    def load(state: dict[str, Any]) -> None:
+        module.load_state_dict(state["model"])
+        adam.load_state_dict(state["optimizer"])
+
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(),
+        min_replica_size=1,
+        load_state_dict=load,
+        state_dict=lambda: {"model": module.state_dict(), "optimizer": adam.state_dict()},
+        replica_id=f"replica{SLOT}",
+    )
+    model, optimizer = torchft.DistributedDataParallel(manager, module), torchft.Optimizer(manager, adam)
+    for _ in steps(0, model, optimizer, manager.current_step):
+        pass
+
+
+SYSTEMS = {"ttp": under_ttp, "restart": under_a_restart, "dlrover": under_dlrover, "torchft": under_torchft}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    SYSTEMS[sys.argv[1]](float(sys.argv[2]))
+    os._exit(0)  # all see that it is over within a step of each other
