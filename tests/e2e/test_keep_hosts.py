@@ -67,8 +67,9 @@ def test_ranks_of_all_hosts_keep_their_processes(
 @pytest.mark.parametrize("static", [False, True])
 def test_ranks_of_all_hosts_are_forked(make_hosts: Callable[..., Job], unbroken: Unbroken, static: bool) -> None:
     """Warm restarts: each host has a process of its own that its ranks are forked from."""
-    env = {"JOB_STEP_S": "0.3"}
-    job = make_hosts(2, static=static, continuity="warm", steps=14, max_restarts=2, faults=[kill(3, 8)], env=env)
+    held = {"id": "held", "rank": 0, "step": 8, "phase": "data", "action": "hold", "when": "run/one/warm.json"}
+    faults = [held, kill(3, 8, "allreduced", when="run/two/warm.json")]
+    job = make_hosts(2, static=static, continuity="warm", steps=14, max_restarts=2, faults=faults)
     assert job.run(WAIT_S) == 0, job.story()
     forked = [[value for _, kind, value in job.notes(rank) if kind == "forked"] for rank in range(4)]
     assert forked == [[0, 1]] * 4, job.story()

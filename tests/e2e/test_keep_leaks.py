@@ -22,6 +22,8 @@ TIMEOUT_S = 500
 GLOO = ("gloo_tcp_loop", "pt_gloo_runloop")
 GLOOS = Counter({"pipe": 2, "eventpoll": 1, "listens": 1})
 """Descriptors of a backend of gloo whose connections were broken."""
+OBJECTS_EACH = 20
+"""Of Python, at most, for each time: those that stand for a backend and its store."""
 KIB_EACH = 2048
 """Of memory, at most, for each time: three stacks, gloo's buffers, what the allocator does not give back."""
 
@@ -105,9 +107,8 @@ def test_old_connections_are_all_that_stays(make_job: Callable[..., Job], times:
     for number in range(times):
         go_on(job, kill=number % every == every - 1)
     after = of_all(job)
-    print({name: (after[name].kib - before[name].kib, after[name].threads.total()) for name in after})
-    print("objects", counted(job, "objects"), "threads", counted(job, "threads"))
-    assert all(again(job)), job.story()
+    print({name: after[name].kib - before[name].kib for name in after}, "KiB more;", counted(job, "objects"), "objects")
+    assert all(again(job)) and "do not go on" not in job.log.read_text(), job.story()
     assert after["rank 0"].descriptors - before["rank 0"].descriptors == Counter(
         {k: n * times for k, n in GLOOS.items()}
     )
@@ -120,6 +121,8 @@ def test_old_connections_are_all_that_stays(make_job: Callable[..., Job], times:
         assert after[name].kib - before[name].kib < 8192, name
     assert files(job) == files_before
     assert len(set(counted(job, "threads")[2:])) == 1
+    objects = counted(job, "objects")[2:]
+    assert objects[-1] - objects[0] <= OBJECTS_EACH * times, objects
 
 
 def counted(job: Job, kind: str) -> list[Any]:
