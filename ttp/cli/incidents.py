@@ -17,7 +17,10 @@ from ttp.cli.trace_events import trace_text
 from ttp.errors import CheckpointError, UsageError
 from ttp.store.history import read_launches
 
-ELSEWHERE = "what a save_dir could not take is in the run directory of the controller's host: `ttp incidents RUN_DIR`"
+ELSEWHERE = (
+    "what a save_dir could not take is in TTP_FALLBACK_DIR, if the job has one, and in the run directory of the "
+    "controller's host: `ttp incidents DIR`"
+)
 Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]
 Last = Annotated[bool, typer.Option("--last", help="The newest incident.")]
 Detail = Annotated[bool, typer.Option("--detail", help="With the evidence's details, such as tracebacks.")]

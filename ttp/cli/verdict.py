@@ -73,22 +73,49 @@ def verdict(
     that brought no new version).
     """
     asked_to_leave = launcher_code == TERMINATED
-    place = directory if asked_to_leave else existing(directory)
-    launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
+    place, launches = _history(directory if asked_to_leave else existing(directory), run_id)
     recent = [launch for launch in launches if since is None or launch.began_unix_s >= since]
     incident = None if recent and recent[-1].code is not None else _last_fault(place, run_id, since)
     word = _word(place, run_id, since)
     if not launches and incident is None and word is None and not asked_to_leave:
         _check_ours(place, run_id)
-    found = _running(place, recent) or _judge(recent, incident, word, launcher_code)
+    found = _running(directory, recent) or _judge(recent, incident, word, launcher_code)
     assert found.code is not None
+    code, text = found.code, found.text
+    if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
+        text += _storage(directory)
     if json:
-        facts = {"word": WORDS[found.code], "exit_code": found.code, "text": found.text, "run_id": run_id or ""}
+        facts = {"word": WORDS[code], "exit_code": code, "text": text, "run_id": run_id or ""}
         print_json(facts | {"launches": len(launches), "fruitless": fruitless(launches)})
     else:
-        say(WORDS[found.code])
-        complain(found.text)
-    raise typer.Exit(found.code)
+        say(WORDS[code])
+        complain(text)
+    raise typer.Exit(code)
+
+
+def _history(place: Path, run_id: str | None) -> tuple[Path, list[Launch]]:
+    """The launches of a job, and where they are written down: a ``save_dir`` that is broken lacks the newest ones."""
+    best: tuple[Path, list[Launch]] = place, []
+    fallback = os.environ.get("TTP_FALLBACK_DIR")
+    for each in (place, *([Path(fallback)] if fallback else [])):
+        found = [launch for launch in read_launches(each) if run_id is None or launch.run_id == run_id]
+        if found and (not best[1] or _newness(found[-1]) > _newness(best[1][-1])):
+            best = each, found
+    return best
+
+
+def _newness(launch: Launch) -> tuple[float, bool]:
+    return launch.began_unix_s, launch.code is not None
+
+
+def _storage(place: Path) -> str:
+    """What may have kept the job from saving, and from saying so, after a full stop; empty: nothing is seen."""
+    try:
+        now = os.statvfs(place)
+    except OSError as problem:
+        return f". {place} cannot be looked at: {problem.strerror}"
+    state = "mounted read-only" if now.f_flag & os.ST_RDONLY else "full" if now.f_blocks and not now.f_bavail else ""
+    return f". The file system of {place} is {state}" if state else ""
 
 
 def _running(place: Path, launches: list[Launch]) -> Verdict | None:
