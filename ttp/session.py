@@ -208,7 +208,8 @@ class Session:
             return
         if self._preemption is not None:
             self._preemption.uninstall()
-        adapter, self.adapter, self.processor = self.adapter, None, None
+        atexit.unregister(self._at_exit)  # which would hold this session, and so what it has held
+        adapter, self.adapter, self.processor, self._preemption = self.adapter, None, None, None
         goes_on.out(problem, processor, adapter)
 
     def _leave(self, reason: GoodbyeReason) -> None:
@@ -279,8 +280,7 @@ class Session:
 
         if self.processor is None:
             return WHOLE
-        env = self.processor.env
-        return share_of(directory, env.rank, env.world_size, os.environ)
+        return share_of(directory, *self._place(), os.environ)
 
     @property
     def fallback_dir(self) -> Path | None:

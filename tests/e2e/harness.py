@@ -174,7 +174,7 @@ def newest_of_survivors(job: Job, life: int, dead: set[int]) -> int:
         for _, kind, value in job.notes(rank):
             if kind == "start":
                 lives.append([value])
-            else:
+            elif kind == "version":
                 lives[-1].append(value)
         versions.append(max(lives[life]))
     return max(versions)

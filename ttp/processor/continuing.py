@@ -61,6 +61,7 @@ class KeptState:
 
     def keep(self, adapter: Any, incident: str) -> None:
         """Ask the adapter, whose training thread is out of its loop. Never raises."""
+        self.way = ""
         try:
             self._kept, self._why = adapter.keep(incident), ""
         except Exception as problem:
@@ -124,7 +125,7 @@ class Continuing:
         if self._next is not None:
             if self._timer is None:  # a rank that takes a seat: it may have been started while the others save
                 self._next = self._await(self._next.launch)
-                self._start_clock()
+                self._start_clock(self._next.launch)
             out_s = time.monotonic() - self._since
             groups.renew(self._next.address, self._next.port, self._next.launch, self._within_s)
             self._next = None
@@ -190,7 +191,7 @@ class Continuing:
             halt: of the gate.
             incident: which has ended so.
         """
-        self._start_clock()
+        self._start_clock(RankEnv.from_env().launch + 1)
         self._incident = incident
         self.releasing = True
         halt()
@@ -211,9 +212,9 @@ class Continuing:
         end_process(EXIT_SAVED, f"{why}; it is saved, and the job is started anew", None, lambda: None)
         raise AssertionError("unreachable")
 
-    def _start_clock(self) -> None:
+    def _start_clock(self, launch: int) -> None:
         self._since = time.monotonic()
-        self._files.mark(self._pid, self._since + self._within_s)
+        self._files.mark(self._pid, self._since + self._within_s, launch)
         self._timer = threading.Timer(self._within_s, self.leave, (f"it did not go on within {self._within_s:g} s",))
         self._timer.daemon = True
         self._timer.start()
@@ -276,6 +277,8 @@ def watched() -> Iterator[None]:
             goes_on.leave(f"train() was called again, and raised {describe(problem)}")
         raise
     if goes_on is not None and goes_on.runs and not goes_on.releasing:
+        if not goes_on.state.way:
+            goes_on.leave("train() was called again, and has ended without restoring anything")
         goes_on.over()  # there was nothing left to do
 
 
