@@ -19,7 +19,7 @@ from tests.core.model import Model
 from tests.core.model_state import RANK_TIMEOUTS, Broken, Gate, Process, State, put, story
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY
-from ttp.core.controller.events import Accused
+from ttp.core.controller.events import Accused, ConnectionId, Received
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Version
@@ -137,24 +137,12 @@ class KeepModel(Model):
         process = state.processes[r]
         ready = all(p.restored and p.launch == process.launch for p in state.processes) and not state.stuck
         for name, after in super()._train(state, r):
-            if not process.launch:
-                yield name, after
-            elif state.gates[r].updating:
-                yield name, self._beats(after, r) if self.takeovers else after
-            elif not after.gates[r].updating:
+            if not process.launch or state.gates[r].updating or not after.gates[r].updating:
                 yield name, after
             elif ready:
                 if len(bases := {g.base for g in state.gates}) > 1 or not bases <= set(state.committed):
                     raise Broken(f"K2: from {[g.base for g in state.gates]}, not {state.committed} {story(())}")
                 yield name, after.of(r, until=None)
-
-    def _beats(self, state: State, r: int) -> State:
-        """The heartbeat behind its update, which shows to a new controller that the ranks of this launch have met."""
-        version = state.gates[r].version
-        state = self._processor(state, r, ev.Observed(version, m.Phase.IDLE))
-        beat = m.Heartbeat(Rank(r), version, m.Phase.IDLE)
-        sent = (*state.up[r], (state.streams[r], beat)) if state.streams[r] else state.up[r]
-        return state._replace(up=put(state.up, r, sent))
 
     def _launchers_moves(self, state: State, path: Any) -> Iterator[tuple[str, State]]:
         for host in range(self.hosts):
@@ -226,6 +214,9 @@ class KeepModel(Model):
     def _time(self, state: State, path: Any) -> Iterator[tuple[str, State]]:
         if any(self._launchers_moves(state, path)):
             return
+        if (heard := self._heartbeat(state, path)) is not None:
+            yield "a heartbeat arrives", heard
+            return
         marks = [(p.until, r) for r, p in enumerate(state.processes) if p.until is not None and state.exits[r] is None]
         until, who = min(marks, default=(float("inf"), -1))
         passed = [(name, after) for name, after in super()._time(state, path) if after.now <= until]
@@ -233,6 +224,17 @@ class KeepModel(Model):
             yield from passed
         else:
             yield f"the time of {who} is over at {until}", self._leaves(state._replace(now=max(state.now, until)), who)
+
+    def _heartbeat(self, state: State, path: Any) -> State | None:
+        """What comes from ranks every second, where it says of an update what the controller has not heard yet."""
+        members = self.machines.look(state.controllers[0]).job.members
+        for r, gate in enumerate(state.gates):
+            connection = ConnectionId(state.streams[r])
+            member = members.get(Rank(r)) if connection and state.processes[r].launch else None
+            if member is not None and member.connection == connection and member.version < gate.version:
+                beat = m.Heartbeat(Rank(r), gate.version, m.Phase.IDLE)
+                return self._controller(state, 0, Received(connection, beat), path)
+        return None
 
     # --------------------------------------------------------------------------------------------------------- machines
 
