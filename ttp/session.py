@@ -80,6 +80,8 @@ class Session:
         self.save_dir: Path | None = None
         self.processor: Processor | None = None
         self.in_train = False
+        self.wrap_again: Callable[[], object] | None = None  # registers the same objects once more
+        self._reported = False
         self._pauses: list[list[str]] = []
         self._pauses_lock = threading.Lock()
         self._preemption: Preemption | None = None
@@ -188,6 +190,17 @@ class Session:
         if self.processor is None:
             return
         self._go_on(problem)
+        if not self._reported:
+            self.report(problem)
+        self._go_on(problem)
+        log.error("no controller came to the rescue; the error is raised as it would be without ttp")
+        self.processor.close()
+        self.processor = None
+
+    def report(self, problem: BaseException) -> None:
+        """This rank cannot train on: wait for what comes of it. Returns when it is to go on, or if nobody came."""
+        assert self.processor is not None
+        self._reported = True
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
         detail = "".join(traceback.format_exception(problem))
         log.error("rank %s: %s\n%s", self.processor.env.rank, describe(problem), detail)
@@ -196,10 +209,6 @@ class Session:
         wrong = isinstance(problem, (ConfigError, UsageError))  # a restart would not help
         self.processor.report(kind, text, detail[-8000:], then=EXIT_BAD_CONFIG if wrong else None)
         self.processor.wait_released()
-        self._go_on(problem)
-        log.error("no controller came to the rescue; the error is raised as it would be without ttp")
-        self.processor.close()
-        self.processor = None
 
     def _go_on(self, problem: BaseException | None) -> None:
         """If this rank was released to go on in its process: end this session, and have train() called again."""
@@ -208,8 +217,15 @@ class Session:
             return
         if self._preemption is not None:
             self._preemption.uninstall()
-        adapter, self.adapter, self.processor = self.adapter, None, None
+        adapter, self.adapter, self.processor, self.wrap_again = self.adapter, None, None, None
         goes_on.out(problem, processor, adapter)
+
+    def go_on_in_loop(self) -> None:
+        """The old launch is over, and the loop goes on: what follows registers the same objects again."""
+        if self._preemption is not None:
+            self._preemption.uninstall()
+        self.adapter = self.processor = None
+        self._reported = False
 
     def _leave(self, reason: GoodbyeReason) -> None:
         if self._preemption is not None:

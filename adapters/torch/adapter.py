@@ -20,6 +20,7 @@ from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, ref
 from ttp.adapters.torch.loop.followers import Followers, unowned
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.loop.post_step_state import PostStepState, listed
+from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
@@ -109,6 +110,8 @@ class TorchAdapter(Restoring):
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._resumed = False
+        self.repeating: Repeating | None = None
+        """The calls of a function that ``ttp.one_step`` decorates; None: not attached."""
 
     @property
     def source(self) -> TorchSource:
@@ -198,6 +201,7 @@ class TorchAdapter(Restoring):
             calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
         )
         source.connect(processor, self._attachment, sharding)
+        self.repeating = Repeating(self._model, self._given, self._scaler, self._capture, self._extra, processor.layout)
         self._capture.capture(gate.version, final=True)
 
     def _make_post_step(self, may_follow: bool) -> PostStepState:

@@ -259,6 +259,10 @@ def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: i
     injector.at("scheduled")
 
 
+if "JOB_ONE_STEP" in os.environ:
+    one_step = ttp.one_step(one_step)
+
+
 def step_with_closure(model: Any, optimizer: Any, losses: Losses, step: int) -> None:
     """It is evaluated several times, before and after the optimizer has written."""
     evaluations = 0

@@ -141,6 +141,11 @@ class Processor:
             raise
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether this process may go on after a failure of another."""
+        return self._goes_on is not None
+
+    @property
     def page_dir(self) -> Path | None:
         """Where ranks of this host show that they live, and may share memory; None before this rank has joined."""
         return self.host.pages.path if self.host.pages is not None else None
