@@ -77,7 +77,8 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
         try:
             if processor is None:
                 return func(*args, **kwargs)
-            if current.wrap_again is not None and processor.may_go_on:
+            adapter: Any = current.adapter
+            if current.wrap_again is not None and processor.may_go_on and hasattr(adapter, "repeating"):
                 return _call(func, args, kwargs, current)
             begun = processor.gate.version
             result = func(*args, **kwargs)
@@ -157,9 +158,10 @@ def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: st
     adapter: Any = current.adapter
     start, processor = adapter.repeating, current.processor
     assert processor is not None and current.wrap_again is not None
+    why_not = start.refusal() or why_not
     if processor.gate.version != start.version:
-        why_not = why_not or f"it has made update {processor.gate.version} in the call that was broken"
-    if not goes_on.stays(start.version, why_not or start.refusal(), processor, adapter):
+        why_not = f"it has made update {processor.gate.version} in the call that was broken"
+    if not goes_on.stays(start.version, why_not, processor, adapter):
         return False
     try:
         current.go_on_in_loop()

@@ -43,6 +43,7 @@ from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, shar
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Layout, Rank
 from ttp.errors import ConfigError, UsageError
+from ttp.processor.continuing import current
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -273,6 +274,8 @@ class TorchAdapter(Restoring):
             self._stay_redone()
         if not self._looked:
             self._looked = True
+            if (goes_on := current()) is not None:
+                goes_on.why_no_loop()  # the loop has begun, decorated or not: nothing is listened to any more
             refuse_unsaved(self._given, self._extra.objects)
 
     def _stay_redone(self) -> None:

@@ -37,6 +37,8 @@ _TYPES_FROM = 16
 """Numbers from here on are of no kind of backend: a group keeps the old one where it knows the number."""
 _DEVICES = ("cpu", "cuda")
 """That a gloo backend is registered for."""
+_MEMBER = "_rank_not_in_group"
+"""What each collective that a program calls asks first."""
 _OF_C10D = (c10d.__name__, "torch.distributed.c10d_logger")
 """Modules that a collective passes through."""
 _TIMEOUT = timedelta(minutes=30)
@@ -60,7 +62,7 @@ class Groups:
         self._seat = seat
         self._store: Any = None  # where the ranks of the next launch meet
         self._wrapped: list[Any] | None = None  # the groups that there were in wrap_optimizer()
-        self._asked = ""
+        self._asked, self._deaf = "", True
         self._member: Any = None  # torch's function, in whose place ``_note`` is
         self._stock = _c10d._new_process_group_helper, _c10d._store_based_barrier
         _c10d._new_process_group_helper = self._make
@@ -100,7 +102,8 @@ class Groups:
     def listen(self) -> None:
         """Note from now on, until ``in_loop``, what ``train()`` asks other ranks: nobody would answer a newcomer."""
         self._asked, self._wrapped = "", None
-        if self._member is None:
+        self._deaf = not hasattr(_c10d, _MEMBER)
+        if self._member is None and not self._deaf:
             self._member, _c10d._rank_not_in_group = _c10d._rank_not_in_group, self._note
 
     def _note(self, group: Any) -> bool:
@@ -121,6 +124,8 @@ class Groups:
         """The loop has begun. Why a newcomer could not get there while the others stay in it; empty: it could."""
         if self._member is not None:
             _c10d._rank_not_in_group, self._member = self._member, None
+        if self._deaf:
+            return "this torch does not show what train() asks other ranks"
         if self._asked:
             return f"train() calls {self._asked}() before its first update, which nobody would answer a newcomer"
         if self._wrapped != list(_c10d._world.pg_map):

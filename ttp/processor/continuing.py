@@ -151,13 +151,13 @@ class Continuing:
 
     def wraps(self) -> None:
         """``wrap_optimizer()`` begins: from here on all ranks do the same."""
-        try:
-            if self._alone:
+        if self._alone:
+            try:
                 self._renew("its optimizer is wrapped", all_of_them=True)
-            if self._groups is not None:
-                self._groups.wrapped()
-        except Exception as problem:
-            self.leave(f"it could not go on: {problem!r}")
+            except Exception as problem:
+                self.leave(f"it could not go on: {problem!r}")
+        if self._groups is not None:
+            self._groups.wrapped()
 
     def why_no_loop(self) -> str:
         """The loop begins. Why the others could not stay in theirs if this rank were a new one; empty: they could."""

@@ -102,8 +102,12 @@ class Repeating:
     def refusal(self) -> str:
         """Why the call that has begun last, and was broken, cannot be made again; empty: it can."""
         self._look_no_more()
-        if self.why_not:
-            return self.why_not
+        try:
+            return self.why_not or self._refusal()
+        except Exception as problem:
+            return repr(problem)
+
+    def _refusal(self) -> str:
         if self._trials_left:
             return f"the function had not been called {TRIALS} times"
         if self._image is None:
