@@ -92,19 +92,19 @@ def test_what_train_asks_other_ranks_before_its_loop_is_noted(
     dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(1))  # before train() is no affair of the loop
     groups.enter()
-    asked = {
+    ways: dict[str, Any] = {
         "nothing": lambda: None,
         "barrier": dist.barrier,
         "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
         "all_gather_object": lambda: dist.all_gather_object([None], "mine"),
         "new_group": lambda: dist.new_group([0]),
         "ddp": lambda: DistributedDataParallel(nn.Linear(1, 1)),
-    }[asks]
+    }
     if where == "before":
-        asked()
+        ways[asks]()
     groups.wrapped()
     if where == "behind":
-        asked()
+        ways[asks]()
     found = groups.in_loop()
     assert found.startswith(why) and bool(found) == bool(why)
     assert regroup._c10d._rank_not_in_group is stock

@@ -117,7 +117,7 @@ def test_what_a_call_has_begun_with_is_put_back(make: Callable[..., Job]) -> Non
 def test_gradients_that_were_zeros_are_zeros_again(make: Callable[..., Job]) -> None:
     """None would have the optimizer pass over a parameter that this call does not use."""
     job = make()
-    how = {"drop": False, "after": lambda: job.optimizer.zero_grad(set_to_none=False)}
+    how: dict[str, Any] = {"drop": False, "after": lambda: job.optimizer.zero_grad(set_to_none=False)}
     job.calls(**how)
     job.broken(drop=False)
     assert job.repeating.refusal() == ""
