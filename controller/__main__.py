@@ -119,7 +119,7 @@ def _why_not(bind: str, port: int) -> str:
 async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     """Start, serve, stop. Returns the exit code, as ``main``."""
     run_dir = args.run_dir or config.resolved_run_dir()
-    journal = Journal(run_dir, (config.save_dir, config.fallback_dir))
+    journal = Journal(run_dir, (config.save_dir, config.fallback_dir), config.fallback_dir)
     host = config.host or socket.gethostname()
     driver = Driver(patience_of(config, args), journal, host, port, HandlerRecovery)
     try:

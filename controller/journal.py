@@ -75,10 +75,11 @@ class Journal:
     Args:
         run_dir: on a local disk; gets the lines that save_dir refuses.
         told: directories that may be written besides those of ``journals_allowed``.
+        fallback_dir: gets the history of launches too, as ``save_dir`` may be what is broken.
     """
 
-    def __init__(self, run_dir: Path, told: Iterable[str | None] = ()) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, told: Iterable[str | None] = (), fallback_dir: str | None = None) -> None:
+        self._run_dir, self._fallback = run_dir, fallback_dir
         self._told = frozenset({str(run_dir), *filter(None, told)})
         self._stories: dict[str, _Story] = {}
         self._writers: dict[Path, _Writer] = {}
@@ -102,14 +103,15 @@ class Journal:
             writer = self._writer(Path(save_dir))
         writer.read(resumed, told)
         if not resumed:
-            writer.note(history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts)))
+            self.launch_goes_on(save_dir, happening)
 
     def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
         """Record an event of the launch. It is dropped where storage refuses it; the incident's file has it too."""
         if save_dir:
+            line = history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts))
             with self._lock:
-                writer = self._writer(Path(save_dir))
-            writer.note(history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts)))
+                for place in filter(None, (save_dir, self._fallback)):
+                    self._writer(Path(place)).note(line)
 
     def write(self, save_dir: str, happening: Happening) -> None:
         """Queue one line; never blocks. Lines beyond ``LINES_MAX`` that a hanging disk has not taken are dropped."""

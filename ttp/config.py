@@ -278,7 +278,7 @@ class Config:
     """Exit code of ``ttp run`` for "saved: start me again", where a launcher takes 75 for permanent."""
 
     relay: str = _setting("TTP_RELAY", _one_of("auto", "on", "off"), "auto")
-    """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
+    """Whether the ranks of a host share one stream to the controller; auto: in jobs of 64 ranks and more."""
 
     continuity: str = _setting("TTP_CONTINUITY", _one_of(*CONTINUITY_MODES), "warm")
     """After a failure: off (new interpreters), warm (workers are forked), keep (only the dead are, others go on)."""

@@ -215,16 +215,16 @@ class Session:
         goes_on, processor = continuing.current(), self.processor
         if goes_on is None or not goes_on.releasing or processor is None:
             return
-        if self._preemption is not None:
-            self._preemption.uninstall()
-        adapter, self.adapter, self.processor, self.wrap_again = self.adapter, None, None, None
+        adapter, self.wrap_again = self.adapter, None
+        self.end_launch()
         goes_on.out(problem, processor, adapter)
 
-    def go_on_in_loop(self) -> None:
-        """The old launch is over, and the loop goes on: what follows registers the same objects again."""
+    def end_launch(self) -> None:
+        """This rank is none of this launch any more; it becomes one of the next."""
         if self._preemption is not None:
             self._preemption.uninstall()
-        self.adapter = self.processor = None
+        atexit.unregister(self._at_exit)  # which would hold this session, and so what it has held
+        self.adapter = self.processor = self._preemption = None
         self._reported = False
 
     def _leave(self, reason: GoodbyeReason) -> None:
@@ -295,8 +295,7 @@ class Session:
 
         if self.processor is None:
             return WHOLE
-        env = self.processor.env
-        return share_of(directory, env.rank, env.world_size, os.environ)
+        return share_of(directory, *self._place(), os.environ)
 
     @property
     def fallback_dir(self) -> Path | None:

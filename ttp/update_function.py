@@ -164,7 +164,7 @@ def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: st
     if not goes_on.stays(start.version, why_not, processor, adapter):
         return False
     try:
-        current.go_on_in_loop()
+        current.end_launch()
         start.reset()
         current.wrap_again()
         adapter = current.adapter

@@ -280,9 +280,41 @@ def _self_test() -> str:
     return ""
 
 
+class _LentStore(_dist.Store):  # type: ignore[misc,name-defined,unused-ignore] # of torch, which is Any here
+    """The store of a backend while it connects to the others.
+
+    A group keeps its old backends until the process ends, and they their stores, so each would hold a connection.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self.store.get(key)
+
+    def add(self, key: str, amount: int) -> Any:
+        return self.store.add(key, amount)
+
+    def check(self, keys: list[str]) -> Any:
+        return self.store.check(keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.store.wait(keys, *timeout)
+
+
+_lent: list[_LentStore] = []  # torch does not keep what Python has added to an object that it keeps
+
+
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    backend = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    lent = _LentStore(store)
+    _lent.append(lent)
+    backend = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", lent), rank, size, timeout=timeout)
     backend._set_sequence_number_for_group()
+    lent.store = None
     return backend
 
 

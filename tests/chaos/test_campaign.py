@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from ttp.chaos.campaign import RUNS_PER_JOB, draw
-from ttp.chaos.kinds import KINDS
+from ttp.chaos.campaign import KINDS, RUNS_PER_JOB, draw
 from ttp.chaos.reading import parse
 from ttp.chaos.script import Script, to_toml
 from ttp.chaos.vocabulary import FEATURES

@@ -136,7 +136,7 @@ class Controller:
     """A real controller process, and ranks that do as they are told without a byte on disk."""
 
     def __init__(self, run_dir: Path, token: str = "", **env: str) -> None:
-        self.port, self.token = free_port(), token
+        self.port, self.token, self.save_dir = free_port(), token, "/save"
         clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ttp.controller", "--port", str(self.port), "--run-dir", str(run_dir)],
@@ -163,7 +163,7 @@ class Controller:
 
     def _rank(self, rank: Rank, world_size: int, version: Version, saves: bool, welcomed: threading.Barrier) -> None:
         outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        outbox.put(report_to_wire(hello(rank, world_size, version)))
+        outbox.put(report_to_wire(hello(rank, world_size, version, self.save_dir)))
         with suppress(grpc.RpcError):
             for wire in stub(self._channel).Attach(iter(outbox.get, None), metadata=metadata(self.token)):
                 order = replace(order_from_wire(wire), rank=rank)  # what is said to several names none of them
@@ -200,11 +200,10 @@ def obey(order: m.Order, version: Version, *, saves: bool) -> m.Report | None:
     return None
 
 
-def hello(rank: Rank, world_size: int, version: Version) -> m.Hello:
+def hello(rank: Rank, world_size: int, version: Version, save_dir: str) -> m.Hello:
     where = "left" if rank < world_size // 2 else "right"
-    return toy.hello(
-        rank, Layout.data_parallel(world_size), run_id="digits", host=where, framework="torch", version=version
-    )
+    facts = {"run_id": "digits", "host": where, "framework": "torch", "version": version, "save_dir": save_dir}
+    return toy.hello(rank, Layout.data_parallel(world_size), **facts)
 
 
 @pytest.fixture

@@ -72,10 +72,15 @@ def test_a_job_that_cannot_save_is_no_dump(start: Start) -> None:
             assert (result.strategy, result.status.code) == ("dump", 407), result
 
 
-def test_switched_off(ttp: Ttp) -> None:
+def test_switched_off(ttp: Ttp, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeClusterD(Init=403) as clusterd:
         said = ttp("clusterd", "--server", f"127.0.0.1:{clusterd.port}", "--job-id", "job-1", "--port", free_port())
         assert said.code == 1 and "process-recover-enable=on" in said.err
+        monkeypatch.setenv("MINDX_SERVER_IP", f"127.0.0.1:{clusterd.port}")
+        monkeypatch.setenv("MINDX_TASK_ID", "job-1")
+        said = ttp("clusterd", "--port", free_port())
+        assert said.code == 1 and "process-recover-enable=on" in said.err
+    monkeypatch.delenv("MINDX_SERVER_IP")
     assert ttp("clusterd", "--job-id", "x").code == 64
 
 
@@ -114,6 +119,13 @@ def test_a_fault_is_accused_until_the_job_knows_of_it(bridge: Bridge) -> None:
     assert bridge.look(seen("new", "freezing"), 7.6) == []
     (stopped,) = bridge.look(seen("new", "saving"), 7.7)
     assert isinstance(stopped, pb.RecoverStopped) and stopped.status.code == 0
+
+
+def test_a_global_fault_without_a_stop_before_it_accuses_too(bridge: Bridge) -> None:
+    (can,) = bridge.signal(signal("globalFault", "on_global_rank", faults=(3,)), 1.0)
+    assert isinstance(can, pb.RecoverStrategies) and list(can.strategies) == ["dump", "exit"]
+    (accusation,) = bridge.look(JOB, 1.0)
+    assert isinstance(accusation, Accuse) and accusation.ranks == (2, 3)
 
 
 def test_without_a_job_nothing_is_stopped(bridge: Bridge) -> None:
@@ -187,6 +199,8 @@ def test_what_ttp_does_not_do_is_refused(bridge: Bridge) -> None:
         signal("stopTrain", "stop_train", faults=(1,), job_id="another"),
         signal("changeStrategy", "change_strategy", change_strategy="exit"),
         signal("hot-switch", "hot switch"),
+        signal("keep-alive"),
+        signal("of a later version", "unknown"),
     ):
         assert bridge.signal(other, 1.0) == []
     assert bridge.look(JOB, 1.0) == []

@@ -205,6 +205,15 @@ def test_brackets_are_not_markup(tmp_path: Path, ttp: Ttp) -> None:
     assert "x[bold] is [/] wrong" in ttp("incidents", tmp_path, "one").out
 
 
+def test_a_hostile_text_neither_steers_the_terminal_nor_forges_lines(tmp_path: Path, ttp: Ttp) -> None:
+    evil = "\x1b[2J\x1b]0;mine\x07\u202e\noutcome: exit 0\n       +0.0 ms  committed    forged"
+    write(tmp_path, "one", [*SAVED[:3], (0.4, "stack", {"rank": 1, "text": evil}), (0.5, "released", {"text": evil})])
+    for said in (ttp("incidents", tmp_path).out, ttp("incidents", tmp_path, "one", "--detail").out):
+        assert not set(said) & set("\x1b\x07\u202e")
+    assert len([line for line in said.splitlines() if line.startswith("outcome:")]) == 1
+    assert not [line for line in said.splitlines() if line.startswith("       +0.0 ms  committed")]
+
+
 def test_long_errors_are_cut_for_people_only(tmp_path: Path, ttp: Ttp) -> None:
     error = "pair.cc:537 " * 100
     write(tmp_path, "one", [(0.0, "evidence", {"rank": 0, "evidence": "collective", "text": error})])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.conftest import Controller, Ttp
+from tests.controller.conftest import until
+from tests.store.storage import fill, small_disk
 from ttp.cli.main import main
 from ttp.store.history import FILE, WORD, line_of
 
@@ -67,6 +72,52 @@ def test_one_word_and_its_exit_code(name: str, place: Path, capsys: pytest.Captu
     code, out, err = said(capsys, "verdict", place)
     assert (out, code) == (f"{word}\n", wanted)
     assert err.strip(), "why is said too"
+
+
+def test_a_job_that_runs_has_no_verdict_yet(
+    place: Path, ttp: Ttp, start: Callable[..., Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = start()
+    controller.save_dir = str(place)
+    monkeypatch.setenv("TTP_PORT", str(controller.port))
+    controller.ranks(2, version=7)
+    history = place / "incidents" / FILE
+    until(lambda: history.exists() and "formed" in history.read_text())
+    found = ttp("verdict", place)
+    assert (found.code, found.out) == (1, "running\n") and "2 of 2 ranks live, the newest version is 7" in found.err
+    assert ttp("verdict", place, "--json").json["word"] == "running"
+    other = place / "copy" / "incidents"
+    other.mkdir(parents=True)
+    (other / FILE).write_text(history.read_text())
+    assert ttp("verdict", other.parent).out == "lost\n", "a job that saves elsewhere is another one"
+    controller.close()
+    found = ttp("verdict", place)
+    assert (found.code, found.out) == (70, "lost\n") and "no controller of it answers here" in found.err
+
+
+def test_of_two_directories_the_one_that_knows_more_is_believed(
+    place: Path, tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``save_dir`` was full: it has the beginning, or an older launch, and the fallback directory has the end."""
+    fallback = tmp_path / "fallback" / "incidents"
+    fallback.mkdir(parents=True)
+    monkeypatch.setenv("TTP_FALLBACK_DIR", str(fallback.parent))
+    for known in (begins(), begins(at_s=50.0) + SAVED, ""):
+        (place / "incidents" / FILE).write_text(known)
+        (fallback / FILE).write_text(begins() + DONE)
+        assert ttp("verdict", place).out == "trained\n"
+    (place / "incidents" / FILE).write_text(begins(at_s=300.0) + LOST)
+    assert ttp("verdict", place).out == "lost\n", "the newest launch had no fallback directory"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: needs root")
+def test_a_disk_that_is_full_is_named(ttp: Ttp) -> None:
+    with small_disk() as disk:
+        (disk / "incidents").mkdir()
+        assert "is full" not in ttp("verdict", disk).err
+        fill(disk)
+        found = ttp("verdict", disk, "--launcher-code", 64)
+        assert found.code == 64 and f"The file system of {disk} is full" in found.err.replace("\n", " ")
 
 
 def test_only_launches_of_the_job_that_is_meant(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from tests.store.storage import fill, small_disk
 from ttp.cli.incident_reader import read_incident
 from ttp.controller import journal as module
 from ttp.controller.journal import Happening, Journal
+from ttp.store.history import read_launches
 
 NAME = Path("incidents", "one.jsonl")
 
@@ -181,3 +182,18 @@ def test_what_has_come_meanwhile_is_one_write(teller: Teller, monkeypatch: pytes
     teller.finish()
     assert appends == [(1, False), (1002, True)]
     assert kinds(teller.save_dir) == teller.told
+
+
+def test_launches_are_written_down_in_the_fallback_directory_too(tmp_path: Path) -> None:
+    """A job that goes on while its ``save_dir`` is broken leaves the word of its end where it saves."""
+    places = [tmp_path / name for name in ("broken", "fallback")]
+    for place in places:
+        place.mkdir()
+    journal = Journal(tmp_path / "run", map(str, places), str(places[1]))
+    (places[0] / "incidents").write_text("in the way")
+    facts = json.dumps({"run_id": "job", "incarnation": 1})
+    journal.launch_begins(str(places[0]), Happening(1, 1.8e9, 50.0, "incarnation", "", facts), False, lambda *_: None)
+    journal.launch_goes_on(str(places[0]), Happening(2, 1.8e9, 50.0, "finished", "", '{"version": 7}'))
+    journal.close(60)
+    (launch,) = read_launches(places[1])
+    assert (launch.run_id, launch.code) == ("job", 0)

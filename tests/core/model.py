@@ -335,14 +335,11 @@ class Model(Invariants):
     def _controller(self, state: State, place: int, event: Any, path: Any) -> State:
         actions, number = self.machines.step(state.controllers[place], event, state.now)
         state = state._replace(controllers=put(state.controllers, place, number))
-        down = list(state.down)
         for action in apart(actions):
-            if isinstance(action, Send) and action.connection in state.streams:
-                r = state.streams.index(action.connection)
-                down[r] = (*down[r], action.order)
+            if isinstance(action, Send):
+                state = state.told(action.connection, action.order)
             elif isinstance(action, Record) and action.kind in ("plan", "nothing_new", "released"):
                 self._check_decision(state, place, action, path)
-        state = state._replace(down=tuple(down))
         while self.eager and any(state.down):
             r = next(r for r in range(self.world) if state.down[r])
             state = self._obey(state._replace(down=put(state.down, r, state.down[r][1:])), r, state.down[r][0])

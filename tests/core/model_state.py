@@ -89,6 +89,9 @@ class State(NamedTuple):
     launchers: tuple[str, ...] = ()  # of each host: what it has done for the next launch
     quits: tuple[int, int, int] = (0, 0, 0)  # that may still give up; launchers, and slanders
     stuck: bool = False  # who died in the new launch had not given its gradient
+    asides: tuple[int, ...] = ()  # these three: see ``model_aside``. Second streams; 0: none
+    aside_down: tuple[tuple[Any, ...], ...] = ()
+    silent: tuple[bool, ...] = ()
 
     def at_gate(self, r: int, **changes: Any) -> State:
         return self._replace(gates=put(self.gates, r, self.gates[r]._replace(**changes)))
@@ -96,6 +99,16 @@ class State(NamedTuple):
     def of(self, r: int, **changes: Any) -> State:
         """Something about the process of a rank."""
         return self._replace(processes=put(self.processes, r, self.processes[r]._replace(**changes)))
+
+    def told(self, stream: int, order: Any) -> State:
+        """A controller says something on a stream; nobody hears it if that has ended."""
+        if stream in self.streams:
+            r = self.streams.index(stream)
+            return self._replace(down=put(self.down, r, (*self.down[r], order)))
+        if stream in self.asides:
+            r = self.asides.index(stream)
+            return self._replace(aside_down=put(self.aside_down, r, (*self.aside_down[r], order)))
+        return self
 
     def cut(self, r: int, *, keep: bool) -> State:
         """The stream of a rank ends; ``keep``: what it has said on it arrives."""

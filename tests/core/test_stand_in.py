@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from tests.core.rank_talk import FROZEN, ME, Rank1
-from tests.core.talk import Talk
-from tests.core.test_simulated_silence import HOSTS, KEEPALIVE_S, play
+from tests.core.talk import PATIENCE, Talk, frozen_at_7
+from tests.core.test_simulated_silence import HOSTS, KEEPALIVE_S, Played, play
 from ttp.core import messages as m
-from ttp.core.controller.events import ControllerTimeouts
-from ttp.core.layout import Rank, Version
+from ttp.core.controller.events import ConnectionId, ControllerTimeouts, Received
+from ttp.core.decide import How
+from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import events as ev
+from ttp.testing import simulation
 from ttp.testing.scenario import Fault
 
 HOME, NEXT = Rank(0), Rank(2)
+PATIENT_S = 120.0
+"""Of launchers where saves take long."""
 LONG = 140
 """Steps of a job that does not end meanwhile."""
 BUDGET_S = 3.6
@@ -84,6 +90,99 @@ def test_where_the_standby_is_lost_too_what_is_left_is_saved(kind: str) -> None:
         assert played.when(r"\] committed"), f"seed {seed}"
 
 
+# --------------------------------------------------------------------------- saves that take longer than the takeover
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers wait, as they do for ``TTP_OT``."""
+    monkeypatch.setattr(simulation, "PATIENCE_OF_LAUNCHER_S", PATIENT_S)
+
+
+def slow(seconds: float, ranks: int = len(HOSTS)) -> list[Fault]:
+    """Each file takes so much longer."""
+    return [Fault("slow", 0.0, Rank(rank), lasts_s=seconds) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("relays", [False, True])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("kind", ["power", "silence"])
+def test_a_save_that_takes_long_ends_in_the_middle_of_the_takeover_and_is_taken_over(
+    kind: str, shards: int, relays: bool
+) -> None:
+    long_s = 3.5
+    for seed in range(4):
+        at = 0.5 + 0.13 * seed
+        played = play(seed, Fault(kind, at, HOME, lasts_s=30), *slow(long_s), shards=shards, relays=relays)
+        assert played.exits[-1] == [0] * 6
+        (durable, *_) = played.when(r"\] committed")
+        files, commit = 2, 1  # of the slowest saver
+        assert durable <= at + BUDGET_S + (files + commit) * long_s, f"seed {seed}: it was begun again"
+        newest = re.findall(r"-m\] committed .*'version': (\d+)", played.trace)
+        assert newest, f"seed {seed}: the takeover has saved"
+        assert len(played.when(r"-m\] opened")) == 1
+        again = re.findall(r"(?<!-m)\] committed .*'version': (\d+)", played.trace)
+        cut_off = kind == "silence"  # there the old controller lives, and does what it can with its own host
+        assert cut_off or all(int(version) > int(newest[0]) for version in again), (
+            "what is on disk is not written again"
+        )
+        released = min(played.when(r"\] released"), default=float("inf"))
+        assert released >= durable
+
+
+@pytest.mark.parametrize("kind", ["power", "kill", "silence"])
+def test_where_the_standby_is_lost_while_it_saves_long_what_is_left_is_saved(kind: str) -> None:
+    for seed in range(8):
+        at, later_s = 0.6 + 0.11 * seed, 4.0 + 0.9 * seed
+        both = Fault("power", at, HOME), Fault(kind, at + later_s, NEXT, lasts_s=30)
+        played = play(seed, *both, *slow(1.5))
+        assert played.exits[-1] == [0] * 6
+        assert played.when(r"\] committed"), f"seed {seed}"
+
+
+def lose_the_controller(seed: int) -> Played:
+    """For good, or for long; saves take up to some twelve seconds, and more goes wrong meanwhile."""
+    chance = random.Random(f"controller lost {seed}")
+    at = chance.uniform(0.6, 2.0)
+    first = Fault(chance.choice(("power", "power", "silence")), at, HOME, lasts_s=chance.choice((9.0, 11.0, 30.0)))
+    kinds = ("kill", "kill", "silence", "flap", "stop", "controller", "controller_stop", "relay", "partition", "save")
+    more = [
+        Fault(
+            chance.choice(kinds), at + chance.uniform(1.0, 14.0), Rank(chance.randrange(6)),
+            lasts_s=chance.uniform(0.1, 3.0),
+        )
+        for _ in range(chance.choice((0, 1, 1, 2)))
+    ]  # fmt: skip
+    disks = slow(chance.choice((0.5, 1.0, 2.0, 3.5)), chance.randint(2, 6))
+    if chance.random() < 0.2:
+        disks.append(Fault(chance.choice(("write", "commit")), 0.0, Rank(chance.randrange(6)), lasts_s=1.0))
+    shards, relays = chance.choice((1, 2, 3)), chance.random() < 0.3
+    return play(seed, first, *more, *disks, shards=shards, steps=LONG, relays=relays)
+
+
+def lost(seeds: range) -> Counter[str]:
+    """The judge of the simulation sees to the rest."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        played = lose_the_controller(seed)
+        assert played.exits[-1] == [0] * 6, f"seed {seed}"
+        seen += Counter(jobs=1, deferred=len(played.when(r"(?<!-m)\] waits .*is still being written")))
+    return seen
+
+
+@pytest.mark.usefixtures("patient")
+def test_whatever_else_goes_wrong_while_the_controller_is_lost_and_saves_take_long() -> None:
+    assert lost(range(25))["deferred"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+def test_many_controllers_that_are_lost_while_saves_take_long() -> None:
+    seen = lost(range(1000, 5000))
+    print(dict(seen))
+    assert seen["deferred"] > 100
+
+
 # ------------------------------------------------------------------------------------------------ tables: of one rank
 
 
@@ -133,3 +232,118 @@ def test_the_others_are_waited_for_a_moment() -> None:
     talk.report(0, m.Frozen(Rank(0), freeze.incident, Version(7), m.Phase.IDLE, True))
     assert talk.orders(m.Save) == []
     assert "Save:0" in talk.after(ControllerTimeouts().meanwhile_s)
+
+
+# --------------------------------------------------------------------------------------- tables: the takeover meanwhile
+
+
+def saving() -> Rank1:
+    """A rank that saves for a controller that stands in."""
+    rank = asked()
+    rank.event(ev.AsideOrder(m.Freeze(ME, 0, "s", "why", True)))
+    assert rank.quiet() == "SendAside"
+    order = m.SaverOrder(ME, (Shard("s0"),), How.AS_IS, (ME,), True)
+    assert "StartSave" in rank.event(ev.AsideOrder(m.Save(ME, 0, "s", 0, Version(7), "draft", order)))
+    return rank
+
+
+def taken_over(rank: Rank1, address: str) -> str:
+    """The stream ends, and the controller at this address takes over."""
+    rank.event(ev.StreamDown("silence"))
+    while rank.machine._route.address != address:
+        rank.after(1.0)
+        rank.event(ev.StreamDown("nobody answers"))
+    rank.event(ev.StreamUp())
+    assert rank.sent(m.Hello).incident == "", "that is no incident of the job"
+    return rank.order(m.Welcome(ME, 2, 1, "1"))
+
+
+def test_a_save_goes_on_while_the_controller_that_stands_in_takes_over() -> None:
+    rank = saving()
+    said = taken_over(rank, "b:1") + rank.order(m.Standbys(ME, 2, ("b:1", "c:1"))) + rank.event(ev.Looked(0.0))
+    assert not {"OpenGate", "CloseAside", "CancelSave"} & set(said.split())
+    assert rank.event(ev.PiecesWritten("s", 0, ())) == "SendAside"
+    said = rank.freeze("b1", term=2)
+    assert said.index("CloseAside") < said.index("OpenGate") < said.index("CloseGate")
+
+
+def test_another_controller_that_takes_over_ends_the_save() -> None:
+    assert {"OpenGate", "CloseAside", "CancelSave"} <= set(taken_over(saving(), "c:1").split())
+
+
+def test_who_stands_in_hears_how_far_the_save_is_while_there_is_no_controller() -> None:
+    rank = saving()
+    rank.event(ev.StreamDown("silence"))
+    assert "SendAside" in rank.after(1.0)
+
+
+def test_a_rank_that_does_not_save_hangs_up_when_its_controller_is_lost() -> None:
+    assert "CloseAside" in asked().event(ev.StreamDown("silence"))
+
+
+class Takeover(Talk):
+    """Ranks 1 and 2 save for a controller that stands in, and come to be taken over meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(formed=False)
+        self.machine.stand_in.job.learn(self.layout)
+        for rank in (1, 2):
+            self.hello(rank, meanwhile=True, incarnation=1, version=Version(7))
+        (freeze, *_) = self.orders(m.Freeze)
+        for rank in (1, 2):
+            self.report(rank, m.Frozen(Rank(rank), freeze.incident, Version(7), m.Phase.IDLE, True))
+        assert "Save:1" in self.after(ControllerTimeouts().meanwhile_s)
+        self.meanwhile_id = freeze.incident
+        self.aside = dict(self.streams)
+
+    def comes(self, *ranks: int, **more: Any) -> str:
+        said = [self.back(r, incarnation=1, version=Version(7), takeover=True, term_seen=1, **more) for r in ranks]
+        return " ".join(said)
+
+    def meanwhile(self, rank: int, report: m.Report) -> str:
+        return self.event(Received(ConnectionId(self.aside[rank]), report))
+
+    def ends(self) -> str:
+        """The checkpoint is durable."""
+        where = self.meanwhile_id, 0
+        for rank in (1, 2):
+            piece = m.Piece(f"{rank}", 1, "d", "shard", "s0", Rank(rank))
+            self.meanwhile(rank, m.Saved(Rank(rank), *where, (piece,)))
+        return self.meanwhile(1, m.Committed(Rank(1), *where, "/save/step_7", 1))
+
+
+def test_a_takeover_freezes_nobody_before_the_checkpoint_has_ended_and_takes_it_over() -> None:
+    talk = Takeover()
+    assert "Freeze" not in talk.comes(1, 2, broken="a peer is gone")
+    assert "Freeze" not in talk.after(PATIENCE.gather_s)
+    said = talk.ends()
+    assert said.index("Freeze:1,2") < said.index("Thaw:1,2"), "nobody trains in between"
+    said = frozen_at_7(talk, 1, 2)
+    assert "[nothing_new]" in said and "Release(75):1,2" in said
+
+
+def test_a_takeover_saves_at_once_when_a_save_has_failed_meanwhile() -> None:
+    talk = Takeover()
+    talk.comes(1, 2, broken="a peer is gone")
+    assert "Freeze:1,2" in talk.meanwhile(1, m.SaveFailed(Rank(1), talk.meanwhile_id, 0, "disk full"))
+
+
+def test_a_takeover_does_not_wait_for_a_checkpoint_for_which_not_all_of_its_ranks_stand_still() -> None:
+    talk = Takeover()
+    talk.comes(1, broken="a peer is gone")
+    assert "Freeze:0,1" in talk.comes(0)
+
+
+def test_a_checkpoint_without_the_page_of_a_rank_that_has_come_back_is_made_again() -> None:
+    talk = Takeover()
+    talk.comes(1, 2, broken="a peer is gone")
+    talk.ends()
+    talk.comes(0)
+    assert "[plan]" in frozen_at_7(talk, 0, 1, 2)
+
+
+def test_a_takeover_waits_for_a_checkpoint_no_longer_than_for_its_own() -> None:
+    talk = Takeover()
+    talk.comes(1, 2, broken="a peer is gone")
+    assert "Freeze" not in talk.after(PATIENCE.gather_s)
+    assert "Release(70):1,2" in talk.after(PATIENCE.rescue_s)

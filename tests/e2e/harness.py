@@ -20,6 +20,7 @@ import psutil
 
 from tests.forking import ForkedPython
 from tests.ports import free_port
+from ttp.cli.incident_reader import incident_files
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -135,8 +136,9 @@ class Job:
         return [value for _, kind, value in self.notes(0) if kind == "start"]
 
     def incidents(self) -> list[list[dict[str, Any]]]:
-        folder = self.directory / "checkpoints" / "incidents"
-        return [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))]
+        """The lines of each, the oldest first: the tenth of a second comes after the ninth."""
+        paths = reversed(incident_files(self.directory / "checkpoints" / "incidents"))
+        return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
     def committed(self) -> list[int]:
         return [e["version"] for events in self.incidents() for e in events if e["kind"] == "committed"]
@@ -172,7 +174,7 @@ def newest_of_survivors(job: Job, life: int, dead: set[int]) -> int:
         for _, kind, value in job.notes(rank):
             if kind == "start":
                 lives.append([value])
-            else:
+            elif kind == "version":
                 lives[-1].append(value)
         versions.append(max(lives[life]))
     return max(versions)

@@ -2,13 +2,15 @@
 
 Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list, each fault done once per directory:
 ``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file is there; ``"launch"``: in
-this launch only, as torchelastic counts them, in words).
+this launch only, as torchelastic counts them, in words). ``JOB_AGAIN``: see ``misbehave``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -219,8 +221,45 @@ def batch(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
 
 
+calls = itertools.count()
+
+
+def misbehave() -> bool:
+    """``JOB_AGAIN``: what train() does where it was called in this process before; whether it returns then."""
+    again, what = next(calls) > 0, os.environ.get("JOB_AGAIN", "")
+    if what == "thread" and not again:
+        threading.Thread(target=wait_for_ever, daemon=True).start()
+    if again and what == "raise":
+        raise ValueError("train() can be called once only")
+    if again and what == "exit":
+        sys.exit(0)
+    if again and what == "hang":
+        wait_for_ever()
+    return again and what == "end"
+
+
+@contextlib.contextmanager
+def swallowed() -> Iterator[None]:
+    """``JOB_AGAIN=swallow``: an error of a collective is no reason to leave the loop."""
+    try:
+        yield
+    except RuntimeError:
+        if os.environ.get("JOB_AGAIN") != "swallow":
+            raise
+        while True:
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
+            time.sleep(0.01)
+
+
 @ttp.ttp_to_persist
 def train() -> None:
+    if misbehave():
+        return
+    if "JOB_COUNT" in os.environ:
+        gc.collect()
+        note("objects", len(gc.get_objects()))
+        note("threads", threading.active_count())
     if "JOB_ASKS" in os.environ:
         dist.all_reduce(torch.ones(1))
     model = DistributedDataParallel(build())
@@ -241,11 +280,15 @@ def train() -> None:
     injector.model, injector.optimizer = model, optimizer
     start = ttp.restore()
     note("start", start)
+    note("forked", int("ttp.launch.warm.template" in sys.modules))
     scheduler.armed = True
     for step in range(start, STEPS):
         injector.step = step
+        if os.environ.get("JOB_AGAIN") == "group":
+            dist.all_reduce(torch.ones(1), group=dist.new_group())
         injector.at("data")
-        one_step(model, optimizer, scheduler, losses, step)
+        with swallowed():
+            one_step(model, optimizer, scheduler, losses, step)
         time.sleep(float(os.environ.get("JOB_STEP_S", "0")))
     finish(model, optimizer, scheduler, losses)
 

@@ -233,6 +233,10 @@ def test_kills_at_any_moment(make_job: MakeJob, unbroken: Unbroken, seed: int) -
 
 def workers(job: Job) -> list[psutil.Process]:
     """Those that live now, as the controller has met them last."""
+    return [psutil.Process(pid) for pid in met(job).values() if psutil.pid_exists(pid)]
+
+
+def met(job: Job) -> dict[int, int]:
+    """The process of each rank, as the controller has met it last."""
     log = (job.directory / "run" / "controller.log").read_text()
-    met = {int(rank): int(pid) for rank, pid in re.findall(r'joined \{"rank": (\d+), .*"pid": (\d+)', log)}
-    return [psutil.Process(pid) for pid in met.values() if psutil.pid_exists(pid)]
+    return {int(rank): int(pid) for rank, pid in re.findall(r'joined \{"rank": (\d+), .*"pid": (\d+)', log)}

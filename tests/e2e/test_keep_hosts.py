@@ -24,8 +24,8 @@ def make_hosts(make_job: Callable[..., Job]) -> Callable[..., Job]:
     """A job of two hosts, whose rendezvous is on neither, or on the first one (``static``)."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def make(local: int, *, static: bool = False, **settings: Any) -> Job:
-        common = ["--nnodes", "2", "--continuity", "keep"]
+    def make(local: int, *, static: bool = False, continuity: str = "keep", **settings: Any) -> Job:
+        common = ["--nnodes", "2", "--continuity", continuity]
         endpoint = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{store.port}"]
         nodes = [[*common, *endpoint] for _ in range(2)]
         if static:
@@ -59,6 +59,20 @@ def test_ranks_of_all_hosts_keep_their_processes(
     steps = sorted({fault["step"] for fault in faults})
     assert again(job) == [True] * len(steps), job.story()
     assert ANEW not in job.log.read_text(), job.story()
+    assert job.starts() == [0, *job.committed()], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("static", [False, True])
+def test_ranks_of_all_hosts_are_forked(make_hosts: Callable[..., Job], unbroken: Unbroken, static: bool) -> None:
+    """Warm restarts: each host has a process of its own that its ranks are forked from."""
+    held = {"id": "held", "rank": 0, "step": 8, "phase": "data", "action": "hold", "when": "run/one/warm.json"}
+    faults = [held, kill(3, 8, "allreduced", when="run/two/warm.json")]
+    job = make_hosts(2, static=static, continuity="warm", steps=14, max_restarts=2, faults=faults)
+    assert job.run(WAIT_S) == 0, job.story()
+    forked = [[value for _, kind, value in job.notes(rank) if kind == "forked"] for rank in range(4)]
+    assert forked == [[0, 1]] * 4, job.story()
     assert job.starts() == [0, *job.committed()], job.story()
     assert job.results() == unbroken(job)
 

@@ -84,6 +84,22 @@ def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lost", ["one", "two"])
+def test_a_pod_that_is_replaced_takes_the_place_of_the_lost_one(
+    make_two: Callable[..., Job], unbroken: Unbroken, lost: str
+) -> None:
+    """A scheduler starts the same command again; the launcher of the other host waits for it."""
+    job = make_two(0, steps=16).start()
+    await_version(job, 3)
+    without_power(job, lost)
+    index = job.hosts.index(lost)
+    job.processes[index] = job.launch(index)
+    assert [process.wait(WAIT_S) for process in job.processes] == [0, 0], job.story()
+    assert len(job.starts()) == 2 and job.starts()[1:] == job.committed(), job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
 def test_the_ranks_of_a_host_that_is_drained_move(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
     job = make_two(1, steps=16).start()
     await_version(job, 3)

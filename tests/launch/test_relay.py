@@ -22,7 +22,7 @@ from tests.controller.test_service import frozen, save_whatever_is_asked
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.launch.relay import RELAYED, TO_KEY, RelayServer, relay_of
+from ttp.launch.relay import AUTO_RANKS, RELAYED, TO_KEY, RelayServer, relay_of, wanted
 from ttp.processor.link.connecting import Shortcut
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
@@ -157,6 +157,13 @@ def test_without_the_token_the_relay_serves_nobody(controller: Controller, relay
     with pytest.raises(grpc.RpcError) as problem:
         FakeRank(wrong, 0).hear()  # type: ignore[arg-type] # as above
     assert problem.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_jobs_of_many_ranks_have_relays_unless_they_are_told_otherwise() -> None:
+    auto = [wanted(Config(), world) for world in (1, AUTO_RANKS - 1, AUTO_RANKS, 10 * AUTO_RANKS)]
+    assert auto == [False, False, True, True]
+    assert wanted(Config(relay="on"), 1)
+    assert not wanted(Config(relay="off"), 10 * AUTO_RANKS)
 
 
 def test_a_relay_is_found_as_long_as_it_lives(tmp_path: Path) -> None:

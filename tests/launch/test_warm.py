@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.launch.conftest import PATIENCE_S
+from tests.launch.conftest import OF_MINDSPORE, PATIENCE_S
+from ttp.cli.status import restarts_line
 from ttp.config import Config
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import digest
-from ttp.launch.warm.starter import PR_GET_CHILD_SUBREAPER, PR_SET_CHILD_SUBREAPER, WarmStarter, adopting
+from ttp.launch.warm.starter import PR_GET_CHILD_SUBREAPER, PR_SET_CHILD_SUBREAPER, WarmStarter, adopting, read_status
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Job
@@ -103,6 +104,26 @@ def test_a_forked_module_sees_what_a_fresh_one_sees(
     _same_as_cold(start("ttp-run", [*FLAGS, "-m"], "tests.launch.warm_worker", "nothing"), imports, ready)
 
 
+def test_a_forked_worker_of_mindspore_sees_what_a_fresh_one_sees(start: Start, imports: Any, ready: Any) -> None:
+    _same_as_cold(start(OF_MINDSPORE, FLAGS, "warm_worker.py", "nothing"), imports, ready)
+
+
+def test_its_output_goes_to_the_files_of_its_attempt(
+    launcher: str, start: Start, imports: Any, ready: Any, environ: dict[str, str], out: Path, unused_port: int
+) -> None:
+    environ["TTP_PORT"] = str(unused_port)
+    job = start(launcher, [*FLAGS, "--redirects", "3", "--log-dir", str(out / "logs")], "warm_worker.py", "nothing")
+    said(job, 0, 0), said(job, 1, 0)
+    imports("decimal")
+    ready()
+    restart(job)
+    assert all(said(job, rank, 1)["warm"] for rank in range(2))
+    assert job.finish() == 0, job.log
+    for rank in range(2):
+        (file,) = (out / "logs").glob(f"*/attempt_1/{rank}/stdout.log")
+        assert file.read_text() == f"rank {rank} prints in attempt 1\n"
+
+
 def _same_as_cold(job: Job, imports: Any, ready: Any) -> None:
     cold = [said(job, rank, 0) for rank in range(2)]
     imports("asyncio", "decimal", "random", setter="import os\nos.environ['SET_BY_IMPORT'] = '1'\n")
@@ -115,7 +136,7 @@ def _same_as_cold(job: Job, imports: Any, ready: Any) -> None:
         assert before.pop("random") != after.pop("random")
         assert after["environ"].pop("SET_BY_IMPORT") == "1"
         assert after == before
-        assert after["child"] and after["session"]
+        assert after["parent"] == job.process.pid and after["session"]
     assert "rank 1 prints in attempt 1" in job.log
     assert not psutil.pid_exists(job.process.pid) or not psutil.Process(job.process.pid).children()
 
@@ -181,7 +202,8 @@ def test_modules_that_cannot_be_shared(
     assert not said(job, 0, 1)["warm"]
     assert job.finish() == 0, job.log
     assert reason in job.log
-    assert reason in json.loads((Path(environ["TTP_RUN_DIR"]) / "warm.json").read_text())["state"]
+    told = read_status(Path(environ["TTP_RUN_DIR"]))
+    assert told is not None and reason in restarts_line(told).plain
 
 
 def test_what_runs_before_every_program_may_look_at_the_rank(
@@ -237,6 +259,31 @@ def test_of_the_moment_of_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert Path("said").read_text() == f"{tmp_path}/show.py /dev/null {{{min(cores)}}}\n"
     finally:
         os.sched_setaffinity(0, cores)
+        starter.close()
+
+
+def test_it_leaves_three_quarters_of_a_core_to_the_ranks(tmp_path: Path) -> None:
+    """While nobody waits for it: what takes a tenth of a second to import is followed by three of rest."""
+    starter, modules = WarmStarter(Config(), tmp_path), []
+    for number in range(3):
+        file = tmp_path / f"busy{number}.py"
+        file.write_text("import time\nuntil = time.process_time() + 0.1\nwhile time.process_time() < until: pass\n")
+        modules.append((file.stem, str(file)))
+    variables = {name: digest(text) for name, text in os.environ.items()}
+    said = {"path": [str(tmp_path), *sys.path[1:]], "modules": modules, "environ": variables, "bytes": 0}
+    try:
+        assert starter.worker([sys.executable, "-u", __file__], os.environ, None, None) is None
+        (tmp_path / "imports.json").write_text(json.dumps(said))
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not starter.ready:
+            starter.look()
+            assert time.monotonic() < deadline_s, (tmp_path / "warm.json").read_text()
+            time.sleep(0.01)
+        told = json.loads((tmp_path / "warm.json").read_text())
+        assert told["modules"] == 3 and told["seconds"] >= 3 * 0.4
+        assert told["bytes"] >= 2**20
+        assert f"{told['bytes'] / 2**20:.0f} MiB, shared" in restarts_line(told).plain
+    finally:
         starter.close()
 
 

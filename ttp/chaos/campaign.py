@@ -7,9 +7,12 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ttp.chaos.kinds import KINDS, Kind
+from ttp.chaos import kinds as of_saves
+from ttp.chaos.comebacks import COMEBACKS
+from ttp.chaos.kinds import Kind
 from ttp.chaos.script import Run, Script
 from ttp.core.controller.hangs import LEARNT_VERSIONS
+from ttp.processor.import_list import AFTER_UPDATES
 
 RUNS_PER_JOB = 8
 STEPS_AFTER = 3
@@ -35,7 +38,8 @@ class Shape:
 
 _WATCHFUL = (("TTP_HANG_S", "2"), ("TTP_HEARTBEAT_S", "0.5"))
 _MIRRORED = (("TTP_MIRROR", "on"),)
-_KEPT = (("TTP_CONTINUE_S", "8"), ("TTP_CONTINUITY", "keep"))
+_KEPT = (("TTP_CONTINUE_MAX", "100"), ("TTP_CONTINUE_S", "8"), ("TTP_CONTINUITY", "keep"))
+_WARM = (("TTP_CONTINUITY", "warm"),)
 
 SHAPES = {
     "small": Shape(Script(1, 3), 3),
@@ -48,10 +52,17 @@ SHAPES = {
     "watched": Shape(Script(1, 3, step_ms=250, env=_WATCHFUL), 1, frozenset({"hang"}), LEARNT_VERSIONS + 3),
     "two places": Shape(Script(1, 3, width=20_000, fallback=True), 1, frozenset({"fallback"})),
     "three hosts, standing by": Shape(Script(3, 1, restart="scheduler"), 1, frozenset({"standby"})),
-    "going on": Shape(Script(1, 3, env=_KEPT), 1, frozenset({"keep"})),
+    "going on": Shape(Script(1, 3, env=_KEPT), 3, frozenset({"keep"})),
+    "going on, by reading": Shape(Script(1, 3, env=(*_KEPT, ("TTP_DIGEST", "off"))), 1, frozenset({"keep"})),
+    "two hosts, going on": Shape(Script(2, 2, env=_KEPT), 1, frozenset({"keep"})),
+    "warm": Shape(Script(1, 3, env=_WARM), 2, frozenset({"warm"})),
+    "warm, torchrun": Shape(Script(1, 3, launcher="torchrun", env=_WARM), 1, frozenset({"warm"})),
     "mirrored": Shape(Script(2, 2, restart="scheduler", env=_MIRRORED), 1, frozenset({"mirror"})),
 }
 """Jobs that runs are drawn for, by name."""
+
+KINDS: tuple[Kind, ...] = (*of_saves.KINDS, *COMEBACKS)
+"""Every kind of run."""
 
 
 def draw(
@@ -116,7 +127,10 @@ def _script(
     job: Script, kinds: Sequence[Kind], phases: Mapping[str, Iterator[str]], chance: random.Random, apart: int
 ) -> Script:
     runs: list[Run] = []
-    step = chance.randint(0, 3) if apart == APART else apart
+    first = (
+        AFTER_UPDATES if job.forks else 0
+    )  # ranks say what they import, and a process imports it before the first run
+    step = chance.randint(first, first + 3) if apart == APART else apart
     for kind in kinds:
         phase = next(phases[kind.title])
         runs.append(kind.run(job, step, phase, f"r{len(runs)}", chance))

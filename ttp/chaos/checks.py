@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ttp.chaos.notes import LifeKey, RankLife
 from ttp.chaos.record import Evidence, Record
+from ttp.chaos.ways import way_findings
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 COVERED = ("saved", "kept")
@@ -75,7 +76,7 @@ def judge(evidence: Evidence) -> Judgement:
     diverged = evidence.diverged or any(_without_pages(evidence, life) for life in lives[1:])
     findings += bit_findings(evidence, lives)
     outcome = _outcome(evidence, lives, version, lost)
-    findings += [*_exit_findings(evidence, outcome), *_expectation(evidence, outcome, lost)]
+    findings += [*_exit_findings(evidence, outcome), *_expectation(evidence, outcome, lost), *way_findings(evidence)]
     times = _times(record)
     return Judgement(outcome, tuple(findings), version, lost, *times, diverged)
 

@@ -27,14 +27,15 @@ from ttp.chaos.record import Evidence, Injection, Record, Seen
 from ttp.chaos.script import Fault, Script
 from ttp.chaos.switchboard import RankEnded, RankProcess, RankStarted, RankSwitchboard, RankWaits
 from ttp.chaos.vocabulary import START_PHASES
-from ttp.config import KEEP, Config
+from ttp.chaos.ways import COLD
+from ttp.config import Config
 
 LOOK_S = 0.05
 RUN_S_MAX = 300.0
 LAUNCHES_MAX = 3
 """Of one run."""
 END_S = 120.0
-READY_S = 20.0
+READY_S = 60.0
 SETTLE_S = 0.15
 """Longer than an observer needs to see that a controller is gone."""
 
@@ -85,6 +86,7 @@ class Driver:
         self._held_since: float | None = None
         self._diverged = False
         self._ended = False
+        self._reasons = 0
 
     def run(self) -> None:
         """Run the whole script. If something goes wrong, the last judgement says what."""
@@ -139,6 +141,7 @@ class Driver:
 
     def _rank_started(self, rank_process: RankProcess) -> None:
         self._job.rank_processes[rank_process.rank] = rank_process
+        self._note_process(rank_process)
         self._job.hurt.discard(rank_process.rank)
         if self._record is not None and rank_process.life not in self._record.lives:
             self._record.lives.append(rank_process.life)
@@ -151,6 +154,11 @@ class Driver:
         ]
         points = {(fault.step, fault.phase) for fault in faults} | {(run.step, HOLD) for run in ahead}
         rank_process.reply({"points": sorted(points), "phases": [*START_PHASES, END]})
+
+    def _note_process(self, rank_process: RankProcess) -> None:
+        if self._record is not None:
+            of_life = self._record.processes.setdefault(rank_process.life, {})
+            of_life[rank_process.rank] = rank_process.pid, rank_process.forked
 
     def _rank_waits(self, rank_process: RankProcess, step: int, phase: str) -> None:
         if self._is_barrier(step, phase):
@@ -216,7 +224,7 @@ class Driver:
         if fault in self._pending:
             self._pending.remove(fault)
         inside = self._give_orders(fault)
-        at_s, life = time.monotonic(), self._life()
+        at_s, life = time.monotonic(), self._life(fault)
         try:
             done = inject(fault, self._job)
         except MissedError as problem:
@@ -243,10 +251,11 @@ class Driver:
                 told.add(rank)
         return told
 
-    def _life(self) -> LifeKey:
-        return max(
-            (rank_process.life for rank_process in self._job.rank_processes.values()), default=self._record_life()
-        )
+    def _life(self, fault: Fault) -> LifeKey:
+        """Of the ranks that it hurts; some go on in their processes, and are in the next life before others."""
+        there = self._job.rank_processes
+        hurt = [there[rank] for rank in fault.who.numbers if rank in there] if fault.who.kind == "ranks" else []
+        return max((rank_process.life for rank_process in hurt or there.values()), default=self._record_life())
 
     def _record_life(self) -> LifeKey:
         assert self._record is not None
@@ -301,19 +310,22 @@ class Driver:
     def _is_ready(self) -> bool:
         """Whether the job is as one that has run a while; waits at most ``READY_S``.
 
-        Its standby controllers are up, and, where survivors are to go on, there is a process to fork the dead from.
+        Its standby controllers are up, and, where it is about restarts, there is a process to fork ranks from.
         """
         config = Config.from_env(dict(self.script.env))
         assert self._held_since is not None
         if time.monotonic() > self._held_since + READY_S:
             return True
-        forks = config.continuity != KEEP or self._launches.can_fork()
+        forks = not self.script.forks or self._launches.can_fork()
         return forks and len(self._standbys) >= min(config.standbys, self.script.hosts - 1)
 
     def _begin(self) -> None:
         self._index += 1
         run = self.script.runs[self._index]
         self._record = Record(run, lives=[self._newest_life()])
+        for rank_process in self._job.rank_processes.values():
+            self._note_process(rank_process)
+        self._reasons = len(self._launches.reasons())
         self._pending, self._timers, self._arrived = list(run.faults), [], {}
         self._job.latest = {}
         self._job.hurt = set()
@@ -328,11 +340,13 @@ class Driver:
         heal_all(self._job)
         record.missed += [f"{fault.name}: its moment never came ({fault.moment})" for fault in self._pending]
         record.found = checkpoints(self._launches.save_dirs)
+        record.reasons = self._launches.reasons()[self._reasons :]
         self._close_run(judge(self._evidence(record)))
 
     def _evidence(self, record: Record) -> Evidence:
         written = notes.read(self.folder, self.script.world_size)
-        return Evidence(self.script, record, written, self._reference, self._diverged)
+        cold = any(COLD in reason for reason in self._launches.reasons()[: self._reasons])
+        return Evidence(self.script, record, written, self._reference, self._diverged, cold)
 
     def _close_run(self, judgement: Judgement) -> None:
         assert self._record is not None

@@ -29,6 +29,7 @@ SIGNALS = {
 }
 _DEADLY = ("kill", "segv", "exit", "disk-quota", "stop")
 _TORN = "in_step"
+_TEMPLATE = "ttp.launch.warm.template"
 
 
 class MissedError(Exception):
@@ -95,7 +96,7 @@ def inject(fault: Fault, job: HurtJob) -> Done:
                 return _host(fault, job)
             case "disk":
                 return _disk(fault, job)
-            case "controller" | "launcher":
+            case "controller" | "launcher" | "template":
                 return _service(fault, job)
             case _:
                 return _ranks(fault, job)
@@ -130,7 +131,8 @@ def targets(fault: Fault, job: HurtJob) -> tuple[int, ...]:
     Raises:
         MissedError: there is no such rank now.
     """
-    there = [r for r in sorted(job.rank_processes) if r not in job.hurt]
+    first = min((process.life for process in job.rank_processes.values()), default=None)  # others wait for a seat
+    there = [r for r, p in sorted(job.rank_processes.items()) if r not in job.hurt and p.life == first]
     match fault.who.kind:
         case "ranks":
             return fault.who.numbers
@@ -183,7 +185,7 @@ def _service(fault: Fault, job: HurtJob) -> Done:
     if fault.what in ("save", "again"):
         _tell(job, {"order": fault.what})
         return Done("controller")
-    found = leading_controller(job) if fault.who.kind == "controller" else _launchers(job)
+    found = {"controller": leading_controller, "launcher": _launchers, "template": _templates}[fault.who.kind](job)
     if not found:
         raise MissedError(f"there is no {fault.who.kind} to {fault.what}")
     for process in found:
@@ -200,6 +202,18 @@ def _launchers(job: HurtJob) -> list[psutil.Process]:
             carrier = psutil.Process(process.pid)
             found.append(carrier.children()[0] if carrier.name() == "nsenter" else carrier)
     return found
+
+
+def _templates(job: HurtJob) -> list[psutil.Process]:
+    """The processes that ranks are forked from."""
+    return [child for launcher in _launchers(job) for child in launcher.children() if _is_template(child)]
+
+
+def _is_template(process: psutil.Process) -> bool:
+    try:
+        return any(_TEMPLATE in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _wake_carriers(job: HurtJob) -> None:

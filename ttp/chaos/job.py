@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ttp
 from ttp.chaos.rank_connection import END, HOLD, LAUNCH, RankConnection
+from ttp.processor import continuing
 
 ACCUMULATION = 2
 RANK = int(os.environ.get("RANK", "0"))
@@ -39,11 +40,25 @@ def life() -> tuple[int, int]:
 
 
 class Here:
-    """Where this rank is, and what is done to it there."""
+    """Where this rank is, and what is done to it there. ``now`` is the one of this life."""
+
+    _now: ClassVar[Here | None] = None
 
     def __init__(self) -> None:
         self.step = 0
-        self.line = RankConnection(RANK, life())
+        self.life = life()
+        self.line = RankConnection(RANK, self.life)
+
+    @classmethod
+    def now(cls) -> Here:
+        """A process that goes on after a failure has one after the other."""
+        before = cls._now
+        if before is None or before.life != life():
+            cls._now = Here()
+            if before is not None:
+                before.line.close()
+        assert cls._now is not None
+        return cls._now
 
     def at(self, phase: str) -> None:
         """Come to ``phase`` of the current step."""
@@ -74,7 +89,8 @@ class Watched(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        self._here.at("forward")
+        if self.training:
+            self._here.at("forward")
         if x.requires_grad:
             hook: Any = x.register_hook
             hook(lambda _grad: self._here.at("backward"))
@@ -117,11 +133,16 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
 class Losses:
     """The loss curve, as extra state."""
 
+    here: ClassVar[Here | None] = None
+    """See ``Schedule``."""
+
     def __init__(self) -> None:
         self.values: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
+        if Losses.here is not None:
+            Losses.here.at("extra_state")
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -143,7 +164,7 @@ class Training:
         self.optimizer = TwoHalves(self.model.parameters(), lr=1e-2)
         self.optimizer.here = here
         self.schedule = Schedule(self.optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
-        Schedule.here = here  # from now on: making a schedule is a step of it
+        Schedule.here = Losses.here = here  # from now on: making a schedule is a step of it
         self.losses = Losses()
         torch.manual_seed(100 + RANK)  # every rank has its own dropout stream
         random.seed(200 + RANK)
@@ -168,6 +189,7 @@ class Training:
         self.here.at("stepped")
         self.schedule.step()
         self.here.at("scheduled")
+        self.evaluate()
         note("state", step + 1, *self.digests())
 
     def _loss(self, step: int, micro: int) -> torch.Tensor:
@@ -175,6 +197,15 @@ class Training:
         data, target = torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
         data = data + 0.01 * random.random() + 0.01 * float(np.random.rand())
         return nn.functional.cross_entropy(self.model(data), target) / ACCUMULATION
+
+    def evaluate(self) -> None:
+        """All ranks together, without a gradient."""
+        net = self.model.module
+        with ttp.paused("evaluation"), torch.no_grad():
+            self.here.at("evaluation")
+            net.eval()
+            dist.all_reduce(net(torch.ones(1, 16)).sum())
+            net.train()
 
     def digests(self) -> tuple[str, str]:
         """Two digests: of the weights, moments and schedule; and of the state that is this rank's own."""
@@ -208,7 +239,8 @@ def note(kind: str, value: int, *more: str) -> None:
 @ttp.ttp_to_persist
 def train(steps: int, width: int) -> None:
     """The training loop; what a user of ttp writes is in it: three lines."""
-    here = Here()
+    here = Here.now()
+    here.at("entered")
     training = Training(here, width)
     ttp.wrap_optimizer(
         training.optimizer,
@@ -234,9 +266,32 @@ def train(steps: int, width: int) -> None:
         here.at(END)
 
 
+def meet_where_it_goes_on() -> None:
+    """A rank can be met where it goes on in its process after a failure, or takes the seat of a dead one."""
+    goes_on: Any = continuing.current()
+    if goes_on is None:
+        return
+    for owner, name, phase in (
+        (goes_on, "out", "leaving"),
+        (goes_on, "_await", "seated"),
+        (goes_on._groups, "renew", "regrouping"),
+        (goes_on, "over", "updating"),
+    ):
+        setattr(owner, name, _met(getattr(owner, name), phase))
+
+
+def _met(stock: Any, phase: str) -> Any:
+    def met(*args: Any) -> Any:
+        Here.now().at(phase)
+        return stock(*args)
+
+    return met
+
+
 def main() -> int:
     """One rank's life."""
     torch.set_num_threads(1)
+    meet_where_it_goes_on()
     dist.init_process_group("gloo")
     train(int(os.environ["CHAOS_STEPS"]), int(os.environ["CHAOS_WIDTH"]))
     dist.barrier()

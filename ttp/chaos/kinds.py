@@ -65,9 +65,9 @@ class RunDraw:
         """A fault some seconds after another one."""
         return Fault(f"{self.prefix} {name}", what, who, after=f"{self.prefix} {after}", seconds=seconds)
 
-    def next_start(self, phase: str, what: str, who: Target) -> Fault:
+    def next_start(self, phase: str, what: str, who: Target, name: str = "second", seen_by: int | None = None) -> Fault:
         """A fault at the next start of the job."""
-        return Fault(f"{self.prefix} second", what, who, phase=phase)
+        return Fault(f"{self.prefix} {name}", what, who, phase=phase, seen_by=seen_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class Kind:
         shapes: names of the jobs that it can be drawn for.
         needs: what the machine has to offer for it.
         features: of ``--include``.
-        diverges: rank-local state is lost in it, so later bits cannot be compared.
+        diverges: it comes last in its job: rank-local state is lost in it, so that later bits cannot be compared, or
+            ranks do not come back as before.
     """
 
     title: str
@@ -110,11 +111,13 @@ CONTROLLER, LAUNCHER, DISK, ALL = Target("controller"), Target("launcher"), Targ
 SAVER, COMMITTER, BYSTANDER = Target("saver"), Target("committer"), Target("bystander")
 
 
-def _kill(s: RunDraw) -> tuple[Fault, ...]:
+def kill_one(s: RunDraw) -> tuple[Fault, ...]:
+    """Kill a rank at the point."""
     return (s.here("kill", ranks(s.rank)),)
 
 
-def _kill_any_moment(s: RunDraw) -> tuple[Fault, ...]:
+def kill_any_moment(s: RunDraw) -> tuple[Fault, ...]:
+    """Kill a rank up to 20 ms after the point."""
     return (s.here("kill", ranks(s.rank), seconds=s.seconds(0.0005, 0.02)),)
 
 
@@ -122,16 +125,19 @@ def _one(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
     return lambda s: (s.here(what, ranks(s.rank)),)
 
 
-def _several(s: RunDraw) -> tuple[Fault, ...]:
+def kill_several(s: RunDraw) -> tuple[Fault, ...]:
+    """Kill from two ranks to all but one at once."""
     most = s.job.world_size - 1
     return (s.here("kill", ranks(*s.several(min(2, most), most))),)
 
 
-def _everybody(s: RunDraw) -> tuple[Fault, ...]:
+def kill_all(s: RunDraw) -> tuple[Fault, ...]:
+    """Kill all at once."""
     return (s.here("kill", ranks(*range(s.job.world_size))),)
 
 
-def _kill_then(event: str, who: Target) -> Callable[[RunDraw], tuple[Fault, ...]]:
+def kill_then(event: str, who: Target) -> Callable[[RunDraw], tuple[Fault, ...]]:
+    """Kill a rank, and ``who`` at an event of the controller."""
     return lambda s: (s.here("kill", ranks(s.rank)), s.at_event(event, "kill", who))
 
 
@@ -237,19 +243,19 @@ _OUTER = tuple(p for p in STEP_PHASES if p != "in_step")
 _WIDE = ("wide",)
 
 KINDS: tuple[Kind, ...] = (
-    Kind("kill a rank", _kill, weight=9),
-    Kind("kill a rank at any moment", _kill_any_moment, weight=4, phases=("data",)),
+    Kind("kill a rank", kill_one, weight=9),
+    Kind("kill a rank at any moment", kill_any_moment, weight=4, phases=("data",)),
     Kind("segfault of a rank", _one("segv")),
     Kind("a rank exits", _one("exit")),
     Kind("exception in a rank", _one("raise"), weight=3),
     Kind("SIGTERM to a rank", _one("term")),
     Kind("SIGTERM to the job", lambda s: (s.here("term", LAUNCHER),), weight=2),
     Kind("accused from outside", _one("report")),
-    Kind("kill several ranks at once", _several, weight=3, shapes=NO_PAIR),
-    Kind("kill all ranks at once", _everybody, "any"),
-    Kind("kill a rank, then the saver", _kill_then("plan", SAVER), weight=3, shapes=NO_PAIR),
-    Kind("kill a rank, then another one", _kill_then("plan", BYSTANDER), weight=2, shapes=NO_PAIR),
-    Kind("kill a rank, then the committer", _kill_then("commit", COMMITTER), weight=2, shapes=NO_PAIR),
+    Kind("kill several ranks at once", kill_several, weight=3, shapes=NO_PAIR),
+    Kind("kill all ranks at once", kill_all, "any"),
+    Kind("kill a rank, then the saver", kill_then("plan", SAVER), weight=3, shapes=NO_PAIR),
+    Kind("kill a rank, then another one", kill_then("plan", BYSTANDER), weight=2, shapes=NO_PAIR),
+    Kind("kill a rank, then the committer", kill_then("commit", COMMITTER), weight=2, shapes=NO_PAIR),
     Kind("kill two ranks, one after the other", _two_at_different_moments, weight=2, shapes=NO_PAIR),
     Kind("kill a rank, and one at the next start", _kill_and_at_the_next_start, weight=2),
     Kind("kill the controller", _controller, "unhurt", weight=4),
@@ -266,7 +272,9 @@ KINDS: tuple[Kind, ...] = (
     Kind("full disk", _disk("disk-full"), "refused", shapes=_WIDE, needs=_MOUNT),
     Kind("read-only disk", _disk("disk-ro"), "refused", shapes=_WIDE, needs=_MOUNT),
     Kind("full disk for a moment", _disk_for_a_moment, shapes=_WIDE, needs=_MOUNT),
-    Kind("kill a rank of several hosts", _kill, weight=3, shapes=("two hosts", "two hosts, scheduled"), needs=_HOSTS),
+    Kind(
+        "kill a rank of several hosts", kill_one, weight=3, shapes=("two hosts", "two hosts, scheduled"), needs=_HOSTS
+    ),
     Kind("short loss of a host's network", _flap, "unhurt", weight=2, shapes=SEVERAL_HOSTS, needs=_HOSTS),
     Kind("kill all ranks of a host", _all_ranks_of_a_host, shapes=SCHEDULED, needs=_HOSTS, diverges=True),
     Kind("kill a host", _host("kill"), weight=3, shapes=SCHEDULED, needs=_HOSTS, diverges=True),
@@ -310,20 +318,6 @@ def _stopped_while_cut(s: RunDraw) -> tuple[Fault, ...]:
     )
 
 
-def _then_while_others_go_on(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
-    """Kill a rank; the one that takes its seat, or a survivor, is hurt before its first update."""
-
-    def draw(s: RunDraw) -> tuple[Fault, ...]:
-        return s.here("kill", ranks(s.rank)), s.next_start(s.chance.choice(("joined", "restored")), what, ranks(s.rank))
-
-    return draw
-
-
-def _kill_then_soon(what: str, who: Callable[[RunDraw], Target]) -> Callable[[RunDraw], tuple[Fault, ...]]:
-    """Kill a rank; within the time that going on takes something else is hurt."""
-    return lambda s: (s.here("kill", ranks(s.rank)), s.later(s.seconds(0, 0.6), what, who(s)))
-
-
 def _any_host(s: RunDraw) -> Target:
     return Target("host", (s.chance.randrange(s.job.hosts),))
 
@@ -334,7 +328,6 @@ _HANG, _STANDBY = frozenset({"hang"}), frozenset({"standby"})
 _BY, _SEEN = ("three hosts, standing by",), ("watched",)
 _FALLBACK, _MIRROR = frozenset({"fallback"}), frozenset({"mirror"})
 _PLACES = ("two places",)
-_KEEP, _ON = frozenset({"keep"}), ("going on",)
 
 KINDS += (
     Kind("a rank hangs", _hung("hang"), weight=2, shapes=_SEEN, features=_HANG, phases=_OUTER),
@@ -355,21 +348,6 @@ KINDS += (
         needs=_HOSTS,
         features=_SOAK,
     ),
-    Kind("go on: nobody dies", lambda s: (s.here("again", CONTROLLER),), weight=2, shapes=_ON, features=_KEEP),
-    Kind("go on: kill a rank", _kill, weight=3, shapes=_ON, features=_KEEP),
-    Kind("go on: kill a rank at any moment", _kill_any_moment, weight=2, phases=("data",), shapes=_ON, features=_KEEP),
-    Kind("go on: kill several ranks", _several, shapes=_ON, features=_KEEP),
-    Kind("go on: another dies", _kill_then_soon("kill", lambda s: ranks(s.rank)), weight=3, shapes=_ON, features=_KEEP),
-    Kind(
-        "go on: the controller dies",
-        _kill_then_soon("kill", lambda _: CONTROLLER),
-        weight=2,
-        shapes=_ON,
-        features=_KEEP,
-    ),
-    Kind("go on: another is stopped", _kill_then_soon("stop", lambda s: ranks(s.rank)), shapes=_ON, features=_KEEP),
-    Kind("go on: one dies at its start", _then_while_others_go_on("kill"), weight=2, shapes=_ON, features=_KEEP),
-    Kind("go on: one raises at its start", _then_while_others_go_on("raise"), shapes=_ON, features=_KEEP),
     Kind("kill a host, mirrored", _host("kill"), weight=2, shapes=("mirrored",), features=_MIRROR),
 )
-"""Every kind of run."""
+"""Kinds of runs; those of jobs that are about how ranks come back are in ``ttp.chaos.comebacks``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import re
 import secrets
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from ttp.chaos.place import Place
 from ttp.chaos.script import Script
 from ttp.launch.warm.starter import STATUS_FILE
 
+_REASON = re.compile(r"((?:restarts are cold|ranks do not go on in their processes): .*)")
 GIVE_UP_S = 5.0
 """How long launchers may take to leave after another one has; then their hosts are taken away."""
 
@@ -125,6 +127,11 @@ class Launches:
                 process.wait(max(0.1, deadline - time.monotonic()))
             return True
         return False
+
+    def reasons(self) -> list[str]:
+        """Why launchers started ranks as new interpreters, or all of them anew, in their words, so far."""
+        logs = [self._folder / f"launcher-{host}.log" for host in range(self._script.hosts)]
+        return [line[1] for log in logs if log.exists() for line in _REASON.finditer(log.read_text(errors="replace"))]
 
     def codes(self) -> list[int | None]:
         """Exit codes of the launchers by host; None: it still runs."""

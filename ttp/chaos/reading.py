@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from ttp.chaos.script import Fault, Run, Script, settled, usual_outcome
 from ttp.chaos.vocabulary import (
+    CALLED_PHASES,
     EVENTS,
     FAULT_WORDS,
     LAUNCHERS,
@@ -47,6 +48,7 @@ KINDS: dict[type, str] = {
     str: "a text",
 }
 WORLD_MAX = 64
+_OF_STEPS = (*STEP_PHASES, *CALLED_PHASES)
 
 
 def read(path: Path) -> Script:
@@ -133,7 +135,9 @@ def _fault(table: Any, index: int, script: Script) -> tuple[Fault, dict[str, str
 def _target(text: str, where: str) -> Target:
     target = parse_target(text)
     if target is None:
-        examples = "rank 2, ranks 0 3, host 1, all, bystander, committer, controller, disk, launcher, random, saver"
+        examples = (
+            "rank 2, ranks 0 3, host 1, all, bystander, committer, controller, disk, launcher, random, saver, template"
+        )
         raise ConfigError(f"{where}: who = {text!r} is nobody; known: {examples}")
     return target
 
@@ -141,15 +145,15 @@ def _target(text: str, where: str) -> Target:
 def _check_words(fault: Fault, where: str) -> None:
     check_known(fault.what, FAULT_WORDS, "something that can be done", f"{where}: what")
     if fault.phase:
-        check_known(fault.phase, (*STEP_PHASES, *START_PHASES), "a phase", f"{where}: phase")
+        check_known(fault.phase, (*_OF_STEPS, *START_PHASES), "a phase", f"{where}: phase")
     if fault.event:
         check_known(fault.event, EVENTS, "an event", f"{where}: event")
     told = [bool(fault.phase) or fault.step is not None, bool(fault.event), bool(fault.after)]
     if sum(told) != 1:
         raise ConfigError(f"{where} has to say when by exactly one of: step with phase, event, after")
-    if fault.step is not None and fault.phase not in STEP_PHASES:
-        raise ConfigError(f"{where}: a step needs a phase, one of {', '.join(STEP_PHASES)}")
-    if fault.phase in STEP_PHASES and fault.step is None:
+    if fault.step is not None and fault.phase not in _OF_STEPS:
+        raise ConfigError(f"{where}: a step needs a phase, one of {', '.join(_OF_STEPS)}")
+    if fault.phase in _OF_STEPS and fault.step is None:
         raise ConfigError(f"{where}: phase {fault.phase!r} needs a step")
     if not 0 <= fault.seconds <= 600:
         raise ConfigError(f"{where}: seconds = {fault.seconds:g}: from 0 to 600 is wanted")

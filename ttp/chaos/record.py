@@ -66,6 +66,8 @@ class Record:
         found: checkpoints after it.
         answers: of the controller to requests.
         exits: codes of launchers that ended meanwhile.
+        processes: of each life, by rank: process id, and whether it was forked.
+        reasons: why launchers started ranks as new interpreters, or all of them anew, in their words.
         trouble: what made the run end before it was over; empty: nothing.
         back_s: when the job was seen training again, monotonic; None: never.
     """
@@ -78,6 +80,8 @@ class Record:
     found: list[Found] = field(default_factory=list)
     answers: list[Mapping[str, Any]] = field(default_factory=list)
     exits: list[int] = field(default_factory=list)
+    processes: dict[LifeKey, dict[int, tuple[int, bool]]] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
     trouble: str = ""
     back_s: float | None = None
 
@@ -99,6 +103,7 @@ class Evidence:
         record: the run.
         notes: of all ranks.
         reference: digests of an unbroken run, by rank and version.
+        cold: a launcher has said in an earlier run of this job that it starts ranks as new interpreters.
         diverged: an earlier run of this job has cost rank-local state: later bits cannot be the reference's.
     """
 
@@ -107,3 +112,4 @@ class Evidence:
     notes: Notes
     reference: Mapping[int, Mapping[int, Digests]]
     diverged: bool = False
+    cold: bool = False

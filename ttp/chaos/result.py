@@ -12,6 +12,7 @@ from typing import Any
 from ttp.chaos.checks import expected
 from ttp.chaos.driver import Judged
 from ttp.chaos.script import Script
+from ttp.chaos.ways import ways
 from ttp.errors import ConfigError
 
 FILE = "results.jsonl"
@@ -40,6 +41,7 @@ class Result:
         commit_ms: see ``Judgement``.
         back_ms: see ``Judgement``.
         freezes: how many incidents there were, thawed ones too.
+        ways: how each restart came about, and why not in a better way; see ``ttp.chaos.ways``.
         kept_processes: how often the survivors went on in their processes.
     """
 
@@ -62,6 +64,7 @@ class Result:
     back_ms: float | None
     freezes: int = 0
     kept_processes: int = 0
+    ways: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -95,6 +98,7 @@ def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
         commit_ms=judgement.commit_ms,
         back_ms=judgement.back_ms,
         freezes=len(judged.record.told("opened")),
+        ways=ways(judged.record),
         kept_processes=sum(bool(seen.facts.get("again")) for seen in judged.record.told("released")),
     )
 

@@ -127,6 +127,11 @@ class Script:
         return frozenset(wanted - {""})
 
     @property
+    def forks(self) -> bool:
+        """Whether the job is about how ranks come back: it says so, and waits for a process to fork them from."""
+        return dict(self.env).get("TTP_CONTINUITY", "off") != "off"
+
+    @property
     def mirrored(self) -> bool:
         """Whether rank-local state is kept on another host, too."""
         return Config.from_env(dict(self.env)).mirror

@@ -31,6 +31,7 @@ class RankProcess:
         rank: its number.
         life: which start of the job it belongs to.
         pid: its process id, as the driver sees it.
+        forked: from the process that its launcher keeps for that; else it was started.
         reply: sends it an answer.
         waiting_at: step and phase at which it waits for an answer; None: it does not wait.
     """
@@ -38,6 +39,7 @@ class RankProcess:
     rank: int
     life: LifeKey
     pid: int
+    forked: bool
     reply: Callable[[dict[str, Any]], None]
     waiting_at: tuple[int, str] | None = None
 
@@ -145,7 +147,9 @@ class RankSwitchboard:
             for line in file:
                 said, now = json.loads(line), time.monotonic()
                 if rank_process is None:
-                    rank_process = RankProcess(said["rank"], (said["life"][0], said["life"][1]), pid, reply)
+                    rank_process = RankProcess(
+                        said["rank"], (said["life"][0], said["life"][1]), pid, said["forked"], reply
+                    )
                     self.inbox.put(RankStarted(rank_process))
                 else:
                     self.inbox.put(RankWaits(rank_process, said["step"], said["phase"], now))

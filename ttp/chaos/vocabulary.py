@@ -18,8 +18,16 @@ STEP_PHASES = (
 )
 """Points of a step at which a rank can be met, in their order; ``in_step``: half-way through ``optimizer.step()``."""
 
-START_PHASES = ("joined", "restored")
-"""Points of a start: after ``wrap_optimizer()``, after ``restore()``."""
+CALLED_PHASES = ("extra_state", "evaluation")
+"""Points of a step beside the training itself: ``extra_state`` is asked for its state; in an evaluation."""
+
+START_PHASES = ("leaving", "seated", "regrouping", "entered", "joined", "restored", "updating")
+"""Points of a start, in their order.
+
+Of ranks that go on in their processes, or take the seat of a dead one: out of ``train()``, waiting for the others, and
+before its process groups are exchanged. Of every rank: in ``train()``, after ``wrap_optimizer()``, after ``restore()``.
+``updating``: where a rank that goes on begins its first update.
+"""
 
 EVENTS = (
     "abdicated",
@@ -67,7 +75,7 @@ RESTARTS = ("agent", "scheduler")
 OUTCOMES = ("saved", "unhurt", "refused", "any")
 """What a run may be expected to come to; see ``ttp.chaos.checks``."""
 
-FEATURES = ("fallback", "hang", "keep", "mirror", "soak", "standby")
+FEATURES = ("fallback", "hang", "keep", "mirror", "soak", "standby", "warm")
 """What is drawn only when asked for, with ``--include``."""
 
 _PROCESSES = ("ranks", "all", "saver", "committer", "bystander")
@@ -89,11 +97,11 @@ class FaultWord:
 
 
 FAULT_WORDS: dict[str, FaultWord] = {
-    "kill": FaultWord((*_PROCESSES, "controller", "launcher", "host")),
+    "kill": FaultWord((*_PROCESSES, "controller", "launcher", "host", "template")),
     "segv": FaultWord((*_PROCESSES, "controller")),
     "term": FaultWord((*_PROCESSES, "launcher")),
-    "stop": FaultWord((*_PROCESSES, "controller", "host")),
-    "cont": FaultWord((*_PROCESSES, "controller", "host")),
+    "stop": FaultWord((*_PROCESSES, "controller", "host", "template")),
+    "cont": FaultWord((*_PROCESSES, "controller", "host", "template")),
     "raise": FaultWord(("ranks", "all"), inside=True),
     "exit": FaultWord(("ranks", "all"), inside=True),
     "hang": FaultWord(("ranks", "all"), inside=True),
@@ -111,7 +119,7 @@ FAULT_WORDS: dict[str, FaultWord] = {
 }
 """Every word for ``what``."""
 
-ALONE = ("all", "bystander", "committer", "controller", "disk", "launcher", "random", "saver")
+ALONE = ("all", "bystander", "committer", "controller", "disk", "launcher", "random", "saver", "template")
 """Words for ``who`` that need no number."""
 
 

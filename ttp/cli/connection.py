@@ -126,7 +126,7 @@ def _port_of(config: Config) -> int | None:
 
 
 def _only_local_job(address: str) -> int:
-    running = [port for port in _known_ports() if _runs_here(port)] if address == LOCAL else []
+    running = [port for port in known_ports() if _runs_here(port)] if address == LOCAL else []
     if os.environ.get("TTP_RUN_DIR"):  # of a job that is meant; it is none of those that are found by their ports
         raise ConfigError("which port? TTP_RUN_DIR does not say it: use --port, or set TTP_PORT as the job has it")
     if len(running) == 1:
@@ -148,7 +148,7 @@ def _runs_here(port: int) -> bool:
     return ring is not None and any(listens(*split(place), 1.0) for place in ring.places)
 
 
-def _known_ports() -> list[int]:
+def known_ports() -> list[int]:
     """Ports of this user's jobs on this host, by their run directories; see ``Config.resolved_run_dir``."""
     folder = Path(tempfile.gettempdir()) / f"ttp-{os.getuid()}"
     try:

@@ -17,7 +17,10 @@ from ttp.cli.trace_events import trace_text
 from ttp.errors import CheckpointError, UsageError
 from ttp.store.history import read_launches
 
-ELSEWHERE = "what a save_dir could not take is in the run directory of the controller's host: `ttp incidents RUN_DIR`"
+ELSEWHERE = (
+    "what a save_dir could not take is in TTP_FALLBACK_DIR, if the job has one, and in the run directory of the "
+    "controller's host: `ttp incidents DIR`"
+)
 Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]
 Last = Annotated[bool, typer.Option("--last", help="The newest incident.")]
 Detail = Annotated[bool, typer.Option("--detail", help="With the evidence's details, such as tracebacks.")]
@@ -133,16 +136,21 @@ def _row(log: IncidentLog) -> tuple[str | Text, ...]:
 
 def _tell(log: IncidentLog, detail: bool) -> None:
     say(Text.assemble(("incident ", ""), (log.id, "bold"), f", {when_text(log.opened_unix_s)}"))
-    say(f"cause:   {log.cause}")
-    say(f"outcome: {log.outcome}")
+    say(f"cause:   {_inset(log.cause, 9)}")
+    say(f"outcome: {_inset(log.outcome, 9)}")
     say("")
     for line, text in rows(log):
         moment = Text(f"{line.at_ms:+11.1f} ms  ", "dim")
-        say(Text.assemble(moment, (f"{line.kind:<13}", style_of(line.kind)), text))
+        say(Text.assemble(moment, (f"{line.kind:<13}", style_of(line.kind)), _inset(text, 29)))
         if detail and line.facts.get("detail"):
             say(Text(_indented(str(line.facts["detail"])), "dim"))
     if log.unreadable:
         say(f"{log.unreadable} line(s) could not be read: the controller was stopped while it wrote")
+
+
+def _inset(text: str, width: int) -> str:
+    """Further lines of a text below its first one: none can be taken for a line of ours."""
+    return ("\n" + " " * width).join(text.splitlines())
 
 
 def _indented(text: str) -> str:

@@ -69,6 +69,8 @@ def status(
         print_json(describe(now, client.where))
         return
     screen().print(picture(now, all_ranks))
+    if now.standbys or now.term > 1:
+        screen().print(Text(f"the controller that leads is at {client.where}"))
     if (restarts := _restarts(where)) is not None:
         screen().print(restarts_line(restarts))
 

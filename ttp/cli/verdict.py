@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ttp.cli.connection import connected, find, known_ports
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, complain, print_json, say
 from ttp.core.controller.job_verdict import FRUITLESS_MAX, Verdict
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError, UsageError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError, TtpError, UsageError
 from ttp.store.catalog import scan
 from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_word
 from ttp.store.names import INCIDENTS
 
-WORDS = {EXIT_TRAINED: "trained", EXIT_BAD_CONFIG: "wrong", EXIT_NOT_SAVED: "lost", EXIT_SAVED: "saved"}
+EXIT_RUNNING = 1
+"""Of no launcher whose job has a verdict: neither a restart nor an alarm is due."""
+WORDS = {
+    EXIT_TRAINED: "trained",
+    EXIT_RUNNING: "running",
+    EXIT_BAD_CONFIG: "wrong",
+    EXIT_NOT_SAVED: "lost",
+    EXIT_SAVED: "saved",
+}
+RUNS = ("live", "frozen")
+NO_END = (
+    "the last launch left no word of an end, and no controller of it answers here: it was cut off, or it runs on other "
+    "hosts, where `ttp status` shows it"
+)
 INCIDENTS_READ = 50
 """How many are looked at: the last one that had to do with a fault counts."""
 
@@ -45,7 +60,8 @@ def verdict(
 
     trained (0): to the end. saved (75): start it again, and it goes on. lost (70): nothing consistent could be saved,
     the launch was cut off without a word, or three launches in a row brought no new version: look before you start it
-    again. wrong (64): the configuration or the program is wrong, and no restart mends it.
+    again. wrong (64): the configuration or the program is wrong, and no restart mends it. running (1): it trains, and
+    has no verdict yet; known where `ttp status` finds the job, so on its hosts.
 
     It reads what the job left in its save_dir, needs no running job, and is the same wherever it is asked. Batch
     scripts decide by it: what `srun` returns is only the largest of many exit codes. Why is said on stderr.
@@ -57,22 +73,73 @@ def verdict(
     that brought no new version).
     """
     asked_to_leave = launcher_code == TERMINATED
-    place = directory if asked_to_leave else existing(directory)
-    launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
+    place, launches = _history(directory if asked_to_leave else existing(directory), run_id)
     recent = [launch for launch in launches if since is None or launch.began_unix_s >= since]
     incident = None if recent and recent[-1].code is not None else _last_fault(place, run_id, since)
     word = _word(place, run_id, since)
     if not launches and incident is None and word is None and not asked_to_leave:
         _check_ours(place, run_id)
-    found = _judge(recent, incident, word, launcher_code)
+    found = _running(directory, recent) or _judge(recent, incident, word, launcher_code)
     assert found.code is not None
+    code, text = found.code, found.text
+    if code in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG):
+        text += _storage(directory)
     if json:
-        facts = {"word": WORDS[found.code], "exit_code": found.code, "text": found.text, "run_id": run_id or ""}
+        facts = {"word": WORDS[code], "exit_code": code, "text": text, "run_id": run_id or ""}
         print_json(facts | {"launches": len(launches), "fruitless": fruitless(launches)})
     else:
-        say(WORDS[found.code])
-        complain(found.text)
-    raise typer.Exit(found.code)
+        say(WORDS[code])
+        complain(text)
+    raise typer.Exit(code)
+
+
+def _history(place: Path, run_id: str | None) -> tuple[Path, list[Launch]]:
+    """The launches of a job, and where they are written down: a ``save_dir`` that is broken lacks the newest ones."""
+    best: tuple[Path, list[Launch]] = place, []
+    fallback = os.environ.get("TTP_FALLBACK_DIR")
+    for each in (place, *([Path(fallback)] if fallback else [])):
+        found = [launch for launch in read_launches(each) if run_id is None or launch.run_id == run_id]
+        if found and (not best[1] or _newness(found[-1]) > _newness(best[1][-1])):
+            best = each, found
+    return best
+
+
+def _newness(launch: Launch) -> tuple[float, bool]:
+    return launch.began_unix_s, launch.code is not None
+
+
+def _storage(place: Path) -> str:
+    """What may have kept the job from saving, and from saying so, after a full stop; empty: nothing is seen."""
+    try:
+        now = os.statvfs(place)
+    except OSError as problem:
+        return f". {place} cannot be looked at: {problem.strerror}"
+    state = "mounted read-only" if now.f_flag & os.ST_RDONLY else "full" if now.f_blocks and not now.f_bavail else ""
+    return f". The file system of {place} is {state}" if state else ""
+
+
+def _running(place: Path, launches: list[Launch]) -> Verdict | None:
+    """What a controller says of a launch that has left no word of its end; None: none answers, or no rank lives."""
+    if not launches or launches[-1].code is not None:
+        return None
+    for port in (None,) if os.environ.get("TTP_PORT") else known_ports():
+        try:
+            with connected(find(None, port, None)) as client:
+                now = client.status()
+        except TtpError:
+            continue
+        alive = [rank.version for rank in now.ranks if rank.state in RUNS]
+        if alive and now.run_id == launches[-1].run_id and _same(Path(now.save_dir), place):
+            text = f"the job runs: {len(alive)} of {now.world_size} ranks live, the newest version is {max(alive)}"
+            return Verdict(EXIT_RUNNING, text)
+    return None
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def _judge(
@@ -90,12 +157,12 @@ def _judge(
         return Verdict(
             EXIT_NOT_SAVED, "no launch of this job has left a word here: it ended before its ranks had joined"
         )
-    if last is not None and last.code in WORDS:
+    if last is not None and last.code is not None and last.code in WORDS:
         found = Verdict(last.code, last.text)
     elif incident is not None and (last is None or incident.opened_unix_s >= last.began_unix_s):
         found = Verdict(EXIT_SAVED if incident.saved else EXIT_NOT_SAVED, incident.outcome)
     else:
-        found = Verdict(EXIT_NOT_SAVED, "the last launch was cut off, or runs still: it left no word of an end")
+        found = Verdict(EXIT_NOT_SAVED, NO_END)
     in_vain = fruitless(launches)
     if found.code == EXIT_SAVED and in_vain >= FRUITLESS_MAX:
         return Verdict(EXIT_NOT_SAVED, f"no progress: {in_vain} launches in a row brought no new version. {found.text}")

@@ -121,6 +121,10 @@ class Host:
         except (OSError, RuntimeError, ValueError, TtpError) as problem:
             logger.warning("this host has no relay, its ranks connect by themselves: %s", problem)
 
+    def sweep(self) -> None:
+        """Remove what processes that were killed have left in the run directory."""
+        self._leases.sweep()
+
     def watch(self, workers: Workers) -> None:
         """Report deaths of these from now on."""
         pids = {rank: worker.pid for rank, worker in workers.items()}
@@ -156,8 +160,14 @@ class Host:
         return verdict is HoldDecision.AGAIN
 
     def stop_going_on(self, workers: Workers, why: str) -> None:
-        """All are started anew: kill those that have nothing to lose, as they were going on from a checkpoint."""
-        logger.warning("ranks do not go on in their processes: %s", why)
+        """All are started anew: kill those that have nothing to lose, as they were going on from a checkpoint.
+
+        Args:
+            workers: by rank.
+            why: for people; empty: they know it.
+        """
+        if why:
+            logger.warning("ranks do not go on in their processes: %s", why)
         self._send(self.again.marks(), signal.SIGKILL, workers)
 
     def stop(self, workers: Workers, how: signal.Signals, grace_s: float) -> None:

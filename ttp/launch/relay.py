@@ -39,8 +39,8 @@ from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 log = logging.getLogger("ttp.relay")
 
-AUTO_RANKS = 256
-"""With ``TTP_RELAY=auto`` jobs of more ranks have relays."""
+AUTO_RANKS = 64
+"""With ``TTP_RELAY=auto`` jobs of so many ranks have relays."""
 TO_KEY = "ttp-to"
 """Metadata of a rank's stream: host:port of the controller that it is meant for."""
 RELAYED = "through the relay of this host: "
@@ -56,7 +56,7 @@ ACCEPT_S = 60.0
 
 def wanted(config: Config, world_size: int) -> bool:
     """Whether the ranks of a job of this size use relays."""
-    return config.relay == "on" or (config.relay == "auto" and world_size > AUTO_RANKS)
+    return config.relay == "on" or (config.relay == "auto" and world_size >= AUTO_RANKS)
 
 
 def _host(config: Config) -> str:

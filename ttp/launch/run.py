@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
@@ -75,6 +76,9 @@ class Launch(Protocol):
     def run(self, config: Config) -> int:
         """Launch it with these settings and return the exit code."""
 
+    def tell_others(self, text: str) -> None:
+        """Let hosts that wait for this one know that it is refused. Never raises."""
+
 
 def run(argv: list[str]) -> int:
     """Launch a job as ``torchrun`` would with ``argv`` (``msrun`` with ``--mindspore``), protected by ttp.
@@ -82,6 +86,7 @@ def run(argv: list[str]) -> int:
     Returns:
         The exit code, see ``--help``. Errors are printed to stderr as one clear message.
     """
+    launch: Launch | None = None
     try:
         launch = _launch(argv)
         if launch.continuity is not None:
@@ -98,7 +103,10 @@ def run(argv: list[str]) -> int:
             return launch.saved_exit_code or config.saved_exit_code
         return code
     except ConfigError as problem:
-        return refuse(str(problem))
+        code = refuse(str(problem))
+        if launch is not None:
+            launch.tell_others(str(problem))
+        return code
     except SystemExit as leaving:  # argparse has said what it does not like, or has printed the help
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
 
@@ -221,6 +229,17 @@ class _TorchLaunch:
         else:
             return EXIT_TRAINED if self._agent is None else int(self._agent.job_code)
         return EXIT_FAILED if self._agent is None else int(self._agent.job_code)
+
+    def tell_others(self, text: str) -> None:
+        """Where neither another host nor fewer of them would do."""
+        from torch.distributed.run import parse_min_max_nnodes
+
+        from ttp.launch.refusal import tell
+
+        fewest, hosts = parse_min_max_nnodes(self._arguments.nnodes)
+        if self.several_nodes and fewest == hosts and not self._arguments.stand_by:
+            name = os.environ.get("TTP_HOST") or socket.gethostname()
+            tell(self._arguments, hosts, f"host {name} is refused: {text}")
 
     def _our_agent(self, config: Config) -> AbstractContextManager[None]:
         from ttp.launch.install import agent_maker, installed

@@ -77,6 +77,7 @@ class Seats:
         elif not marks:
             self._filling = False
             self._next_time()
+            self._host.sweep()
             logger.info("all ranks train again; those that did not die have kept their processes")
         elif min(marks.values()) + LATE_S < time.monotonic():
             self.fail(workers, "it takes too long")
@@ -128,7 +129,7 @@ class Seats:
         if self._hosts is not None:
             self._hosts.starts_anew()
         if self._filling and self._marked(workers):
-            self._host.stop_going_on(workers, self._failed or "all are to be started anew")
+            self._host.stop_going_on(workers, "" if self._failed else "all are to be started anew")
         self.drop_early()
 
     def drop_early(self) -> None:
@@ -149,11 +150,11 @@ class Seats:
         if not self._failed and self._filling:
             self._agent._worker_group.spec.max_restarts += 1
             self._agent._remaining_restarts += 1
-        self._failed = self._failed or why
+        told, self._failed = bool(self._failed), self._failed or why
         if self._hosts is not None:
             self._hosts.starts_anew()
         self.drop_early()
-        self._host.stop_going_on(workers, why)
+        self._host.stop_going_on(workers, "" if told else why)
 
     def fill(self, workers: Mapping[int, Popen[Any]]) -> None:
         """The survivors go on: start the dead alone."""

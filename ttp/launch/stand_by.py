@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
@@ -23,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
 
 from ttp.errors import ConfigError
+from ttp.launch.refusal import heard
 from ttp.launch.rendezvous import WrappedRendezvous
 
 logger = logging.getLogger("ttp.launch")
@@ -54,11 +56,16 @@ class Rescheduling(WrappedRendezvous):
 
         Raises:
             RendezvousTimeoutError: a host is missing.
+            ConfigError: a host that is waited for was refused.
         """
         if self._seated and self._wait_s:
             self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
         try:
             info = super().next_rendezvous()
+        except RendezvousClosedError:
+            if not self._seated and (reason := heard(self._inner)):
+                raise ConfigError(reason) from None
+            raise
         except RendezvousTimeoutError:
             logger.error(
                 "a host is missing, and none has taken its place within TTP_RESCHEDULE_S=%g s; the job ends here. What "

@@ -62,6 +62,7 @@ class KeptState:
 
     def keep(self, adapter: Any, incident: str) -> None:
         """Ask the adapter, whose training thread is out of its loop. Never raises."""
+        self.way = ""
         try:
             self._kept, self._why = adapter.keep(incident), ""
         except Exception as problem:
@@ -337,6 +338,8 @@ def watched() -> Iterator[None]:
             goes_on.leave(f"train() was called again, and raised {describe(problem)}")
         raise
     if goes_on is not None and goes_on.runs and not goes_on.releasing:
+        if not goes_on.state.way:
+            goes_on.leave("train() was called again, and has ended without restoring anything")
         goes_on.over()  # there was nothing left to do
 
 

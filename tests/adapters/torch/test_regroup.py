@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +36,36 @@ def test_a_torch_that_does_not_is_refused(breaks: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(regroup, "register", register)
     assert regroup.self_test().startswith("this torch ")
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """A store that others connect to."""
+    yield _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def connected(port: int) -> int:
+    """Connections of this process to a port."""
+    found = psutil.Process(os.getpid()).net_connections("tcp")
+    return sum(bool(each.raddr) and each.raddr.port == port for each in found)
+
+
+def test_a_backend_that_is_connected_holds_no_connection_to_the_store(server: Any) -> None:
+    before = connected(server.port)
+    client = _dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    assert connected(server.port) == before + 1
+    backend = regroup._gloo(_dist.PrefixStore("some", client), 0, 1, timedelta(seconds=10))
+    del client
+    gc.collect()
+    assert connected(server.port) == before
+    value = torch.ones(1)
+    backend.allreduce([value]).wait()
+    assert value.item() == 1
+
+
+def test_a_backend_whose_partners_do_not_come_is_given_up(server: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        regroup._gloo(server, 0, 2, timedelta(seconds=0.2))
 
 
 def test_groups_that_nobody_has_seen_being_made_are_not_exchanged() -> None:

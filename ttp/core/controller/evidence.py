@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from ttp.core import messages as m
 from ttp.core.layout import Rank
 
+OUTSIDER = Rank(-1)
+"""The witness or subject that is no rank of the job."""
+
 _EXPLAINS = (
     m.FaultKind.EXITED,
     m.FaultKind.EXCEPTION,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core.controller.events import Accused, ConnectionId, RankWasWrong
+from ttp.core.controller.evidence import OUTSIDER
 from ttp.core.controller.job_end import JobEnd
 from ttp.core.controller.membership import Member
 from ttp.core.controller.parts import ControllerParts
-from ttp.core.controller.rescue import OUTSIDER
 from ttp.core.layout import Rank
 
 STACKS_MAX = 8

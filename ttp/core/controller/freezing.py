@@ -8,6 +8,7 @@ from ttp.core import messages as m
 from ttp.core.controller.events import ControllerTimeouts, in_queue
 from ttp.core.controller.evidence import Evidence
 from ttp.core.controller.incident import Incident
+from ttp.core.controller.meanwhile import Meanwhile
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank
@@ -20,13 +21,16 @@ class Freezing:
         job: the ranks.
         outbox: takes orders and records.
         timeouts: of the controller.
+        meanwhile: whether ranks stand still for something else that has to end first.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox, timeouts: ControllerTimeouts) -> None:
-        self._job, self._outbox, self._timeouts = job, outbox, timeouts
+    def __init__(self, job: Membership, outbox: Outbox, timeouts: ControllerTimeouts, meanwhile: Meanwhile) -> None:
+        self._job, self._outbox, self._timeouts, self._meanwhile = job, outbox, timeouts, meanwhile
 
     def ask(self, incident: Incident, ranks: Collection[Rank], cause: str, now: float) -> None:
         """These ranks have to close their gates, because of ``cause``, and to say (again) what they hold."""
+        if incident.deferred:
+            return
         waited = bool(incident.waiting.difference(ranks))
         for rank in ranks:
             incident.forget(rank)
@@ -43,6 +47,8 @@ class Freezing:
 
     def send(self, incident: Incident, ranks: Collection[Rank], cause: str) -> None:
         """Tell these ranks once more what they are frozen for; their answers stand."""
+        if incident.deferred:
+            return
         order = m.Freeze(m.SEVERAL, self._job.term, incident.id, cause, incident.snapshot)
         self._outbox.send_alike(ranks, order)
 
@@ -77,6 +83,9 @@ class Freezing:
 
     def expire(self, incident: Incident, now: float) -> None:
         """Stop waiting for ranks that take too long to answer; that is evidence against them."""
+        if incident.deferred and not self._meanwhile.saves(self._job):
+            incident.deferred = False
+            self.ask(incident, sorted(self._job.live), incident.cause, now)
         if not incident.waiting or now < incident.expire_check_at:
             return
         dues: list[float] = []

@@ -68,6 +68,8 @@ class Incident:
     evidence: EvidenceBook
     recovered: bool = False
     """Opened again after a takeover, on the word of a rank that was frozen."""
+    deferred: bool = False
+    """It freezes nobody yet: its ranks stand still for a checkpoint that ends first; see ``meanwhile``."""
     rescue_since: float | None = None
     """When a fault made a rescue of a snapshot."""
     redoing: dict[Rank, Version] = field(default_factory=dict)

@@ -103,7 +103,7 @@ class ControllerMachine:
         self._end = JobEnd(parts.job, parts.outbox, parts.rescue.verdict, patience, now)
         self._admission = Admission(parts, self._end, now)
         self._faults = FaultReports(parts, self._end)
-        self.stand_in = StandIn(patience, new_id)
+        self.stand_in = StandIn(patience, new_id, parts.rescue.meanwhile)
         """Saves for ranks whose controller is silent, which is no matter of the job that is led here."""
         self._suspected = 0  # at one time, at most, since there was no suspect
         self._unsettled = False
@@ -120,8 +120,10 @@ class ControllerMachine:
         """
         meanwhile, rest = self.stand_in.part(event)
         if meanwhile is not None:
+            waits = self.incident is not None and self.incident.deferred
             actions = self.stand_in.on_event(meanwhile, now)
-            return [*actions, *self.on_event(rest, now, more=more)] if rest is not None else actions
+            others = self.on_event(rest, now, more=more) if rest is not None else []
+            return [*others, *(self._settle(now) if waits else ()), *actions]  # a freeze is said before a thaw
         self._rescue.program.at(now)
         match event:
             case Received(connection, m.Hello() as hello):
@@ -164,6 +166,7 @@ class ControllerMachine:
 
     def _settle(self, now: float) -> list[Action]:
         self._unsettled = False
+        meanwhile = self.stand_in.on_event(Tick(), now)
         frozen = self.incident is not None
         self._expire(now)
         self._rescue.advance(now)
@@ -172,7 +175,7 @@ class ControllerMachine:
         if frozen and self.incident is None:
             self._parts.hangs.restart(now)  # nobody could move, and that was no hang
         self._end.advance(now, incident=self.incident is not None)
-        return [*self._outbox.take(), *self.stand_in.on_event(Tick(), now)]
+        return [*self._outbox.take(), *meanwhile]
 
     def deadline(self) -> float | None:
         """When ``on_event(Tick(), ...)`` should be called at the latest; ``None``: not before the next event."""
@@ -277,11 +280,6 @@ class ControllerMachine:
 
     # -------------------------------------------------------------------------------------------------------- reports
 
-    def _member(self, connection: ConnectionId, rank: Rank) -> Member | None:
-        """The rank, if this stream is the one that speaks for it."""
-        member = self.job.members.get(rank)
-        return member if member is not None and member.connection == connection else None
-
     def _heartbeats(self, who: Who, beat: m.Heartbeat, now: float) -> bool:
         """Whether anything may follow from them."""
         speaking = self._speaking(who)
@@ -338,7 +336,7 @@ class ControllerMachine:
         )
 
     def _report(self, connection: ConnectionId, report: m.Report, now: float) -> None:
-        member = self._member(connection, report.rank)
+        member = self._speaking(((connection, report.rank),)).get(report.rank)
         if member is None:
             return  # said before hello, or by somebody who was replaced
         member.last_seen = now

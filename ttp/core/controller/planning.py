@@ -55,6 +55,8 @@ class Planner:
         Where the program itself saves, everybody has to stand where it will stand before they begin.
         """
         leads = self.program.leads
+        if incident.deferred:
+            return Wait("a checkpoint that was begun while the controller was silent is still being written")
         if self._job.gather_until is not None:
             return Wait("a controller was lost: ranks with a newer version may still come")
         if incident.waiting and (leads or not incident.newest_is_known()):

@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Iterator
 from ttp.core import messages as m
 from ttp.core.controller import continuing
 from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested
-from ttp.core.controller.evidence import Evidence, EvidenceBook
+from ttp.core.controller.evidence import OUTSIDER, Evidence, EvidenceBook
 from ttp.core.controller.freezing import Freezing
 from ttp.core.controller.incident import OVER, Incident, Stage
 from ttp.core.controller.job_verdict import JobVerdict
+from ttp.core.controller.meanwhile import Meanwhile
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
@@ -26,9 +27,6 @@ from ttp.core.controller.saving import Saving
 from ttp.core.decide import NoPlan, Plan
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
-
-OUTSIDER = Rank(-1)
-"""The witness or subject that is no rank of the job."""
 
 
 class Rescue:
@@ -58,12 +56,10 @@ class Rescue:
         self.false_alarms = 0
         self.base_version = Version(0)
         self.saving = Saving(job, outbox, mirrors)
+        self.meanwhile = Meanwhile()
         self.verdict = JobVerdict()
-        self._job = job
-        self._outbox = outbox
-        self._patience = patience
-        self._new_id = new_id
-        self._freezing = Freezing(job, outbox, patience)
+        self._job, self._outbox, self._patience, self._new_id = job, outbox, patience, new_id
+        self._freezing = Freezing(job, outbox, patience, self.meanwhile)
         self._retries = Retries(job, outbox)
         self._planner = Planner(job, patience)
 
@@ -116,6 +112,7 @@ class Rescue:
         book = EvidenceBook(self._outbox.record)
         incident = Incident(recovered_id or fresh_id, now, snapshot, self._job.layout, book, bool(recovered_id))
         incident.reign = f"-{fresh_id}" if recovered_id else ""
+        incident.deferred = self.meanwhile.saves(self._job)
         self.incident, self._outbox.incident = incident, incident.id
         self._outbox.record("opened", **self._job.facts(), snapshot=snapshot, recovered=incident.recovered)
         self._freezing.ask(incident, sorted(self._job.live), cause, now)
@@ -248,7 +245,9 @@ class Rescue:
         if back and job.gather_until is None:
             self._thaw(incident, "every rank came back to the new controller and nothing is broken")
             return
-        match self._planner.should_plan(incident, now):
+        step = self._planner.should_plan(incident, now)
+        self.saving.take_over(self.meanwhile.made(job) if isinstance(step, Go) else None)
+        match step:
             case Wait(why):
                 if why not in (ANSWERS, incident.waits_for):  # answers are recorded one by one
                     self._outbox.record("waits", reason=why)

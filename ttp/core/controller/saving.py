@@ -48,6 +48,11 @@ class Saving:
         self._job = job
         self._outbox = outbox
 
+    def take_over(self, made: tuple[Version, str] | None) -> None:
+        """Know of a checkpoint that was made while the controller was silent: its version and path."""
+        if made is not None and (self.last_commit is None or made[0] > self.last_commit[0]):
+            self.last_commit = made
+
     # ----------------------------------------------------------------------------------------------------------- plan
 
     def begin(self, incident: Incident, plan: Plan, now: float) -> None:

@@ -6,8 +6,8 @@ one, *meanwhile*. That one freezes whoever comes, saves and commits what they ho
 nobody: it has no term, blames nobody, and cannot release. So a doubt that turns out to be wrong costs a pause: a rank
 that hears its controller again hangs up here, which thaws it as well.
 
-A takeover (``gathering``) is another matter, and does not know of this one: who is sure that its controller is lost
-says hello again, without ``meanwhile``.
+A takeover (``gathering``) is another matter: who is sure that its controller is lost says hello again, without
+``meanwhile``, as a rule to this very process. What it saves by then goes on, and is taken over: ``meanwhile``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ttp.core.controller.events import (
     StreamEnded,
 )
 from ttp.core.controller.layout_exchange import Layouts
+from ttp.core.controller.meanwhile import Meanwhile
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
@@ -46,10 +47,11 @@ class StandIn:
     Args:
         patience: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
+        meanwhile: is told what is saved here.
     """
 
-    def __init__(self, patience: ControllerTimeouts, new_id: Callable[[int], str]) -> None:
-        self._patience, self._new_id = patience, new_id
+    def __init__(self, patience: ControllerTimeouts, new_id: Callable[[int], str], meanwhile: Meanwhile) -> None:
+        self._patience, self._new_id, self._meanwhile = patience, new_id, meanwhile
         self._streams: set[ConnectionId] = set()
         self._incidents = 0
         self._begin()
@@ -98,6 +100,7 @@ class StandIn:
             case StreamEnded(connection):
                 self._ended(connection, now)
         if not self._streams:
+            self._meanwhile.note(self.job, None, self.rescue.last)
             actions = self._actions()
             if self.job.layout is not None or self.job.layouts:
                 self._begin()
@@ -107,6 +110,7 @@ class StandIn:
             self.job.gather_until = None
         self.rescue.expire(now)
         self.rescue.advance(now)
+        self._meanwhile.note(self.job, self.rescue.incident, self.rescue.last)
         return self._actions()
 
     def deadlines(self) -> Iterator[float]:

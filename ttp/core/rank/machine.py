@@ -171,7 +171,7 @@ class ProcessorMachine:
     def _deadlines(self) -> Iterator[float]:
         if self._connect_at is not None:
             yield self._connect_at
-        if self._outbox.welcomed:
+        if self._outbox.welcomed or self._aside.welcomed:
             yield self._beat_at
         yield from self._rescue.deadlines()
         yield from self._aside.deadlines()
@@ -186,7 +186,7 @@ class ProcessorMachine:
             self._outbox.do(
                 act.Connect(start and home and self._route.went_round, self._route.address, self._within_s(now))
             )
-        if self._outbox.welcomed and now >= self._beat_at:
+        if (self._outbox.welcomed or self._aside.welcomed) and now >= self._beat_at:
             self._beat_at = now + self.timeouts.heartbeat_s
             o, state = self._observed, self._state
             beat = m.Heartbeat(state.rank, state.version, state.phase, o.mark, o.activity, o.written)
@@ -233,7 +233,7 @@ class ProcessorMachine:
             version=self._state.version,
             phase=m.Phase.DONE if self._state.returned else self._state.phase,
             term_seen=self.term,
-            incident=self.incident,
+            incident="" if self._outbox.answers_aside else self.incident,  # what that is for is of no other concern
             resume=self.incarnation > 0,
             broken=self._state.broken.text if self._state.broken else "",
             standbys=self._route.standbys,
@@ -249,7 +249,7 @@ class ProcessorMachine:
         in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)  # there: not yet
         self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2**in_vain)
         self._attempts += 1
-        self._aside.close()
+        self._aside.controller_lost()
         self._rescue.stream_lost()
 
     def _ordered(self, order: m.Order, now: float) -> None:
@@ -268,7 +268,7 @@ class ProcessorMachine:
         if order.term < self.term or not self._outbox.welcomed:
             return  # of a controller that was replaced, or left over from the last stream
         self.term = order.term
-        self._aside.close()
+        self._aside.led(order)
         match order:
             case m.Freeze() | m.Thaw() | m.Save() | m.Commit():
                 self._rescue.ordered(order, now)

@@ -4,7 +4,11 @@ The kernel of this host knows for how long nothing has come from the controller'
 acknowledgement of what this rank has said. After ``DOUBT_S`` of such silence that host is in doubt, as others are for
 the controller (``ttp.core.controller.silence``). The stream to it stays, and the controller leads: another one, next on
 the ring, may freeze this rank, have it save, and thaw it (``ttp.core.controller.stand_in``), and nothing else is obeyed
-on the second stream. It is closed, which thaws, as soon as anything is heard of the controller, or its stream ends.
+on the second stream. It is closed, which thaws, as soon as anything is heard of the controller.
+
+When the stream to the controller ends, and this rank saves, the second one stays. Whoever stands in will be asked to
+take over next, and lets the save end (``ttp.core.controller.meanwhile``) before it freezes for what has happened, which
+closes the second stream. Any other controller that welcomes this rank closes it.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from ttp.core import messages as m
 from ttp.core.layout_messages import TellLayout
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.rank.failover import Route
+from ttp.core.rank.failover import HOME, Route
 from ttp.core.rank.outbox import RankOutbox
 from ttp.core.rank.rescue import RankRescue, RankState
 
@@ -60,11 +64,14 @@ class StandInStream:
         self._greeting, self._tell_layout = greeting, tell_layout
         self._look_at: float | None = None
         self._open = False
-        self._welcomed = False
+        self.welcomed = False
+        self._to = HOME
         self._tries = 0
 
     def watch(self, now: float) -> None:
         """A controller has welcomed this rank: watch whether it is heard."""
+        if not self._goes_on:
+            self.close()
         self._look_at = now + self._heartbeat_s
 
     def deadlines(self) -> Iterator[float]:
@@ -103,13 +110,28 @@ class StandInStream:
 
     def say(self, beat: m.Heartbeat) -> None:
         """Whoever stands in wants to know as well how far a save is."""
-        if self._welcomed:
+        if self.welcomed:
             self._outbox.do(act.SendAside(beat))
+
+    def controller_lost(self) -> None:
+        """The stream to the controller has ended: what is being saved is saved."""
+        if not self._outbox.answers_aside:
+            self.close()
+
+    def led(self, order: m.LedOrder) -> None:
+        """The controller wants something; while it also stands in only what cannot wait ends that."""
+        if not self._goes_on or isinstance(order, (m.Freeze, m.Release, m.Finished, m.ProgramOrder)):
+            self.close()
+
+    @property
+    def _goes_on(self) -> bool:
+        """This rank saves for a controller that stood in, and that leads by now."""
+        return self._open and self._outbox.answers_aside and self._to == self._route.current
 
     def close(self) -> None:
         """The controller is heard again, or is lost for good."""
         if self._open:
-            self._open = self._welcomed = False
+            self._open = self.welcomed = False
             self._outbox.do(act.CloseAside())
             self._rescue.hung_up()
         self._tries = 0
@@ -119,7 +141,8 @@ class StandInStream:
             return
         self._look_at = now + (LOOK_S if silent_s > QUIET * self._heartbeat_s else max(LOOK_S, self._heartbeat_s))
         if silent_s < self._doubt_s:
-            self.close()
+            if not self._goes_on:
+                self.close()
         elif not self._open and self._matters:
             self._connect()
 
@@ -130,20 +153,20 @@ class StandInStream:
 
     def _connect(self) -> None:
         others = self._route.others
-        self._open = True
-        self._outbox.do(act.ConnectAside(others[self._tries % len(others)], self._connect_s))
+        self._open, self._to = True, others[self._tries % len(others)]
+        self._outbox.do(act.ConnectAside(self._to, self._connect_s))
         self._tries += 1
 
     def _down(self, now: float) -> None:
         """Another one is asked with the next look, if that still sees nothing."""
         if self._open:
-            self._open = self._welcomed = False
+            self._open = self.welcomed = False
             self._rescue.hung_up()
 
     def _ordered(self, order: m.Order, now: float) -> None:
         match order:
             case m.Welcome():
-                self._welcomed = True
+                self.welcomed = True
             case TellLayout(_, digest):
                 self._tell_layout(digest, act.SendAside)
             case m.Freeze(snapshot=True) if self._outbox.answers_aside or not self._rescue.incident:

@@ -97,6 +97,9 @@ class MindSporeLaunch:
         self.several_nodes, self.mindio = self._job.several_nodes, self._job.mindio
         self.continuity, self.saved_exit_code = self._job.continuity, self._job.saved_exit_code
 
+    def tell_others(self, text: str) -> None:
+        """They meet at MindSpore's scheduler, which knows no such word."""
+
     def run(self, config: Config) -> int:
         """Launch it, again after failures where there are restarts left, and return the exit code."""
         config, _ = admitted(config, self._job.master_addr, several=self.several_nodes)

@@ -29,6 +29,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ttp.launch import nccl
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import Program, differing, set_by_program
 
@@ -219,6 +220,8 @@ def become(order: dict[str, Any], changed: dict[str, str | None], stdout: int, s
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        if os.environ.get("TTP_PORT"):
+            nccl.prepare()  # as ``import ttp`` does, where it looks at variables of this worker
         wanted = Program(**order["program"])
         command = [wanted.interpreter, *wanted.options, *(["-m"] if wanted.module else []), wanted.name]
         _call_it([*command, *wanted.arguments])

@@ -1,0 +1,129 @@
+"""What a process holds that has gone on many times: old connections of gloo, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.harness import Job
+from tests.e2e.test_keep import KEEP, again, met
+from ttp.wire.channel import metadata, open_channel, stub
+from ttp.wire.v1 import controller_pb2 as pb
+
+TIMEOUT_S = 500
+GLOO = ("gloo_tcp_loop", "pt_gloo_runloop")
+GLOOS = Counter({"pipe": 2, "eventpoll": 1, "listens": 1})
+"""Descriptors of a backend of gloo whose connections were broken."""
+OBJECTS_EACH = 20
+"""Of Python, at most, for each time: those that stand for a backend and its store."""
+KIB_EACH = 2048
+"""Of memory, at most, for each time: three stacks, gloo's buffers, what the allocator does not give back."""
+
+
+@dataclass
+class Held:
+    """What a process holds: descriptors and threads by kind, resident KiB."""
+
+    descriptors: Counter[str]
+    threads: Counter[str]
+    kib: int
+
+
+def held(pid: int) -> Held:
+    process = psutil.Process(pid)
+    sockets = {c.fd: "listens" if c.status == psutil.CONN_LISTEN else "connected" for c in process.net_connections()}
+    kinds = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        target = str(entry.readlink())
+        kind = sockets.get(int(entry.name)) or re.sub(r"^anon_inode:|[\[\]:\d]", "", target)
+        kinds.append(kind if not target.startswith("/") else "file")
+    names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return Held(Counter(kinds), Counter(names), process.memory_info().rss // 1024)
+
+
+def of_all(job: Job) -> dict[str, Held]:
+    """By process: the launcher and what it keeps running, and rank 0, which is never killed here."""
+    launcher = psutil.Process(job.processes[0].pid)
+    found = {"launcher": launcher, "rank 0": psutil.Process(met(job)[0])}
+    for child in launcher.children(recursive=True):
+        words = " ".join(child.cmdline())
+        found |= {name: child for name in ("ttp.controller", "warm.template") if name in words}
+    return {name: held(process.pid) for name, process in found.items()}
+
+
+def files(job: Job) -> set[str]:
+    """In the run directory, those of a process without its number."""
+    return {re.sub(r"\d+", "N", str(path)) + f" x{n}" for path, n in Counter(places(job)).items()}
+
+
+def places(job: Job) -> list[Path]:
+    return [path.with_name(re.sub(r"\d+", "N", path.name)) for path in (job.directory / "run").rglob("*")]
+
+
+def go_on(job: Job, *, kill: bool) -> None:
+    """Once, by a death or on request; returns when training goes on."""
+    launch, version = newest(job)
+    if kill:
+        psutil.Process(met(job)[1]).kill()
+    else:
+        with open_channel("127.0.0.1", job.port) as channel:
+            request = pb.SaveNowRequest(reason="to count what is left", again=True)
+            assert stub(channel).SaveNow(request, timeout=60, metadata=metadata(job.token())).saved, job.story()
+    deadline = time.monotonic() + 60
+    while newest(job) < (launch + 1, version + 2):
+        assert time.monotonic() < deadline and job.processes[0].poll() is None, job.story()
+        time.sleep(0.01)
+
+
+def newest(job: Job) -> tuple[int, int]:
+    """Launch and version."""
+    return [(launch, value) for launch, kind, value in job.notes(0) if kind == "version"][-1]
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize(("times", "every"), [(5, 3), pytest.param(50, 5, marks=pytest.mark.slow)])
+def test_old_connections_are_all_that_stays(make_job: Callable[..., Job], times: int, every: int) -> None:
+    """Each of so many times; one in ``every`` by a death."""
+    env = {"TTP_CONTINUE_MAX": "1000", "JOB_STEP_S": "0.02", "JOB_COUNT": "1"}
+    job = make_job(ranks=2, steps=100_000, max_restarts=1000, flags=KEEP, env=env).start()
+    job.wait_for_version(10)
+    warm = job.directory / "run" / "warm.json"
+    deadline = time.monotonic() + 120
+    while '"ready"' not in (warm.read_text() if warm.exists() else ""):
+        assert time.monotonic() < deadline, job.story()
+        time.sleep(0.05)
+    go_on(job, kill=True)
+    go_on(job, kill=False)  # whatever is made once has been made now
+    before, files_before = of_all(job), files(job)
+    for number in range(times):
+        go_on(job, kill=number % every == every - 1)
+    after = of_all(job)
+    print({name: after[name].kib - before[name].kib for name in after}, "KiB more;", counted(job, "objects"), "objects")
+    assert all(again(job)) and "do not go on" not in job.log.read_text(), job.story()
+    assert after["rank 0"].descriptors - before["rank 0"].descriptors == Counter(
+        {k: n * times for k, n in GLOOS.items()}
+    )
+    more = after["rank 0"].threads - before["rank 0"].threads
+    assert set(more) <= set(GLOO) and more.total() == 3 * times
+    assert after["rank 0"].kib - before["rank 0"].kib < KIB_EACH * (times + 5)
+    for name in set(after) - {"rank 0"}:
+        assert (after[name].descriptors - before[name].descriptors).total() <= 2, name  # who is connected just now
+        assert not after[name].threads - before[name].threads, name
+        assert after[name].kib - before[name].kib < 8192, name
+    assert files(job) == files_before
+    assert len(set(counted(job, "threads")[2:])) == 1
+    objects = counted(job, "objects")[2:]
+    assert objects[-1] - objects[0] <= OBJECTS_EACH * times, objects
+
+
+def counted(job: Job, kind: str) -> list[Any]:
+    return [value for _, found, value in job.notes(0) if found == kind]

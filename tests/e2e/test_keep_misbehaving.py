@@ -1,0 +1,55 @@
+"""Programs that do not keep what ``--continuity keep`` asks of them: the way back is the one without it, in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Job
+from tests.e2e.test_keep import KEEP, KILL, TIMEOUT_S, again, ways
+from ttp.chaos.inspection import checkpoints
+
+MakeJob = Callable[..., Job]
+Unbroken = Callable[[Job], list[dict[str, Any]]]
+ANEW = "ranks do not go on in their processes"
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
+
+
+def run(make_job: MakeJob, program: str) -> Job:
+    """A job whose rank 1 is killed in step 5, with all that holds whatever the program does then."""
+    env = {"TTP_CONTINUE_S": "5", "JOB_AGAIN": program}
+    job = make_job(ranks=2, steps=9, max_restarts=1, faults=[KILL], flags=KEEP, env=env)
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert again(job)[0], job.story()
+    assert job.committed()[0] == KILL["step"] and job.starts()[-1] == KILL["step"], job.story()
+    found = checkpoints([job.directory / "checkpoints"])
+    assert found and not any(checkpoint.problems for checkpoint in found), job.story()
+    return job
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("end", "train() was called again, and has ended without restoring anything"),
+        pytest.param("raise", "train() was called again, and raised ValueError", marks=pytest.mark.slow),
+        pytest.param("exit", "", marks=pytest.mark.slow),
+        pytest.param("hang", "it did not go on within 5 s", marks=pytest.mark.slow),
+        pytest.param("swallow", "it did not go on within 5 s", marks=pytest.mark.slow),
+    ],
+)
+def test_who_does_not_go_on_is_started_anew(make_job: MakeJob, unbroken: Unbroken, program: str, why: str) -> None:
+    job = run(make_job, program)
+    assert ANEW in job.log.read_text() and why in job.log.read_text(), job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["group", "thread"])
+def test_what_a_loop_makes_and_leaves_is_no_obstacle(make_job: MakeJob, unbroken: Unbroken, program: str) -> None:
+    """Groups that are made in every step are destroyed with the loop; a thread that is left behind holds its model."""
+    job = run(make_job, program)
+    assert ANEW not in job.log.read_text() and ways(job, 0), job.story()
+    assert job.results() == unbroken(job)

@@ -1,0 +1,59 @@
+"""A launcher whose settings are refused tells those that wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import Job
+from tests.ports import free_port
+
+pytest.importorskip("torch")
+
+Start = Callable[..., Job]
+REFUSED = "TTP_KEEP='many' is not valid"
+
+
+def start_hosts(start: Start, environ: dict[str, str], folder: Path, wrong: str, *flags: str) -> list[Job]:
+    """Three launchers; ``a`` keeps the rendezvous, and ``wrong`` has a setting that is refused."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    environ |= {"TTP_PORT": str(free_port()), "TTP_TOKEN": "secret"}
+    common = ["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", endpoint, *flags]
+    jobs = []
+    for host in ("a", "b", "c"):
+        environ |= {"TTP_HOST": host, "TTP_RUN_DIR": str(folder / host), "TTP_KEEP": "many" if host == wrong else "3"}
+        keeps = ["--rdzv-conf", f"is_host={int(host == 'a')}"]
+        jobs.append(start("ttp-run", [*common, *keeps], "env_worker.py", "0", name=host))
+    return jobs
+
+
+@pytest.mark.parametrize("wrong", ["a", "b"])
+def test_all_hosts_leave_with_the_reason_of_the_one_that_was_refused(
+    start: Start, environ: dict[str, str], tmp_path: Path, wrong: str
+) -> None:
+    """Also where the refused one is the host that keeps the rendezvous."""
+    jobs = start_hosts(start, environ, tmp_path, wrong)
+    assert [job.finish() for job in jobs] == [64, 64, 64], "\n".join(job.log for job in jobs)
+    for job in jobs:
+        assert job.log.count(REFUSED) == 1 and "Traceback" not in job.log, job.log
+        if job.log_path.stem != wrong:
+            assert f"host {wrong} is refused" in job.log
+
+
+def test_a_job_that_has_formed_is_left_alone(start: Start, environ: dict[str, str], tmp_path: Path) -> None:
+    """Here a third launcher comes to a job of two."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    environ |= {"TTP_PORT": str(free_port()), "TTP_TOKEN": "secret"}
+    flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", endpoint]
+    jobs = []
+    for host in ("a", "b"):
+        environ |= {"TTP_HOST": host, "TTP_RUN_DIR": str(tmp_path / host)}
+        jobs.append(start("ttp-run", flags, "env_worker.py", "0", "wait", name=host))
+    assert jobs[0].wait_for("env-0") and jobs[0].wait_for("env-1")
+    environ["TTP_KEEP"] = "many"
+    refused = start("ttp-run", flags, "env_worker.py", "0", name="c")
+    assert refused.finish() == 64 and REFUSED in refused.log
+    (jobs[0].out / "go").touch()
+    assert [job.finish() for job in jobs] == [0, 0], jobs[0].log + jobs[1].log

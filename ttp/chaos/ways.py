@@ -1,0 +1,69 @@
+"""How the ranks of a job came back, and whether it was said why they did not come back in a better way. Pure.
+
+Ways, from the best: ``kept`` (survivors went on in their processes), ``forked`` (all were forked from a process that
+had imported what they import), ``started`` (as new interpreters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ttp.chaos.notes import LifeKey
+from ttp.chaos.record import Evidence, Record
+from ttp.config import KEEP, Config
+
+COLD, _ANEW = "restarts are cold: ", "ranks do not go on in their processes: "
+
+
+def ways(record: Record) -> tuple[str, ...]:
+    """One word for each life after the first; then every reason that was told."""
+    whys = [str(seen.facts["why_not_again"]) for seen in record.told("released") if seen.facts.get("why_not_again")]
+    return (*(way(record, life) for life in _later(record)), *whys, *record.reasons)
+
+
+def way(record: Record, life: LifeKey) -> str:
+    """How the ranks of this life came about; see the module."""
+    lives = sorted(record.processes)
+    before = {item for other in lives[: lives.index(life)] for item in _pids(record, other)}
+    if before & _pids(record, life):
+        return "kept"
+    return "forked" if all(forked for _, forked in record.processes[life].values()) else "started"
+
+
+def way_findings(evidence: Evidence) -> Iterator[str]:
+    """The checkpoint comes first; and whoever looks is told why ranks were started in a worse way than they could."""
+    record = evidence.record
+    yield from _early(record)
+    if not evidence.script.forks or evidence.script.restart != "agent":
+        return
+    told = " ".join(record.reasons)
+    later = [way(record, life) for life in _later(record)]
+    if "started" in later and COLD not in told and not evidence.cold:
+        yield "ranks were started as new interpreters, and no launcher says why"
+    if Config.from_env(dict(evidence.script.env)).continuity != KEEP:
+        return
+    released = record.told("released")
+    went_on = [seen for seen in released if seen.facts.get("again")]
+    for seen in released:
+        if not seen.facts.get("again") and "again" in seen.facts and not seen.facts.get("why_not_again"):
+            yield f"{seen.incident}: all ranks were started anew, and the incident does not say why"
+    if len(went_on) > later.count("kept") and _ANEW not in told and COLD not in told:
+        yield "survivors were to go on in their processes and were started anew, and no launcher says why"
+
+
+def _early(record: Record) -> Iterator[str]:
+    """Nobody is sent out of its loop before the checkpoint is there."""
+    committed: set[str] = set()
+    for seen in record.seen:
+        if seen.kind == "committed":
+            committed.add(seen.incident)
+        elif seen.kind == "released" and seen.facts.get("again") and seen.incident not in committed:
+            yield f"{seen.incident}: ranks were released to go on before a checkpoint was committed"
+
+
+def _later(record: Record) -> list[LifeKey]:
+    return [life for life in sorted(record.processes) if life > record.lives[0]] if record.lives else []
+
+
+def _pids(record: Record, life: LifeKey) -> set[tuple[int, int]]:
+    return {(rank, pid) for rank, (pid, _) in record.processes[life].items()}

@@ -1,0 +1,73 @@
+"""A host whose settings are refused tells the others, which would wait for it in torch's rendezvous for minutes.
+
+It leaves the reason in the rendezvous' store and closes the rendezvous. All hosts then leave together, as one of them
+keeps the store. A job that has formed before is left alone: it may find another host, or run.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+logger = logging.getLogger("ttp.launch")
+
+BACKEND = "c10d"
+TELL_S = 30.0
+REASON_KEY = "ttp/refused"
+HEARD_KEY = "ttp/refused_heard_by"
+LOOK_S = 0.2
+
+
+def tell(flags: Any, hosts: int, text: str) -> None:
+    """Tell the hosts of a job that it cannot form. Waits ``TELL_S`` at most until all have heard it; never raises.
+
+    Args:
+        flags: torchrun's.
+        hosts: how many meet.
+        text: who is refused, and why.
+    """
+    if flags.rdzv_backend != BACKEND or not flags.rdzv_endpoint:
+        return
+    print(f"ttp run: telling the other hosts (up to {TELL_S:g} s)", file=sys.stderr, flush=True)
+    try:
+        _tell(flags, hosts, text, time.monotonic() + TELL_S)
+    except Exception as problem:  # nobody there, or gone: this host leaves with its own word
+        logger.info("the other hosts have not been told: %s", problem)
+
+
+def _tell(flags: Any, hosts: int, text: str, ends: float) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    settings = _parse_rendezvous_config(flags.rdzv_conf) | {"read_timeout": str(int(TELL_S))}
+    parameters = RendezvousParameters(
+        BACKEND, flags.rdzv_endpoint, flags.rdzv_id, hosts, hosts, flags.local_addr, **settings
+    )
+    backend, store = create_backend(parameters)
+    meeting: Any = create_handler(store, backend, parameters)
+    meeting._state_holder.sync()
+    state = meeting._state_holder.state
+    if state.complete or state.round:
+        return
+    common = meeting._get_store()
+    if not state.closed:
+        common.set(REASON_KEY, text)
+        meeting.set_closed()
+    heard = common.add(HEARD_KEY, 1)
+    while heard < hosts and time.monotonic() < ends:
+        time.sleep(LOOK_S)
+        heard = common.add(HEARD_KEY, 0)
+
+
+def heard(rendezvous: Any) -> str:
+    """What a host has told with ``tell``; empty: nothing.
+
+    Args:
+        rendezvous: torch's dynamic one, closed.
+    """
+    store = rendezvous._get_store()
+    return store.get(REASON_KEY).decode() if store.check([REASON_KEY]) else ""
