@@ -280,7 +280,6 @@ def train() -> None:
     injector.model, injector.optimizer = model, optimizer
     start = ttp.restore()
     note("start", start)
-    note("forked", int("ttp.launch.warm.template" in sys.modules))
     scheduler.armed = True
     for step in range(start, STEPS):
         injector.step = step

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ pytest.importorskip("torch")
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.config import Config
+from ttp.launch.again import Again
 from ttp.launch.seats import Seats
 
 
@@ -39,3 +43,34 @@ def test_a_signal_that_comes_while_seats_are_filled_is_obeyed(
     else:
         seats.fill({0: worker})
         assert ended == ["RuntimeError('no memory')"]
+
+
+def test_ranks_that_go_on_once_more_before_anybody_looks_are_seen_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They train again for less time than the launcher takes between two looks."""
+    group = SimpleNamespace(group_world_size=1, spec=SimpleNamespace(max_restarts=1))
+    agent: Any = SimpleNamespace(_worker_group=group, _remaining_restarts=1, _pcontext=object())
+    failed: list[str] = []
+    again = Again(tmp_path)
+    host: Any = SimpleNamespace(again=again, sweep=lambda: None, stop_going_on=lambda _, why: failed.append(why))
+    workers: Any = {0: SimpleNamespace(poll=lambda: None, pid=os.getpid())}
+    seats = Seats(agent, host, Config(continuity="keep"))
+    filled: list[int] = []
+
+    def fill(*_: Any) -> None:
+        filled.append(len(filled) + 1)
+        seats._launch = filled[-1]
+
+    monkeypatch.setattr(seats, "_fill", fill)
+    for launch in (1, 2):
+        again.mark(os.getpid(), time.monotonic() + 100, launch)
+        seats.look(workers)
+        seats.look(workers)  # they are on their way
+    assert filled == [1, 2]
+    again.mark(os.getpid(), time.monotonic() + 100, 3)
+    seats.second_fault(workers)  # those that went on are through: it is a fault like the first one
+    assert not failed
+    seats.look(workers)
+    seats.second_fault(workers)
+    assert failed == ["another one has failed meanwhile"]

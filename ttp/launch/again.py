@@ -1,7 +1,8 @@
 """How ranks that go on in their processes and their launcher tell each other so; files in the run directory.
 
     run_dir/again/<pid>   this process was released to go on, or started to take a seat: it has nothing to lose until
-                          it begins an update. ``time.monotonic()`` of this host until which it may take.
+                          it begins an update. ``time.monotonic()`` of this host until which it may take, and the
+                          number of the launch that it goes on to.
     run_dir/again/next    the launch that is to come of it: its number, whose seats are filled, where ranks meet
 
 As for leases, nothing here raises: what cannot be written means that the job is started anew, as without it.
@@ -57,20 +58,22 @@ class Again:
     def __init__(self, run_dir: Path) -> None:
         self._directory = Path(run_dir) / "again"
 
-    def mark(self, pid: int, deadline_s: float) -> None:
-        """The process goes on, and may take until ``deadline_s`` of ``time.monotonic()``."""
-        write_whole(self._directory / str(pid), repr(float(deadline_s)))
+    def mark(self, pid: int, deadline_s: float, launch: int = 0) -> None:
+        """The process goes on to ``launch`` (0: whichever is next), by ``deadline_s`` of ``time.monotonic()``."""
+        write_whole(self._directory / str(pid), f"{float(deadline_s)!r} {launch}")
 
     def unmark(self, pid: int) -> None:
         """It is about to make an update: from now on it has something to lose."""
         remove(self._directory / str(pid))
 
-    def marks(self) -> dict[int, float]:
-        """Deadlines by process; some may be dead."""
+    def marks(self, launch: int | None = None) -> dict[int, float]:
+        """Deadlines by process; some may be dead. ``launch``: of those alone that go on to it; None: of all."""
         found = {}
         for path in entries(self._directory):
             with contextlib.suppress(OSError, ValueError):
-                found[int(path.name)] = float(path.read_text())
+                deadline_s, its_launch = path.read_text().split()
+                if launch is None or int(its_launch) in (0, launch):
+                    found[int(path.name)] = float(deadline_s)
         return found
 
     def announce(self, next_launch: NextLaunch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import time
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ class Seats:
 
     def begin(self) -> None:
         """All workers were started anew."""
-        self._done, self._filling, self._failed = 0, False, ""
+        self._done, self._filling, self._failed, self._launch = 0, False, "", 0
         self._next_time()
 
     def _next_time(self) -> None:
@@ -70,19 +71,23 @@ class Seats:
 
     def look(self, workers: Mapping[int, Popen[Any]]) -> None:
         """Call it now and then: nobody is to go on for too long, and ranks of a host where none has died go on, too."""
-        marks = self._marked(workers) if self._wanted else {}
+        self._settle(workers)
         if not self._filling:
+            marks = self._marked(workers) if self._wanted else {}
             if marks and len(marks) == len(workers) and not any(worker.poll() for worker in workers.values()):
                 self.fill(workers)
-        elif not marks:
+        elif min(self._going(workers).values(), default=math.inf) + LATE_S < time.monotonic():
+            self.fail(workers, "it takes too long")
+        elif self._hosts is not None and (reason := self._hosts.why_not()):
+            self.fail(workers, reason)
+
+    def _settle(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """See whether those that went on train again. They may have been released to go on once more since."""
+        if self._filling and not self._going(workers):
             self._filling = False
             self._next_time()
             self._host.sweep()
             logger.info("all ranks train again; those that did not die have kept their processes")
-        elif min(marks.values()) + LATE_S < time.monotonic():
-            self.fail(workers, "it takes too long")
-        elif self._hosts is not None and (reason := self._hosts.why_not()):
-            self.fail(workers, reason)
 
     def _say(self) -> str:
         """For the controller, when a worker has died."""
@@ -96,7 +101,7 @@ class Seats:
         agent, pcontext = self._agent, self._agent._pcontext
         reasons = {
             self._failed: bool(self._failed),
-            "ranks were going on already": self._filling and bool(self._marked(workers)),
+            "ranks were going on already": bool(self._going(workers)),
             "workers are run in another way": not workers or pcontext is None,
             "no restart is left (--max-restarts)": agent._remaining_restarts <= 0,
             f"they have gone on {self._most} times since they were started (TTP_CONTINUE_MAX)": self._done
@@ -128,7 +133,7 @@ class Seats:
         """All workers are stopped now, whatever for."""
         if self._hosts is not None:
             self._hosts.starts_anew()
-        if self._filling and self._marked(workers):
+        if self._going(workers):
             self._host.stop_going_on(workers, "" if self._failed else "all are to be started anew")
         self.drop_early()
 
@@ -142,7 +147,8 @@ class Seats:
 
     def second_fault(self, workers: Mapping[int, Popen[Any]]) -> None:
         """A worker has failed: if others were still going on, all are started anew."""
-        if self._filling and self._marked(workers):
+        self._settle(workers)
+        if self._filling:
             self.fail(workers, "another one has failed meanwhile")
 
     def fail(self, workers: Mapping[int, Popen[Any]], why: str) -> None:
@@ -158,6 +164,7 @@ class Seats:
 
     def fill(self, workers: Mapping[int, Popen[Any]]) -> None:
         """The survivors go on: start the dead alone."""
+        self._settle(workers)
         began_s = time.monotonic()
         dead = [rank for rank, worker in workers.items() if worker.poll() is not None]
         reason = self.why_not(workers) if dead else self._failed
@@ -218,11 +225,12 @@ class Seats:
     def _fill(self, workers: Mapping[int, Popen[Any]], ranks: list[int]) -> None:
         agent = self._agent
         told = replace(self._next or self._meet(ranks), seats=tuple(ranks))
+        self._launch = told.launch
         self._host.again.announce(told)  # who is started now looks for its seat
         for worker in agent._worker_group.workers:
             if worker.global_rank in ranks:
                 handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
-                self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s)
+                self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s, told.launch)
                 cast("Any", agent._pcontext).subprocess_handlers[worker.local_rank] = handler
                 worker.id = handler.proc.pid
         self._host.watch(agent._workers())
@@ -252,5 +260,13 @@ class Seats:
 
     def _marked(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
         """Who has begun no update yet; some may have died so."""
+        return self._of(workers, self._host.again.marks())
+
+    def _going(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
+        """Those of them that go on to the launch whose seats were filled."""
+        return self._of(workers, self._host.again.marks(self._launch)) if self._filling else {}
+
+    @staticmethod
+    def _of(workers: Mapping[int, Popen[Any]], marks: Mapping[int, float]) -> dict[int, float]:
         pids = {worker.pid for worker in workers.values()}
-        return {pid: until for pid, until in self._host.again.marks().items() if pid in pids}
+        return {pid: until for pid, until in marks.items() if pid in pids}

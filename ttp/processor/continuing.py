@@ -130,7 +130,7 @@ class Continuing:
         if self._next is not None:
             if self._timer is None:  # a rank that takes a seat: it may have been started while the others save
                 self._next = self._await(self._next.launch)
-                self._start_clock()
+                self._start_clock(self._next.launch)
                 self._alone = self._why_left(self._next, staying.SEAT) is None
             elif not self._met:
                 self._why_left(self._next, staying.leave(""))
@@ -252,7 +252,7 @@ class Continuing:
             halt: of the gate.
             incident: which has ended so.
         """
-        self._start_clock()
+        self._start_clock(RankEnv.from_env().launch + 1)
         self._incident = incident
         self.releasing = True
         halt()
@@ -273,9 +273,9 @@ class Continuing:
         end_process(EXIT_SAVED, f"{why}; it is saved, and the job is started anew", None, lambda: None)
         raise AssertionError("unreachable")
 
-    def _start_clock(self) -> None:
+    def _start_clock(self, launch: int) -> None:
         self._since = time.monotonic()
-        self._files.mark(self._pid, self._since + self._within_s)
+        self._files.mark(self._pid, self._since + self._within_s, launch)
         self._timer = threading.Timer(self._within_s, self.leave, (f"it did not go on within {self._within_s:g} s",))
         self._timer.daemon = True
         self._timer.start()
