@@ -78,7 +78,7 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
             if processor is None:
                 return func(*args, **kwargs)
             adapter: Any = current.adapter
-            if current.wrap_again is not None and processor.may_go_on and hasattr(adapter, "repeating"):
+            if current.wrap_again is not None and processor.goes_on is not None and hasattr(adapter, "repeating"):
                 return _call(func, args, kwargs, current)
             begun = processor.gate.version
             result = func(*args, **kwargs)

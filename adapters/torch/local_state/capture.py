@@ -158,17 +158,6 @@ class LocalCapture:
             self._ask(self._moving, compare=False)
         self._put(page, version, final=False)
 
-    def image(self) -> bytes | None:
-        """The state of this moment, for ``decode``; None: not all of it is in the image, or can be captured."""
-        host = self._host
-        if host is None or self._page is None or self.problem:
-            return None
-        if self._names:
-            self._ask(self._names, compare=False)
-        if not (self._stands() and self._buffers_stand()):
-            self._assemble()
-        return None if self._has_kept else b"".join(self._parts)
-
     def _ask(self, names: Collection[str], *, compare: bool) -> None:
         for name in names:
             before = self._sections[name]

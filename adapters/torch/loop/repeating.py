@@ -85,7 +85,7 @@ class Repeating:
                 self._ddps = ddps_of(self._model)
                 self.why_not = why_not() or self._objection()
             self._none = not self._parameters or self._parameters[0].grad is None
-            self._image = self._capture.image()
+            self._image = _image(self._capture)
             if self._trials_left:
                 self._try()
         except Exception as problem:
@@ -192,6 +192,16 @@ class Repeating:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _image(capture: LocalCapture) -> bytes | None:
+    """The state of this moment, for ``LocalCapture.decode``; None: not all of it is in it, or can be captured."""
+    if capture._host is None or capture._page is None or capture.problem:
+        return None
+    capture._ask(capture._names, compare=False)
+    if not (capture._stands() and capture._buffers_stand()):
+        capture._assemble()
+    return None if capture._has_kept else b"".join(capture._parts)
 
 
 class _Gradient:
