@@ -137,12 +137,24 @@ class KeepModel(Model):
         process = state.processes[r]
         ready = all(p.restored and p.launch == process.launch for p in state.processes) and not state.stuck
         for name, after in super()._train(state, r):
-            if not process.launch or state.gates[r].updating or not after.gates[r].updating:
+            if not process.launch:
+                yield name, after
+            elif state.gates[r].updating:
+                yield name, self._beats(after, r) if self.takeovers else after
+            elif not after.gates[r].updating:
                 yield name, after
             elif ready:
                 if len(bases := {g.base for g in state.gates}) > 1 or not bases <= set(state.committed):
                     raise Broken(f"K2: from {[g.base for g in state.gates]}, not {state.committed} {story(())}")
                 yield name, after.of(r, until=None)
+
+    def _beats(self, state: State, r: int) -> State:
+        """The heartbeat behind its update, which shows to a new controller that the ranks of this launch have met."""
+        version = state.gates[r].version
+        state = self._processor(state, r, ev.Observed(version, m.Phase.IDLE))
+        beat = m.Heartbeat(Rank(r), version, m.Phase.IDLE)
+        sent = (*state.up[r], (state.streams[r], beat)) if state.streams[r] else state.up[r]
+        return state._replace(up=put(state.up, r, sent))
 
     def _launchers_moves(self, state: State, path: Any) -> Iterator[tuple[str, State]]:
         for host in range(self.hosts):

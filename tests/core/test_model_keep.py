@@ -55,7 +55,6 @@ def test_messages_arrive_twice() -> None:
 @pytest.mark.parametrize(
     ("more", "outcomes"),
     [
-        ({"kills": 2}, FALLS_BACK | {(LOST, LOST)}),
         ({"kills": 2, "hosts": 2}, FALLS_BACK | {(LOST, LOST)}),
         ({"quits": 1}, BOTH | FALLS_BACK | {(75, 75)}),
         ({"quits": 1, "hosts": 2}, BOTH | {(LOST, 75), (75, 75)}),
@@ -88,14 +87,13 @@ def test_the_model_sees_what_is_wrong(
 @pytest.mark.parametrize(
     "more",
     [
+        {"kills": 2, "released": True},
         {"kills": 2},
         {"kills": 2, "hosts": 2, "eager": True},
         {"quits": 1},
-        {"kills": 3, "quits": 1, "released": True, "replicas": 3},
         {"kills": 2, "quits": 1, "released": True},
         {"quits": 1, "takeovers": 1, "released": True},
         {"breaks": 1, "released": True},
-        {"breaks": 1, "kills": 2, "released": True},
         {"breaks": 1, "eager": True},
         {"takeovers": 1, "hosts": 2},
         {"launchers": 1, "takeovers": 1},
@@ -105,5 +103,7 @@ def test_the_model_sees_what_is_wrong(
     ids=str,
 )
 def test_larger_worlds(more: dict[str, Any]) -> None:
+    """What is left alive goes on, or leaves with 75; who was taken for dead leaves alone."""
     outcomes = explore(states_max=MANY, **more)
-    assert all(75 in o or set(o) in ({ON}, {LOST}) for o in outcomes), outcomes
+    allowed = [{ON}, {LOST}, *([{LOST, 70}] if "slander" in more else [])]
+    assert all(75 in o or set(o) in allowed for o in outcomes), outcomes
