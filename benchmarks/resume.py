@@ -23,6 +23,8 @@ WANTED_KEPT_MS = {(4, 1): 400.0}
 """By ranks and megabytes, for survivors that keep their state."""
 THROUGH_DISK = "keep, all read"
 """Survivors keep their processes, and read the checkpoint as newcomers do."""
+IN_LOOP = "keep, one_step"
+"""Survivors keep their processes, and do not leave their loops."""
 JOBS = (
     *((2, 1, "ddp"), (2, 25, "ddp"), (2, 500, "ddp"), (2, 25, "compiled")),
     *((4, 1, "ddp"), (4, 25, "ddp"), (4, 500, "ddp"), (4, 25, "hsdp"), (4, 500, "hsdp")),
@@ -37,7 +39,8 @@ def run(quick: bool) -> list[Result]:
         return measured(2, 1, "ddp", "warm", 1)
     found: list[Result] = []
     for ranks, megabytes, layout in JOBS:
-        for continuity in ("off", "warm", THROUGH_DISK, "keep"):
+        in_loop = (IN_LOOP,) if layout == "ddp" else ()
+        for continuity in ("off", "warm", THROUGH_DISK, "keep", *in_loop):
             found += measured(ranks, megabytes, layout, continuity, 5)
     return found
 
@@ -49,7 +52,7 @@ def measured(ranks: int, megabytes: float, layout: str, continuity: str, kills: 
     name = f"{ranks} ranks, {megabytes:g} MB, {layout.upper()}, {'cold' if continuity == 'off' else continuity}"
     parts = ", ".join(f"{part} {middle[part]:.0f}" for part in PARTS[:-1])
     budget = WANTED_MS[ranks] if continuity != "off" and megabytes <= 25 else None
-    if continuity == "keep":
+    if continuity in ("keep", IN_LOOP):
         budget = WANTED_KEPT_MS.get((ranks, round(megabytes)), budget)
     worst = max(run["step"] for run in runs)
     how = f"median of {kills}, worst {worst:.0f}; last rank, ms after the kill: {parts}"
@@ -69,6 +72,8 @@ def killed(ranks: int, megabytes: float, layout: str, continuity: str, kills: in
         log = directory / "log"
         if continuity == THROUGH_DISK:
             continuity, env["RESUME_READ"] = "keep", "1"
+        if continuity == IN_LOOP:
+            continuity, env["RESUME_ONE_STEP"] = "keep", "1"
         job = start("ttp", ["run", "--continuity", continuity, *flags, *script], env, log)
         try:
             return [_kill(job, directory, ranks, launch, continuity) for launch in range(kills)]

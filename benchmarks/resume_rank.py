@@ -1,7 +1,7 @@
 """A rank of ``benchmarks.resume``: trains until ``RESUME_DIR/over`` exists, and notes when it gets where.
 
 Usage: resume_rank.py MEGABYTES LAYOUT; the layout is ddp, compiled or hsdp. With RESUME_READ
-nobody keeps its state. Lines of ``rank<n>`` are ``LAUNCH WORD SECONDS``.
+nobody keeps its state, with RESUME_ONE_STEP no loop is left. Lines of ``rank<n>`` are ``LAUNCH WORD SECONDS``.
 """
 
 from __future__ import annotations
@@ -68,10 +68,16 @@ def train(megabytes: float, layout: str) -> None:
     ttp.restore()
     note("restored")
     width = next(model.parameters()).shape[-1]
-    while not (DIRECTORY / "over").exists():
+
+    def update() -> None:
         model(torch.ones(1, width)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    if "RESUME_ONE_STEP" in os.environ:
+        update = ttp.one_step(update)
+    while not (DIRECTORY / "over").exists():
+        update()
         note("step")
         time.sleep(0.02)
 

@@ -198,8 +198,14 @@ def wrap_optimizer(
 
         others = {"scheduler": scheduler, "extra_state": extra_state, "scaler": scaler, "shard_of": shard_of}
         return wrap(optimizer, model, save_dir, layout, undo, buddy, others)
+    if (goes_on := continuing.current()) is not None:
+        goes_on.wraps()
     adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout, shard_of, buddy)
     register(adapter, save_dir, layout, buddy=buddy)
+    if goes_on is not None:
+        again: dict[str, Any] = {"scheduler": scheduler, "save_dir": save_dir, "extra_state": extra_state}
+        again |= {"scaler": scaler, "layout": layout, "shard_of": shard_of, "undo": undo, "buddy": buddy}
+        session.current().wrap_again = functools.partial(wrap_optimizer, optimizer, model=model, **again)
     return optimizer
 
 

@@ -80,6 +80,8 @@ class Session:
         self.save_dir: Path | None = None
         self.processor: Processor | None = None
         self.in_train = False
+        self.wrap_again: Callable[[], object] | None = None  # registers the same objects once more
+        self._reported = False
         self._pauses: list[list[str]] = []
         self._pauses_lock = threading.Lock()
         self._preemption: Preemption | None = None
@@ -188,6 +190,17 @@ class Session:
         if self.processor is None:
             return
         self._go_on(problem)
+        if not self._reported:
+            self.report(problem)
+        self._go_on(problem)
+        log.error("no controller came to the rescue; the error is raised as it would be without ttp")
+        self.processor.close()
+        self.processor = None
+
+    def report(self, problem: BaseException) -> None:
+        """This rank cannot train on: wait for what comes of it. Returns when it is to go on, or if nobody came."""
+        assert self.processor is not None
+        self._reported = True
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
         detail = "".join(traceback.format_exception(problem))
         log.error("rank %s: %s\n%s", self.processor.env.rank, describe(problem), detail)
@@ -196,21 +209,23 @@ class Session:
         wrong = isinstance(problem, (ConfigError, UsageError))  # a restart would not help
         self.processor.report(kind, text, detail[-8000:], then=EXIT_BAD_CONFIG if wrong else None)
         self.processor.wait_released()
-        self._go_on(problem)
-        log.error("no controller came to the rescue; the error is raised as it would be without ttp")
-        self.processor.close()
-        self.processor = None
 
     def _go_on(self, problem: BaseException | None) -> None:
         """If this rank was released to go on in its process: end this session, and have train() called again."""
         goes_on, processor = continuing.current(), self.processor
         if goes_on is None or not goes_on.releasing or processor is None:
             return
+        adapter, self.wrap_again = self.adapter, None
+        self.end_launch()
+        goes_on.out(problem, processor, adapter)
+
+    def end_launch(self) -> None:
+        """This rank is none of this launch any more; it becomes one of the next."""
         if self._preemption is not None:
             self._preemption.uninstall()
         atexit.unregister(self._at_exit)  # which would hold this session, and so what it has held
-        adapter, self.adapter, self.processor, self._preemption = self.adapter, None, None, None
-        goes_on.out(problem, processor, adapter)
+        self.adapter = self.processor = self._preemption = None
+        self._reported = False
 
     def _leave(self, reason: GoodbyeReason) -> None:
         if self._preemption is not None:

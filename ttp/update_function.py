@@ -1,16 +1,27 @@
-"""``ttp.one_step``: the function of one update."""
+"""``ttp.one_step``: the function of one update, and how it is called again where the loop around it is not left.
+
+With ``TTP_CONTINUITY=keep`` the ranks that survive a death leave ``train()``, and it is called again. Those that are in
+a decorated function need not. When all of them can, they connect their process groups anew, register their objects with
+ttp once more as a rank of the next launch, restore what was just committed, and call the function again with what it
+was called with. A newcomer runs its program, and meets them in ``wrap_optimizer()``.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
+import sys
 import threading
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 from ttp import session
 from ttp.errors import UsageError
+from ttp.processor import continuing
+from ttp.processor.faults import is_collective_error
+from ttp.processor.gate.gate import Halted
 
 log = logging.getLogger("ttp")
 
@@ -36,8 +47,10 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
             optimizer.step()
             return loss.detach()
 
-    It says where an update begins and ends: the loop around it is what ttp need not leave. Everything else about the
-    function stays as it is, with ttp and without.
+    With ``TTP_CONTINUITY=keep`` the loop around it is not left when another rank dies: where that is possible the
+    function is called again, with the same arguments, and gets from an iterator among them what it got before. What
+    it changes before ``optimizer.step()`` is put back if it belongs to the model or to what ``wrap_optimizer()`` was
+    given; it does not write to its other arguments. See docs/continuity.md. Otherwise it is a plain call.
 
     Args:
         func: it finishes one update in each call, of any number of micro-batches. Called in the loop of ``train()``.
@@ -58,11 +71,15 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
                 f"{_name(func)}() is decorated with @ttp.one_step, and was called inside of another such function: "
                 "decorate the outer one alone, which makes the whole update"
             )
-        processor = session.current().processor
+        current = session.current()
+        processor = current.processor
         _thread.inside = True
         try:
             if processor is None:
                 return func(*args, **kwargs)
+            adapter: Any = current.adapter
+            if current.wrap_again is not None and processor.goes_on is not None and hasattr(adapter, "repeating"):
+                return _call(func, args, kwargs, current)
             begun = processor.gate.version
             result = func(*args, **kwargs)
             if processor.gate.version > begun + 1:
@@ -93,3 +110,146 @@ def _warn_of_several(name: str, count: int) -> None:
         name,
         count,
     )
+
+
+# ---------------------------------------------------------------------------------------------------- calling it again
+
+
+def _call(func: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any], current: session.Session) -> R:
+    """Call the function, and again when another rank has died in it and the loop need not be left."""
+    goes_on, given = continuing.current(), _Given(args, kwargs, current)
+    assert goes_on is not None
+    while True:
+        adapter: Any = current.adapter
+        assert current.processor is not None
+        repeating, gate = adapter.repeating, current.processor.gate
+        repeating.begin(gate.version, goes_on.why_no_loop)
+        try:
+            if goes_on.releasing:
+                raise Halted  # between two calls
+            result = func(*given.args, **given.kwargs)
+        except Exception as problem:
+            if not _released(current, goes_on, problem):
+                raise
+            traceback.clear_frames(problem.__traceback__)
+            if not _stays(current, goes_on, given.refusal()):
+                raise
+            given.rewind()
+            continue
+        if gate.version > repeating.version + 1:
+            _warn_of_several(_name(func), gate.version - repeating.version)
+        repeating.end(gate.version)
+        return result
+
+
+def _released(current: session.Session, goes_on: continuing.Continuing, problem: Exception) -> bool:
+    """Whether the call was broken because another rank has died, and this one is to go on in its process."""
+    if isinstance(problem, Halted):
+        return goes_on.releasing
+    if not is_collective_error(problem) or (goes_on.runs and not goes_on.releasing):
+        return False
+    if not goes_on.releasing:
+        current.report(problem)
+    return goes_on.releasing
+
+
+def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: str) -> bool:
+    """Be a rank of the next launch in this loop, at the version at which the broken call began; False: leave it."""
+    adapter: Any = current.adapter
+    start, processor = adapter.repeating, current.processor
+    assert processor is not None and current.wrap_again is not None
+    why_not = start.refusal() or why_not
+    if processor.gate.version != start.version:
+        why_not = f"it has made update {processor.gate.version} in the call that was broken"
+    if not goes_on.stays(start.version, why_not, processor, adapter):
+        return False
+    try:
+        current.end_launch()
+        start.reset()
+        current.wrap_again()
+        adapter = current.adapter
+        adapter.repeating.go_on_from(start)
+        adapter.start = start
+        restored = current.restore()
+        adapter.start = None
+    except Exception as problem:
+        goes_on.leave(f"it could not stay in its loop: {problem!r}")
+    if restored != start.version:
+        goes_on.leave(f"it stands before update {start.version + 1}, and the others restore step {restored}")
+    log.info("its loop was not left: update %d is called again", restored + 1)
+    return True
+
+
+class _Given:
+    """What a call is given: iterators among it are recorded, and give the same items again.
+
+    Args:
+        args: by position.
+        kwargs: by name.
+        current: the session.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], current: session.Session) -> None:
+        self._current = current
+        self._replays: list[_Replay] = []
+        self.args = tuple(map(self._recorded, args))
+        self.kwargs = {name: self._recorded(value) for name, value in kwargs.items()}
+        torch = sys.modules.get("torch")
+        kind: Any = getattr(torch, "Tensor", ())
+        self._versions = [(value, value._version) for value in (*args, *kwargs.values()) if _is_counted(value, kind)]
+
+    def _recorded(self, value: Any) -> Any:
+        if not isinstance(value, Iterator):
+            return value
+        self._replays.append(_Replay(value, self._current))
+        return self._replays[-1]
+
+    def refusal(self) -> str:
+        """Why the function cannot be called again with this; empty: it can."""
+        changed = any(value._version != version for value, version in self._versions)
+        return "the function writes to its arguments" if changed else ""
+
+    def rewind(self) -> None:
+        """The next call gets what the last one got."""
+        for replay in self._replays:
+            replay.rewind()
+
+
+def _is_counted(value: Any, kind: Any) -> bool:
+    """Whether torch counts what is written to this argument. What learns is put back."""
+    return isinstance(value, kind) and not value.requires_grad and not value.is_inference()
+
+
+class _Replay:
+    """An iterator that remembers what it has given, and the random streams behind each item.
+
+    Args:
+        source: the program's.
+        current: the session, whose adapter knows the random streams.
+    """
+
+    def __init__(self, source: Iterator[Any], current: session.Session) -> None:
+        self._source, self._current = source, current
+        self._given: list[tuple[Any, bytes]] = []
+        self._at = 0
+
+    def __iter__(self) -> _Replay:
+        return self
+
+    def __next__(self) -> Any:
+        adapter: Any = self._current.adapter
+        if self._at == len(self._given):
+            item = next(self._source)
+            self._given.append((item, adapter.repeating.streams()))
+        else:
+            item, streams = self._given[self._at]
+            adapter.repeating.set_streams(streams)
+        self._at += 1
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def rewind(self) -> None:
+        """Begin with the first item again."""
+        self._at = 0

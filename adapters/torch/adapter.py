@@ -20,6 +20,7 @@ from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, ref
 from ttp.adapters.torch.loop.followers import Followers, unowned
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.loop.post_step_state import PostStepState, listed
+from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
@@ -42,6 +43,7 @@ from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, shar
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Layout, Rank
 from ttp.errors import ConfigError, UsageError
+from ttp.processor.continuing import current
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -109,6 +111,8 @@ class TorchAdapter(Restoring):
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._resumed = False
+        self.repeating: Repeating | None = None
+        """The calls of a function that ``ttp.one_step`` decorates; None: not attached."""
 
     @property
     def source(self) -> TorchSource:
@@ -198,6 +202,7 @@ class TorchAdapter(Restoring):
             calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
         )
         source.connect(processor, self._attachment, sharding)
+        self.repeating = Repeating(self._model, self._given, self._scaler, self._capture, self._extra, processor.layout)
         self._capture.capture(gate.version, final=True)
 
     def _make_post_step(self, may_follow: bool) -> PostStepState:
@@ -269,6 +274,8 @@ class TorchAdapter(Restoring):
             self._stay_redone()
         if not self._looked:
             self._looked = True
+            if (goes_on := current()) is not None:
+                goes_on.why_no_loop()  # the loop has begun, decorated or not: nothing is listened to any more
             refuse_unsaved(self._given, self._extra.objects)
 
     def _stay_redone(self) -> None:

@@ -7,8 +7,9 @@ Three parts of torch that are not public are needed for that, and ``self_test`` 
 - *A survivor* may wait in a collective for as long as the group's timeout. Whatever it waits for goes through sockets,
   which are shut down; they are known because they were not there before the group was made. A socket that listens is
   left alone: gloo ends the process when that is shut down.
-- *A newcomer* makes its groups alone, as the others have theirs. Until it enters ``train()`` they are of torch's
-  backend "fake", which speaks to nobody; then it exchanges, as the others do.
+- *A newcomer* makes its groups alone, as the others have theirs. Until it enters ``train()``, or where the others do
+  not leave their loops until ``wrap_optimizer()``, they are of torch's backend "fake", which speaks to nobody; then it
+  exchanges, as the others do.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import json
 import os
 import socket
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,6 +37,10 @@ _TYPES_FROM = 16
 """Numbers from here on are of no kind of backend: a group keeps the old one where it knows the number."""
 _DEVICES = ("cpu", "cuda")
 """That a gloo backend is registered for."""
+_MEMBER = "_rank_not_in_group"
+"""What each collective that a program calls asks first."""
+_OF_C10D = (c10d.__name__, "torch.distributed.c10d_logger")
+"""Modules that a collective passes through."""
 _TIMEOUT = timedelta(minutes=30)
 Socket = tuple[int, int]
 """Descriptor and inode: the number alone may have been used again."""
@@ -53,6 +60,10 @@ class Groups:
         self._before: list[Any] = []
         self._count = 0
         self._seat = seat
+        self._store: Any = None  # where the ranks of the next launch meet
+        self._wrapped: list[Any] | None = None  # the groups that there were in wrap_optimizer()
+        self._asked, self._deaf = "", True
+        self._member: Any = None  # torch's function, in whose place ``_note`` is
         self._stock = _c10d._new_process_group_helper, _c10d._store_based_barrier
         _c10d._new_process_group_helper = self._make
         if seat:
@@ -86,9 +97,40 @@ class Groups:
     def enter(self) -> None:
         """``train()`` is about to be called for the first time: groups from now on are its own."""
         self._before, self._count = list(_c10d._world.pg_map), _c10d._world.group_count
-        if self._seat:
-            self._seat = False
-            _c10d._store_based_barrier = self._stock[1]
+        self.listen()
+
+    def listen(self) -> None:
+        """Note from now on, until ``in_loop``, what ``train()`` asks other ranks: nobody would answer a newcomer."""
+        self._asked, self._wrapped = "", None
+        self._deaf = not hasattr(_c10d, _MEMBER)
+        if self._member is None and not self._deaf:
+            self._member, _c10d._rank_not_in_group = _c10d._rank_not_in_group, self._note
+
+    def _note(self, group: Any) -> bool:
+        frame: FrameType | None = sys._getframe(1)
+        name = "" if frame is None else frame.f_code.co_name
+        while frame is not None and frame.f_globals.get("__name__") in _OF_C10D:
+            frame = frame.f_back
+        caller = "" if frame is None else str(frame.f_globals.get("__name__"))
+        if not caller.startswith(("torch.", "ttp.")) and not (name == "barrier" and self._wrapped is None):
+            self._asked = self._asked or name
+        return bool(self._member(group))
+
+    def wrapped(self) -> None:
+        """``wrap_optimizer()`` was called: until then a newcomer is alone."""
+        self._wrapped = list(_c10d._world.pg_map)
+
+    def in_loop(self) -> str:
+        """The loop has begun. Why a newcomer could not get there while the others stay in it; empty: it could."""
+        if self._member is not None:
+            _c10d._rank_not_in_group, self._member = self._member, None
+        if self._deaf:
+            return "this torch does not show what train() asks other ranks"
+        if self._asked:
+            return f"train() calls {self._asked}() before its first update, which nobody would answer a newcomer"
+        if self._wrapped != list(_c10d._world.pg_map):
+            return "train() makes or destroys process groups behind wrap_optimizer()"
+        return ""
 
     def why_not(self) -> str:
         """Why these groups cannot be exchanged; empty: they can."""
@@ -111,22 +153,45 @@ class Groups:
                 if os.fstat(found.fileno()).st_ino == inode:
                     found.shutdown(socket.SHUT_RDWR)
 
-    def renew(self, address: str, port: int, launch: int, within_s: float) -> None:
+    def meet(self, address: str, port: int, within_s: float, said: str) -> list[str]:
+        """Tell the ranks of the next launch something; returns what each of them says. ``renew`` comes next.
+
+        Args:
+            address: of a store that was not used before.
+            port: likewise.
+            within_s: how long the store waits for the others.
+            said: by this rank.
+
+        Raises:
+            RuntimeError: they do not come.
+        """
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        wait = timedelta(seconds=within_s)
+        self._store = _dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
+        self._store.set(f"ttp/says/{rank}", said)
+        return [self._store.get(f"ttp/says/{other}").decode() for other in range(size)]
+
+    def renew(self, launch: int, *, all_of_them: bool = False) -> None:
         """All ranks: exchange the groups that were made before ``train()``, and destroy those that it has made.
 
         The names of groups are numbers: as they are counted from where they were, groups that ``train()`` makes anew
         have the names that the others' have, and whatever is kept by name (a ``DeviceMesh``) finds the new ones.
 
         Args:
-            address: of a store that was not used before.
-            port: likewise.
             launch: number of this launch; no two exchanges of a process have the same.
-            within_s: how long the store waits for the others.
+            all_of_them: exchange those of ``train()`` too: it is not left.
 
         Raises:
             RuntimeError: the ranks do not have the same groups, or do not come.
         """
         self._sockets = set()
+        if self._seat:
+            self._seat = False
+            _c10d._store_based_barrier = self._stock[1]
+        store, self._store = self._store, None
+        if all_of_them:
+            self._exchange_all(store, launch)
+            return
         if not self._before:
             if _dist.is_initialized():
                 _dist.destroy_process_group()
@@ -134,9 +199,9 @@ class Groups:
         for group in [group for group in _c10d._world.pg_map if group not in self._before]:
             _dist.destroy_process_group(group)
         _c10d._world.group_count = self._count
-        store = _dist.TCPStore(
-            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=within_s)
-        )
+        self._exchange_all(store, launch)
+
+    def _exchange_all(self, store: Any, launch: int) -> None:
         self._compare(store)
         for group in list(_c10d._world.pg_map):  # in order of creation, which is the same on all ranks
             self._exchange(group, store, launch)

@@ -260,6 +260,8 @@ def train() -> None:
         gc.collect()
         note("objects", len(gc.get_objects()))
         note("threads", threading.active_count())
+    if "JOB_ASKS" in os.environ:
+        dist.all_reduce(torch.ones(1))
     model = DistributedDataParallel(build())
     optimizer: Any = make_optimizer(model)
     scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
@@ -299,6 +301,10 @@ def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: i
     note("version", step + 1)
     scheduler.step()
     injector.at("scheduled")
+
+
+if "JOB_ONE_STEP" in os.environ:
+    one_step = ttp.one_step(one_step)
 
 
 def step_with_closure(model: Any, optimizer: Any, losses: Losses, step: int) -> None:

@@ -281,9 +281,9 @@ def meet_where_it_goes_on() -> None:
 
 
 def _met(stock: Any, phase: str) -> Any:
-    def met(*args: Any) -> Any:
+    def met(*args: Any, **named: Any) -> Any:
         Here.now().at(phase)
-        return stock(*args)
+        return stock(*args, **named)
 
     return met
 

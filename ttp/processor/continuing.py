@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ttp.config import KEEP, Config, RankEnv
-from ttp.core.layout import Layout
+from ttp.core.layout import Layout, Version
+from ttp.core.rank import staying
 from ttp.errors import EXIT_SAVED, ConfigError
 from ttp.launch.again import Again, NextLaunch
 from ttp.processor.exiting import end_process
@@ -94,6 +95,8 @@ class Continuing:
         self._pid = os.getpid()
         self._refused = self._incident = ""
         self._entered = False
+        self._met = False  # all know whether loops are left
+        self._alone = False  # takes a seat while the others stay in their loops: it comes to them in wrap_optimizer()
         self._timer: threading.Timer | None = None
         self._since = time.monotonic()
         self._old: weakref.ref[Any] | None = None
@@ -122,15 +125,67 @@ class Continuing:
             self._entered = True
             groups.enter()
             self._refused = _self_test()
+        else:
+            groups.listen()
         if self._next is not None:
             if self._timer is None:  # a rank that takes a seat: it may have been started while the others save
                 self._next = self._await(self._next.launch)
                 self._start_clock(self._next.launch)
-            out_s = time.monotonic() - self._since
-            groups.renew(self._next.address, self._next.port, self._next.launch, self._within_s)
-            self._next = None
-            done_s = time.monotonic() - self._since
-            log.info("out of train() after %.3f s, the process groups are exchanged after %.3f s", out_s, done_s)
+                self._alone = self._why_left(self._next, staying.SEAT) is None
+            elif not self._met:
+                self._why_left(self._next, staying.leave(""))
+            if not self._alone:
+                self._renew("out of train()")
+
+    def _why_left(self, told: NextLaunch, said: str) -> str | None:
+        """Hear from all ranks whether they stay in their loops; see ``ttp.core.rank.staying``."""
+        assert self._groups is not None
+        return staying.why_left(self._groups.meet(told.address, told.port, self._within_s, said))
+
+    def _renew(self, where: str, *, all_of_them: bool = False) -> None:
+        assert self._groups is not None and self._next is not None
+        at_s = time.monotonic() - self._since
+        self._groups.renew(self._next.launch, all_of_them=all_of_them)
+        self._next, self._met, self._alone = None, False, False
+        done_s = time.monotonic() - self._since
+        log.info("%s after %.3f s, the process groups are exchanged after %.3f s", where, at_s, done_s)
+
+    def wraps(self) -> None:
+        """``wrap_optimizer()`` begins: from here on all ranks do the same."""
+        if self._alone:
+            try:
+                self._renew("its optimizer is wrapped", all_of_them=True)
+            except Exception as problem:
+                self.leave(f"it could not go on: {problem!r}")
+        if self._groups is not None:
+            self._groups.wrapped()
+
+    def why_no_loop(self) -> str:
+        """The loop begins. Why the others could not stay in theirs if this rank were a new one; empty: they could."""
+        return "" if self._groups is None else self._groups.in_loop()
+
+    def stays(self, version: Version, why_not: str, processor: Processor, adapter: Any) -> bool:
+        """All ranks decide whether they leave their loops. If not the old launch is over, and groups are exchanged.
+
+        Args:
+            version: that this rank has finished; it was stopped in the update behind it.
+            why_not: why it cannot make that update again; empty: it can.
+            processor: of the old launch.
+            adapter: likewise.
+        """
+        try:
+            told = self._next = self._await(RankEnv.from_env().launch + 1)
+            left = self._why_left(told, staying.leave(why_not) if why_not else staying.stay(version))
+            self._met = True
+            if left is not None:
+                log.info("its loop is left: %s", left)
+                return False
+            self._end(processor, adapter)
+            self.releasing = False
+            self._renew("in its loop", all_of_them=True)
+        except Exception as problem:
+            self.leave(f"it could not go on: {problem!r}")
+        return True
 
     def why_not(self, layout: Layout, source: StateSource) -> str:
         """Why this process cannot go on after a failure of another; empty: it can."""
@@ -154,6 +209,15 @@ class Continuing:
         """
         if problem is not None and not (isinstance(problem, Halted) or is_collective_error(problem)):
             self.leave(f"rank {processor.env.rank} raised {describe(problem)} while it was to go on")
+        self._end(processor, adapter)
+        self._old = None if adapter is None else weakref.ref(adapter)
+        while problem is not None:
+            traceback.clear_frames(problem.__traceback__)
+            problem = problem.__context__
+        raise TrainAgain
+
+    def _end(self, processor: Processor, adapter: Any) -> None:
+        """What belongs to the old launch."""
         self.state.keep(adapter, self._incident)
         if (detach := getattr(adapter, "detach", None)) is not None:
             detach()
@@ -161,17 +225,14 @@ class Continuing:
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             with contextlib.suppress(OSError):
                 Path(path).unlink()
-        self._old = None if adapter is None else weakref.ref(adapter)
-        while problem is not None:
-            traceback.clear_frames(problem.__traceback__)
-            problem = problem.__context__
-        raise TrainAgain
 
     def await_launcher(self) -> None:
         """Wait for the launcher, and become a rank of the launch that it names. Call it when nothing holds the old."""
         if self._old is not None and self._old() is not None:
             gc.collect()
-        self._next, self.releasing = self._await(RankEnv.from_env().launch + 1), False
+        if self._next is None:  # else it was told so in its loop
+            self._next = self._await(RankEnv.from_env().launch + 1)
+        self.releasing = False
 
     def _await(self, launch: int) -> NextLaunch:
         """Become a rank of that launch when the launcher says where its ranks meet. It kills whom it does not want."""

@@ -87,7 +87,7 @@ class Processor:
     ) -> None:
         if layout.world_size != env.world_size:
             raise ConfigError(f"the layout is for {layout.world_size} ranks, WORLD_SIZE is {env.world_size}")
-        self.config, self.env, self.layout, self.source, self._goes_on = config, env, layout, source, goes_on
+        self.config, self.env, self.layout, self.source, self.goes_on = config, env, layout, source, goes_on
         self.save_dir = Path(save_dir)
         self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)))
         self.gate.set_version(Version(version))
@@ -147,8 +147,8 @@ class Processor:
 
     def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
-        if self._goes_on is not None and self._goes_on.runs:
-            self._goes_on.over()
+        if self.goes_on is not None and self.goes_on.runs:
+            self.goes_on.over()
         if self.copying is not None:
             self.copying.hold()
         self.gate.begin_update(again)
@@ -390,8 +390,8 @@ class Processor:
         if isinstance(order, act.Exit):
             code = order.code if self._exit_code is None else self._exit_code
             end_process(code, f"rank {self.env.rank} exits with {code}: {order.text}", self.before_exit, self._hang_up)
-        elif self._goes_on is not None:
-            self._goes_on.released(self.gate.halt, self._machine.incident)
+        elif self.goes_on is not None:
+            self.goes_on.released(self.gate.halt, self._machine.incident)
             self._let_go.set()
 
     def _hang_up(self) -> None:

@@ -70,6 +70,10 @@ class ExtraState:
         """All of them."""
         return (*self.modules.values(), *self._changing.values(), *self._constant.values())
 
+    def object(self, name: str) -> Any:
+        """A changing object."""
+        return self._changing[name]
+
     @property
     def changing(self) -> tuple[str, ...]:
         """Names of the objects taken at the end of each update."""

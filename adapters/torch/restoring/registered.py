@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.local_state.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
 from ttp.adapters.torch.restoring.reader import load, read_values
 from ttp.adapters.torch.restoring.restore import Restored, restore_into
@@ -60,6 +61,8 @@ class Restoring(abc.ABC):
     _source: TorchSource
     _post_step: PostStepState | None
     _resumed: bool
+    start: Repeating | None = None
+    """The call that was broken, where its loop was not left: what is rank-local is as it was when that began."""
 
     @abc.abstractmethod
     def sharding(self, world_size: int) -> Sharding:
@@ -210,6 +213,9 @@ class Restoring(abc.ABC):
         self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int, world_size: int
     ) -> list[str]:
         """Load the rank-local state. In a world of another size it is made anew: see docs/concepts.md."""
+        if self.start is not None:
+            self.start.put_back(self._capture)
+            return []
         constant = restored.job.extra.get("constant", {})
         same_world = self._same_places(manifest, world_size)
         local = read_local_state(checkpoint, manifest.pieces, rank if same_world else 0)

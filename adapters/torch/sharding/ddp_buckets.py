@@ -83,6 +83,33 @@ def missing_layout(ddp: Ddp) -> str | None:
     return "no bucket layout of DistributedDataParallel was known when the checkpoint was made"
 
 
+def why_not_renewed(ddp: Ddp) -> str:
+    """Why ``ddp`` could not be as it was when it was made, for ``renew_reducer``; empty: it could."""
+    for has, what in (
+        (ddp._comm_hooks or _builtin_hook(ddp), "a communication hook"),
+        (ddp.static_graph, "static_graph"),
+        (ddp.mixed_precision is not None, "mixed_precision"),
+        (getattr(ddp, "_use_python_reducer", False), "the Python reducer"),
+        (getattr(ddp, "_join_config", None) is not None and ddp._join_config.enable, "join()"),
+    ):
+        if has:
+            return f"DistributedDataParallel with {what} cannot be brought back to its beginning"
+    return ""
+
+
+def renew_reducer(ddp: Ddp) -> None:
+    """Make ``ddp`` as it is in a process that has just made it: with a reducer that has reduced nothing.
+
+    All ranks have to do the same: the first backward pass of a reducer says its new buckets to the others.
+    """
+    _applied.pop(ddp, None)
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    ddp.require_forward_param_sync = ddp.require_backward_grad_sync = True
+
+
 class BucketWatch:
     """Finds out the bucket layout that the next step will use, from the first update on.
 

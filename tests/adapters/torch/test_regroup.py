@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch import regroup
 
@@ -78,17 +80,67 @@ def test_groups_that_nobody_has_seen_being_made_are_not_exchanged() -> None:
         regroup._c10d._new_process_group_helper = helper
 
 
-def test_groups_of_the_loop_are_seen_and_a_seat_makes_its_groups_alone() -> None:
-    stock = regroup._c10d._new_process_group_helper, regroup._c10d._store_based_barrier
-    groups = regroup.Groups(seat=True)
-    try:
-        dist.init_process_group("gloo", store=_dist.HashStore(), rank=1, world_size=2)  # nobody else is there
-        dist.barrier()
-        groups.enter()
-        assert groups.why_not() == ""
-        assert regroup._c10d._store_based_barrier is stock[1]
-        groups._before = []
+@pytest.fixture
+def made() -> Iterator[Callable[..., regroup.Groups]]:
+    """Torch is as it was afterwards."""
+    names = "_new_process_group_helper", "_store_based_barrier", "_rank_not_in_group"
+    stock = {name: getattr(regroup._c10d, name) for name in names}
+    yield regroup.Groups
+    if dist.is_initialized():
         dist.destroy_process_group()
-        groups.renew("nowhere", 0, 1, 1.0)  # nothing is left to be exchanged
-    finally:
-        regroup._c10d._new_process_group_helper, regroup._c10d._store_based_barrier = stock
+    for name, function in stock.items():
+        setattr(regroup._c10d, name, function)
+
+
+def test_a_seat_makes_its_groups_alone_until_they_are_exchanged(made: Callable[..., regroup.Groups]) -> None:
+    barrier = regroup._c10d._store_based_barrier
+    groups = made(seat=True)
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=1, world_size=2)  # nobody else is there
+    dist.barrier()
+    groups.enter()
+    assert groups.why_not() == ""
+    dist.new_group([0, 1])
+    groups._before = []
+    dist.destroy_process_group()
+    groups.renew(1)  # nothing is left to be exchanged
+    assert regroup._c10d._store_based_barrier is barrier
+
+
+@pytest.mark.parametrize(
+    ("asks", "where", "why"),
+    [
+        ("nothing", "before", ""),
+        ("barrier", "before", ""),  # nobody waits for a newcomer there, nor does it
+        ("barrier", "behind", "train() calls barrier() before its first update, which nobody would answer a newcomer"),
+        ("all_reduce", "before", "train() calls all_reduce() before its first update"),
+        ("all_gather_object", "before", "train() calls all_gather_object() before its first update"),
+        ("new_group", "before", ""),
+        ("new_group", "behind", "train() makes or destroys process groups behind wrap_optimizer()"),
+        ("ddp", "before", ""),
+    ],
+)
+def test_what_train_asks_other_ranks_before_its_loop_is_noted(
+    made: Callable[..., regroup.Groups], asks: str, where: str, why: str
+) -> None:
+    stock, groups = regroup._c10d._rank_not_in_group, made(seat=False)
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))  # before train() is no affair of the loop
+    groups.enter()
+    ways: dict[str, Any] = {
+        "nothing": lambda: None,
+        "barrier": dist.barrier,
+        "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
+        "all_gather_object": lambda: dist.all_gather_object([None], "mine"),
+        "new_group": lambda: dist.new_group([0]),
+        "ddp": lambda: DistributedDataParallel(nn.Linear(1, 1)),
+    }
+    if where == "before":
+        ways[asks]()
+    groups.wrapped()
+    if where == "behind":
+        ways[asks]()
+    found = groups.in_loop()
+    assert found.startswith(why) and bool(found) == bool(why)
+    assert regroup._c10d._rank_not_in_group is stock
+    dist.all_reduce(torch.ones(1))
+    assert groups.in_loop() == found, "what follows is in the loop"

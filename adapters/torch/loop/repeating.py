@@ -1,0 +1,228 @@
+"""What a call of the function of one update begins with, so that it can be made again; see ``ttp.one_step``.
+
+A call that another rank's death has broken is left with half of a backward pass done. The state is put back by a
+restore, as in every rank that goes on. What is not of a version is put back here: random streams, buffers and
+``extra_state`` as they were when the call began (the loop may have drawn a batch since the last update), gradients, the
+reducers of DistributedDataParallel, what a GradScaler has noted of the call.
+
+What gradients there are when a call begins is learnt in the first calls, as a trial, and not looked at in all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.rng import RngState
+from ttp.adapters.torch.loop.hooks import gathering
+from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded
+from ttp.adapters.torch.sharding.data_parallel import ddps_of
+from ttp.adapters.torch.sharding.ddp_buckets import Ddp, renew_reducer, why_not_renewed
+from ttp.core.layout import Layout, Version
+
+TRIALS = 2
+"""Calls in which gradients are looked at: in the second one those of the first are there, or are not."""
+
+
+class Repeating:
+    """The calls of one registration. For the training thread.
+
+    Args:
+        model: wrapped or not.
+        optimizers: all that make an update.
+        scaler: a GradScaler, or None.
+        capture: of rank-local state.
+        extra: the user's objects.
+        layout: the replica groups.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: Any,
+        capture: LocalCapture,
+        extra: ExtraState,
+        layout: Layout,
+    ) -> None:
+        self._model, self._optimizers, self._scaler = model, list(optimizers), scaler
+        self._capture, self._extra = capture, extra
+        self._ddps: Sequence[Ddp] = ()
+        self._layout = layout
+        self._image: bytes | None = None
+        self._trials_left = TRIALS
+        self._parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        self._gradients: list[_Gradient] = []
+        self._none = True  # the first parameter had no gradient when the call began
+        self._handles: list[Any] = []
+        self._streams = RngState()
+        self._begun = False
+        self.why_not = ""
+        """Why no call can be made again."""
+        self.version = Version(0)
+        """Finished updates when the last call began."""
+
+    def begin(self, version: Version, why_not: Callable[[], str]) -> None:
+        """A call begins. Never raises.
+
+        Args:
+            version: finished updates.
+            why_not: whatever else speaks against making a call again; asked in the first one.
+        """
+        self.version = version
+        if self.why_not:
+            return
+        try:
+            if not self._begun:
+                self._begun = True
+                self._ddps = ddps_of(self._model)
+                self.why_not = why_not() or self._objection()
+            self._none = not self._parameters or self._parameters[0].grad is None
+            self._image = _image(self._capture)
+            if self._trials_left:
+                self._try()
+        except Exception as problem:
+            self.why_not = repr(problem)
+
+    def end(self, version: Version) -> None:
+        """The call has returned."""
+        if not self.why_not and version != self.version + 1 and self._scaler is None:
+            self.why_not = f"a call of the function has made {version - self.version} updates"
+        if self._handles:
+            self._trials_left -= version > self.version
+            self._look_no_more()
+
+    def refusal(self) -> str:
+        """Why the call that has begun last, and was broken, cannot be made again; empty: it can."""
+        self._look_no_more()
+        try:
+            return self.why_not or self._refusal()
+        except Exception as problem:
+            return repr(problem)
+
+    def _refusal(self) -> str:
+        if self._trials_left:
+            return f"the function had not been called {TRIALS} times"
+        if self._image is None:
+            return "not all of the state of this rank is captured, or some buffers or arrays in extra_state are large"
+        if self._none != (not self._gradients or self._gradients[0].kind == "none"):
+            return "the function does not always begin with gradients, or always without"
+        for name in self._changed():
+            if hasattr(self._extra.object(name), "__iter__"):
+                return f"the function draws from {name}, which is in extra_state: it cannot be put back"
+        return ""
+
+    def streams(self) -> bytes:
+        """The random streams of this moment."""
+        return b"".join(self._streams.capture())
+
+    def set_streams(self, data: bytes) -> None:
+        """Put back what ``streams`` has given."""
+        self._streams.restore(data)
+
+    # ---------------------------------------------------------------------------------------------- making it again
+
+    def reset(self) -> None:
+        """Forget what is half done. Call it when all ranks stay in their loops, before the objects are registered."""
+        for gradient in self._gradients:
+            gradient.put_back()
+        for ddp in self._ddps:
+            renew_reducer(ddp)
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
+        torch.clear_autocast_cache()
+
+    def put_back(self, capture: LocalCapture) -> None:
+        """Rank-local state as it was when the call began, into the same objects.
+
+        Args:
+            capture: of the new registration.
+
+        Raises:
+            CheckpointError: an object does not take its own state.
+        """
+        assert self._image is not None
+        state, changed = LocalCapture.decode(self._image), self._changed()
+        extra = {name: data for name, data in state.extra.items() if name in changed}
+        capture.restore(LocalState(state.rng, state.buffers, extra))
+
+    def go_on_from(self, other: Repeating) -> None:
+        """Know what the last registration of the same objects knew."""
+        self._trials_left, self._gradients = other._trials_left, other._gradients
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    def _changed(self) -> set[str]:
+        """Names of objects of ``extra_state`` whose state is not what it was when the call began."""
+        assert self._image is not None
+        then = LocalCapture.decode(self._image).extra
+        return {name for name, data in then.items() if self._extra.capture(name)[0] != data}
+
+    def _objection(self) -> str:
+        if gathering(self._model) or len(self._layout.groups) > 1 or any(map(is_sharded, self._optimizers)):
+            return "only DistributedDataParallel and plain data parallelism can stay in their loops so far"
+        if any(type(module).__name__ == "OptimizedModule" for module in self._model.modules()):
+            return "the model is compiled"
+        for ddp in self._ddps:
+            if reason := why_not_renewed(ddp):
+                return reason
+        return ""
+
+    def _try(self) -> None:
+        self._gradients = [_Gradient(parameter) for parameter in self._parameters]
+        for optimizer in self._optimizers:
+            register: Any = optimizer.register_step_pre_hook
+            self._handles.append(register(self._before_step))
+
+    def _before_step(self, *_: Any) -> None:
+        if any(gradient.is_used() for gradient in self._gradients):
+            self.why_not = self.why_not or (
+                "gradients are there when the function begins, and it does not drop them: call zero_grad() in it, with "
+                "set_to_none=True"
+            )
+
+    def _look_no_more(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _image(capture: LocalCapture) -> bytes | None:
+    """The state of this moment, for ``LocalCapture.decode``; None: not all of it is in it, or can be captured."""
+    if capture._host is None or capture._page is None or capture.problem:
+        return None
+    capture._ask(capture._names, compare=False)
+    if not (capture._stands() and capture._buffers_stand()):
+        capture._assemble()
+    return None if capture._has_kept else b"".join(capture._parts)
+
+
+class _Gradient:
+    """What a parameter has of a gradient when a call begins: nothing, zeros, or what the call is to drop."""
+
+    __slots__ = ("_parameter", "_seen", "kind")
+
+    def __init__(self, parameter: Tensor) -> None:
+        found = parameter.grad
+        self._parameter = parameter
+        self._seen = None if found is None else weakref.ref(found)
+        self.kind = "none" if found is None else "old" if bool(found.count_nonzero()) else "zero"
+
+    def is_used(self) -> bool:
+        """Whether the optimizer is about to use what the call should have dropped."""
+        found = self._parameter.grad
+        return self.kind == "old" and self._seen is not None and found is not None and self._seen() is found
+
+    def put_back(self) -> None:
+        """As it was, or dropped."""
+        if self.kind == "zero" and self._parameter.grad is not None:
+            self._parameter.grad = torch.zeros_like(self._parameter.grad)
+        elif self.kind != "zero":
+            self._parameter.grad = None

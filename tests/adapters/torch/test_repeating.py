@@ -1,0 +1,198 @@
+"""A call of the function of one update is made again from what it began with, or it is said why it is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.adapters.torch.going_on import seed
+from tests.adapters.torch.stub_processor import StubProcessor, join
+from ttp import session
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.loop.repeating import TRIALS, Repeating
+from ttp.testing.digests import digest
+from ttp.update_function import _Given
+
+
+class Count:
+    """An object of ``extra_state``."""
+
+    def __init__(self) -> None:
+        self.value = self.loaded = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value, self.loaded = state["value"], self.loaded + 1
+
+
+class Loader(Count):
+    def __iter__(self) -> Iterator[int]:
+        yield from ()
+
+
+class Job:
+    """A program whose function of one update is ``update``."""
+
+    def __init__(self, directory: Path, model: nn.Module | None = None) -> None:
+        seed(1)
+        self.model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.counts = {"changes": Count(), "stays": Count(), "loader": Loader()}
+        self.adapter = TorchAdapter(
+            self.optimizer, model=self.model, scheduler=None, extra_state=self.counts, scaler=None
+        )
+        self.processor = StubProcessor(directory)
+        join(self.adapter, self.processor, directory / "pages")
+
+    @property
+    def repeating(self) -> Repeating:
+        assert self.adapter.repeating is not None
+        return self.adapter.repeating
+
+    def backward(self, *, drop: bool = True) -> None:
+        if drop:
+            self.optimizer.zero_grad()
+        self.counts["changes"].value += 1
+        self.model(torch.randn(8, 3) + random.random()).square().sum().backward()
+
+    def update(self, *, drop: bool = True, after: Callable[[], Any] = lambda: None) -> None:
+        self.backward(drop=drop)
+        self.optimizer.step()
+        after()
+
+    def calls(self, count: int = TRIALS, **how: Any) -> None:
+        for _ in range(count):
+            self.repeating.begin(self.processor.gate.version, lambda: "")
+            self.update(**how)
+            self.repeating.end(self.processor.gate.version)
+
+    def broken(self, *, drop: bool = True) -> None:
+        self.repeating.begin(self.processor.gate.version, lambda: "")
+        self.backward(drop=drop)
+
+    def local(self) -> str:
+        return digest((torch.get_rng_state(), random.getstate(), dict(self.model.named_buffers())))
+
+    def gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.model.parameters()]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def made(*args: Any) -> Job:
+        jobs.append(Job(tmp_path, *args))
+        return jobs[-1]
+
+    yield made
+    for job in jobs:
+        job.adapter.detach()
+        job.adapter.capture.close(unlink=True)
+
+
+def test_what_a_call_has_begun_with_is_put_back(make: Callable[..., Job]) -> None:
+    job = make()
+    job.calls()
+    random.random()
+    torch.randn(3)  # the loop draws a batch
+    before = job.local()
+    job.broken()
+    assert job.local() != before and job.repeating.refusal() == ""
+    job.repeating.reset()
+    job.repeating.put_back(job.adapter.capture)
+    assert job.local() == before and job.gradients() == [None] * 6
+    assert (job.counts["changes"].value, job.counts["changes"].loaded) == (TRIALS, 1)
+    assert job.counts["stays"].loaded == 0, "what did not change is left alone: a loader would begin anew"
+
+
+def test_gradients_that_were_zeros_are_zeros_again(make: Callable[..., Job]) -> None:
+    """None would have the optimizer pass over a parameter that this call does not use."""
+    job = make()
+    how: dict[str, Any] = {"drop": False, "after": lambda: job.optimizer.zero_grad(set_to_none=False)}
+    job.calls(**how)
+    job.broken(drop=False)
+    assert job.repeating.refusal() == ""
+    job.repeating.reset()
+    assert all(grad is not None and not grad.any() for grad in job.gradients())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("uses old gradients", "gradients are there when the function begins, and it does not drop them"),
+        ("makes two updates", "a call of the function has made 2 updates"),
+        ("makes none", "a call of the function has made 0 updates"),
+        ("draws from a loader", "the function draws from loader, which is in extra_state"),
+        ("once", "the function had not been called 2 times"),
+        ("with gradients now", "the function does not always begin with gradients, or always without"),
+        ("large buffers", "not all of the state of this rank is captured, or some buffers"),
+    ],
+)
+def test_why_a_call_is_not_made_again(make: Callable[..., Job], wrong: str, why: str) -> None:
+    class Large(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.register_buffer("seen", torch.zeros(1 << 18))
+
+    job = make(Large()) if wrong == "large buffers" else make()
+    if wrong == "uses old gradients":
+        job.calls(drop=False)
+    elif wrong == "makes two updates":
+        job.calls(after=job.update)
+    elif wrong == "makes none":
+        job.repeating.begin(job.processor.gate.version, lambda: "")
+        job.repeating.end(job.processor.gate.version)
+    else:
+        job.calls(TRIALS - (wrong == "once"))
+    if wrong == "with gradients now":
+        job.optimizer.zero_grad()
+    job.broken()
+    job.counts["loader"].value += wrong == "draws from a loader"
+    assert job.repeating.refusal().startswith(why)
+
+
+@pytest.fixture
+def given(make: Callable[..., Job]) -> Iterator[Callable[..., _Given]]:
+    job: Any = make()
+    session.reset()
+    session.current().adapter = job.adapter
+    yield lambda *args, **kwargs: _Given(args, kwargs, session.current())
+    session.reset()
+
+
+def test_an_iterator_gives_the_same_items_and_streams_again(given: Callable[..., _Given]) -> None:
+    drawn: list[float] = []
+
+    def batches() -> Iterator[int]:
+        for number in range(9):
+            drawn.append(random.random())  # an augmentation
+            yield number
+
+    source = batches()
+    call = given(source, rest=7)
+    assert call.kwargs == {"rest": 7}
+    start = random.getstate()
+    first = [next(call.args[0]), next(call.args[0]), random.random()]
+    call.rewind()
+    random.setstate(start)
+    assert [next(call.args[0]), next(call.args[0]), random.random()] == first
+    assert next(call.args[0]) == 2 and len(drawn) == 3 and next(source) == 3
+
+
+def test_a_call_that_writes_to_its_arguments_is_not_made_again(given: Callable[..., _Given]) -> None:
+    data, weight = torch.ones(2), nn.Parameter(torch.ones(2))
+    call = given(data, weight=weight)
+    with torch.no_grad():
+        weight.add_(1)
+    assert call.refusal() == ""
+    data.add_(1)
+    assert call.refusal() == "the function writes to its arguments"
