@@ -16,7 +16,7 @@ import torch
 from ttp import session
 from ttp.adapters.torch.convert.contents import tree
 from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
-from ttp.adapters.torch.local_state.capture import read_local_state
+from ttp.adapters.torch.local_state.image import read_local_state
 from ttp.errors import CheckpointError
 from ttp.store.choice import look_back
 from ttp.store.encoding import decode

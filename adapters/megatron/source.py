@@ -22,6 +22,7 @@ from ttp.adapters.megatron.optimizers import Holding, Inner, with_counts
 from ttp.adapters.megatron.stock import JOB_KEY, write_stock_files
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import decode
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.inspection import ComparedTensor
 from ttp.adapters.torch.saving.job_state import JobState
@@ -137,7 +138,7 @@ class MegatronSource(TorchSource):
         buffers: Mapping[str, Tensor] = {}
         if pages.data:
             own = pages.data.get(Rank(self._processor.env.rank), pages.data[min(pages.data)])
-            buffers = LocalCapture.decode(own).buffers
+            buffers = decode(own).buffers
         return {"image": image, "buffers": buffers, "extra": self.held.extra_states.of(job.version)}
 
     def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 
 from ttp.adapters.megatron.optimizers import Inner
 from ttp.adapters.megatron.rank_state import PROGRESS
-from ttp.adapters.torch.local_state.capture import read_local_state
+from ttp.adapters.torch.local_state.image import read_local_state
 from ttp.adapters.torch.saving.job_state import JobState, read_job_state
 from ttp.core.messages import Commit, Piece
 from ttp.processor.local_state.local_piece import ranks_kept

@@ -17,6 +17,7 @@ from ttp.adapters.torch.device.host_values import HostValues
 from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import decode
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
@@ -316,7 +317,7 @@ class TorchSource(Standing):
         alike = set(widest) & pages.data.keys()
         captured: dict[str, Tensor] = {}
         if alike:
-            captured = dict(LocalCapture.decode(pages.data[min(alike)]).buffers)
+            captured = dict(decode(pages.data[min(alike)]).buffers)
         state = checkpoint_state(self._names, self._optimizer, captured, job, image)
         assert self.post_step is not None
         ahead = 0 if image is not None else self._processor.gate.version - job.version

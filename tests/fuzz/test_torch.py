@@ -23,8 +23,9 @@ from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_ch
 from tests.fuzz.files import changed_bytes, changed_json
 from tests.fuzz.places import place
 from tests.fuzz.profile import at_most, fuzz
-from ttp.adapters.torch.local_state.capture import LocalCapture, read_local_state
+from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import decode, read_local_state
 from ttp.adapters.torch.restoring.reader import load, read_values
 from ttp.adapters.torch.restoring.restore import restore_into
 from ttp.adapters.torch.saving.job_state import JobState
@@ -190,7 +191,7 @@ def put_back(data: bytes) -> bool:
     """Whether it was believed. Random streams are those of this process: they are put back afterwards."""
     python, torches = random.getstate(), torch.get_rng_state()
     try:
-        LocalCapture(Net(), ExtraState({"cursor": Cursor()})).restore(LocalCapture.decode(data))
+        LocalCapture(Net(), ExtraState({"cursor": Cursor()})).restore(decode(data))
     except CheckpointError:
         return False
     finally:

@@ -1,8 +1,7 @@
 """Writes the rank-local state of one version to the page of the rank: random streams, buffers, ``extra_state``.
 
-The image consists of a header, a description of the buffers (msgpack, made once), the length of each section, the
-sections, the buffers, and the large arrays of ``extra_state``. There is no pickle in it. Nothing here raises into
-training: a part that fails is given up with one warning, and ``problem`` says so in the manifest.
+Nothing here raises into training: a part that fails is given up with one warning, and ``problem`` says so in the
+manifest. ``image`` says how it is laid out.
 
 ``capture`` asks every object. ``look_again``, at the gate, asks only those whose state was seen to change between two
 captures of one version. An image that is in the page already is not written again. See decision 30.
@@ -12,38 +11,22 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
-import msgpack
-from torch import Tensor, nn
+from torch import nn
 
 from ttp.adapters.torch.device.accelerator import Runtime, devices_of, runtimes_on
 from ttp.adapters.torch.device.staging import ArrivalWriter, DeviceBuffers, Staged
-from ttp.adapters.torch.local_state.buffers import BufferInfo, BufferSet, decode_buffer, restore_buffers
+from ttp.adapters.torch.local_state.buffers import BufferSet, restore_buffers
 from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import LocalState, encode_head
 from ttp.adapters.torch.local_state.rng import RngState
-from ttp.core.messages import Piece
-from ttp.errors import CheckpointError
-from ttp.processor.local_state.local_piece import read_local_image
 from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
-from ttp.store.encoding import EncodingError, decode, encode
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_MAGIC = b"TTPL\x01"
-_MAGIC_APART = b"TTPL\x02"
-"""Of an image with large arrays of extra states behind it."""
-_HEADER = struct.Struct("<5sxHI")  # magic, number of extra states, bytes of the description
-
 _LEARNING_UPDATES = 4
 """In so many updates every extra state is asked at the gate again, to learn which of them change before it."""
-
-_UNREADABLE = (
-    ValueError, TypeError, LookupError, ArithmeticError, struct.error, msgpack.UnpackException, EncodingError
-)  # fmt: skip
 
 _Section = tuple[bytes, Sequence[Kept]]
 """An extra state, encoded, and its large arrays."""
@@ -60,21 +43,6 @@ def _never() -> bool:
 
 def _always() -> bool:
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class LocalState:
-    """The rank-local state of one version, as it was saved.
-
-    Args:
-        rng: for ``RngState.restore``; empty when it could not be captured.
-        buffers: every buffer of the model, on the CPU.
-        extra: encoded states for ``ExtraState.restore``.
-    """
-
-    rng: bytes
-    buffers: Mapping[str, Tensor]
-    extra: Mapping[str, bytes]
 
 
 class LocalCapture:
@@ -157,6 +125,15 @@ class LocalCapture:
         elif self._moving:
             self._ask(self._moving, compare=False)
         self._put(page, version, final=False)
+
+    def image(self) -> bytes | None:
+        """The state of this moment, for ``decode``; None: not all of it is in the image, or can be captured."""
+        if self._host is None or self._page is None or self.problem:
+            return None
+        self._ask(self._names, compare=False)
+        if not (self._stands() and self._buffers_stand()):
+            self._assemble()
+        return None if self._has_kept else b"".join(self._parts)
 
     def _ask(self, names: Collection[str], *, compare: bool) -> None:
         for name in names:
@@ -256,13 +233,8 @@ class LocalCapture:
         facts = (layout, *apart, *sizes)
         if self._head[0] != facts:
             infos = holder.table.infos if holder is not None else ()
-            description: dict[str, Any] = {"extra": self._names}
-            description["buffers"] = [[info.name, info.dtype, info.shape] for info in infos]
-            if sizes:
-                description["apart"] = [[len(data) for _, data in kept] for _, kept in self._sections.values()]
-            packed = msgpack.packb(description)
-            head = _HEADER.pack(_MAGIC_APART if sizes else _MAGIC, len(self._names), len(packed))
-            self._head = (facts, head + packed)
+            several = [[len(data) for _, data in kept] for _, kept in self._sections.values()] if sizes else []
+            self._head = (facts, encode_head(self._names, infos, several))
         return self._head[1]
 
     def _stage(self, device: DeviceBuffers, version: int, final: bool) -> None:
@@ -312,18 +284,6 @@ class LocalCapture:
             problems.append("buffers that are no plain memory: " + ", ".join(self.skipped))
         return "; ".join(problems)
 
-    @staticmethod
-    def decode(data: bytes) -> LocalState:
-        """Read an image that ``capture`` has made.
-
-        Raises:
-            CheckpointError: these bytes are no such image.
-        """
-        try:
-            return _decode(data)
-        except _UNREADABLE as problem:
-            raise CheckpointError(f"{len(data)} bytes of rank-local state cannot be read: {problem}") from problem
-
     def restore(self, state: LocalState) -> list[str]:
         """Put everything back; random streams last. Returns notes on what only one side has.
 
@@ -345,54 +305,3 @@ class LocalCapture:
             self._arrivals.close()
         if page is not None:
             page.close(unlink)
-
-
-def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:
-    """Read what the checkpoint at ``path`` keeps of ``rank``; None if it keeps nothing.
-
-    Raises:
-        CheckpointError: a piece cannot be read.
-    """
-    image = read_local_image(path, pieces, rank)
-    return None if image is None else LocalCapture.decode(image)
-
-
-def _decode(data: bytes) -> LocalState:
-    magic, extra_count, description_size = _HEADER.unpack_from(data)
-    if magic not in (_MAGIC, _MAGIC_APART):
-        raise ValueError(f"they begin with {magic!r}")
-    at = _HEADER.size
-    described, at = _take(data, at, description_size)
-    description = msgpack.unpackb(described)
-    names = [str(name) for name in description["extra"]]
-    if len(names) != extra_count:
-        raise ValueError(f"{extra_count} extra states with {len(names)} names")
-    rng_size, *extra_sizes = struct.unpack_from(f"<{1 + extra_count}Q", data, at)
-    at += 8 * (1 + extra_count)
-    rng, at = _take(data, at, rng_size)
-    extra: dict[str, bytes] = {}
-    for name, size in zip(names, extra_sizes, strict=True):
-        section, at = _take(data, at, size)
-        if section:
-            extra[name] = section
-    buffers: dict[str, Tensor] = {}
-    for name, dtype, shape in description["buffers"]:
-        info = BufferInfo(str(name), str(dtype), tuple(int(extent) for extent in shape))
-        section, at = _take(data, at, info.size)
-        buffers[info.name] = decode_buffer(info, section)
-    for name, sizes in zip(names, description.get("apart", ()), strict=False):
-        parts = []
-        for size in sizes:
-            part, at = _take(data, at, size)
-            parts.append(part)
-        if parts and name in extra:
-            extra[name] = encode(decode(extra[name], parts))
-    if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes too many")
-    return LocalState(rng, buffers, extra)
-
-
-def _take(data: bytes, at: int, size: int) -> tuple[bytes, int]:
-    if size < 0 or at + size > len(data):
-        raise ValueError(f"{at + size} bytes are promised")
-    return data[at : at + size], at + size

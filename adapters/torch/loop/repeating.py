@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState
+from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import LocalState, decode
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.adapters.torch.loop.hooks import gathering
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded
@@ -85,7 +86,7 @@ class Repeating:
                 self._ddps = ddps_of(self._model)
                 self.why_not = why_not() or self._objection()
             self._none = not self._parameters or self._parameters[0].grad is None
-            self._image = _image(self._capture)
+            self._image = self._capture.image()
             if self._trials_left:
                 self._try()
         except Exception as problem:
@@ -149,7 +150,7 @@ class Repeating:
             CheckpointError: an object does not take its own state.
         """
         assert self._image is not None
-        state, changed = LocalCapture.decode(self._image), self._changed()
+        state, changed = decode(self._image), self._changed()
         extra = {name: data for name, data in state.extra.items() if name in changed}
         capture.restore(LocalState(state.rng, state.buffers, extra))
 
@@ -162,7 +163,7 @@ class Repeating:
     def _changed(self) -> set[str]:
         """Names of objects of ``extra_state`` whose state is not what it was when the call began."""
         assert self._image is not None
-        then = LocalCapture.decode(self._image).extra
+        then = decode(self._image).extra
         return {name for name, data in then.items() if self._extra.capture(name)[0] != data}
 
     def _objection(self) -> str:
@@ -192,16 +193,6 @@ class Repeating:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _image(capture: LocalCapture) -> bytes | None:
-    """The state of this moment, for ``LocalCapture.decode``; None: not all of it is in it, or can be captured."""
-    if capture._host is None or capture._page is None or capture.problem:
-        return None
-    capture._ask(capture._names, compare=False)
-    if not (capture._stands() and capture._buffers_stand()):
-        capture._assemble()
-    return None if capture._has_kept else b"".join(capture._parts)
 
 
 class _Gradient:

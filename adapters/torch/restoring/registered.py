@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.local_state.capture import LocalCapture, read_local_state
+from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import read_local_state
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError

@@ -17,8 +17,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from ttp.adapters.torch.local_state import buffers as buffers_module  # noqa: E402
-from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState  # noqa: E402
+from ttp.adapters.torch.local_state.capture import LocalCapture  # noqa: E402
 from ttp.adapters.torch.local_state.extra_state import ExtraState  # noqa: E402
+from ttp.adapters.torch.local_state.image import LocalState, decode  # noqa: E402
 from ttp.errors import CheckpointError, UsageError  # noqa: E402
 from ttp.processor.local_state.pages import Page, PageWriter, read_page  # noqa: E402
 
@@ -56,7 +57,7 @@ def page(tmp_path: Path) -> Iterator[PageWriter]:
 def read(page: PageWriter, version: int) -> LocalState:
     found = read_page(page.path.parent, 0, version, INCARNATION)
     assert isinstance(found, Page), found
-    return LocalCapture.decode(found.data)
+    return decode(found.data)
 
 
 def values(state: LocalState) -> dict[str, Any]:
@@ -388,6 +389,6 @@ class TestForeign:
         cut = data.draw(st.integers(0, len(changed)))
         for image in (bytes(changed), bytes(changed[:cut])):
             try:
-                LocalCapture.decode(image)
+                decode(image)
             except CheckpointError:
                 continue

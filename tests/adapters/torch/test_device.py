@@ -19,7 +19,8 @@ from ttp.adapters.torch.device import staging  # noqa: E402
 from ttp.adapters.torch.device.accelerator import flat_bytes, holder  # noqa: E402
 from ttp.adapters.torch.device.to_host import HostCopier, launch_once  # noqa: E402
 from ttp.adapters.torch.local_state import buffers  # noqa: E402
-from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState  # noqa: E402
+from ttp.adapters.torch.local_state.capture import LocalCapture  # noqa: E402
+from ttp.adapters.torch.local_state.image import LocalState, decode  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
 from ttp.processor.local_state import pages  # noqa: E402
 from ttp.processor.local_state.pages import PageWriter, read_page  # noqa: E402
@@ -198,7 +199,7 @@ class Page:
 
     def state(self, version: int) -> LocalState | str:
         found = read_page(self.writer.path.parent, 0, version, 1)
-        return LocalCapture.decode(found.data) if isinstance(found, pages.Page) else found
+        return decode(found.data) if isinstance(found, pages.Page) else found
 
     def arrived(self, version: int) -> LocalState:
         deadline = time.monotonic() + 30
@@ -355,6 +356,6 @@ class TestBuffers:
         deadline = time.monotonic() + 30
         while isinstance(found := read_page(tmp_path / "pages", 0, 1, 1), str):
             assert time.monotonic() < deadline
-        got = LocalCapture.decode(found.data).buffers
+        got = decode(found.data).buffers
         assert [set(got[name].tolist()) for name in ("one", "two", "three")] == [{1.0}, {2.0}, {3.0}]
         capture.close(unlink=True)

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from tests.adapters.torch.checkpoints import Net  # noqa: E402
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.adapters.torch.local_state.capture import read_local_state  # noqa: E402
+from ttp.adapters.torch.local_state.image import read_local_state  # noqa: E402
 from ttp.core.copy_messages import Keep  # noqa: E402
 from ttp.core.layout import Layout, Rank, Version  # noqa: E402
 from ttp.processor.local_state import page_file  # noqa: E402

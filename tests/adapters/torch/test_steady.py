@@ -17,8 +17,9 @@ import xxhash
 from torch import nn
 
 from tests.adapters.torch.hooked import Job
-from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState
+from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ApartMemory, ExtraState
+from ttp.adapters.torch.local_state.image import LocalState, decode
 from ttp.processor.local_state.pages import Page, PageWriter, read_page
 
 streams: Any = numpy.random
@@ -38,7 +39,7 @@ def page(tmp_path: Path) -> Iterator[PageWriter]:
 def read(page: PageWriter, version: int) -> LocalState:
     found = read_page(page.path.parent, 0, version, 0)
     assert isinstance(found, Page), found
-    return LocalCapture.decode(found.data)
+    return decode(found.data)
 
 
 class Counting:

@@ -82,7 +82,7 @@ def pages(stand: Stand) -> None:
 def _page(version: int) -> dict[str, Any]:
     """The buffers in this rank's page."""
     import ttp.session
-    from ttp.adapters.torch.local_state.capture import LocalCapture
+    from ttp.adapters.torch.local_state.image import decode
     from ttp.processor.local_state.pages import Page, read_page
 
     processor = ttp.session.current().processor
@@ -91,7 +91,7 @@ def _page(version: int) -> dict[str, Any]:
     while True:
         found = read_page(processor.host.pages.path, 0, version, processor.incarnation)
         if isinstance(found, Page):
-            return {f"model.{name}": value for name, value in LocalCapture.decode(found.data).buffers.items()}
+            return {f"model.{name}": value for name, value in decode(found.data).buffers.items()}
         assert time.monotonic() < deadline, found
         time.sleep(0.002)
 

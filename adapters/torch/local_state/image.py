@@ -1,0 +1,126 @@
+"""How the rank-local state of one version is laid out, in a page and in a checkpoint.
+
+An image consists of a header, a description of the buffers (msgpack), the length of each section, the sections (random
+streams, each object of ``extra_state``), the buffers, and the large arrays of ``extra_state``. It holds no pickle.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from torch import Tensor
+
+from ttp.adapters.torch.local_state.buffers import BufferInfo, decode_buffer
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.processor.local_state.local_piece import read_local_image
+from ttp.store.encoding import EncodingError, encode
+from ttp.store.encoding import decode as decode_values
+
+_MAGIC = b"TTPL\x01"
+_MAGIC_APART = b"TTPL\x02"
+"""Of an image with large arrays of extra states behind it."""
+_HEADER = struct.Struct("<5sxHI")  # magic, number of extra states, bytes of the description
+
+_UNREADABLE = (
+    ValueError, TypeError, LookupError, ArithmeticError, struct.error, msgpack.UnpackException, EncodingError
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """The rank-local state of one version, as it was saved.
+
+    Args:
+        rng: for ``RngState.restore``; empty when it could not be captured.
+        buffers: every buffer of the model, on the CPU.
+        extra: encoded states for ``ExtraState.restore``.
+    """
+
+    rng: bytes
+    buffers: Mapping[str, Tensor]
+    extra: Mapping[str, bytes]
+
+
+def encode_head(extra: Sequence[str], buffers: Sequence[BufferInfo], apart: Sequence[Sequence[int]]) -> bytes:
+    """The header and the description.
+
+    Args:
+        extra: names of the objects of ``extra_state``.
+        buffers: in their order.
+        apart: bytes of the large arrays of each object; empty: there are none.
+    """
+    description: dict[str, Any] = {"extra": extra}
+    description["buffers"] = [[info.name, info.dtype, info.shape] for info in buffers]
+    if apart:
+        description["apart"] = apart
+    packed = msgpack.packb(description)
+    return _HEADER.pack(_MAGIC_APART if apart else _MAGIC, len(extra), len(packed)) + bytes(packed)
+
+
+def decode(data: bytes) -> LocalState:
+    """Read an image.
+
+    Raises:
+        CheckpointError: these bytes are none.
+    """
+    try:
+        return _decode(data)
+    except _UNREADABLE as problem:
+        raise CheckpointError(f"{len(data)} bytes of rank-local state cannot be read: {problem}") from problem
+
+
+def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:
+    """Read what the checkpoint at ``path`` keeps of ``rank``; None if it keeps nothing.
+
+    Raises:
+        CheckpointError: a piece cannot be read.
+    """
+    image = read_local_image(path, pieces, rank)
+    return None if image is None else decode(image)
+
+
+def _decode(data: bytes) -> LocalState:
+    magic, extra_count, description_size = _HEADER.unpack_from(data)
+    if magic not in (_MAGIC, _MAGIC_APART):
+        raise ValueError(f"they begin with {magic!r}")
+    at = _HEADER.size
+    described, at = _take(data, at, description_size)
+    description = msgpack.unpackb(described)
+    names = [str(name) for name in description["extra"]]
+    if len(names) != extra_count:
+        raise ValueError(f"{extra_count} extra states with {len(names)} names")
+    rng_size, *extra_sizes = struct.unpack_from(f"<{1 + extra_count}Q", data, at)
+    at += 8 * (1 + extra_count)
+    rng, at = _take(data, at, rng_size)
+    extra: dict[str, bytes] = {}
+    for name, size in zip(names, extra_sizes, strict=True):
+        section, at = _take(data, at, size)
+        if section:
+            extra[name] = section
+    buffers: dict[str, Tensor] = {}
+    for name, dtype, shape in description["buffers"]:
+        info = BufferInfo(str(name), str(dtype), tuple(int(extent) for extent in shape))
+        section, at = _take(data, at, info.size)
+        buffers[info.name] = decode_buffer(info, section)
+    for name, sizes in zip(names, description.get("apart", ()), strict=False):
+        parts = []
+        for size in sizes:
+            part, at = _take(data, at, size)
+            parts.append(part)
+        if parts and name in extra:
+            extra[name] = encode(decode_values(extra[name], parts))
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes too many")
+    return LocalState(rng, buffers, extra)
+
+
+def _take(data: bytes, at: int, size: int) -> tuple[bytes, int]:
+    if size < 0 or at + size > len(data):
+        raise ValueError(f"{at + size} bytes are promised")
+    return data[at : at + size], at + size
