@@ -281,22 +281,25 @@ def train() -> None:
     start = ttp.restore()
     note("start", start)
     scheduler.armed = True
+    batches = (batch(step, micro) for step in range(start, STEPS) for micro in range(ACCUMULATION))
     for step in range(start, STEPS):
         injector.step = step
         if os.environ.get("JOB_AGAIN") == "group":
             dist.all_reduce(torch.ones(1), group=dist.new_group())
         injector.at("data")
         with swallowed():
-            one_step(model, optimizer, scheduler, losses, step)
+            one_step(model, optimizer, scheduler, losses, step, batches)
         time.sleep(float(os.environ.get("JOB_STEP_S", "0")))
     finish(model, optimizer, scheduler, losses)
 
 
-def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: int) -> None:
+def one_step(
+    model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: int, batches: Iterator[tuple[Any, Any]]
+) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         step_with_closure(model, optimizer, losses, step)
     else:
-        plain_step(model, optimizer, losses, step)
+        plain_step(model, optimizer, losses, batches)
     injector.at("stepped")
     note("version", step + 1)
     scheduler.step()
@@ -327,11 +330,11 @@ def step_with_closure(model: Any, optimizer: Any, losses: Losses, step: int) -> 
     optimizer.step(closure)
 
 
-def plain_step(model: Any, optimizer: Any, losses: Losses, step: int) -> None:
+def plain_step(model: Any, optimizer: Any, losses: Losses, batches: Iterator[tuple[Any, Any]]) -> None:
     total = 0.0
     optimizer.zero_grad()
     for micro in range(ACCUMULATION):
-        data, target = batch(step, micro)
+        data, target = next(batches)
         data = data + 0.01 * random.random() + 0.01 * float(np.random.rand())
         last = micro == ACCUMULATION - 1
         with contextlib.nullcontext() if last else model.no_sync():
