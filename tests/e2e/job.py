@@ -293,9 +293,7 @@ def train() -> None:
     finish(model, optimizer, scheduler, losses)
 
 
-def one_step(
-    model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: int, batches: Iterator[tuple[Any, Any]]
-) -> None:
+def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: int, batches: Iterator[Any]) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         step_with_closure(model, optimizer, losses, step)
     else:
@@ -330,7 +328,7 @@ def step_with_closure(model: Any, optimizer: Any, losses: Losses, step: int) -> 
     optimizer.step(closure)
 
 
-def plain_step(model: Any, optimizer: Any, losses: Losses, batches: Iterator[tuple[Any, Any]]) -> None:
+def plain_step(model: Any, optimizer: Any, losses: Losses, batches: Iterator[Any]) -> None:
     total = 0.0
     optimizer.zero_grad()
     for micro in range(ACCUMULATION):
