@@ -147,11 +147,11 @@ class Processor:
 
     def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
-        if self.goes_on is not None and self.goes_on.runs:
-            self.goes_on.over()
         if self.copying is not None:
             self.copying.hold()
         self.gate.begin_update(again)
+        if self.goes_on is not None and self.goes_on.runs:  # behind the gate, which is halted for who is to go on
+            self.goes_on.over()
 
     def leave_update(self) -> None:
         """See ``UpdateReporter``."""
