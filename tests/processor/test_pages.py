@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -291,7 +292,8 @@ class TestGarbage:
         path.chmod(0o600)
         for version in (3, 4, 5):
             page = read(directory, version)
-            assert isinstance(page, str) or page in TestGarbage.WRITTEN
+            if isinstance(page, Page):  # that a provisional one is final too is a bit that no digest covers
+                assert {page, replace(page, final=False)} & {*TestGarbage.WRITTEN}
 
     @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
