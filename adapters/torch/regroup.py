@@ -39,6 +39,8 @@ _DEVICES = ("cpu", "cuda")
 """That a gloo backend is registered for."""
 _MEMBER = "_rank_not_in_group"
 """What each collective that a program calls asks first."""
+_LOCAL = ("get_rank", "get_world_size", "get_backend", "get_backend_config")
+"""Functions of torch that ask this process alone, and look at its membership as collectives do."""
 _OF_C10D = (c10d.__name__, "torch.distributed.c10d_logger")
 """Modules that a collective passes through."""
 _TIMEOUT = timedelta(minutes=30)
@@ -112,7 +114,8 @@ class Groups:
         while frame is not None and frame.f_globals.get("__name__") in _OF_C10D:
             frame = frame.f_back
         caller = "" if frame is None else str(frame.f_globals.get("__name__"))
-        if not caller.startswith(("torch.", "ttp.")) and not (name == "barrier" and self._wrapped is None):
+        answered = name in _LOCAL or (name == "barrier" and self._wrapped is None)
+        if not answered and not caller.startswith(("torch.", "ttp.")):
             self._asked = self._asked or name
         return bool(self._member(group))
 

@@ -266,7 +266,7 @@ def train() -> None:
     optimizer: Any = make_optimizer(model)
     scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
     losses = Losses()
-    torch.manual_seed(100 + RANK)  # every rank has its own dropout stream
+    torch.manual_seed(100 + dist.get_rank())  # every rank has its own dropout stream
     random.seed(200 + RANK)
     np.random.seed(300 + RANK)
     optimizer = ttp.wrap_optimizer(

@@ -110,6 +110,7 @@ def test_a_seat_makes_its_groups_alone_until_they_are_exchanged(made: Callable[.
     ("asks", "where", "why"),
     [
         ("nothing", "before", ""),
+        ("itself", "before", ""),
         ("barrier", "before", ""),  # nobody waits for a newcomer there, nor does it
         ("barrier", "behind", "train() calls barrier() before its first update, which nobody would answer a newcomer"),
         ("all_reduce", "before", "train() calls all_reduce() before its first update"),
@@ -128,6 +129,7 @@ def test_what_train_asks_other_ranks_before_its_loop_is_noted(
     groups.enter()
     ways: dict[str, Any] = {
         "nothing": lambda: None,
+        "itself": lambda: (dist.get_rank(), dist.get_world_size(), dist.get_backend(), dist.is_initialized()),
         "barrier": dist.barrier,
         "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
         "all_gather_object": lambda: dist.all_gather_object([None], "mine"),
