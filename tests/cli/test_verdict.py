@@ -49,6 +49,7 @@ STORIES: dict[str, tuple[str, str, int]] = {
         "lost",
         70,
     ),
+    "a code that is none of ours": (begins() + line_of("released", 111.0, {"exit_code": 1, "text": ""}), "lost", 70),
     "nothing": ("", "lost", 70),
 }
 

@@ -21,13 +21,8 @@ from ttp.store.names import INCIDENTS
 
 EXIT_RUNNING = 1
 """Of no launcher whose job has a verdict: neither a restart nor an alarm is due."""
-WORDS = {
-    EXIT_TRAINED: "trained",
-    EXIT_RUNNING: "running",
-    EXIT_BAD_CONFIG: "wrong",
-    EXIT_NOT_SAVED: "lost",
-    EXIT_SAVED: "saved",
-}
+ENDS = {EXIT_TRAINED: "trained", EXIT_BAD_CONFIG: "wrong", EXIT_NOT_SAVED: "lost", EXIT_SAVED: "saved"}
+WORDS = ENDS | {EXIT_RUNNING: "running"}
 RUNS = ("live", "frozen")
 NO_END = (
     "the last launch left no word of an end, and no controller of it answers here: it was cut off, or it runs on other "
@@ -157,7 +152,7 @@ def _judge(
         return Verdict(
             EXIT_NOT_SAVED, "no launch of this job has left a word here: it ended before its ranks had joined"
         )
-    if last is not None and last.code is not None and last.code in WORDS:
+    if last is not None and last.code is not None and last.code in ENDS:
         found = Verdict(last.code, last.text)
     elif incident is not None and (last is None or incident.opened_unix_s >= last.began_unix_s):
         found = Verdict(EXIT_SAVED if incident.saved else EXIT_NOT_SAVED, incident.outcome)
