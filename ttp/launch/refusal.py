@@ -64,10 +64,14 @@ def _tell(flags: Any, hosts: int, text: str, ends: float) -> None:
 
 
 def heard(rendezvous: Any) -> str:
-    """What a host has told with ``tell``; empty: nothing.
+    """What a host has told with ``tell``; empty: nothing, or nothing that can be read. Never raises.
 
     Args:
         rendezvous: torch's dynamic one, closed.
     """
-    store = rendezvous._get_store()
-    return store.get(REASON_KEY).decode() if store.check([REASON_KEY]) else ""
+    try:
+        store = rendezvous._get_store()
+        return str(store.get(REASON_KEY).decode()) if store.check([REASON_KEY]) else ""
+    except Exception as problem:  # the host that keeps the store is gone, or torch keeps it elsewhere
+        logger.info("whether a host was refused is not known: %s", problem)
+        return ""
