@@ -10,8 +10,6 @@ import pytest
 from tests.launch.conftest import Job
 from tests.ports import free_port
 
-pytest.importorskip("torch")
-
 Start = Callable[..., Job]
 REFUSED = "TTP_KEEP='many' is not valid"
 

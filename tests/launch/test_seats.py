@@ -10,9 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.config import Config

@@ -127,9 +127,8 @@ def _script(
     job: Script, kinds: Sequence[Kind], phases: Mapping[str, Iterator[str]], chance: random.Random, apart: int
 ) -> Script:
     runs: list[Run] = []
-    first = (
-        AFTER_UPDATES if job.forks else 0
-    )  # ranks say what they import, and a process imports it before the first run
+    # ranks say what they import, and a process imports it before the first run
+    first = AFTER_UPDATES if job.forks else 0
     step = chance.randint(first, first + 3) if apart == APART else apart
     for kind in kinds:
         phase = next(phases[kind.title])

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from ttp.adapters.torch.local_state import buffers as buffers_module  # noqa: E402
-from ttp.adapters.torch.local_state.capture import LocalCapture  # noqa: E402
-from ttp.adapters.torch.local_state.extra_state import ExtraState  # noqa: E402
-from ttp.adapters.torch.local_state.image import LocalState, decode  # noqa: E402
-from ttp.errors import CheckpointError, UsageError  # noqa: E402
-from ttp.processor.local_state.pages import Page, PageWriter, read_page  # noqa: E402
+from ttp.adapters.torch.local_state import buffers as buffers_module
+from ttp.adapters.torch.local_state.capture import LocalCapture
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.image import LocalState, decode
+from ttp.errors import CheckpointError, UsageError
+from ttp.processor.local_state.pages import Page, PageWriter, read_page
 
 INCARNATION = 4
 LARGE = buffers_module.LARGE_BYTES // 4  # floats

@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, Sin, Watching  # noqa: E402
-from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
-from ttp.adapters.torch.device import staging  # noqa: E402
-from ttp.adapters.torch.device.accelerator import flat_bytes, holder  # noqa: E402
-from ttp.adapters.torch.device.to_host import HostCopier, launch_once  # noqa: E402
-from ttp.adapters.torch.local_state import buffers  # noqa: E402
-from ttp.adapters.torch.local_state.capture import LocalCapture  # noqa: E402
-from ttp.adapters.torch.local_state.image import LocalState, decode  # noqa: E402
-from ttp.errors import CheckpointError  # noqa: E402
-from ttp.processor.local_state import pages  # noqa: E402
-from ttp.processor.local_state.pages import PageWriter, read_page  # noqa: E402
+from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, Sin, Watching
+from tests.adapters.torch.fake_runtime import FakeRuntime
+from ttp.adapters.torch.device import staging
+from ttp.adapters.torch.device.accelerator import flat_bytes, holder
+from ttp.adapters.torch.device.to_host import HostCopier, launch_once
+from ttp.adapters.torch.local_state import buffers
+from ttp.adapters.torch.local_state.capture import LocalCapture
+from ttp.adapters.torch.local_state.image import LocalState, decode
+from ttp.errors import CheckpointError
+from ttp.processor.local_state import pages
+from ttp.processor.local_state.pages import PageWriter, read_page
 
 
 @pytest.fixture

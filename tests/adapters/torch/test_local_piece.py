@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from tests.adapters.torch.checkpoints import Net  # noqa: E402
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.adapters.torch.local_state.image import read_local_state  # noqa: E402
-from ttp.core.copy_messages import Keep  # noqa: E402
-from ttp.core.layout import Layout, Rank, Version  # noqa: E402
-from ttp.processor.local_state import page_file  # noqa: E402
-from ttp.processor.local_state.local_piece import collect, why_lost, write_local_piece  # noqa: E402
-from ttp.processor.local_state.mirror import KeptPages  # noqa: E402
-from ttp.processor.local_state.pages import PageWriter, page_name  # noqa: E402
+from tests.adapters.torch.checkpoints import Net
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.local_state.image import read_local_state
+from ttp.core.copy_messages import Keep
+from ttp.core.layout import Layout, Rank, Version
+from ttp.processor.local_state import page_file
+from ttp.processor.local_state.local_piece import collect, why_lost, write_local_piece
+from ttp.processor.local_state.mirror import KeptPages
+from ttp.processor.local_state.pages import PageWriter, page_name
 
 SOUND, BAD = Rank(0), Rank(1)
 
