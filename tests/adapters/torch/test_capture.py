@@ -133,7 +133,7 @@ class TestBuffersChange:
     @pytest.mark.parametrize("size", [3, LARGE, LARGE + 5])
     @pytest.mark.parametrize("way", range(len(WAYS)))
     def test_at_every_update(self, page: PageWriter, size: int, way: int) -> None:
-        model = nn.Module()
+        model: Any = nn.Module()
         model.register_buffer("b", torch.zeros(size))
         capture = LocalCapture(model, page=page)
         with torch.no_grad():
@@ -158,7 +158,7 @@ class TestBuffersChange:
                 assert float(read(page, version).buffers["b"][0]) == version // 25
 
     def test_large_batch_norm_does_not_count_its_writes(self, page: PageWriter) -> None:
-        model = nn.BatchNorm1d(LARGE)
+        model: Any = nn.BatchNorm1d(LARGE)
         capture = LocalCapture(model, page=page)
         for version in range(1, 14):
             if version > 10:
@@ -167,7 +167,7 @@ class TestBuffersChange:
             assert torch.equal(read(page, version).buffers["running_var"], model.running_var)
 
     def test_large_constant_ones_are_not_copied_again(self, page: PageWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = nn.Module()
+        model: Any = nn.Module()
         model.register_buffer("mask", torch.ones(LARGE))
         capture = LocalCapture(model, page=page)
         for version in range(1, 9):
