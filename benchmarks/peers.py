@@ -1,7 +1,7 @@
 """kill -9 of a rank under ttp and under others: until all ranks make a new step, and how many they repeat.
 
-The others are those of torchft, NVIDIA's resiliency extension (its launcher), DLRover (its launcher and its flash
-checkpoint) and plain torchrun that the Python of ``--peers`` has; see ``peers_rank`` for what each of them does.
+The others are those of torchft, NVIDIA's resiliency extension (its launcher) and plain torchrun that the Python of
+``--peers`` has; see ``peers_rank`` for what each of them does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PYTHON = "BENCH_PEERS_PYTHON"
 RANKS, MEGABYTES, STEPS = 2, 25.0, 25
 """``STEPS`` are made before each kill."""
 TTP = ("ttp, keep", "ttp, warm")
-SYSTEMS = {"torchrun": "torch", "NVRx": "nvidia_resiliency_ext", "DLRover": "dlrover", "torchft": "torchft"}
+SYSTEMS = {"torchrun": "torch", "NVRx": "nvidia_resiliency_ext", "torchft": "torchft"}
 """The others, by the package that has to be there."""
 
 
@@ -108,8 +108,8 @@ def commands(system: str, python: str, kills: int, env: dict[str, str]) -> list[
         one = [*torchrun, *flags, "--nproc-per-node", "1", script, "torchft", str(MEGABYTES)]
         return [[*lighthouse, "--bind", f"127.0.0.1:{port}"], *([*one, str(slot)] for slot in range(RANKS))]
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks that are started again find the addresses of the dead
-    launcher = {"NVRx": [str(folder / "ft_launcher")], "DLRover": [str(folder / "dlrover-run")]}.get(system, torchrun)
-    return [[*launcher, *ranks, "dlrover" if system == "DLRover" else "restart", str(MEGABYTES)]]
+    launcher = [str(folder / "ft_launcher")] if system == "NVRx" else torchrun
+    return [[*launcher, *ranks, "restart", str(MEGABYTES)]]
 
 
 @contextmanager

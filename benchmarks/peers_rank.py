@@ -83,25 +83,6 @@ def under_a_restart(megabytes: float) -> None:
             draft.rename(saved)
 
 
-def under_dlrover(megabytes: float) -> None:
-    """Flash checkpoint: a copy in the memory of the host every ``EVERY`` steps, which outlives the ranks."""
-    flash: Any = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
-    kinds: Any = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.checkpointer").StorageType
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(build(megabytes))
-    optimizer = torch.optim.AdamW(model.parameters())
-    checkpointer = flash.DdpCheckpointer(str(DIRECTORY / "flash"))
-    state = checkpointer.load_checkpoint()
-    state = state.get("model_states", state)
-    if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    for step in steps(state.get("step", 0), model, optimizer):
-        if step % EVERY == 0:
-            whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            checkpointer.save_checkpoint(step, whole, storage_type=kinds.MEMORY)
-
-
 def under_torchft(megabytes: float) -> None:
     """Each replica is a job of its own; the others train on without one that is lost, and it gets their state."""
     torchft: Any = importlib.import_module("torchft")
@@ -124,7 +105,7 @@ def under_torchft(megabytes: float) -> None:
         pass
 
 
-SYSTEMS = {"ttp": under_ttp, "restart": under_a_restart, "dlrover": under_dlrover, "torchft": under_torchft}
+SYSTEMS = {"ttp": under_ttp, "restart": under_a_restart, "torchft": under_torchft}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
