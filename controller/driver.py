@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -100,6 +101,8 @@ class Driver:
         self.on_close: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._settling = False
+        self._alike: tuple[list[tuple[ce.ConnectionId, Rank]], m.Heartbeat | m.Frozen] | None = None
+        """Who has said this, and nothing since: it becomes one event."""
         self._loop = asyncio.get_running_loop()
         self._plan_timer()
 
@@ -132,16 +135,20 @@ class Driver:
 
         Args:
             event: what has happened.
-            more: of answers to a freeze: what follows from them is looked for when all that have arrived are taken.
+            more: of reports: what many say alike is one event, and what follows from answers to a freeze is looked
+                for, when all that have arrived are taken.
         """
         if self.closed:
             return
+        if more and not self._settling:
+            self._settling = True
+            self._loop.call_soon(self._settle)
+        if more and self._gathered(event):
+            return
+        self._take_alike()
         self._perform_all(self.machine.on_event(event, time.monotonic(), more=more))
         if not more:
             self._plan_timer()
-        elif not self._settling:
-            self._settling = True
-            self._loop.call_soon(self._settle)
 
     def feed_all(self, events: Iterable[ce.Event]) -> None:
         """Give the machine several events. One that raises does not keep the others from being handled."""
@@ -151,10 +158,35 @@ class Driver:
             except Exception:
                 log.exception("a report could not be handled")
 
+    def _gathered(self, event: ce.Event) -> bool:
+        """Whether the event waits for others like it: thousands of ranks answer a freeze with the same words."""
+        match event:
+            case ce.ReceivedAlike(who, report):
+                pass
+            case ce.Received(connection, m.Frozen() as answer):
+                who, report = ((connection, answer.rank),), dataclasses.replace(answer, rank=m.SEVERAL)
+            case _:
+                return False
+        if self._alike is None or self._alike[1] != report:
+            self._take_alike()
+            self._alike = [], report
+        self._alike[0].extend(who)
+        return True
+
+    def _take_alike(self) -> None:
+        if self._alike is None:
+            return
+        (who, report), self._alike = self._alike, None
+        try:
+            self._perform_all(self.machine.on_event(ce.ReceivedAlike(tuple(who), report), time.monotonic(), more=True))
+        except Exception:
+            log.exception("what %d ranks have said could not be handled", len(who))
+
     def _settle(self) -> None:
         self._settling = False
         if self.closed:
             return
+        self._take_alike()
         try:
             self._perform_all(self.machine.settle(time.monotonic()))
         except Exception:
