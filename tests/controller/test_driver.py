@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from tests.core.talk import PATIENCE, answers
 from ttp.controller.connection import Connection
 from ttp.controller.driver import Driver
 from ttp.core import messages as m
-from ttp.core.controller.events import Received
+from ttp.core.controller.events import Received, ReceivedAlike, StreamEnded
 from ttp.core.layout import Rank, Version
 from ttp.core.layout_messages import TellLayout
 from ttp.testing.scenario import grid
@@ -51,28 +53,60 @@ def test_a_journal_that_fails_keeps_no_order_from_its_rank(caplog: pytest.LogCap
         asyncio.run(run())
 
 
+def frozen_job(driver: Driver) -> tuple[list[Connection], list[m.Frozen]]:
+    """Four ranks, of which the last is lost: streams and answers of the others."""
+    layout = grid(1, 4)
+    driver.machine.job.learn(layout)
+    ranks = [driver.connect(lambda: None) for _ in range(4)]
+    for rank, connection in enumerate(ranks):
+        driver.feed(Received(connection.id, hello(rank, layout)))
+    driver.disconnect(ranks.pop())
+    assert driver.machine.incident is not None
+    id = driver.machine.incident.id
+    return ranks, [m.Frozen(Rank(rank), id, Version(7), m.Phase.IDLE, final=True) for rank in range(3)]
+
+
+def quietly(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    logging.disable(logging.ERROR)
+    try:
+        asyncio.run(run())
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def test_what_follows_from_answers_is_looked_for_once_when_all_that_have_come_are_taken() -> None:
     async def run() -> None:
         journal: Any = NoThreads()
-        driver, layout = Driver(PATIENCE, journal), grid(1, 4)
-        driver.machine.job.learn(layout)
-        ranks = [driver.connect(lambda: None) for _ in range(4)]
-        for rank, connection in enumerate(ranks):
-            driver.feed(Received(connection.id, hello(rank, layout)))
-        driver.disconnect(ranks[3])
-        assert driver.machine.incident is not None
+        driver = Driver(PATIENCE, journal)
+        ranks, said = frozen_job(driver)
         settle, settled = driver.machine.settle, []
         driver.machine.settle = lambda now: settled.append(now) or settle(now)  # type: ignore[method-assign,func-returns-value]
-        for rank, connection in enumerate(ranks[:3]):
-            answer = m.Frozen(Rank(rank), driver.machine.incident.id, Version(7), m.Phase.IDLE, final=True)
+        for connection, answer in zip(ranks, said, strict=True):
             driver.feed(Received(connection.id, answer), more=True)
         assert not settled and driver.machine.stage == "freezing"
         await asyncio.sleep(0)
         assert len(settled) == 1 and driver.machine.stage == "saving"
         driver.close()
 
-    logging.disable(logging.ERROR)
-    try:
-        asyncio.run(run())
-    finally:
-        logging.disable(logging.NOTSET)
+    quietly(run)
+
+
+def test_what_ranks_say_alike_is_one_event_and_what_comes_later_is_later() -> None:
+    async def run() -> None:
+        journal: Any = NoThreads()
+        driver = Driver(PATIENCE, journal)
+        ranks, said = frozen_job(driver)
+        take, taken = driver.machine.on_event, []
+        driver.machine.on_event = lambda event, *a, **k: taken.append(event) or take(event, *a, **k)  # type: ignore[method-assign,func-returns-value]
+        said[2] = replace(said[2], has_gradient=True)
+        for connection, answer in zip(ranks, said, strict=True):
+            driver.feed(Received(connection.id, answer), more=True)
+        driver.disconnect(ranks[2])
+        together = ReceivedAlike(((ranks[0].id, Rank(0)), (ranks[1].id, Rank(1))), replace(said[0], rank=m.SEVERAL))
+        alone = ReceivedAlike(((ranks[2].id, Rank(2)),), replace(said[2], rank=m.SEVERAL))
+        assert taken == [together, alone, StreamEnded(ranks[2].id)]
+        await asyncio.sleep(0)
+        assert taken[3:] == [] and driver.machine.stage == "saving"
+        driver.close()
+
+    quietly(run)

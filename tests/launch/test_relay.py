@@ -162,7 +162,8 @@ def test_without_the_token_the_relay_serves_nobody(controller: Controller, relay
 def test_jobs_of_many_ranks_have_relays_unless_they_are_told_otherwise() -> None:
     auto = [wanted(Config(), world) for world in (1, AUTO_RANKS - 1, AUTO_RANKS, 10 * AUTO_RANKS)]
     assert auto == [False, False, True, True]
-    assert wanted(Config(relay="on"), 1)
+    assert [wanted(Config(), AUTO_RANKS, here) for here in (0, 1, 2)] == [True, False, True]
+    assert wanted(Config(relay="on"), 1, 1)
     assert not wanted(Config(relay="off"), 10 * AUTO_RANKS)
 
 
@@ -207,6 +208,15 @@ def test_a_relay_that_is_stopped_is_left_and_one_that_goes_on_is_not(tmp_path: P
         until(lambda: not shortcut.stands_still())
         process.kill()
     assert not shortcut.stands_still(), "it is gone, and its streams tell that"
+
+
+def test_a_rank_that_is_alone_on_its_host_starts_no_relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    env = RankEnv(0, AUTO_RANKS, 0, "127.0.0.1", "job", 0)
+    assert Shortcut(Config(token="secret", host="here"), env, tmp_path).port() is None
+    told_to = Shortcut(Config(token="secret", host="here", relay="on"), env, tmp_path)
+    assert told_to.port() is not None
+    told_to.close()
 
 
 def test_a_relay_of_another_build_is_refused_and_hears_what_to_do(controller: Controller) -> None:

@@ -304,8 +304,8 @@ def _assign(
                 answer.main_thread_blocked,
                 not answer.post_step_done,
                 answer.busy,
-                work.of_rank[rank],
-                work.of_host[answer.host],
+                work.of_rank.get(rank, 0.0),
+                work.of_host.get(answer.host, 0.0),
                 rank,
             )
 

@@ -50,12 +50,17 @@ def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Co
 
 def spans_hosts(environ: Mapping[str, str], world_size: int) -> bool:
     """Whether a launcher has told this rank that ranks of other hosts take part."""
+    return 0 < ranks_here(environ) < world_size
+
+
+def ranks_here(environ: Mapping[str, str]) -> int:
+    """How many ranks of the job run on this host, as their launcher has told one of them; 0: it does not say."""
     try:
         told = in_torchruns_names(environ)
     except ConfigError:
-        return False
+        return 0
     here = told.get("LOCAL_WORLD_SIZE") or told.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
-    return here.isdecimal() and 0 < int(here) < world_size
+    return int(here) if here.isdecimal() else 0
 
 
 def _numbers(address: str) -> set[str]:

@@ -96,7 +96,10 @@ class TtpAgent(LocalElasticAgent):
         self._host.use(job)
         os.environ["TTP_TOKEN"] = job.token  # of the workers, too
         self._host.before_workers(
-            worker_group.master_addr, first_node=worker_group.group_rank == 0, world_size=_world_size(worker_group)
+            worker_group.master_addr,
+            first_node=worker_group.group_rank == 0,
+            world_size=_world_size(worker_group),
+            here=len(worker_group.workers),
         )
         with forking(self._host.warm):
             ids = super()._start_workers(worker_group)

@@ -86,8 +86,14 @@ class Host:
         """Remove the token file: the job is over, and the token was made for it alone."""
         (self._run_dir / TOKEN_FILE).unlink(missing_ok=True)
 
-    def before_workers(self, address: str, first_node: bool, world_size: int = 0) -> None:
-        """Call before each start of workers; ``address`` is the job's MASTER_ADDR, ``world_size`` its ranks if known.
+    def before_workers(self, address: str, first_node: bool, world_size: int = 0, here: int = 0) -> None:
+        """Call before each start of workers.
+
+        Args:
+            address: the job's MASTER_ADDR.
+            first_node: this host has the controller.
+            world_size: ranks of the job; 0: not known.
+            here: those of this host; 0: not known.
 
         Raises:
             ConfigError: at the first start, when this is the first node and no controller can serve. Later it is only
@@ -96,7 +102,7 @@ class Host:
         self._leases.sweep()
         self.again.clear()
         first_start, self._address = not self._address, address
-        self._keep_relay(world_size)
+        self._keep_relay(world_size, here)
         try:
             if first_node:
                 self._keeper.start(address)
@@ -108,13 +114,13 @@ class Host:
         if not first_start:
             say_start(self._places(), self.config.token, self._name)
 
-    def _keep_relay(self, world_size: int) -> None:
+    def _keep_relay(self, world_size: int, here: int) -> None:
         """Start the relay of this host where one is wanted. If that fails, ranks connect by themselves."""
         if self._relay is not None or self.config.relay == "off":
             return
         from ttp.launch import relay
 
-        if not relay.wanted(self.config, world_size):
+        if not relay.wanted(self.config, world_size, here):
             return
         try:
             self._relay = relay.RelayServer(self.config, self._run_dir)

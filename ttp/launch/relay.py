@@ -40,7 +40,7 @@ from ttp.wire.v1 import controller_pb2_grpc as rpc
 log = logging.getLogger("ttp.relay")
 
 AUTO_RANKS = 64
-"""With ``TTP_RELAY=auto`` jobs of so many ranks have relays."""
+"""With ``TTP_RELAY=auto`` jobs of so many ranks have relays, where a host has more than one of them."""
 TO_KEY = "ttp-to"
 """Metadata of a rank's stream: host:port of the controller that it is meant for."""
 RELAYED = "through the relay of this host: "
@@ -54,9 +54,9 @@ ACCEPT_S = 60.0
 """A controller that needs longer to accept the relay is not waited for."""
 
 
-def wanted(config: Config, world_size: int) -> bool:
-    """Whether the ranks of a job of this size use relays."""
-    return config.relay == "on" or (config.relay == "auto" and world_size >= AUTO_RANKS)
+def wanted(config: Config, world_size: int, here: int = 0) -> bool:
+    """Whether the ranks of a host use a relay: of so many in the job, and ``here`` on the host (0: not known)."""
+    return config.relay == "on" or (config.relay == "auto" and world_size >= AUTO_RANKS and here != 1)
 
 
 def _host(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from ttp.core.controller.incident import Incident
@@ -39,19 +40,25 @@ class PageCollectors:
             Collectors, and the ranks whose pages each of them adds.
         """
         collected = {rank for task in incident.tasks for rank in task.order.pages}
-        by_host: dict[str, list[Rank]] = {}
+        by_host: defaultdict[str, list[Rank]] = defaultdict(list)
         for rank, member in sorted(self._job.members.items()):
-            by_host.setdefault(member.hello.host, []).append(rank)
+            by_host[member.hello.host].append(rank)
         unknown = self._unknown()
         copies: dict[Rank, Rank] | None = None
         pages: dict[Rank, tuple[Rank, ...]] = {}
+        writing = {*savers, *incident.pending}
         for ranks in by_host.values():
-            missing = tuple(r for r in ranks if r not in collected)
-            able = [r for r in ranks if incident.able(r)]
-            if missing and able:
-                collector = min(able, key=lambda r: (r not in savers, r in incident.pending, r))
+            missing = tuple(r for r in ranks if r not in collected) if collected else tuple(ranks)
+            if not missing:
+                continue
+            able = (r for r in ranks if incident.able(r))
+            if writing.isdisjoint(ranks):
+                collector = next(able, None)
+            else:
+                collector = min(able, key=lambda r: (r not in savers, r in incident.pending, r), default=None)
+            if collector is not None:
                 pages[collector] = (*pages.get(collector, ()), *missing, *unknown)
-            elif missing:
+            else:
                 copies = self._copied_pages(incident) if copies is None else copies
                 self._ask_buddies(incident, missing, copies, pages)
         return pages

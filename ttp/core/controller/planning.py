@@ -158,23 +158,28 @@ class Planner:
                 copies[id(frozen)] = _copies(frozen)
             digests, sizes = copies[id(frozen)]
             member, redoes = members[rank], rank in redoing
-            yield Answer(
-                rank=rank,
-                version=frozen.version,
-                torn=frozen.phase is m.Phase.TORN or redoes or invalid(rank),
-                has_gradient=frozen.has_gradient and with_offers,
-                has_preimage=frozen.has_preimage and with_offers and not redoes,
-                main_thread_blocked=frozen.main_thread_blocked or bool(member.broken),
-                post_step_done=frozen.post_step_done,
-                host=member.hello.host,
-                incarnation=incarnation,
-                digests=digests,
-                bad=bool(frozen.bad),
-                can_save=rank not in failures,
-                kept=self._kept(incident, rank, frozen) if frozen.kept else (),
-                busy=rank in pending,
-                stripes=member.hello.stripes,
-                sizes=sizes,
+            torn = frozen.phase is m.Phase.TORN or redoes or invalid(rank)
+            has_gradient = frozen.has_gradient and with_offers
+            has_preimage = frozen.has_preimage and with_offers and not redoes
+            blocked = frozen.main_thread_blocked or bool(member.broken)
+            kept = self._kept(incident, rank, frozen) if frozen.kept else ()
+            yield Answer(  # by position: by name it takes more than twice as long, for each of ten thousand ranks
+                rank,
+                frozen.version,
+                torn,
+                has_gradient,
+                has_preimage,
+                blocked,
+                frozen.post_step_done,
+                member.hello.host,
+                incarnation,
+                digests,
+                bool(frozen.bad),
+                rank not in failures,
+                kept,
+                rank in pending,
+                member.hello.stripes,
+                sizes,
             )
 
     def _kept(self, incident: Incident, rank: Rank, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:

@@ -13,6 +13,7 @@ from ttp.core import messages as m
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.errors import ConfigError
+from ttp.launch.admission import ranks_here
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.presence import is_local
 from ttp.launch.relay import RELAYED, RelayServer, relay_of, wanted
@@ -187,7 +188,7 @@ class Shortcut:
 
     def __init__(self, config: Config, env: RankEnv, run_dir: Path) -> None:
         self._config, self._env, self._run_dir = config, env, run_dir
-        self._wanted = wanted(config, env.world_size)
+        self._wanted = wanted(config, env.world_size, ranks_here(os.environ))
         self._waited = False
         self._gone: set[int] = set()
         self._pid = 0
