@@ -94,6 +94,17 @@ def test_no_row_is_without_a_test_or_a_verdict() -> None:
     assert [row.feature for row in listed if row.verdict.startswith("refused") and not row.messages] == []
 
 
+def test_what_shows_an_assumption_is_there() -> None:
+    named = re.findall(r"`(tests/[^`]+)`", (ROOT / "docs" / "assumptions.md").read_text())
+    there = {path: [name for name, _ in _tests(ast.parse((ROOT / path).read_text()))] for path, _, _ in _parted(named)}
+    assert len(named) > 15
+    assert [f"{path}::{name}" for path, _, name in _parted(named) if name and name not in there[path]] == []
+
+
+def _parted(named: list[str]) -> list[tuple[str, str, str]]:
+    return [test.partition("::") for test in named]
+
+
 # ------------------------------------------------------------------------------------------------------- the messages
 
 
