@@ -21,6 +21,7 @@ from torch.optim import AdamW
 
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join
 from tests.adapters.torch.zero_worlds import Groups, Model, Training, plain, replicated, run
+from tests.waiting import until
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -214,11 +215,11 @@ def redone(directory: Path) -> dict[str, Any]:
     gate.close()
     thread = threading.Thread(target=_step_with_one_thread, args=(job.training,))
     thread.start()
-    _until(lambda: gate.state().parked)
+    until(lambda: gate.state().parked)
     seen: dict[str, Any] = {"ready": job.adapter.source.gradient_ready()}
     if job.rank in (0, 1):
         seen["admitted"] = gate.admit()
-        _until(lambda: gate.version == STEPS)
+        until(lambda: gate.version == STEPS)
     draft_group = dist.new_group(range(dist.get_world_size()))
     dist.barrier(draft_group)
     seen |= {"version": gate.version, "entered": entered.is_set(), "settled": job.adapter.source.post_step_done()}
@@ -231,15 +232,6 @@ def _step_with_one_thread(training: Training) -> None:
     """As the reference was made: OpenMP counts for each thread that asks, and sums have other bits with two."""
     torch.set_num_threads(1)
     training.step()
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    waiting = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.005)):
-        if condition():
-            return
-        waiting.wait(0.005)
-    raise AssertionError("it never came")
 
 
 def refused(directory: Path) -> dict[str, Any]:
