@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from tests.e2e.harness import Job
 from tests.e2e.test_keep import again
 from tests.e2e.test_one_step import repeated
 from tests.e2e.test_stand_by import TCPStore, without_power
+from tests.waiting import until
 from ttp.launch.warm.starter import read_status
 
 WAIT_S = 150
@@ -106,10 +106,7 @@ def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: Cal
     """The other one starts its ranks anew, waits for a host in the place of the lost one, and leaves with 75."""
     faults = [kill(3 if lost == "two" else 1, 5)]
     job = make_hosts(2, steps=100_000, max_restarts=3, faults=faults, env={"TTP_RESCHEDULE_S": "3"}).start()
-    deadline = time.monotonic() + WAIT_S
-    while "started while the others save" not in job.log.read_text():
-        assert time.monotonic() < deadline, job.story()
-        time.sleep(0.002)
+    until(lambda: "started while the others save" in job.log.read_text(), WAIT_S, job.story, 0.002)
     without_power(job, lost)
     assert job.processes[lost == "one"].wait(WAIT_S) == 75, job.story()
     assert job.committed()[0] == 5, job.story()
