@@ -202,7 +202,8 @@ class TorchAdapter(Restoring):
             calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
         )
         source.connect(processor, self._attachment, sharding)
-        self.repeating = Repeating(self._model, self._given, self._scaler, self._capture, self._extra, processor.layout)
+        scaler, layout = self._scaler, processor.layout
+        self.repeating = Repeating(self._model, self._given, scaler, self._capture, self._extra, layout, ddps)
         self._capture.capture(gate.version, final=True)
 
     def _make_post_step(self, may_follow: bool) -> PostStepState:
