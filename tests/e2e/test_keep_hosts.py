@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.harness import Job
 from tests.e2e.test_keep import again
+from tests.e2e.test_one_step import repeated
 from tests.e2e.test_stand_by import TCPStore, without_power
 from tests.waiting import until
 from ttp.launch.warm.starter import read_status
@@ -61,6 +62,26 @@ def test_ranks_of_all_hosts_keep_their_processes(
     assert again(job) == [True] * len(steps), job.story()
     assert ANEW not in job.log.read_text(), job.story()
     assert job.starts() == [0, *job.committed()], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("local", "faults"),
+    [
+        pytest.param(2, [kill(3, 5), kill(1, 8, "allreduced"), kill(0, 11, "loss")], id="one-rank-of-each-host"),
+        pytest.param(1, [kill(1, 5), kill(0, 8)], id="every-rank-of-a-host"),
+    ],
+)
+def test_loops_of_all_hosts_are_not_left(
+    make_hosts: Callable[..., Job], unbroken: Unbroken, local: int, faults: list[dict[str, Any]]
+) -> None:
+    job = make_hosts(local, steps=14, max_restarts=4, faults=faults, env={"JOB_ONE_STEP": "1"})
+    assert job.run(WAIT_S) == 0, job.story()
+    assert again(job) == [True] * len(faults) and ANEW not in job.log.read_text(), job.story()
+    dead = list(zip(job.committed(), (fault["rank"] for fault in faults), strict=True))
+    for rank in range(2 * local):
+        assert repeated(job, rank) == [version + 1 for version, lost in dead if lost != rank], job.story()
     assert job.results() == unbroken(job)
 
 
