@@ -85,6 +85,8 @@ def hurt(state: State, step: int, place: str) -> None:
             case "slow":
                 put("slow", 1)
                 time.sleep(fault["seconds"])
+            case "wait":
+                wait_for(fault["after"])
             case "raise":
                 raise ValueError(fault["text"])
             case "error":

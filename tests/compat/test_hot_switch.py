@@ -13,13 +13,14 @@ from ttp.compat.mindio.values import RepairType
 
 Make = Callable[..., Job]
 PREPARE, CHOOSE = "tft_notify_controller_prepare_action", "tft_notify_controller_change_strategy"
-STEPS = 60
+STEPS = 80
 
 
 def prepared(job: Make, manage: str = "migration", **what: Any) -> Job:
     """A job on hosts a and b that trains, and a process of the manager's own."""
     options = {"manage": manage, "step_s": 0.05, "enable_arf": True, **what.pop("options", {})}
-    this = job(options=options, manager=True, hosts="aabb", steps=STEPS, **what).start()
+    waits = {"rank": 3, "step": 10, "what": "wait", "after": "go"}  # however long a newcomer takes to start
+    this = job(options=options, manager=True, hosts="aabb", steps=STEPS, faults=[waits], **what).start()
     this.until(lambda: all((this.directory / f"meet-0-3-{rank}").exists() for rank in range(4)))
     return this
 
@@ -37,6 +38,13 @@ def ask(this: Job, function: str, *given: Any) -> int:
 
     this.until(lambda: len(answers()) > number)
     return answers()[number]
+
+
+def come(this: Job, rank: int) -> None:
+    """A newcomer for the seat of this rank, the last of the processes: when it is there, the job goes on."""
+    this.processes.append(this.launch(rank, host="c"))
+    this.until(lambda: any(note.get("type") == "hot switch" for note in this.of("begin").get(rank, [])))
+    (this.directory / "go").touch()
 
 
 def told(this: Job, what: str) -> list[Any]:
@@ -72,7 +80,7 @@ def test_a_rank_that_lives_is_moved_to_another_host(job: Make, rank: int) -> Non
     assert ask(this, PREPARE, "cold switch", {str(rank): 1}) == 1 == ask(this, CHOOSE, "migration")
     assert ask(this, PREPARE, "hot switch", {str(rank): 1}) == 0 == ask(this, PREPARE, "hot switch", {str(rank): 1})
     assert ask(this, PREPARE, "hot switch", {"3": 1}) == 1  # one at a time
-    this.processes.append(this.launch(rank, host="c"))
+    come(this, rank)
     check_moved(this, rank)
     this.until(lambda: told(this, "report_result") == [("migration", 0)])
     assert told(this, "report_strategies") == [["migration"]]
@@ -86,7 +94,7 @@ def test_a_switch_that_is_stopped_and_one_that_is_chosen_late(job: Make) -> None
     lone = this.launch(1, host="d")
     assert lone.wait(60) == 2, this.story()  # nobody has asked for it any more
     assert ask(this, PREPARE, "hot switch", {"1": 1}) == 0
-    this.processes.append(this.launch(1, host="c"))
+    come(this, 1)
     this.until(lambda: told(this, "report_strategies") == [["migration"]])
     assert ask(this, CHOOSE, "nonsense") == 0
     this.until(lambda: told(this, "report_result") == [("nonsense", 406)])
@@ -99,12 +107,12 @@ def test_a_switch_that_is_stopped_and_one_that_is_chosen_late(job: Make) -> None
 def test_where_it_is_not_chosen_all_train_on_where_they_were(job: Make, how: str) -> None:
     this = prepared(job, "nothing", env={"MINDIO_WAIT_MINDX_TIME": "3"})
     assert ask(this, PREPARE, "hot switch", {"1": 1}) == 0
-    guest = this.launch(1, host="c")
+    come(this, 1)
     this.until(lambda: told(this, "report_strategies") == [["migration"]])
     if how != "silence":
         call = (CHOOSE, "continue") if how == "continue" else (PREPARE, "stop switch", {})
         assert ask(this, *call) == 0
-    assert guest.wait(60) == 0, this.story()
+    assert this.processes[-1].wait(60) == 0, this.story()
     assert [process.wait(120) for process in this.processes[:4]] == [0] * 4, this.story()
     assert {notes[-1]["value"] for notes in this.of("done").values()} == {after(STEPS)}
     assert told(this, "report_result") == [("migration", 406)], this.story()
@@ -117,7 +125,7 @@ def test_a_rank_dies_while_all_stand_still(job: Make, dead: int) -> None:
     """ClusterD ends the old process itself; any other death is saved, and the guest is sent away."""
     this = prepared(job, "nothing", env={"MINDIO_WAIT_MINDX_TIME": "20"})
     assert ask(this, PREPARE, "hot switch", {"1": 1}) == 0
-    this.processes.append(this.launch(1, host="c"))
+    come(this, 1)
     this.until(lambda: told(this, "report_strategies") == [["migration"]])
     this.processes[dead].kill()
     this.processes[dead].wait()

@@ -11,7 +11,7 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ttp.core import messages as m
@@ -102,7 +102,7 @@ class Switching:
             return state.replicas
         return "" if self._is_held(ranks, others) else f"what ranks {compact_ranks(ranks)} hold is on no other rank"
 
-    def _is_held(self, ranks: Iterable[Rank], others: set[Rank]) -> bool:
+    def _is_held(self, ranks: Collection[Rank], others: set[Rank]) -> bool:
         """Whether all that these ranks hold is on others, too."""
         replicas = self._state.replicas
         return isinstance(replicas, Replicas) and sources(replicas, ranks, others) is not None
