@@ -62,7 +62,8 @@ def forgive_replies() -> None:
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    stock = ProcessFailure.__post_init__
+    kind: Any = ProcessFailure
+    stock = kind.__post_init__
     if stock.__module__ == __name__:
         return
 
@@ -73,4 +74,4 @@ def forgive_replies() -> None:
             failure.error_file = ""
             stock(failure)
 
-    ProcessFailure.__post_init__ = read
+    kind.__post_init__ = read
