@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,11 +134,3 @@ def start(tmp_path: Path) -> Iterator[Any]:
     yield make
     for one in running:
         one.close()
-
-
-def until(condition: Any, timeout_s: float = 15) -> None:
-    """Poll until true; fails loudly."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.02)

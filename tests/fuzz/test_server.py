@@ -15,7 +15,8 @@ import grpc
 import psutil
 import pytest
 
-from tests.controller.conftest import Controller, hello, until
+from tests.controller.conftest import Controller, hello
+from tests.waiting import until
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.wire.channel import MESSAGE_BYTES_MAX, metadata, open_channel

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.conftest import until
 from tests.launch.conftest import Controller
 from tests.processor.sentinel_owner import Owner
+from tests.waiting import until
 from ttp.config import Config
 from ttp.launch.host import Host
 from ttp.launch.sentinel_watch import SentinelWatch

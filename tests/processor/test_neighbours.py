@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.conftest import until
 from tests.processor.sentinel_owner import Owner
+from tests.waiting import until
 from ttp.processor.liveness import peer_watcher as subject
 from ttp.processor.liveness.futex import DIED, WAITERS
 from ttp.processor.liveness.peer_watcher import PeerWatcher

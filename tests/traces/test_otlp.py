@@ -14,6 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.waiting import until
+
 pytest.importorskip("opentelemetry.sdk", reason="pip install 'ttp-ft[otlp]': nox -s traces does")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="pip install 'ttp-ft[otlp]'")
 
@@ -132,13 +134,6 @@ def kill(job: Job, rank: int, launch: int) -> None:
     process = json.loads(job.ttp("status", "--json").stdout)["ranks"][rank]["pid"]
     os.kill(process, signal.SIGKILL)
     until(lambda: len(job.starts()) == launch + 1, 90)
-
-
-def until(condition: Callable[[], Any], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.05)
 
 
 @pytest.mark.timeout(300)

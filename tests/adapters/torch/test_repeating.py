@@ -74,6 +74,10 @@ class Job:
             self.update(**how)
             self.repeating.end(self.processor.gate.version)
 
+    def calls_without_update(self) -> None:
+        self.repeating.begin(self.processor.gate.version, lambda: "")
+        self.repeating.end(self.processor.gate.version)
+
     def broken(self, *, drop: bool = True) -> None:
         self.repeating.begin(self.processor.gate.version, lambda: "")
         self.backward(drop=drop)
@@ -149,8 +153,7 @@ def test_why_a_call_is_not_made_again(make: Callable[..., Job], wrong: str, why:
     elif wrong == "makes two updates":
         job.calls(after=job.update)
     elif wrong == "makes none":
-        job.repeating.begin(job.processor.gate.version, lambda: "")
-        job.repeating.end(job.processor.gate.version)
+        job.calls_without_update()
     else:
         job.calls(TRIALS - (wrong == "once"))
     if wrong == "with gradients now":
@@ -158,6 +161,19 @@ def test_why_a_call_is_not_made_again(make: Callable[..., Job], wrong: str, why:
     job.broken()
     job.counts["loader"].value += wrong == "draws from a loader"
     assert job.repeating.refusal().startswith(why)
+
+
+def test_behind_a_call_that_the_scaler_has_left_out_all_leave(make: Callable[..., Job]) -> None:
+    """Whoever takes a seat begins behind the last update: with the call that was left out."""
+    job = make()
+    job.repeating._scaler = torch.amp.GradScaler("cpu")
+    job.calls()
+    job.calls_without_update()
+    job.broken()
+    assert job.repeating.refusal().startswith("the call before it made no update")
+    job.calls(1)
+    job.broken()
+    assert job.repeating.refusal() == ""
 
 
 @pytest.fixture
