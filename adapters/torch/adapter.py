@@ -245,7 +245,7 @@ class TorchAdapter(Restoring):
         between = self._source.between = BetweenSteps(
             turns, owners, whole, lambda: self._make_preimage(self._optimizer, reserve=False)
         )
-        self._between = between if turns.several else None
+        self._between = between
         calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
         if (preimage := self._source.preimage) is not None:
             return calls._replace(before_update=preimage.take, before_turn=lambda *_: not preimage.broken)
@@ -262,8 +262,8 @@ class TorchAdapter(Restoring):
             self._barrier.wait()
 
     def _updated(self) -> None:
-        if self._between is not None:
-            self._between.after_update()
+        if (between := self._between) is not None and not between.turns.simple:
+            between.after_update()
         if self._buckets.unsettled:
             self._buckets.update_finished()
         if self._trial.due:

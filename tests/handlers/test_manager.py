@@ -111,7 +111,7 @@ def test_a_pause_is_at_the_same_step_everywhere_and_ends(job: Any, told: Any) ->
     assert desk.manager.change_strategy("continue") == 0
     assert desk.hear("result") == ("result", 0, "continue")
     assert running.wait() == [0] * 2
-    assert desk.manager.prepare_action("hot switch", {0: 1}) == 1
+    assert desk.manager.prepare_action("hot switch", {0: 1}) == 1 == desk.manager.prepare_action("switch", {0: 1})
 
 
 @pytest.mark.slow

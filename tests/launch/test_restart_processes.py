@@ -45,6 +45,17 @@ def test_gloo_works_again_after_each_restart(
     assert sums == {f"sum-{rank}-{attempt}": "6" for rank in range(3) for attempt in range(3)}
 
 
+@pytest.mark.parametrize(("launcher", "reply"), [("ttp-run", ""), ("torchrun", '{"message": {"mess')])
+def test_a_report_of_an_error_that_was_never_finished_ends_no_launcher(
+    launcher: str, reply: str, start: Start, controller: Controller
+) -> None:
+    """A rank is killed while it writes down what was wrong, or has no room for it."""
+    plan = json.dumps({"crash": "at once", "reply": reply})
+    job = start(launcher, ["--nproc-per-node", "1", "--max-restarts", "1"], "fake_worker.py", plan)
+    assert job.finish() == 0, job.log
+    assert job.has("trained-0-1")
+
+
 def two_nodes(kind: str, port: int) -> list[list[str]]:
     common = ["--nnodes", "2", *rendezvous(kind, port)]
     return [[*common, "--node-rank", str(node)] for node in range(2)]

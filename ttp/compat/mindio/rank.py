@@ -168,9 +168,7 @@ class ThisRank:
         except ValueError:
             raise ConfigError(f"tft_report_error({state!r}) is no ReportState: one of its values is wanted") from None
         except KeyError:
-            raise UsageError(
-                f"{ReportState(state).name} is of a hot switch, or of a start that nobody waits for: leave it out"
-            ) from None
+            raise UsageError(f"{ReportState(state).name} is of a start that nobody waits for: leave it out") from None
         if len(code) > ERROR_CODE_MAX:
             raise ConfigError(f"error_code {code!r} has more than {ERROR_CODE_MAX} characters")
         self._updating = False

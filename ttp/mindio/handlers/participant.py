@@ -108,7 +108,7 @@ class Participant:
         layout = Layout.data_parallel(self._env.world_size)  # what it is like, the replica sets say
         self._processor = current.start_processor(self._env, layout, HandlerSource(), save_dir, self._prepare)
         self._session = current
-        if self.rebooted:
+        if self.rebooted and not self.was_guest:
             self._seat.take(self._env, self._config.rescue_patience_s / 2)
         self._say()
 
@@ -133,8 +133,18 @@ class Participant:
 
     @property
     def rebooted(self) -> bool:
-        """Whether this process has taken the seat of a lost rank in a running job."""
+        """Whether this process takes the seat of another one in a running job."""
         return self._processor is not None and self._processor.joins
+
+    @property
+    def was_guest(self) -> bool:
+        """Whether that rank still lived when this process came."""
+        return self._processor is not None and self._processor.was_guest
+
+    @property
+    def moves(self) -> bool:
+        """Whether the training thread is to leave its loop, or has left it, because other ranks are replaced."""
+        return self._actor is not None and self._actor.moves
 
     @property
     def started(self) -> bool:

@@ -130,9 +130,14 @@ class Handshake:
             return (yield from self._alone(incident))
         mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
         mailbox.tell(CallKind.STRATEGIES, faults_of(state, incident), strategies=self._offers(incident))
-        return (yield from self._obey(incident))
+        return (yield from self.obey(incident))
 
-    def _obey(self, incident: Incident) -> Script:
+    def owe(self, ending: Ending, strategy: str) -> None:
+        """The manager is to hear of this success when the job has made one more step."""
+        self._owed = (ending.version, ending.text, strategy)
+
+    def obey(self, incident: Incident) -> Script:
+        """Do what the manager chooses, until something of it ends the incident."""
         while (notice := (yield from self._hear(incident, NoticeKind.STRATEGY))) is not None:
             ending: Ending | None = None
             match notice.strategy:
@@ -145,7 +150,7 @@ class Handshake:
                 case "exit":
                     return Ending(Outcome.NOT_SAVED, Version(0), "the manager has chosen to exit")
             if ending is not None and ending.outcome is Outcome.RESUMED:
-                self._owed = (ending.version, ending.text, notice.strategy)
+                self.owe(ending, notice.strategy)
                 return ending
             if ending is not None and ending.outcome is Outcome.SAVED and notice.strategy not in RECOVER:
                 self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")

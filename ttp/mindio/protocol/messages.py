@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 
+MIGRATION = "migration"
+"""Purpose of rounds of a hot switch."""
 HANDLERS = "handlers"
 """``Hello.framework`` of a rank whose state is saved and repaired by the program's own handlers."""
 

@@ -250,13 +250,13 @@ def tft_report_load_ckpt_step(step: int) -> None:
 
 
 def tft_is_reboot_node() -> bool:
-    """Whether this process has taken the seat of a rank that died; known once the processor has started."""
+    """Whether this process takes the seat of another one in a running job; known once the processor has started."""
     return THIS.joined.rebooted
 
 
 def tft_get_reboot_type() -> str:
-    """How it has joined."""
-    return "arf"
+    """How it has joined: ``"hot switch"`` for a rank that still lived, else ``"arf"``."""
+    return "hot switch" if THIS.joined.was_guest else "arf"
 
 
 def tft_register_exception_handler(pattern: str, fault_type: str, handle: Classify) -> None:
