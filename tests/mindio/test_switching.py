@@ -301,7 +301,8 @@ def test_whatever_goes_wrong_meanwhile_nothing_is_lost(cases: list[Any]) -> None
             this.say(NoticeKind.STRATEGY, strategy="migration")
         this.event(ManagerLeft())
         this.pump(this._take())
-        while this.machine.incident is not None or this.machine._rescue.program._runner.running:
+        program: Any = this.machine._rescue.program
+        while this.machine.incident is not None or program._runner.running:
             due = this.machine.deadline()
             assert due is not None, troubles
             this.after(max(0.001, due - this.now))
