@@ -241,8 +241,10 @@ def test_a_job_that_cannot_stand_still(trouble: tuple[Kind, int, str]) -> None:
     stayed(this)
 
 
-def test_what_cannot_be_saved_is_not_moved() -> None:
-    this = world({(Kind.SAVE, 0): "fail", (Kind.SAVE, 2): "fail"})
+@pytest.mark.parametrize("how", ["fail", "hang"])
+def test_what_cannot_be_saved_is_not_moved(how: str) -> None:
+    this = world({(Kind.SAVE, 0): how, (Kind.SAVE, 2): how})
+    this.settle()
     assert heard(this) == [("result", 406, "migration")]
     stayed(this)
 
