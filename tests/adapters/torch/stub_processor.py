@@ -70,6 +70,12 @@ def join(adapter: TorchAdapter, processor: StubProcessor, pages: Path, rank: int
     adapter.attach(stands_for)
 
 
+def leave(adapter: TorchAdapter) -> None:
+    """Undo ``join``."""
+    adapter.detach()
+    adapter.capture.close(unlink=True)
+
+
 def save(
     adapter: Any,
     processor: StubProcessor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.going_on import seed
-from tests.adapters.torch.stub_processor import StubProcessor, join
+from tests.adapters.torch.stub_processor import StubProcessor, join, leave
+from tests.making import making
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.loop.repeating import TRIALS, Repeating
@@ -91,16 +93,8 @@ class Job:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def made(*args: Any) -> Job:
-        jobs.append(Job(tmp_path, *args))
-        return jobs[-1]
-
-    yield made
-    for job in jobs:
-        job.adapter.detach()
-        job.adapter.capture.close(unlink=True)
+    with making(partial(Job, tmp_path), lambda job: leave(job.adapter)) as make:
+        yield make
 
 
 def test_what_a_call_has_begun_with_is_put_back(make: Callable[..., Job]) -> None:
