@@ -255,6 +255,9 @@ class TorchAdapter(Restoring):
         self._trial.before_update()
         if self._followers is not None:
             self._followers.at_gate()
+        goes_on = None if self._processor is None else self._processor.goes_on
+        if goes_on is not None and goes_on.runs:
+            goes_on.over()  # others may make this update while this rank is left here, and it alone has its shards
         if self._barrier is not None:
             self._barrier.wait()
 

@@ -83,7 +83,7 @@ def test_the_model_sees_what_is_wrong(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     "more",
     [

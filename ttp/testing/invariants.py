@@ -86,11 +86,12 @@ class Judge:
 
     def controller_acted(self, machine: ControllerMachine, actions: list[Action]) -> None:
         """Check what the controller has decided."""
-        for action in actions:
-            if isinstance(action, Record):
-                self._decided(machine, action)
+        records = [action for action in actions if isinstance(action, Record)]
+        thaws = any(record.kind == "thawed" for record in records)
+        for record in records:
+            self._decided(machine, record, thaws=thaws)
 
-    def _decided(self, machine: ControllerMachine, record: Record) -> None:
+    def _decided(self, machine: ControllerMachine, record: Record, *, thaws: bool) -> None:
         meanwhile = machine.stand_in.rescue
         aside = record.incident.endswith(MEANWHILE)
         job = machine.stand_in.job if aside else machine.job
@@ -98,6 +99,8 @@ class Judge:
         if incident is None:
             return
         match record.kind:
+            case "nothing_new" if thaws and not incident.snapshot:
+                pass  # a false alarm: whoever has not answered yet loses nothing
             case "plan" | "nothing_new":
                 best = self._best(machine, job, incident, aside=aside)
                 if best is not None and best > max(record.facts["version"], self.base.version):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import mindspore as ms
 import pytest
 
 from tests.adapters.mindspore.job import HERE, SMALL, STEP, Job, Kill
+from ttp.launch.warm.starter import STATUS_FILE, read_status
 
 pytestmark = [pytest.mark.xdist_group("mindspore-jobs"), pytest.mark.timeout(900)]
 
@@ -126,6 +128,24 @@ def test_whoever_is_killed_and_started_again_by_hand(mode: str, tmp_path: Path) 
             assert tuple(seen) == unbroken.steps[int(rank)][int(number)], (rank, number)
     assert all(max(steps) == 24 for steps in by_hand.steps.values())
     assert {path.name for path in job.checkpoints} == {f"tft_saved_checkpoints-step_{step}" for step in begun[1:]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("continuity", ["warm", "off"])
+def test_workers_of_a_restart_are_forked(tmp_path: Path, unbroken: Unbroken, continuity: str) -> None:
+    """From a process that has imported MindSpore. With ``off`` they are started, and the next step is later."""
+    arguments = [*SMALL, "--optimizer", "momentum", "--mode", "graph"]
+    run_dir = tmp_path / "run"
+    env = {"TTP_CONTINUITY": continuity, "JOB_STAMPS": "1"}
+    env |= {"JOB_KILL_WHEN": str(run_dir / STATUS_FILE)} if continuity == "warm" else {}
+    job = Job(tmp_path, 2, [(1, 11, "update")], arguments, env=env).run(RUN_S)
+    check_goes_on(job, unbroken("graph", 2, "momentum"), 11)
+    status = read_status(run_dir)
+    assert (status is not None and status["state"] == "ready") == (continuity == "warm"), status
+    killed, later = (re.findall(rf"{what} at ([0-9.]+)", job.output) for what in ("killed", "stepped"))
+    took_s = min(float(at) for at in later if float(at) > float(killed[0])) - float(killed[0])
+    print(f"{continuity}: the next step of rank 0 is made {took_s:.2f} s after the kill")
 
 
 @pytest.mark.slow
