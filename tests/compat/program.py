@@ -338,7 +338,8 @@ def main() -> None:
         manager_alone()
     if RANK == 0 and "MINDX_TASK_ID" not in os.environ:
         start_controller(*tls)
-    tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True), JOB.get("enable_arf", False))
+    tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True), JOB.get("enable_arf", False),
+                           JOB.get("enable_zit", False))  # fmt: skip
     tft.tft_start_processor("127.0.0.1", PORT)
     everybody = {"rank_list": list(range(WORLD)), "replica_cnt": JOB["copies"], "replica_shift": 0}
     tft.tft_set_optimizer_replica(RANK, JOB["sets"][RANK] if "sets" in JOB else [everybody])

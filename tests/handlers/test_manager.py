@@ -17,11 +17,11 @@ from ttp.mindio.handlers import Manager
 class Told:
     """A manager that remembers what it is told, and answers as a test says."""
 
-    def __init__(self, job: Job, wait_s: float = 60.0) -> None:
+    def __init__(self, job: Any, wait_s: float = 60.0, token: str = "") -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.changed = threading.Condition()
         self.manager = Manager(
-            "127.0.0.1", job.port, wait_s=wait_s,
+            "127.0.0.1", job.port, token, wait_s=wait_s,
             report_fault_ranks=lambda faults, codes: self.add("faults", faults, codes),
             report_stop_complete=lambda code, text, faults: self.add("stopped", code, faults),
             report_strategies=lambda faults, strategies: self.add("strategies", faults, strategies),

@@ -70,6 +70,7 @@ class HandlerWorld(Talk):
     Args:
         sets: for every type its sets: ``[([0, 1, 2, 3], 2)]`` is one set of four ranks with two copies.
         trouble: see ``Trouble``; each happens once.
+        hosts: a letter for the host of each rank; none: all are on one.
         handlers: fields of ``Handlers`` that differ from the usual ones.
     """
 
@@ -77,6 +78,7 @@ class HandlerWorld(Talk):
         self,
         sets: list[list[tuple[list[int], int]]],
         trouble: Trouble | None = None,
+        hosts: str = "",
         **handlers: Any,
     ) -> None:
         size = 1 + max(rank for group in sets[0] for rank in group[0])
@@ -95,7 +97,7 @@ class HandlerWorld(Talk):
         """Somebody starts new processes where seats are open; ``start`` does it."""
         super().__init__(Layout.data_parallel(size), formed=False, program=HandlerRecovery)
         for rank in range(size):
-            self.hello(rank, framework=rm.HANDLERS)
+            self.hello(rank, framework=rm.HANDLERS, **({"host": hosts[rank]} if hosts else {}))
         plain: dict[str, Any] = {"retry": True, "load_repair": False, "halt_before_dump": False, "halted": False}
         self._facts = {**plain, **handlers}
         self._sets = sets

@@ -241,8 +241,10 @@ def test_a_job_that_cannot_stand_still(trouble: tuple[Kind, int, str]) -> None:
     stayed(this)
 
 
-def test_what_cannot_be_saved_is_not_moved() -> None:
-    this = world({(Kind.SAVE, 0): "fail", (Kind.SAVE, 2): "fail"})
+@pytest.mark.parametrize("how", ["fail", "hang"])
+def test_what_cannot_be_saved_is_not_moved(how: str) -> None:
+    this = world({(Kind.SAVE, 0): how, (Kind.SAVE, 2): how})
+    this.settle()
     assert heard(this) == [("result", 406, "migration")]
     stayed(this)
 
@@ -301,7 +303,8 @@ def test_whatever_goes_wrong_meanwhile_nothing_is_lost(cases: list[Any]) -> None
             this.say(NoticeKind.STRATEGY, strategy="migration")
         this.event(ManagerLeft())
         this.pump(this._take())
-        while this.machine.incident is not None or this.machine._rescue.program._runner.running:
+        program: Any = this.machine._rescue.program
+        while this.machine.incident is not None or program._runner.running:
             due = this.machine.deadline()
             assert due is not None, troubles
             this.after(max(0.001, due - this.now))

@@ -54,6 +54,7 @@ class Participant:
         halt_before_dump: stop and clean before the handlers save.
         recover: a new process may take the seat of a lost rank while this one goes on, where there are handlers to
             rebuild and to repair.
+        elastic: a launch with fewer ranks, or with more again, can go on from what the save handlers write.
         raise_when_halted: ``begin_update`` raises ``ForcedStop``; else it returns False.
     """
 
@@ -68,11 +69,13 @@ class Participant:
         load_repair: bool = False,
         halt_before_dump: bool = False,
         recover: bool = False,
+        elastic: bool = False,
         raise_when_halted: bool = True,
     ) -> None:
         self._env, self._config, self._exit_code = env, config, exit_code
         self._action_s, self._retry, self._load_repair = action_s, retry, load_repair
         self._halt_before_dump, self._recover, self._raises = halt_before_dump, recover, raise_when_halted
+        self._elastic = elastic
         self._seat = Seat(config.resolved_run_dir())
         self._handlers: dict[HandlerKind, Handler] = {}
         self._sets: tuple[ReplicaSet, ...] = ()
@@ -187,6 +190,7 @@ class Participant:
                         save_ms=_ms(rescue_s - min(rescue_s / 2, ANOTHER_S)),
                         halted=self._halted,
                         recover=self._recover and all(kind in self._handlers for kind in RECOVERING),
+                        elastic=self._elastic,
                     )
                 )
             )

@@ -138,7 +138,8 @@ class HandlerRecovery(ProgramRecovery):
 
     def moved(self, version: Version) -> None:
         """A rank has finished an update."""
-        self._handshake.moved(version)
+        if not self._job.ended:  # else it is a last word of ranks that leave
+            self._handshake.moved(version)
 
     # --------------------------------------------------------------------------------------------------------- manager
 

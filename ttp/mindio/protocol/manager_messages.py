@@ -65,7 +65,8 @@ class Notice:
         kind: see ``NoticeKind``.
         faults: ranks that it speaks of.
         seconds: how long something may take; 0: as long as it usually may.
-        strategy: ``retry``, ``recover``, ``migration``, ``dump``, ``exit``, ``continue`` or one that cannot be had.
+        strategy: ``retry``, ``recover``, ``migration``, ``downgrade``, ``upgrade``, ``dump``, ``exit``, ``continue``,
+            or one that cannot be had.
         params: of the strategy.
     """
 

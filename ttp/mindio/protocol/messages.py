@@ -111,6 +111,7 @@ class Handlers(m.ProgramReport):
         save_ms: milliseconds that the save handler may take.
         halted: the training thread was stopped in a round and has not gone back.
         recover: this process can go on with a new process in the place of a lost rank.
+        elastic: a launch with fewer ranks, or with more again, goes on from the checkpoint.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -121,6 +122,7 @@ class Handlers(m.ProgramReport):
     save_ms: int
     halted: bool
     recover: bool = False
+    elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

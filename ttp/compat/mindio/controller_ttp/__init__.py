@@ -68,7 +68,7 @@ def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, 
 
 
 def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
-    """Choose what is done: retry, recover, migration, dump, exit, continue; downgrade and upgrade are refused."""
+    """Choose what is done: retry, recover, migration, downgrade, upgrade, dump, exit, continue."""
     return managing.notify(
         "tft_notify_controller_change_strategy", lambda manager: manager.change_strategy(strategy, params)
     )
