@@ -135,10 +135,6 @@ def test_a_rank_dies_while_all_stand_still(job: Make, dead: int) -> None:
         return
     assert this.processes[-1].wait(60) == 0, this.story()
     assert told(this, "report_result")[0] == ("migration", 406)
-    assert ask(this, "tft_notify_controller_stop_train", {"3": 1}) == 0
-    assert ask(this, "tft_notify_controller_on_global_rank", {"3": 1}) == 0
-    this.until(lambda: len(told(this, "report_strategies")) == 2)
+    this.until(lambda: len(told(this, "report_strategies")) == 2)  # its callbacks say stop, and later exit
     assert ask(this, CHOOSE, "dump") == 0
-    this.until(lambda: told(this, "report_result")[-1] == ("dump", 0))
-    assert ask(this, CHOOSE, "exit") == 0
     assert [process.wait(120) for process in this.processes[:4]] == [75, 75, 75, -9], this.story()
