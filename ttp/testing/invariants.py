@@ -136,7 +136,9 @@ class Judge:
     def _released_again(self, machine: ControllerMachine, incident: Incident) -> None:
         if incident.saved not in self._world.storage.checkpoints:
             raise InvariantBroken(f"I8: ranks are to go on from step {incident.saved}, which does not exist")
-        undead = [r for r, process in self._world.ranks.items() if process.alive and r not in machine.job.live]
+        launches = {member.hello.launch for member in machine.job.members.values()}  # of others it frees no seat
+        processes = {r: p for r, p in self._world.ranks.items() if p.alive and p.hello.launch in launches}
+        undead = sorted(processes.keys() - machine.job.live)
         if undead:
             raise InvariantBroken(f"I8: the seats of ranks {undead} are to be filled, and they live")
 
