@@ -22,6 +22,7 @@ from benchmarks.result import Result
 GROUPS = {
     "core": "core",
     "steady": "steady",
+    "keep": "keep",
     "buddy": "buddy",
     "barrier": "barrier",
     "layouts": "layouts",

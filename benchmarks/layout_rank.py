@@ -1,6 +1,8 @@
-"""A rank of a small training in one layout, with ttp's hooks on and off by turns. Started by ``benchmarks.layouts``.
+"""A rank of a small training in one layout, with ttp's hooks on and off by turns. Started by ``benchmarks.layouts``
+and ``benchmarks.zero``.
 
-Rank 0 prints JSON: milliseconds per step of every block, on and off.
+Prints JSON: milliseconds per step of every block, on, off, and of plain DDP with AdamW if that takes turns with it;
+bytes of weights and of optimizer state on this rank.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -29,20 +32,48 @@ from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
 
-WIDTH, BATCH, LAYERS = 512, 32, 4
 Step = Callable[[], object]
 """Forward and backward pass; the gradients are reduced then."""
 
 
-def make(layout: str) -> tuple[nn.Module, Step]:
-    """The same model over four ranks, and what makes its gradient."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
-    if layout == "pp":
-        return stage_of(whole)
-    cut = {"hsdp": hsdp, "tp": tensor_parallel}.get(layout, DistributedDataParallel)
-    model, data = cut(whole), torch.randn(BATCH, WIDTH)
+class Job:
+    """A model over all ranks, what makes its gradient, and its optimizer."""
+
+    def __init__(self, kind: str, width: int, layers: int, batch: int) -> None:
+        torch.manual_seed(0)
+        whole = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
+        self.model, self._step = make(kind, whole, torch.randn(batch, width))
+        self.optimizer: Any = make_optimizer(kind, self.model)
+
+    def block_ms(self, steps: int, pause_s: float) -> float:
+        """Milliseconds per step of one block, all ranks together; each begins with a pause."""
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            time.sleep(pause_s)
+            self._step()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        dist.barrier()
+        return (time.perf_counter() - begin) / steps * 1e3
+
+
+def make(kind: str, whole: nn.Sequential, data: torch.Tensor) -> tuple[nn.Module, Step]:
+    """The model as this layout has it, and what makes its gradient."""
+    if kind == "pp":
+        return stage_of(whole, data)
+    model = {"hsdp": hsdp, "tp": tensor_parallel}.get(kind, DistributedDataParallel)(whole)
     return model, lambda: model(data).square().mean().backward()
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; as it is, or for ``zero`` and ``replicated:COPIES`` sharded."""
+    name, _, copies = kind.partition(":")
+    if name == "replicated":
+        return ReplicatedOptimizer(model.parameters(), AdamW, int(copies), lr=1e-4)
+    if name == "zero":
+        return ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-4)
+    return AdamW(model.parameters(), 1e-4)
 
 
 def hsdp(model: nn.Sequential) -> nn.Module:
@@ -57,66 +88,55 @@ def hsdp(model: nn.Sequential) -> nn.Module:
 def tensor_parallel(model: nn.Sequential) -> nn.Module:
     """Two replicas, every two layers cut by columns and then by rows."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
-    plan: Any = {f"{n}.0": RowwiseParallel() if n % 2 else ColwiseParallel() for n in range(LAYERS)}
+    plan: Any = {f"{n}.0": RowwiseParallel() if n % 2 else ColwiseParallel() for n in range(len(model))}
     parallelize_module(model, mesh["tp"], plan)
     wrapped: Any = replicate(model, mesh=mesh["dp"])
     return wrapped
 
 
-def stage_of(model: nn.Sequential) -> tuple[nn.Module, Step]:
+def stage_of(model: nn.Sequential, data: torch.Tensor) -> tuple[nn.Module, Step]:
     """Two stages of two replicas."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
-    number, half = mesh["pp"].get_local_rank(), LAYERS // 2
+    number, half = mesh["pp"].get_local_rank(), len(model) // 2
     mine = nn.Sequential(OrderedDict({f"stage{number}": model[half * number : half * (number + 1)]}))
     stage_model: Any = replicate(mine, mesh=mesh["dp"])
     stage = PipelineStage(stage_model, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, _target: output.square().mean())
-    data = torch.randn(BATCH, WIDTH)
     return stage_model, (lambda: schedule.step(target=data)) if number else (lambda: schedule.step(data))
 
 
-def block_ms(step: Step, optimizer: torch.optim.Optimizer, steps: int, pause_s: float) -> float:
-    """Milliseconds per step of one block, all ranks together; each begins with a pause."""
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        time.sleep(pause_s)
-        step()
-        optimizer.step()
-        optimizer.zero_grad()
-    dist.barrier()
-    return (time.perf_counter() - begin) / steps * 1e3
-
-
 @ttp.ttp_to_persist
-def train(layout: str, blocks: int, steps: int, step_ms: float) -> None:
+def train(layout: str, beside: str, blocks: int, steps: int, step_ms: float, sizes: list[int]) -> None:
     """Blocks by turns, after one of each that is not counted, and shows how long the pause has to be."""
     kind, _, undo = layout.partition("-")
-    model, step = make(kind)
-    parameters = model.parameters()
-    optimizer = ReplicatedOptimizer(parameters, AdamW) if kind == "replicated" else AdamW(parameters)
-    ttp.wrap_optimizer(optimizer, model=model, save_dir=os.environ["BENCH_SAVE_DIR"], undo=undo or None)
+    job, plain = Job(kind, *sizes), Job(beside, *sizes) if beside else None
+    ttp.wrap_optimizer(job.optimizer, model=job.model, save_dir=os.environ["BENCH_SAVE_DIR"], undo=undo or None)
     current = session.current()
     adapter, processor = current.adapter, current.processor
     assert isinstance(adapter, TorchAdapter) and processor is not None
-    on, off = [], []
+    took: dict[str, list[float]] = {"on": [], "off": [], "plain": []}
     pause_s = 0.0
     for number in range(blocks + 1):
-        on.append(block_ms(step, optimizer, steps, pause_s))
+        took["on"].append(job.block_ms(steps, pause_s))
         adapter.detach()
-        off.append(block_ms(step, optimizer, steps, pause_s))
+        took["off"].append(job.block_ms(steps, pause_s))
+        if plain is not None:
+            took["plain"].append(plain.block_ms(steps, pause_s))
         adapter.attach(processor)
         if number == 0:
-            pause = torch.tensor(max(0.0, step_ms - off[0]) / 1e3)
+            pause = torch.tensor(max(0.0, step_ms - took["off"][0]) / 1e3)
             dist.broadcast(pause, 0)
             pause_s = float(pause)
-    if dist.get_rank() == 0:
-        print(json.dumps({"on": on[1:], "off": off[1:]}), flush=True)
+    state = getattr(job.optimizer, "optim", job.optimizer).state
+    held = sum(value.nbytes for values in state.values() for value in values.values())
+    weights = sum(parameter.nbytes for parameter in job.model.parameters())
+    print(json.dumps({"state": held, "weights": weights} | {k: v[1:] for k, v in took.items()}), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    layout, beside, blocks, steps, step_ms, *sizes = sys.argv[1:]
+    train(layout, beside, int(blocks), int(steps), float(step_ms), list(map(int, sizes)))
     dist.barrier()
     dist.destroy_process_group()

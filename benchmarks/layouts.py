@@ -15,11 +15,13 @@ LAYOUTS = {
     "hsdp-preimage": 'HSDP 2x2, undo="preimage"',
     "tp": "TP2 x DP2",
     "pp": "PP2 x DP2",
-    "replicated": "ReplicatedOptimizer, 2 copies",
+    "replicated:2": "ReplicatedOptimizer, 2 copies",
 }
 QUICK = ("hsdp-preimage",)
 """A process is started for every rank of each."""
 RANKS, RANKS_QUICK = 4, 2
+SIZES = (512, 4, 32)
+"""Width, layers, batch."""
 STEP_MS = 50.0
 """Shorter steps are made as long as that by a pause in which no rank needs the processor, as behind a device."""
 BUDGET, BUDGET_DDP = 1.01, 1.005
@@ -36,7 +38,7 @@ def _measure(layout: str, title: str, blocks: int, steps: int, ranks: int) -> Re
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, _, _):
-            arguments = [layout, str(blocks), str(steps), str(STEP_MS)]
+            arguments = [layout, "", *map(str, (blocks, steps, STEP_MS, *SIZES))]
             found = json.loads(train("benchmarks.layout_rank", arguments, ranks, port, directory)[0])
     ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
     how = f"{blocks} blocks of {steps} steps by turns, {ranks} ranks; off: {statistics.median(found['off']):.2f} ms"

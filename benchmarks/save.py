@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import write_paths
 from benchmarks.result import Result
 from benchmarks.world import scratch
 from ttp.adapters.torch.saving.checkpoint import write_shard
@@ -40,8 +39,6 @@ def run(quick: bool) -> list[Result]:
     for size_mb in (50,) if quick else (50, 500, 2000):
         repeat = 1 if quick else 3 if size_mb > 500 else 7
         results += one_disk(size_mb, (1, 2, 4), repeat)
-        ways = write_paths.run(size_mb, repeat)
-        results += [ways] if ways is not None else []
     return results + own_disks(2 if quick else 100, (1, 2, 4))
 
 

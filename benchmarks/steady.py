@@ -111,9 +111,9 @@ def _protected(job: Job, quick: bool) -> list[Result]:
 
 def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:
     """First the ratio, then the CPU time of the hooks: looking at the clock in each would be part of the ratio."""
-    model: Any = DistributedDataParallel(_model(job.groups))
+    model: Any = DistributedDataParallel(model_of(job.groups))
     extra = job.extra(model)
-    optimizer, scheduler, step = _training(job, model, extra)
+    optimizer, scheduler, step = training(job, model, extra)
     wrap_optimizer(optimizer, model=model, scheduler=scheduler, save_dir=save_dir, extra_state=extra)
     current = session.current()
     adapter, processor = current.adapter, current.processor
@@ -151,7 +151,7 @@ def _shares(job: Job, taken: list[float], extra: Any, hot: list[float]) -> Itera
         yield Result("capture at the end of an update, hot", value, "us", 40.0, "nothing between two captures", p90)
 
 
-def _model(groups: int) -> nn.Module:
+def model_of(groups: int) -> nn.Module:
     """A small one; with as many parameters as there are to be groups."""
     layers: list[nn.Module] = [nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10)]
     scales = nn.ParameterList(nn.Parameter(torch.ones(10)) for _ in range(max(0, groups - 6)))
@@ -170,7 +170,7 @@ class _Scaled(nn.Module):
         return found * torch.stack(list(self.scales)).prod(0) if len(self.scales) else found
 
 
-def _training(job: Job, model: Any, extra: Any) -> tuple[Any, Any, Callable[[], float]]:
+def training(job: Job, model: Any, extra: Any) -> tuple[Any, Any, Callable[[], float]]:
     """Optimizer, scheduler and a step of about ``STEP_S`` that always does the same work and returns its seconds."""
     parameters = list(model.parameters())
     grouped = [{"params": [parameter]} for parameter in parameters]

@@ -30,8 +30,8 @@ def _measure(kind: str, title: str, blocks: int, steps: int, width: int, world: 
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, _, _):
-            arguments = [kind, str(blocks), str(steps), str(width)]
-            ranks = [json.loads(said) for said in train("benchmarks.zero_rank", arguments, world, port, directory)]
+            arguments = [kind, "ddp", *map(str, (blocks, steps, 0.0, width, 8, 8))]
+            ranks = [json.loads(said) for said in train("benchmarks.layout_rank", arguments, world, port, directory)]
     most, weights = (max(rank[key] for rank in ranks) for key in ("state", "weights"))
     shown = f"{blocks} blocks of {steps} steps by turns, {world} ranks, {weights / 2**20:.0f} MiB of weights"
     bare = statistics.median(ranks[0]["plain"])

@@ -18,7 +18,7 @@ from tests.forking import ForkedPython
 ROOT = Path(__file__).parents[1]
 
 
-WITH_TORCH = ["steady", "buddy", "save", "gpu"]
+WITH_TORCH = ["steady", "keep", "buddy", "save", "gpu"]
 """Those that import it themselves; the others leave that to the ranks that they start."""
 
 

@@ -315,7 +315,8 @@ def step_done() -> None:
 
     For loops that change state after ``optimizer.step()`` in ways that ttp cannot see, and for those whose optimizers
     step a different number of times in an iteration. Once called, a version counts as finished only here: everything
-    between the first ``optimizer.step()`` and this call belongs to the update. Call it from the first iteration on.
+    between the first ``optimizer.step()`` and this call belongs to the update. Call it from the first iteration on;
+    where one optimizer steps several times in an iteration, once in front of the loop too, right behind ``restore()``.
     """
     adapter = session.current().adapter
     if adapter is None:

@@ -280,6 +280,9 @@ class Config:
     relay: str = _setting("TTP_RELAY", _one_of("auto", "on", "off"), "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of 64 ranks and more."""
 
+    elastic: bool = _setting("TTP_ELASTIC", _switch, "off")
+    """A job that has lost a host goes on with the others; set by ``ttp run --elastic``."""
+
     continuity: str = _setting("TTP_CONTINUITY", _one_of(*CONTINUITY_MODES), "warm")
     """After a failure: off (new interpreters), warm (workers are forked), keep (only the dead are, others go on)."""
 
@@ -335,8 +338,7 @@ class Config:
 
     def resolved_run_dir(self) -> Path:
         """The run directory: ``TTP_RUN_DIR``, or one per user and port under the temporary directory."""
-        default = Path(tempfile.gettempdir()) / f"ttp-{os.getuid()}" / f"{self.port or 'solo'}"
-        return Path(self.run_dir or default)
+        return Path(self.run_dir or Path(tempfile.gettempdir()) / f"ttp-{os.getuid()}" / f"{self.port or 'solo'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,9 +393,7 @@ def _of_launcher(environ: Mapping[str, str], name: str, parse: Callable[[str], A
 def _integer(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name)
     if text is None:
-        raise ConfigError(
-            f"TTP_PORT is set but {name} is not: start the job with `ttp run` or torchrun, or unset TTP_PORT"
-        )
+        raise ConfigError(f"TTP_PORT is set but {name} is not: start it with `ttp run` or torchrun, or unset TTP_PORT")
     try:
         return int(text)
     except ValueError:

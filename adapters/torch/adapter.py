@@ -202,7 +202,8 @@ class TorchAdapter(Restoring):
             calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
         )
         source.connect(processor, self._attachment, sharding)
-        self.repeating = Repeating(self._model, self._given, self._scaler, self._capture, self._extra, processor.layout)
+        scaler, layout = self._scaler, processor.layout
+        self.repeating = Repeating(self._model, self._given, scaler, self._capture, self._extra, layout, ddps)
         self._capture.capture(gate.version, final=True)
 
     def _make_post_step(self, may_follow: bool) -> PostStepState:
@@ -244,7 +245,7 @@ class TorchAdapter(Restoring):
         between = self._source.between = BetweenSteps(
             turns, owners, whole, lambda: self._make_preimage(self._optimizer, reserve=False)
         )
-        self._between = between if turns.several else None
+        self._between = between
         calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
         if (preimage := self._source.preimage) is not None:
             return calls._replace(before_update=preimage.take, before_turn=lambda *_: not preimage.broken)
@@ -254,12 +255,15 @@ class TorchAdapter(Restoring):
         self._trial.before_update()
         if self._followers is not None:
             self._followers.at_gate()
+        goes_on = None if self._processor is None else self._processor.goes_on
+        if goes_on is not None and goes_on.runs:
+            goes_on.over()  # others may make this update while this rank is left here, and it alone has its shards
         if self._barrier is not None:
             self._barrier.wait()
 
     def _updated(self) -> None:
-        if self._between is not None:
-            self._between.after_update()
+        if (between := self._between) is not None and not between.turns.simple:
+            between.after_update()
         if self._buckets.unsettled:
             self._buckets.update_finished()
         if self._trial.due:

@@ -78,18 +78,27 @@ def test_each_module_warns_of_a_version_that_was_not_tried_and_of_one_that_is_ot
 def test_so_does_a_loader_of_torchdata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    import torch
+    from torch.utils.data import DistributedSampler, TensorDataset
+
     from ttp.adapters.torch.local_state.extra_state import ExtraState
 
     package = tmp_path / "torchdata"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '99.1'")
-    loader = "class Loader:\n    state_dict = load_state_dict = lambda self: {}\n"
-    (package / "loader.py").write_text(loader)
+    text = "class Loader:\n    state_dict = load_state_dict = lambda self: {}\n"
+    (package / "loader.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchdata"]:
         monkeypatch.delitem(sys.modules, name)
     with caplog.at_level(logging.WARNING):
-        ExtraState(importlib.import_module("torchdata.loader").Loader())
+        loader = importlib.import_module("torchdata.loader").Loader()
+        assert ExtraState(loader).notes() == []
     assert "torchdata 99.1 is none of the versions" in caplog.text
+    data = TensorDataset(torch.arange(8))
+    loader.sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    note = r"^extra_state\['loader'\] takes its place again in ttp\.restore\(\).* set_epoch\(\) behind it is too late"
+    (found,) = ExtraState({"loader": loader}).notes()
+    assert re.match(note, found), "an order that follows from the epoch, which is told too late"
     for name in ("torchdata", "torchdata.loader"):
         sys.modules.pop(name)

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.waiting import until
 
 PATIENCE_S = 200
 ONE_KILL = """
@@ -98,10 +98,10 @@ def test_nothing_is_left_when_it_is_ended(tmp_path: Path, how: signal.Signals) -
     """Ranks that are stopped cannot end by themselves: the kernel ends them."""
     chaos = subprocess.Popen(command(tmp_path, HELD_LONG), env=clean_environment(), stderr=subprocess.DEVNULL)
     try:
-        until(lambda: len(stopped(tmp_path)) == 2)
+        until(lambda: len(stopped(tmp_path)) == 2, PATIENCE_S / 2)
         chaos.send_signal(how)
         chaos.wait(60)
-        until(lambda: not ours(tmp_path))
+        until(lambda: not ours(tmp_path), PATIENCE_S / 2)
     finally:
         for process in ours(tmp_path):
             with contextlib.suppress(psutil.Error):
@@ -122,10 +122,3 @@ def ours(folder: Path) -> list[psutil.Process]:
 
 def stopped(folder: Path) -> list[psutil.Process]:
     return [process for process in ours(folder) if process.status() == psutil.STATUS_STOPPED]
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S / 2
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

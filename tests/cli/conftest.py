@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import grpc
 import pytest
 
 from tests.core.talk import answers
+from tests.making import making
 from tests.ports import free_port
 from ttp.cli.main import main
 from ttp.core import messages as m
@@ -208,12 +210,5 @@ def hello(rank: Rank, world_size: int, version: Version, save_dir: str) -> m.Hel
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Controller]]:
-    running: list[Controller] = []
-
-    def make(token: str = "", **env: str) -> Controller:
-        running.append(Controller(tmp_path, token, **env))
-        return running[-1]
-
-    yield make
-    for controller in running:
-        controller.close()
+    with making(partial(Controller, tmp_path), Controller.close) as start:
+        yield start

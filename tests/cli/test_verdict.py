@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Controller, Ttp
-from tests.controller.conftest import until
 from tests.store.storage import fill, small_disk
+from tests.waiting import until
 from ttp.cli.main import main
 from ttp.store.history import FILE, WORD, line_of
 

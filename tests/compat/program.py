@@ -2,7 +2,8 @@
 
 ``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``), ``copies``, ``sets``,
 ``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would; rank -1, if there is one, is
-a process of the manager's own), ``hostile`` (``{"save": {"1": "raise"}}``: what handlers do wrong, by rank),
+a process of the manager's own, which does what files ``ask0``, ``ask1`` say: a function and its
+arguments), ``hostile`` (``{"save": {"1": "raise"}}``: what handlers do wrong, by rank),
 ``delay_s`` by rank, ``starts`` of the controller. What it does is told by one line of JSON each in ``rank{r}.jsonl``.
 With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
 """
@@ -10,6 +11,7 @@ With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -83,6 +85,8 @@ def hurt(state: State, step: int, place: str) -> None:
             case "slow":
                 put("slow", 1)
                 time.sleep(fault["seconds"])
+            case "wait":
+                wait_for(fault["after"])
             case "raise":
                 raise ValueError(fault["text"])
             case "error":
@@ -99,6 +103,7 @@ def hurt(state: State, step: int, place: str) -> None:
 def train(state: State, other: str = "kept") -> str:
     if state.joins:
         state.joins = False
+        say("begin", type=tft.tft_get_reboot_type())
         raise RuntimeError("ARF FINISH")
     if state.life == 0:
         say("begin", args=[type(state).__name__, other])
@@ -119,7 +124,12 @@ def train(state: State, other: str = "kept") -> str:
         utils.tft_set_update_end_time(1000 * step + 500)
         tft.tft_end_updating_os(step)
         put(f"made-{state.life}-{step}-{RANK}", 1)
-        tft.tft_pause_train(step)
+        try:
+            tft.tft_pause_train(step)
+        except RuntimeError as problem:
+            if "STEP FINISH" in str(problem):
+                say("step finish", step=step)
+            raise
         time.sleep(JOB.get("step_s", 0))
     return "trained"
 
@@ -258,6 +268,8 @@ def manage() -> None:
 
     def strategies(faults: dict[int, int], offered: list[str]) -> None:
         say("report_strategies", faults=sorted(faults.items()), offered=offered)
+        if JOB["manage"] == "nothing":
+            return
         if JOB["manage"] not in offered:
             say("refused", result=controller.tft_notify_controller_change_strategy(JOB["manage"]))
         chosen = JOB["manage"] if JOB["manage"] in offered else offered[-1]
@@ -310,7 +322,11 @@ def manager_alone() -> None:
     """As taskd: it is no rank, and lives until it is killed."""
     start_controller(False)
     say("serves", all=controller.tft_query_high_availability_switch())
-    time.sleep(10 * PATIENCE_S)
+    for number in itertools.count():
+        while not (DIR / f"ask{number}").exists():
+            time.sleep(0.005)
+        name, given = json.loads((DIR / f"ask{number}").read_text())
+        say("answered", result=getattr(controller, name)(*given))
 
 
 def main() -> None:
@@ -322,7 +338,8 @@ def main() -> None:
         manager_alone()
     if RANK == 0 and "MINDX_TASK_ID" not in os.environ:
         start_controller(*tls)
-    tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True), JOB.get("enable_arf", False))
+    tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True), JOB.get("enable_arf", False),
+                           JOB.get("enable_zit", False))  # fmt: skip
     tft.tft_start_processor("127.0.0.1", PORT)
     everybody = {"rank_list": list(range(WORLD)), "replica_cnt": JOB["copies"], "replica_shift": 0}
     tft.tft_set_optimizer_replica(RANK, JOB["sets"][RANK] if "sets" in JOB else [everybody])

@@ -2,7 +2,8 @@
 
 It does what the original's adapter does: survivors stop, clean, make their groups anew with the newcomer, send it the
 piece that it holds, roll back, and train on. ``JOB_FAULTS``: ``[{"rank": 1, "step": 5, "at": "data"}]``; ``at`` may be
-a handler's name, and ``what`` ``raise`` or ``hang`` instead of ``kill``. Each happens once in a job.
+a handler's name, and ``what`` ``raise``, ``hang`` or ``nothing`` (when a file ``after`` is there) instead of ``kill``.
+Each happens once in a job; ``warm``: not before a rank can be started alone.
 """
 
 from __future__ import annotations
@@ -58,17 +59,19 @@ def digest(state: State) -> str:
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in (state.weights, *state.owned))).hexdigest()
 
 
-def unbroken(steps: int, world: int) -> list[str]:
-    """What every rank has in the end when nothing happens."""
-    states = [State(rank % PIECES) for rank in range(world)]
-    for step in range(1, steps + 1):
-        gradients = [gradient(states[0].weights, step, rank) for rank in range(world)]
-        for state in states:
-            update(state, gradients)
-        whole = torch.cat([states[piece].main for piece in range(PIECES)])
-        for state in states:
-            state.weights = whole.clone()
-    return [digest(state) for state in states]
+def unbroken(*phases: tuple[int, int]) -> list[str]:
+    """What every rank has in the end when nothing happens; of each phase its last step, and the number of ranks."""
+    states, before = [State(piece) for piece in range(PIECES)], 0
+    for last, world in phases:
+        for step in range(before + 1, last + 1):
+            gradients = [gradient(states[0].weights, step, rank) for rank in range(world)]
+            for state in states:
+                update(state, gradients)
+            whole = torch.cat([state.main for state in states])
+            for state in states:
+                state.weights = whole.clone()
+        before = last
+    return [digest(states[rank % PIECES]) for rank in range(phases[-1][1])]
 
 
 # ---------------------------------------------------------------------------------------------------------- one process
@@ -89,7 +92,7 @@ class Program:
         for number, fault in enumerate(FAULTS):
             if (fault["rank"], fault.get("step", step), fault["at"]) != (self.rank, step, at):
                 continue
-            if at in ("data", "backward", "inside", "updated"):
+            if at in ("data", "backward", "inside", "updated") and fault.get("warm", True):
                 await_ready()
             while "after" in fault and not (DIR / fault["after"]).exists():
                 time.sleep(0.01)
@@ -203,7 +206,9 @@ class Program:
             tft.tft_init_controller(self.rank, self.world, False, enable_arf=True)
             tft.tft_start_controller("127.0.0.1", port, False)
         arf = os.environ.get("JOB_ARF") != "0"
-        tft.tft_init_processor(self.rank, self.world, False, False, enable_arf=arf)
+        tft.tft_init_processor(
+            self.rank, self.world, False, False, enable_arf=arf, enable_zit=os.environ.get("JOB_ZIT") == "1"
+        )
         tft.tft_start_processor("127.0.0.1", port)
         copies = self.world // PIECES
         info = {"rank_list": list(range(self.world)), "replica_cnt": copies, "replica_shift": 0}

@@ -45,7 +45,7 @@ class Told:
         self.reports: list[Ailment] = []
         self.left: list[bool] = []
         self.device_index: int | None = None
-        self.rebooted = False
+        self.rebooted = self.moves = self.was_guest = False
         monkeypatch.setattr(rank.THIS, "_participant", self)
 
     def report_error(self, ailment: Ailment, code: str, text: str) -> None:
@@ -116,15 +116,19 @@ def test_what_only_processes_say_that_join_a_running_job_is_an_error_like_any_ot
 
 
 @pytest.mark.parametrize(
-    ("rebooted", "text", "ailment"),
-    [(True, "ARF FINISH", Ailment.JOINED), (False, "gloo: Connection closed by peer [127.0.0.1]", Ailment.PEER)],
+    ("fact", "text", "ailment"),
+    [
+        ("rebooted", "ARF FINISH", Ailment.JOINED),
+        ("moves", "STEP FINISH", Ailment.STOPPED),
+        ("", "gloo: Connection closed by peer [127.0.0.1]", Ailment.PEER),
+    ],
 )
 def test_arf_has_processes_that_join_and_others_that_lose_a_peer(
-    monkeypatch: pytest.MonkeyPatch, rebooted: bool, text: str, ailment: Ailment
+    monkeypatch: pytest.MonkeyPatch, fact: str, text: str, ailment: Ailment
 ) -> None:
-    """Both are called again; only the second one has something to be cleaned."""
+    """All are called again; only the last one has something to be cleaned."""
     told, calls, waited = Told(monkeypatch), [], []
-    told.rebooted = rebooted
+    setattr(told, fact or "other", True)
     monkeypatch.setattr(rank.THIS, "enable_arf", True)
     for name in ("wait_next_action", "wait_repair_action"):
         monkeypatch.setattr(told, name, lambda name=name: waited.append(name), raising=False)
@@ -137,7 +141,15 @@ def test_arf_has_processes_that_join_and_others_that_lose_a_peer(
 
     assert tft.tft_exception_handler(train)() == 7
     assert told.reports == [ailment]
-    assert waited == ["wait_next_action", "wait_repair_action"][rebooted:]
+    assert waited == ["wait_next_action", "wait_repair_action"][bool(fact) :]
+
+
+@pytest.mark.parametrize(("guest", "how"), [(False, "arf"), (True, "hot switch")])
+def test_a_new_process_asks_how_it_has_joined(monkeypatch: pytest.MonkeyPatch, guest: bool, how: str) -> None:
+    told = Told(monkeypatch)
+    assert not tft.tft_is_reboot_node()
+    told.rebooted, told.was_guest = True, guest
+    assert tft.tft_is_reboot_node() and tft.tft_get_reboot_type() == how
 
 
 def test_who_presses_control_c_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +276,7 @@ def test_calls_before_the_start() -> None:
         tft.tft_start_updating_os()
     with pytest.raises(ConfigError, match="no ReportState"):
         tft.tft_report_error(42)
-    with pytest.raises(UsageError, match="is of a hot switch"):
+    with pytest.raises(UsageError, match="is of a start that nobody waits for"):
         tft.tft_report_error(tft.ReportState.RS_INIT_FINISH.value)
     with pytest.raises(ConfigError, match="MindSpeed-LLM is wanted"):
         tft.set_mindio_export_version("2.0")

@@ -60,7 +60,7 @@ def story(job: Job) -> str:
 
 def check_bits(job: Job) -> None:
     assert [notes(job, rank)[-1].get("digest") for rank in range(job.ranks)] == sharded_program.unbroken(
-        STEPS, job.ranks
+        (STEPS, job.ranks)
     ), story(job)
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from tests.core.talk import answers
+from tests.making import making
 from tests.ports import free_port
 from ttp.core import messages as m
 from ttp.core.layout import Layout
@@ -126,20 +127,5 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    running: list[Controller] = []
-
-    def make(*args: str, **kwargs: Any) -> Controller:
-        running.append(Controller(tmp_path, *args, **kwargs))
-        return running[-1]
-
-    yield make
-    for one in running:
-        one.close()
-
-
-def until(condition: Any, timeout_s: float = 15) -> None:
-    """Poll until true; fails loudly."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.02)
+    with making(partial(Controller, tmp_path), Controller.close) as start:
+        yield start

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.conftest import hello, until
+from tests.controller.conftest import hello
+from tests.waiting import until
 from ttp.controller import connection as subject
 from ttp.controller import driver as driving
 from ttp.controller.connection import Connection

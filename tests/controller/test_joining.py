@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.controller.conftest import until
 from tests.ports import free_port
 from tests.processor.fake_source import FakeSource
+from tests.waiting import until
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Layout
@@ -69,7 +69,7 @@ def test_it_says_once_that_it_is_protected(tmp_path: Path, start: Any, caplog: p
         for version in 4, 5:
             processor.begin_update()
             processor.end_update()
-            until(lambda wanted=version: controller.status().ranks[0].version == wanted)
+            until(lambda: controller.status().ranks[0].version == version)  # noqa: B023 - called here
         told = [record.getMessage() for record in caplog.records if "protected" in record.getMessage()]
         text = "1 rank, 1 shard on one rank only; when a rank fails, the last finished version is saved in /saves"
         assert told == [f"protected: {text}"]

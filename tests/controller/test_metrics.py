@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.controller.conftest import until
 from tests.ports import free_port
+from tests.waiting import until
 from tests.wire.certificates import Authority
 from ttp.cli.main import main
 from ttp.controller.metrics import Collector, RankNumbers, Snapshot

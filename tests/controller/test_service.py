@@ -18,7 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tests.controller.conftest import Controller, hello, until
+from tests.controller.conftest import Controller, hello
+from tests.waiting import until
 from ttp.config import Config
 from ttp.controller.__main__ import _why_not, parser, patience_of
 from ttp.core import messages as m

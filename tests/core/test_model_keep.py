@@ -20,7 +20,7 @@ from ttp.testing.scenario import grid
 LOST, ON = -9, "on"  # killed; trains as a rank of the next launch
 BOTH = {(ON, ON)}
 FALLS_BACK = {(LOST, 75), (75, LOST)}
-MANY = 2_000_000
+MANY = 3_000_000
 
 
 def explore(kills: int = 1, *, shards: int = 1, replicas: int = 2, states_max: int = 60_000, **more: Any) -> set[Any]:
@@ -83,7 +83,7 @@ def test_the_model_sees_what_is_wrong(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     "more",
     [

@@ -91,6 +91,26 @@ def test_a_snapshot_is_thawed_when_the_stream_is_lost() -> None:
     assert rank.event(ev.StreamDown("gone")) == "CancelSave OpenGate DropLease"
 
 
+@pytest.mark.parametrize(("written_before", "answer"), [(True, m.Saved), (False, m.SaveFailed)])
+def test_who_is_frozen_again_for_the_same_incident_writes_no_file_twice(
+    written_before: bool, answer: type[m.Report]
+) -> None:
+    """The thread that saves may still be in the middle of the first."""
+    rank = Rank1()
+    rank.freeze(snapshot=True)
+    rank.quiet(7)
+    assert rank.save() == "StartSave"
+    if written_before:
+        rank.event(written())
+    rank.event(ev.StreamDown("gone"))
+    rank.event(ev.StreamUp())
+    rank.order(m.Welcome(ME, 1, 1, "1"))
+    rank.freeze(snapshot=True)
+    rank.quiet(7)
+    assert rank.save() == f">{answer.__name__}"
+    assert rank.save(generation=1) == "StartSave"
+
+
 def test_a_snapshot_that_became_a_rescue_is_not() -> None:
     rank = Rank1()
     rank.freeze(snapshot=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union
@@ -179,6 +179,28 @@ def _tree(inode: int, directories: dict[int, dict[str, int]], contents: dict[int
 def fingerprint(tree: Tree) -> int:
     """A hash of a tree, equal for equal trees within this process."""
     return hash(tuple(sorted((n, hash(c) if isinstance(c, bytes) else fingerprint(c)) for n, c in tree.items())))
+
+
+def outcomes(
+    recorded: Sequence[Line], cuts: Iterable[int], succeeded: Callable[[int], bool], seeds: int
+) -> Iterator[tuple[Tree, int, bool]]:
+    """Each different disk that a power cut may leave, the line before the cut, and whether success had been declared.
+
+    Args:
+        recorded: all lines.
+        cuts: numbers of the lines that a cut may follow.
+        succeeded: whether success was declared before such a cut.
+        seeds: how many ways to lose some of what was written.
+    """
+    losses = [(loss, 0) for loss in Loss if loss is not Loss.SOME] + [(Loss.SOME, seed) for seed in range(seeds)]
+    known: set[tuple[bool, int]] = set()
+    for cut in cuts:
+        disk, success = Disk(recorded[:cut]), succeeded(cut)
+        for loss, seed in losses:
+            tree = disk.after(loss, seed)
+            if (key := (success, fingerprint(tree))) not in known:
+                known.add(key)
+                yield tree, cut, success
 
 
 def build(tree: Tree, target: Path) -> None:

@@ -65,13 +65,15 @@ def bad_disk(tmp_path: Path) -> Iterator[BadDisk]:
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
     """What an unbroken run of the same job, without ttp, ends with. Each kind is run once."""
-    known: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
+    known: dict[Any, list[dict[str, Any]]] = {}
 
     def results(job: Job) -> list[dict[str, Any]]:
-        key = (job.ranks, job.steps, job.env.get("JOB_WIDE", "32"))
+        names = "JOB_WIDE", "JOB_KIND", "JOB_OVERFLOW"
+        env: dict[str, str] = {name: job.env[name] for name in names if name in job.env}
+        key = (job.ranks, job.steps, job.script.stem, *env.items())
         if key not in known:
-            directory, env = tmp_path_factory.mktemp("unbroken"), {"JOB_WIDE": key[2]}
-            reference = ForkedJob(directory, *key[:2], env=env, module="tests.e2e.job", protected=False)
+            directory, module = tmp_path_factory.mktemp("unbroken"), f"tests.e2e.{job.script.stem}"
+            reference = ForkedJob(directory, job.ranks, job.steps, env=env, module=module, protected=False)
             assert reference.live(200) == [0] * job.ranks, reference.story()
             known[key] = reference.results()
         return known[key]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.forking import ForkedPython
+from tests.making import making
 from tests.ports import free_port
 from tests.wire.certificates import Authority
 from ttp.processor.local_state.page_dir import SHARED_MEMORY
@@ -88,15 +89,11 @@ class Buddies:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., Buddies]]:
-    made: list[Buddies] = []
-
     def make(hosts: str, fault: str, **env: str) -> Buddies:
-        made.append(Buddies(tmp_path, tuple(hosts), fault, env))
-        return made[-1]
+        return Buddies(tmp_path, tuple(hosts), fault, env)
 
-    yield make
-    for one in made:
-        one.stop()
+    with making(make, Buddies.stop) as job:
+        yield job
 
 
 def check(job: Buddies, victims: set[int]) -> None:

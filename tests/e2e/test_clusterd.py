@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from tests.cli.fake_clusterd import FakeClusterD
 from tests.cli.test_clusterd import agent
 from tests.e2e.harness import Job
+from tests.waiting import until
 
 WAIT_S = 150
 
@@ -36,10 +36,7 @@ def test_what_clusterd_hears_is_what_is_on_disk(make_job: Callable[..., Job]) ->
         assert len(saved) == 1
 
         job.start()
-        deadline_s = time.monotonic() + WAIT_S
-        while len(job.starts()) < 2:
-            assert time.monotonic() < deadline_s, job.story()
-            time.sleep(0.05)
+        until(lambda: len(job.starts()) >= 2, WAIT_S, job.story)
         clusterd.send("stopTrain", "stop_train", faults=(0, 1), uuid="second")
         assert clusterd.hear("ReportStopComplete").status.code == 0, job.story()
         clusterd.send("globalFault", "on_global_rank", faults=(0, 1), uuid="second")

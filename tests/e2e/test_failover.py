@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.e2e.harness import TTP, Job
 from tests.ports import free_port
+from tests.waiting import until
 from ttp.launch.ring import Ring, read_ring
 
 WAIT_S = 120
@@ -24,15 +24,6 @@ def on_host(job: Job, host: str, *args: str) -> subprocess.CompletedProcess[str]
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_") and k != "MASTER_ADDR"}
     env |= {"TTP_RUN_DIR": str(job.directory / "run" / host), "TTP_TOKEN": "secret"}
     return subprocess.run([*TTP, *args], env=env, capture_output=True, text=True, timeout=60, check=False)
-
-
-def until(job: Job, what: str, found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if answer := found():
-            return answer
-        time.sleep(0.1)
-    raise AssertionError(f"{what} within {WAIT_S} s\n{job.story()}")
 
 
 def kept_by(job: Job, host: str, term: int) -> Ring | None:
@@ -56,13 +47,13 @@ def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job
         env={"TTP_TOKEN": "secret", "JOB_STEP_S": "0.1"},
     ).start()
     job.wait_for_version(2, timeout_s=WAIT_S)
-    standby = until(job, "nobody stands by", lambda: kept_by(job, "two", 1))
+    standby = until(lambda: kept_by(job, "two", 1), WAIT_S, job.story)
     before = json.loads(on_host(job, "two", "status", "--json").stdout)
     assert before["controller"]["port"] == job.port
 
     job.processes[0].send_signal(signal.SIGSTOP)  # it would start another controller
     os.kill(before["controller"]["pid"], signal.SIGKILL)
-    ring = until(job, "nobody took over", lambda: kept_by(job, "two", standby.term + 1))
+    ring = until(lambda: kept_by(job, "two", standby.term + 1), WAIT_S, job.story)
     assert ring.address != ring.home and ring.address in ring.standbys
     status = json.loads(on_host(job, "two", "status", "--json").stdout)
     assert status["term"] == ring.term and status["controller"]["port"] == int(ring.address.rpartition(":")[2])
@@ -73,7 +64,7 @@ def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job
     assert refused.returncode == 1 and "no such rank: 7" in refused.stderr
 
     os.kill(next(r["pid"] for r in status["ranks"] if r["rank"] == 1), signal.SIGKILL)
-    committed = until(job, "nothing was saved", lambda: [e for e in last(job) if e["kind"] == "committed"])
+    committed = until(lambda: [e for e in last(job) if e["kind"] == "committed"], WAIT_S, job.story)
     job.processes[0].send_signal(signal.SIGCONT)
     job.wait()
     exited = [e for e in last(job) if e.get("evidence") == "exited"]

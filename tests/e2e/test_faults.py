@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import JOB, Job, newest_of_survivors, watch_events
 from tests.forking import ForkedPython
 from tests.ports import free_port
+from tests.waiting import until
 from ttp.cli.main import main
 
 MakeJob = Callable[..., Job]
@@ -136,14 +136,13 @@ def kill_controller(job: Job) -> None:
     """Returns when another one leads the job."""
     first = json.loads(job.ttp("status", "--json").stdout)["controller"]["pid"]
     os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while True:
+
+    def another_leads() -> bool:
         status = job.ttp("status", "--json")
-        if status.returncode == 0:
-            seen = json.loads(status.stdout)
-            if seen["controller"]["pid"] != first and seen["stage"] == "training":
-                return
-        assert time.monotonic() < deadline, job.story()
+        seen = json.loads(status.stdout) if status.returncode == 0 else None
+        return seen is not None and seen["controller"]["pid"] != first and seen["stage"] == "training"
+
+    until(another_leads, story=job.story)
 
 
 @pytest.mark.slow

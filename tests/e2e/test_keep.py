@@ -111,6 +111,21 @@ def test_ranks_of_several_shards_keep_their_processes(
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
+def test_who_is_left_in_the_first_barrier_is_not_killed(make_job: MakeJob, tmp_path: Path) -> None:
+    """Rank 0 has made the first update when rank 3 dies, and only ranks left in the barrier can make it, too."""
+    half = {"id": "half", "ranks": [3], "out": [0], "broken": False, "step": 5, "phase": "halfway", "action": "kill"}
+    faults = [{"id": "first", "rank": 1, "step": 5, "phase": "data", "action": "kill"}, half]
+    script = Path(shards.__file__).with_name("sharded_job.py")
+    job = make_job(script=script, flags=KEEP, env={"JOB_KIND": "hsdp"}, steps=8, max_restarts=2, faults=faults)
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert job.committed() == [5, 6] and again(job) == [True, True], job.story()
+    unbroken = shards.unbroken(tmp_path / "unbroken", "hsdp", job.steps)
+    for mine, theirs in zip(shards.bits_of(job.directory), unbroken, strict=True):
+        assert mine <= theirs, sorted(mine - theirs)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize(
     "second",
     [

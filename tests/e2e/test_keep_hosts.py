@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,9 @@ import pytest
 
 from tests.e2e.harness import Job
 from tests.e2e.test_keep import again
+from tests.e2e.test_one_step import repeated
 from tests.e2e.test_stand_by import TCPStore, without_power
+from tests.waiting import until
 from ttp.launch.warm.starter import read_status
 
 WAIT_S = 150
@@ -65,6 +66,26 @@ def test_ranks_of_all_hosts_keep_their_processes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("local", "faults"),
+    [
+        pytest.param(2, [kill(3, 5), kill(1, 8, "allreduced"), kill(0, 11, "loss")], id="one-rank-of-each-host"),
+        pytest.param(1, [kill(1, 5), kill(0, 8)], id="every-rank-of-a-host"),
+    ],
+)
+def test_loops_of_all_hosts_are_not_left(
+    make_hosts: Callable[..., Job], unbroken: Unbroken, local: int, faults: list[dict[str, Any]]
+) -> None:
+    job = make_hosts(local, steps=14, max_restarts=4, faults=faults, env={"JOB_ONE_STEP": "1"})
+    assert job.run(WAIT_S) == 0, job.story()
+    assert again(job) == [True] * len(faults) and ANEW not in job.log.read_text(), job.story()
+    dead = list(zip(job.committed(), (fault["rank"] for fault in faults), strict=True))
+    for rank in range(2 * local):
+        assert repeated(job, rank) == [version + 1 for version, lost in dead if lost != rank], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_ranks_of_all_hosts_are_forked(make_hosts: Callable[..., Job], unbroken: Unbroken, static: bool) -> None:
     """Warm restarts: each host has a process of its own that its ranks are forked from."""
@@ -85,10 +106,7 @@ def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: Cal
     """The other one starts its ranks anew, waits for a host in the place of the lost one, and leaves with 75."""
     faults = [kill(3 if lost == "two" else 1, 5)]
     job = make_hosts(2, steps=100_000, max_restarts=3, faults=faults, env={"TTP_RESCHEDULE_S": "3"}).start()
-    deadline = time.monotonic() + WAIT_S
-    while "started while the others save" not in job.log.read_text():
-        assert time.monotonic() < deadline, job.story()
-        time.sleep(0.002)
+    until(lambda: "started while the others save" in job.log.read_text(), WAIT_S, job.story, 0.002)
     without_power(job, lost)
     assert job.processes[lost == "one"].wait(WAIT_S) == 75, job.story()
     assert job.committed()[0] == 5, job.story()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pytest
 
 from tests.e2e.harness import Job
 from tests.e2e.test_keep import KEEP, again, met
+from tests.waiting import until
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -89,10 +89,7 @@ def go_on(job: Job, *, kill: bool) -> None:
         with open_channel("127.0.0.1", job.port) as channel:
             request = pb.SaveNowRequest(reason="to count what is left", again=True)
             assert stub(channel).SaveNow(request, timeout=60, metadata=metadata(job.token())).saved, job.story()
-    deadline = time.monotonic() + 60
-    while newest(job) < (launch + 1, version + 2):
-        assert time.monotonic() < deadline and job.processes[0].poll() is None, job.story()
-        time.sleep(0.01)
+    until(lambda: newest(job) >= (launch + 1, version + 2), story=job.story)
 
 
 def newest(job: Job) -> tuple[int, int]:
@@ -109,10 +106,7 @@ def test_old_connections_are_all_that_stays(make_job: Callable[..., Job], times:
     job = make_job(ranks=2, steps=100_000, max_restarts=1000, flags=KEEP, env=env).start()
     job.wait_for_version(10)
     warm = job.directory / "run" / "warm.json"
-    deadline = time.monotonic() + 120
-    while '"ready"' not in (warm.read_text() if warm.exists() else ""):
-        assert time.monotonic() < deadline, job.story()
-        time.sleep(0.05)
+    until(lambda: warm.exists() and '"ready"' in warm.read_text(), 120, job.story)
     go_on(job, kill=True)
     go_on(job, kill=False)  # whatever is made once has been made now
     before, files_before = of_all(job), files(job)

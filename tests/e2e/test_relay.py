@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.controller.conftest import until
 from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import Job, newest_of_survivors
 from tests.e2e.shards import bits_of, unbroken
 from tests.ports import free_port
+from tests.waiting import until
 
 STEPS = 12
 TIMEOUT_S = 400

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import Job
+from tests.waiting import until
 
 pytest.importorskip("torch")
 
@@ -41,18 +41,12 @@ def make_two(make_job: Callable[..., Job]) -> Callable[..., Job]:
 
 
 def await_starts(job: Job, count: int) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while len(job.starts()) < count:
-        assert time.monotonic() < deadline, job.story()
-        time.sleep(0.02)
+    until(lambda: len(job.starts()) >= count, WAIT_S, job.story)
 
 
 def await_version(job: Job, version: int) -> None:
     """Until rank 0 has finished it, also where a launcher has ended."""
-    deadline = time.monotonic() + WAIT_S
-    while not any(kind == "version" and value >= version for _, kind, value in job.notes(0)):
-        assert time.monotonic() < deadline, job.story()
-        time.sleep(0.02)
+    until(lambda: any(kind == "version" and value >= version for _, kind, value in job.notes(0)), WAIT_S, job.story)
 
 
 def without_power(job: Job, host: str) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.controller.conftest import until
 from tests.disks.bad_disk import BadDisk, Rule
 from tests.e2e.conftest import Run, solo_env
 from tests.e2e.forked import Forked
 from tests.e2e.harness import Job, newest_of_survivors, watch_events
 from tests.ports import free_port
+from tests.waiting import until
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main
 

@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import grpc
 import psutil
 import pytest
 
-from tests.controller.conftest import Controller, hello, until
+from tests.controller.conftest import Controller, hello
+from tests.making import making
+from tests.waiting import until
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.wire.channel import MESSAGE_BYTES_MAX, metadata, open_channel
@@ -230,12 +233,5 @@ def test_a_rank_that_never_reads_is_dropped(start_small: Callable[[], Controller
 
 @pytest.fixture
 def start_small(tmp_path: Path) -> Iterator[Callable[[], Controller]]:
-    running: list[Controller] = []
-
-    def start() -> Controller:
-        running.append(Controller(tmp_path))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.close()
+    with making(partial(Controller, tmp_path), Controller.close) as start:
+        yield start

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from tests.ports import free_port
+from tests.waiting import until
 from ttp.wire.channel import open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -68,10 +69,7 @@ class Launched:
             raise AssertionError(f"the job does not end:\n{self.story()}") from None
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 200) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, self.story()
-            time.sleep(0.02)
+        until(condition, timeout_s, self.story, 0.02)
 
     def stop(self) -> None:
         for process in reversed(self.processes):

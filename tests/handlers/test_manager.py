@@ -17,11 +17,11 @@ from ttp.mindio.handlers import Manager
 class Told:
     """A manager that remembers what it is told, and answers as a test says."""
 
-    def __init__(self, job: Job, wait_s: float = 60.0) -> None:
+    def __init__(self, job: Any, wait_s: float = 60.0, token: str = "") -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.changed = threading.Condition()
         self.manager = Manager(
-            "127.0.0.1", job.port, wait_s=wait_s,
+            "127.0.0.1", job.port, token, wait_s=wait_s,
             report_fault_ranks=lambda faults, codes: self.add("faults", faults, codes),
             report_stop_complete=lambda code, text, faults: self.add("stopped", code, faults),
             report_strategies=lambda faults, strategies: self.add("strategies", faults, strategies),
@@ -111,7 +111,7 @@ def test_a_pause_is_at_the_same_step_everywhere_and_ends(job: Any, told: Any) ->
     assert desk.manager.change_strategy("continue") == 0
     assert desk.hear("result") == ("result", 0, "continue")
     assert running.wait() == [0] * 2
-    assert desk.manager.prepare_action("hot switch", {0: 1}) == 1
+    assert desk.manager.prepare_action("hot switch", {0: 1}) == 1 == desk.manager.prepare_action("switch", {0: 1})
 
 
 @pytest.mark.slow

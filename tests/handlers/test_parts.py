@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Phase
@@ -41,13 +42,6 @@ def aside(job: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, came
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # ---------------------------------------------------------------------------------------------------------------- gate

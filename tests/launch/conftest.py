@@ -18,6 +18,7 @@ import pytest
 
 from tests.forking import ForkedPython
 from tests.ports import free_port
+from tests.waiting import until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -65,10 +66,7 @@ class Job:
         return (self.out / name).read_text()
 
     def wait_for_log(self, text: str) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while text not in self.log:
-            assert time.monotonic() < deadline_s, f"{text!r} is not in\n{self.log}"
-            time.sleep(0.01)
+        until(lambda: text in self.log, PATIENCE_S, lambda: f"{text!r} is not in\n{self.log}")
 
     def pids(self, count: int, attempt: int = 0) -> list[int]:
         """Pids of ranks 0..count-1, when they are all there."""

@@ -59,6 +59,8 @@ def main() -> None:
     if PLAN.get("attempts", 1) <= ATTEMPT:
         put(f"trained-{RANK}-{ATTEMPT}")
         return
+    if "reply" in PLAN:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(PLAN["reply"])
     if "crash" in PLAN:
         if PLAN["crash"] == "ended" and LEASES is not None:
             LEASES.disarm(PID)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from tests.ports import taken
+from tests.waiting import until
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch import controller_process as subject
@@ -54,13 +54,6 @@ def started(run_dir: Path) -> list[int]:
     """Pids of the stubs that served, oldest first."""
     path = run_dir / "started"
     return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_until(condition: object) -> None:
-    deadline_s = time.monotonic() + LONG_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -223,7 +216,7 @@ def test_losing_the_port_again_and_again_is_no_failure(
     with taken(unused_port):
         starter = threading.Thread(target=lambda: children.append(ensure(run_dir, unused_port, patience_s=LONG_S)))
         starter.start()
-        wait_until(lambda: lost_starts(run_dir) >= 4 or not starter.is_alive())
+        until(lambda: lost_starts(run_dir) >= 4 or not starter.is_alive())
         assert starter.is_alive()
     starter.join()
     (child,) = children
@@ -270,7 +263,7 @@ def test_a_dead_controller_is_replaced(keeper: ControllerKeeper, config: Config,
     keeper.start("127.0.0.1")
     for killed in range(1, 3):
         os.kill(started(run_dir)[-1], signal.SIGKILL)
-        wait_until(lambda killed=killed: len(started(run_dir)) == killed + 1)
+        until(lambda: len(started(run_dir)) == killed + 1)  # noqa: B023 - called here
     keeper.stop()
     assert config.port is not None
     assert not listens("127.0.0.1", config.port, 1.0)
@@ -281,7 +274,7 @@ def test_one_that_ended_by_itself_is_replaced_with_the_next_workers(keeper: Cont
     child = keeper._child
     assert child is not None
     child.terminate()
-    wait_until(lambda: keeper._child is None)
+    until(lambda: keeper._child is None)
     keeper.start("127.0.0.1")
     assert len(started(run_dir)) == 2
 
@@ -294,7 +287,7 @@ def test_somebody_elses_is_left_alone_but_replaced(keeper: ControllerKeeper, con
     assert started(run_dir) == [other.pid]
     other.kill()
     other.wait()
-    wait_until(lambda: len(started(run_dir)) == 2)
+    until(lambda: len(started(run_dir)) == 2)
 
 
 def test_stop_ends_one_that_a_rank_has_put_in_the_place_of_ours(
@@ -305,10 +298,10 @@ def test_stop_ends_one_that_a_rank_has_put_in_the_place_of_ours(
     assert config.port is not None
     with keeper._lock:
         os.kill(started(run_dir)[0], signal.SIGKILL)
-        wait_until(lambda: not listens("127.0.0.1", config.port or 0, 1.0))
+        until(lambda: not listens("127.0.0.1", config.port or 0, 1.0))
         of_a_rank = ensure(run_dir, config.port)
     assert of_a_rank is not None
-    wait_until(lambda: keeper._child is None)
+    until(lambda: keeper._child is None)
     keeper.stop()
     assert of_a_rank.wait(LONG_S) == 0
     assert not listens("127.0.0.1", config.port, 1.0)
@@ -346,7 +339,7 @@ def test_later_a_missing_controller_does_not_stop_the_job(
     host.before_workers("127.0.0.1", first_node=True)
     os.kill(started(run_dir)[0], signal.SIGKILL)
     (run_dir / "refuse-to-start").touch()
-    wait_until(lambda: "no luck today" in caplog.text)
+    until(lambda: "no luck today" in caplog.text)
     host.before_workers("127.0.0.1", first_node=True)
     host.close(several_nodes=False, code=0)
     assert "restarts without a controller" in caplog.text

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from ttp.config import Config
 from ttp.launch import host as subject
 from ttp.launch.host import Host
@@ -46,7 +46,7 @@ def workers(environ: dict[str, str], out: Path) -> Iterator[StartWorkers]:
             command = [sys.executable, str(HERE / "fake_worker.py"), str(out), json.dumps(plan)]
             started[rank] = subprocess.Popen(command, env=env, start_new_session=True)
         for rank in started:
-            wait_for(out / f"pid-{rank}-0")
+            until((out / f"pid-{rank}-0").exists)
         return started
 
     yield start
@@ -55,18 +55,11 @@ def workers(environ: dict[str, str], out: Path) -> Iterator[StartWorkers]:
         worker.wait()
 
 
-def wait_for(path: Path) -> None:
-    deadline_s = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline_s, path
-        time.sleep(0.01)
-
-
 def test_hold_returns_when_the_savers_have_left(host: Host, workers: StartWorkers, out: Path) -> None:
     group = workers({"save_s": 0.5}, {}, {"save_s": 0.1})
     group[1].kill()
     (out / "rescue").touch()
-    wait_for(out / "saving-0-0")
+    until((out / "saving-0-0").exists)
     host.hold(group)
     assert [worker.poll() for worker in group.values()] == [75, -9, 75]
 

@@ -17,8 +17,9 @@ import grpc
 import psutil
 import pytest
 
-from tests.controller.conftest import Controller, FakeRank, until
+from tests.controller.conftest import Controller, FakeRank
 from tests.controller.test_service import frozen, save_whatever_is_asked
+from tests.waiting import until
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version

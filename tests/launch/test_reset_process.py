@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import until
+
 RANK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -71,11 +73,8 @@ class Host:
     def has(self, name: str) -> bool:
         return (self.out / name).exists()
 
-    def wait(self, until: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + WAIT_S
-        while not until():
-            assert time.monotonic() < deadline_s, sorted(path.name for path in self.out.iterdir())
-            time.sleep(0.01)
+    def wait(self, condition: Callable[[], bool]) -> None:
+        until(condition, WAIT_S, lambda: sorted(path.name for path in self.out.iterdir()))
 
     def finish(self) -> tuple[int, str]:
         """Exit code and log of ``ttp reset-process``."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.waiting import until
 from ttp.launch.presence import listens
 
 if TYPE_CHECKING:
@@ -43,6 +43,17 @@ def test_gloo_works_again_after_each_restart(
     assert job.finish(timeout_s=150) == 0, job.log
     sums = {path.name: path.read_text() for path in job.out.glob("sum-*")}
     assert sums == {f"sum-{rank}-{attempt}": "6" for rank in range(3) for attempt in range(3)}
+
+
+@pytest.mark.parametrize(("launcher", "reply"), [("ttp-run", ""), ("torchrun", '{"message": {"mess')])
+def test_a_report_of_an_error_that_was_never_finished_ends_no_launcher(
+    launcher: str, reply: str, start: Start, controller: Controller
+) -> None:
+    """A rank is killed while it writes down what was wrong, or has no room for it."""
+    plan = json.dumps({"crash": "at once", "reply": reply})
+    job = start(launcher, ["--nproc-per-node", "1", "--max-restarts", "1"], "fake_worker.py", plan)
+    assert job.finish() == 0, job.log
+    assert job.has("trained-0-1")
 
 
 def two_nodes(kind: str, port: int) -> list[list[str]]:
@@ -89,7 +100,7 @@ def test_node_that_lost_its_store_waits_too(start: Start, controller: Controller
     """The launcher that hosts the rendezvous is killed: torch would stop the other node's ranks at once."""
     flags = [*rendezvous("c10d", unused_port), "--nnodes", "2", "--nproc-per-node", "1"]
     first = start("ttp-run", flags, "fake_worker.py", json.dumps({"save_s": 3}), name="n0")
-    assert wait_until_serving_tcp(unused_port)
+    until(lambda: listens("localhost", unused_port, 1.0))
     second = start("ttp-run", flags, "fake_worker.py", json.dumps({"save_s": 3}), name="n1")
     first.pids(2)
     first.process.kill()
@@ -97,12 +108,3 @@ def test_node_that_lost_its_store_waits_too(start: Start, controller: Controller
     assert second.finish() == 75, second.log
     assert "RendezvousConnectionError" in second.log
     assert [second.has(f"sigterm-{rank}-0") for rank in range(2)] == [False, False]
-
-
-def wait_until_serving_tcp(port: int) -> bool:
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        if listens("localhost", port, 1.0):
-            return True
-        time.sleep(0.02)
-    return False

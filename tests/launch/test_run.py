@@ -8,7 +8,6 @@ import signal
 import socket
 import stat
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from tests.launch.conftest import FRESH
+from tests.waiting import until
 from ttp.config import Config
 from ttp.launch.preparation import settled
 from ttp.launch.presence import listens, probe
@@ -98,16 +98,6 @@ def controllers(run_dir: Path) -> list[int]:
     return found
 
 
-def wait_for_another_controller(run_dir: Path, than: int) -> int:
-    deadline_s = time.monotonic() + 30
-    while time.monotonic() < deadline_s:
-        others = [pid for pid in controllers(run_dir) if pid != than]
-        if others:
-            return others[0]
-        time.sleep(0.05)
-    pytest.fail("the controller was not replaced")
-
-
 def test_a_job_of_one_node_needs_no_settings(start: Start, tmp_path: Path) -> None:
     """Port and token are made; the controller runs before the workers, is replaced when killed, and ends last."""
     job = start("ttp-run", ["--nproc-per-node", "2"], "env_worker.py", "0", "wait")
@@ -121,7 +111,7 @@ def test_a_job_of_one_node_needs_no_settings(start: Start, tmp_path: Path) -> No
     assert probe(env["MASTER_ADDR"], port, token) == "controller"
     (controller,) = controllers(run_dir)
     os.kill(controller, signal.SIGKILL)
-    wait_for_another_controller(run_dir, than=controller)
+    until(lambda: [pid for pid in controllers(run_dir) if pid != controller])
     (job.out / "go").touch()
     assert job.finish() == 0
     assert controllers(run_dir) == []

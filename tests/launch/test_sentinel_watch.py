@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.conftest import until
 from tests.launch.conftest import Controller
+from tests.making import making
 from tests.processor.sentinel_owner import Owner
+from tests.waiting import until
 from ttp.config import Config
 from ttp.launch.host import Host
 from ttp.launch.sentinel_watch import SentinelWatch
@@ -37,15 +38,12 @@ def pages(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(pages: Path) -> Iterator[Start]:
     """``start(rank, ...)``: a process that holds a sentinel, in ``run_dir/pages`` if nothing else is said."""
-    owners: list[Owner] = []
 
     def begin(rank: int, directory: Path = pages, look_s: float = 0) -> Owner:
-        owners.append(Owner(directory, rank, look_s=look_s))
-        return owners[-1]
+        return Owner(directory, rank, look_s=look_s)
 
-    yield begin
-    for owner in owners:
-        owner.end()
+    with making(begin, Owner.end) as start:
+        yield start
 
 
 class Watching:

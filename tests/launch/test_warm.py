@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.launch.conftest import OF_MINDSPORE, PATIENCE_S
+from tests.waiting import until
 from ttp.cli.status import restarts_line
 from ttp.config import Config
 from ttp.launch.warm import memory
@@ -82,10 +83,8 @@ def ready(environ: dict[str, str]) -> Callable[[], None]:
     """Waits until the process to fork from has said what it has to say."""
 
     def wait() -> None:
-        place, deadline_s = Path(environ["TTP_RUN_DIR"]) / "warm.json", time.monotonic() + PATIENCE_S
-        while not place.exists() or json.loads(place.read_text())["state"] == "preparing":
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        place = Path(environ["TTP_RUN_DIR"]) / "warm.json"
+        until(lambda: place.exists() and json.loads(place.read_text())["state"] != "preparing", PATIENCE_S)
 
     return wait
 
@@ -274,11 +273,12 @@ def test_it_leaves_three_quarters_of_a_core_to_the_ranks(tmp_path: Path) -> None
     try:
         assert starter.worker([sys.executable, "-u", __file__], os.environ, None, None) is None
         (tmp_path / "imports.json").write_text(json.dumps(said))
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not starter.ready:
+
+        def ready() -> bool:
             starter.look()
-            assert time.monotonic() < deadline_s, (tmp_path / "warm.json").read_text()
-            time.sleep(0.01)
+            return bool(starter.ready)
+
+        until(ready, PATIENCE_S, (tmp_path / "warm.json").read_text)
         told = json.loads((tmp_path / "warm.json").read_text())
         assert told["modules"] == 3 and told["seconds"] >= 3 * 0.4
         assert told["bytes"] >= 2**20

@@ -9,11 +9,12 @@ from typing import Any
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.controller.continuing import SEAT_READY
-from ttp.core.controller.events import Accused, Send
+from ttp.core.controller.events import Accused, ConnectionId, Received, Send
 from ttp.core.layout import Layout, Rank, Version
 from ttp.mindio.protocol import messages as rm
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.mindio.protocol.manager_messages import (
+    AnswerNotice,
     CallManager,
     FaultOf,
     ManagerCall,
@@ -23,6 +24,7 @@ from ttp.mindio.protocol.manager_messages import (
     NoticeKind,
     RankFault,
 )
+from ttp.testing.toy import hello
 
 Kind = rm.RoundKind
 Trouble = dict[tuple[Kind, int], str]
@@ -68,6 +70,7 @@ class HandlerWorld(Talk):
     Args:
         sets: for every type its sets: ``[([0, 1, 2, 3], 2)]`` is one set of four ranks with two copies.
         trouble: see ``Trouble``; each happens once.
+        hosts: a letter for the host of each rank; none: all are on one.
         handlers: fields of ``Handlers`` that differ from the usual ones.
     """
 
@@ -75,6 +78,7 @@ class HandlerWorld(Talk):
         self,
         sets: list[list[tuple[list[int], int]]],
         trouble: Trouble | None = None,
+        hosts: str = "",
         **handlers: Any,
     ) -> None:
         size = 1 + max(rank for group in sets[0] for rank in group[0])
@@ -82,14 +86,18 @@ class HandlerWorld(Talk):
         self.trouble = dict(trouble or {})
         self.acts: list[rm.Act] = []
         self.calls: list[ManagerCall] = []
+        self.answer = ""
+        """To the last thing that the manager has said: why it is not accepted."""
         self.saves: dict[int, Saved] = {}
         self.named: list[int] = []
         self.sent: dict[int, set[tuple[int, int]]] = {}
+        self.guests: dict[int, tuple[int, FakeRank]] = {}
+        """New processes of ranks that live, and their streams."""
         self.starts = True
         """Somebody starts new processes where seats are open; ``start`` does it."""
         super().__init__(Layout.data_parallel(size), formed=False, program=HandlerRecovery)
         for rank in range(size):
-            self.hello(rank, framework=rm.HANDLERS)
+            self.hello(rank, framework=rm.HANDLERS, **({"host": hosts[rank]} if hosts else {}))
         plain: dict[str, Any] = {"retry": True, "load_repair": False, "halt_before_dump": False, "halted": False}
         self._facts = {**plain, **handlers}
         self._sets = sets
@@ -144,6 +152,32 @@ class HandlerWorld(Talk):
             self._speak(rank, rm.Ailing(Rank(rank), rm.Ailment.JOINED, "", "here I am"))
         return said
 
+    def knock(self, rank: int, *, ready: bool = True, **more: Any) -> str:
+        """A new process comes, on another host, for the seat of a rank that lives; ``ready``: its model is made."""
+        stream = self.streams[rank] + 5000
+        self.guests[rank] = stream, FakeRank(version=0, parked=False, out=True)
+        facts = {"framework": rm.HANDLERS, "nonce": f"moved{rank}", "pid": 2000 + rank, "host": "other", **more}
+        said = self.event(Received(ConnectionId(stream), hello(rank, self.layout, **facts)))
+        self.pump(self._take())
+        for report in self._newcomer(rank) if ready else ():
+            self.event(Received(ConnectionId(stream), report))
+            self.pump(self._take())
+        return said
+
+    def _newcomer(self, rank: int) -> list[m.Report]:
+        return [self.handlers(rank), rm.Ailing(Rank(rank), rm.Ailment.JOINED, "", "here I am")]
+
+    def _guest_hears(self, order: m.Order) -> list[m.Report]:
+        stream, guest = self.guests[order.rank]
+        match order:
+            case m.Welcome(guest=False):
+                del self.guests[order.rank]
+                self.ranks[order.rank], self.streams[order.rank] = guest, stream
+                return self._newcomer(order.rank)
+            case m.Release():
+                del self.guests[order.rank]
+        return []
+
     def say(self, kind: NoticeKind, faults: dict[int, int] | None = None, strategy: str = "") -> None:
         """The manager says something."""
         known = tuple(RankFault(Rank(rank), FaultOf(what)) for rank, what in (faults or {}).items())
@@ -178,15 +212,18 @@ class HandlerWorld(Talk):
         self.report(rank, report)
         self.pump(self._take())
 
-    def _take(self, _: str = "") -> deque[m.Order]:
+    def _take(self, _: str = "") -> deque[Send]:
         self.calls += [a.call for a in self.said if isinstance(a, CallManager)]
-        return deque(a.order for a in self.said if isinstance(a, Send))
+        self.answer = next((a.problem for a in self.said if isinstance(a, AnswerNotice)), self.answer)
+        return deque(a for a in self.said if isinstance(a, Send))
 
-    def pump(self, orders: deque[m.Order]) -> None:
+    def pump(self, orders: deque[Send]) -> None:
         """Ranks do what they are told, and say so."""
         while orders:
-            order = orders.popleft()
-            for report in self._obey(order):
+            sent = orders.popleft()
+            order, guest = sent.order, self.guests.get(sent.order.rank)
+            at_door = guest is not None and guest[0] == sent.connection
+            for report in self._guest_hears(order) if at_door else self._obey(order):
                 if self.ranks[order.rank].dead:
                     self.lost(order.rank)
                 else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.core.talk import PATIENCE
@@ -10,6 +12,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.mindio.protocol.manager_messages import CallKind, ManagerLeft, NoticeKind
+from ttp.mindio.protocol.messages import HANDLERS
 
 # -------------------------------------------------------------------------------------------------------------- manager
 
@@ -79,6 +82,62 @@ def test_the_manager_knows_of_a_fault_first() -> None:
     for notice in (NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
         world.say(notice, {2: 2}, strategy="retry")
     assert world.kinds() == ["stop", "clean", "rollback", "resume"] and world.machine.stage == "training"
+
+
+# -------------------------------------------------------------------------------------------------------------- resize
+
+
+def resizing(strategy: str, *dead: int, hosts: str = "aabb", **handlers: Any) -> HandlerWorld:
+    """A manager has chosen this for the fault, whether it was offered or not; the job was launched as elastic."""
+    world = HandlerWorld(FOUR, None, hosts, **{"elastic": True, **handlers})
+    world.attend()
+    if dead:
+        world.dies(*dead)
+    else:
+        for rank in range(4):
+            world.fault(rank, m.FaultKind.PREEMPTED)
+            world.pump(world._take())
+    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
+        world.say(kind, dict.fromkeys(dead, 1))
+    world.say(NoticeKind.STRATEGY, strategy=strategy)
+    return world
+
+
+@pytest.mark.parametrize(("strategy", "dead", "drained"), [("downgrade", (3,), ["b"]), ("upgrade", (), [])])
+def test_the_next_launch_has_other_hosts(strategy: str, dead: tuple[int, ...], drained: list[str]) -> None:
+    """It is saved; the hosts of faulty ranks start none again; success is told when that launch has made a step."""
+    world = resizing(strategy, *dead)
+    assert ("strategies", 0, f"exit,dump,{strategy}") in heard(world), heard(world)
+    assert world.machine.drained_hosts == drained and world.named == [7]
+    world.goodbye(0, m.GoodbyeReason.RELEASED, version=8)  # it was a step ahead, which was not whole
+    world.settle()
+    assert world.released == {EXIT_SAVED} and heard(world)[-1][0] == "strategies"
+    world.hello(0, framework=HANDLERS, nonce="next", launch=1, host="a", pid=9)
+    for version in (7, 8):
+        assert heard(world)[-1][0] == "strategies"
+        world.report(0, m.Heartbeat(Rank(0), Version(version), m.Phase.IDLE))
+        world._take()
+    assert heard(world)[-1] == ("result", 0, strategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dead", "hosts", "handlers"),
+    [
+        ("downgrade", (3,), "aabb", {"elastic": False}),
+        ("downgrade", (0,), "abcd", {}),  # the host of rank 0
+        ("downgrade", (1,), "aabb", {}),  # likewise
+        ("downgrade", (), "aabb", {}),  # a host wants to come in
+        ("upgrade", (3,), "aabb", {}),
+        ("upgrade", (), "aabb", {"elastic": False}),
+    ],
+)
+def test_otherwise_it_is_refused_with_what_is_possible(
+    strategy: str, dead: tuple[int, ...], hosts: str, handlers: dict[str, Any]
+) -> None:
+    world = resizing(strategy, *dead, hosts=hosts, **handlers)
+    assert heard(world)[-1] == ("result", 406, strategy) and world.machine.drained_hosts == []
+    world.settle()
+    assert world.named == [7] and world.released == {EXIT_SAVED}
 
 
 # ---------------------------------------------------------------------------------------------------------------- pause

@@ -316,7 +316,7 @@ def test_a_job_that_is_soon_done_is_mended_too() -> None:
     assert heard(this)[-1] == ("result", 0, "recover")
 
 
-@pytest.mark.parametrize("strategy", ["upgrade", "downgrade", "migration"])
+@pytest.mark.parametrize("strategy", ["upgrade", "downgrade", "migration", "nonsense"])
 def test_what_else_is_refused_with_what_is_possible(strategy: str) -> None:
     this = led()
     this.say(NoticeKind.STRATEGY, strategy=strategy)

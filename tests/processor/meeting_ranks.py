@@ -9,11 +9,11 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from tests.processor.sentinel_owner import without_settings
+from tests.waiting import until
 from ttp.processor.gate import meeting as meeting_module
 from ttp.processor.gate.meeting import BrokenError, Meeting, run
 from ttp.processor.gate.meeting_place import find_place
@@ -35,10 +35,7 @@ def through_files(directory: Path, rank: int, count: int) -> Any:
         draft.write_bytes(data)
         draft.rename(directory / f"told.{number}.{rank}")
         everyone = [directory / f"told.{number}.{other}" for other in range(count)]
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(path.exists() for path in everyone):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        until(lambda: all(path.exists() for path in everyone), PATIENCE_S, every_s=0.002)
         return [path.read_bytes() for path in everyone]
 
     return gather

@@ -34,7 +34,9 @@ def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuin
     of_old: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=old)
     with pytest.raises(Halted):
         Processor.begin_update(of_old)
+    goes_on.over()  # its training thread was about to enter the barrier before the update
     assert goes_on.runs and os.getpid() in Again(tmp_path).marks()
+    goes_on.releasing = False  # it is out of train()
     of_new: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=new)
     Processor.begin_update(of_new)
     assert not goes_on.runs and not Again(tmp_path).marks() and new.updating

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.processor.fake_source import FakeSource
+from tests.waiting import until
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.decide import How
@@ -92,10 +92,8 @@ def rig(tmp_path: Path) -> Iterator[Callable[[int | None], Rig]]:
     yield make
     for each in made:
         each.looker.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while any(thread.name == "ttp-follower" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "nobody follows a device that is not asked for any more"
-        time.sleep(0.001)
+    # nobody follows a device that is not asked for any more
+    until(lambda: not any(thread.name == "ttp-follower" for thread in threading.enumerate()))
 
 
 def test_a_device_that_hangs_costs_milliseconds_where_something_broke(rig: Callable[[int], Rig]) -> None:

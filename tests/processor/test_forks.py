@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.conftest import Controller, until
+from tests.controller.conftest import Controller
+from tests.waiting import until
 
 PROGRAM = """
 import os, signal, sys

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.waiting import until
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
 from ttp.processor.gate.gate import Gate, GateState
@@ -96,8 +97,7 @@ def test_who_stands_between_two_steps_of_one_version_is_of_none() -> None:
     assert gate.close().phase is Phase.TORN, "answered at once"
     went_on = threading.Thread(target=gate.begin_update)
     went_on.start()
-    while not gate.state().parked:
-        time.sleep(0.001)
+    until(lambda: gate.state().parked)
     assert quiet == [Phase.TORN] and not gate.admit(), "there is no gradient of a whole update"
     gate.open()
     went_on.join()

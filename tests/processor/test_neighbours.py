@@ -6,12 +6,14 @@ import logging
 import queue
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.controller.conftest import until
+from tests.making import making
 from tests.processor.sentinel_owner import Owner
+from tests.waiting import until
 from ttp.processor.liveness import peer_watcher as subject
 from ttp.processor.liveness.futex import DIED, WAITERS
 from ttp.processor.liveness.peer_watcher import PeerWatcher
@@ -33,15 +35,8 @@ def tmp_path() -> Iterator[Path]:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """``start(rank, ...)``: a process that holds a sentinel in ``tmp_path``."""
-    owners: list[Owner] = []
-
-    def begin(rank: int, incarnation: int = INCARNATION, look_s: float = 0) -> Owner:
-        owners.append(Owner(tmp_path, rank, incarnation, look_s))
-        return owners[-1]
-
-    yield begin
-    for owner in owners:
-        owner.end()
+    with making(partial(Owner, tmp_path), Owner.end) as start:
+        yield start
 
 
 class Watching:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.making import making
 from tests.processor.sentinel_owner import Owner, without_settings
 from ttp.config import RankEnv
 from ttp.processor.liveness import futex
@@ -41,15 +42,12 @@ Start = Callable[..., Owner]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """``start(rank, ...)``: a process that holds a sentinel in ``tmp_path``."""
-    owners: list[Owner] = []
 
     def begin(rank: int = 3, directory: Path = tmp_path) -> Owner:
-        owners.append(Owner(directory, rank))
-        return owners[-1]
+        return Owner(directory, rank)
 
-    yield begin
-    for owner in owners:
-        owner.end()
+    with making(begin, Owner.end) as start:
+        yield start
 
 
 def seen(directory: Path, rank: int = 3, seat: Seat = Seat.NEIGHBOUR) -> SentinelReader:

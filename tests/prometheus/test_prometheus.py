@@ -8,10 +8,10 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ import pytest
 from tests.controller.test_metrics import killed_and_back
 from tests.e2e.harness import Job
 from tests.ports import free_port
+from tests.waiting import until
 from ttp.controller.metrics import Collector, RankNumbers, Snapshot
 from ttp.controller.tally import Tally
+from ttp.launch.presence import listens
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "ttp.rules.yml"
@@ -96,21 +98,10 @@ def prometheus(job: Job, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=10) as answer:
             return json.load(answer)["data"]
 
+    until(lambda: listens("127.0.0.1", port, 1.0))
     yield ask
     server.terminate()
     server.wait(30)
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            if found := condition():
-                return found
-        except OSError:
-            pass  # it has not started yet
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -131,18 +122,19 @@ def test_a_real_prometheus_sees_a_real_fault(job: Job, prometheus: Callable[[str
         for rank in ranks:
             os.kill(told[rank]["pid"], signal.SIGKILL)
 
+    slowly = partial(until, every_s=0.2)
     job.wait_for_version(5)
-    until(lambda: value('ttp_stage{stage="training"}') == [1.0] and value("ttp_version_newest")[0] > 5)
+    slowly(lambda: value('ttp_stage{stage="training"}') == [1.0] and value("ttp_version_newest")[0] > 5)
     assert firing() == []
     kill([0, 1])
-    alert = until(firing)[0]
+    alert = slowly(firing)[0]
     assert (alert["labels"]["alertname"], alert["labels"]["severity"]) == ("TtpNotSaved", "page")
-    until(lambda: len(job.starts()) == 2)
+    slowly(lambda: len(job.starts()) == 2)
     job.wait_for_version(job.starts()[-1] + 5)
-    until(lambda: value('ttp_stage{stage="training"}') == [1.0])
+    slowly(lambda: value('ttp_stage{stage="training"}') == [1.0])
     kill([1])
-    until(lambda: sum(value('ttp_incidents_total{outcome="saved"}')) == 1)
-    until(lambda: sum(value("ttp_recovery_seconds_count")) >= 1)
-    until(lambda: value("ttp:goodput:ratio1h"))
+    slowly(lambda: sum(value('ttp_incidents_total{outcome="saved"}')) == 1)
+    slowly(lambda: sum(value("ttp_recovery_seconds_count")) >= 1)
+    slowly(lambda: value("ttp:goodput:ratio1h"))
     silent = [query for query in panels() if not prometheus(f"query?query={urllib.parse.quote(query)}")["result"]]
     assert not silent, "every panel of the dashboard shows something"

@@ -12,10 +12,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from tests.waiting import until
 from ttp.chaos import world
 from ttp.chaos.namespaces import Namespaces
 
@@ -76,18 +76,6 @@ def obstacle() -> str:
     return ""
 
 
-def until(what: str, true: Callable[[], bool], timeout_s: float = 60, every_s: float = 0.2) -> None:
-    """Wait for something.
-
-    Raises:
-        AssertionError: it did not come.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(every_s)
-
-
 class Cluster:
     """The hosts, and the daemons on them.
 
@@ -122,7 +110,7 @@ class Cluster:
         self._start(0, "slurmctld", "-D", "-i")
         for host in range(1, NODES + 1):
             self.start_node(host)
-        until("four nodes are idle", lambda: self.states() == ["idle"] * NODES)
+        until(lambda: self.states() == ["idle"] * NODES, every_s=0.2)
 
     def _munge(self) -> None:
         key = self.folder / "munge.key"
@@ -205,14 +193,12 @@ class BatchJob:
 
     def wait_for(self, text: str, timeout_s: float = 120) -> None:
         """Until the job has printed a text."""
-        until(f"{text!r} in:\n{self.text()}", lambda: text in self.text(), timeout_s)
+        until(lambda: text in self.text(), timeout_s, lambda: f"{text!r} is not in:\n{self.text()}", 0.2)
 
     def wait_for_state(self, *states: str, timeout_s: float = 180) -> dict[str, str]:
         """Until the job is in one of these states; returns ``facts``."""
-        try:
-            until(f"job {self.id} is {' or '.join(states)}", lambda: self.state() in states, timeout_s, 1)
-        except AssertionError as problem:
-            raise AssertionError(f"{problem}; it is {self.facts()}\n{self.text()[-8000:]}") from None
+        story = lambda: f"it is not {' or '.join(states)}: {self.facts()}\n{self.text()[-8000:]}"  # noqa: E731
+        until(lambda: self.state() in states, timeout_s, story, 1)
         return self.facts()
 
     def result(self) -> dict[str, str]:

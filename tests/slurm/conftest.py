@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.making import making
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import BatchJob, Cluster
 from ttp.chaos import world
@@ -22,15 +23,11 @@ def possible() -> None:
 
 @pytest.fixture
 def make_cluster() -> Iterator[Callable[..., Cluster]]:
-    made: list[Cluster] = []
-
     def make(**options: bool) -> Cluster:
-        made.append(Cluster(Path(tempfile.mkdtemp(prefix="ttp-slurm-")), **options))
-        return made[-1]
+        return Cluster(Path(tempfile.mkdtemp(prefix="ttp-slurm-")), **options)
 
-    yield make
-    for each in made:
-        each.close()
+    with making(make, Cluster.close) as make_cluster:
+        yield make_cluster
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.slurm.cluster import KILL_WAIT_S, BatchJob, Cluster, until
+from tests.slurm.cluster import KILL_WAIT_S, BatchJob, Cluster
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Digests = dict[str, str]
@@ -70,7 +71,7 @@ def test_what_is_cancelled_is_saved_and_not_started_again(cluster: Cluster) -> N
     cluster.command("scancel", job.id)
     facts = job.wait_for_state("CANCELLED", "COMPLETED", "FAILED")
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
-    until("the checkpoint is there", lambda: verdict(job) == ("saved", 75))
+    until(lambda: verdict(job) == ("saved", 75), every_s=0.2)
 
 
 def test_what_is_preempted_is_saved_and_goes_on_when_the_nodes_are_free(cluster: Cluster, unbroken: Digests) -> None:
@@ -109,8 +110,8 @@ def test_with_no_kill_the_loss_of_the_first_node_leaves_a_job_without_a_script(
     job = BatchJob(cluster, "--no-kill")
     job.wait_for("step 10/")
     cluster.hosts.power_off(1)
-    until("it is saved", lambda: verdict(job) == ("saved", 75))
-    until("SLURM knows", lambda: "down" in cluster.states()[0], 90)
+    until(lambda: verdict(job) == ("saved", 75), every_s=0.2)
+    until(lambda: "down" in cluster.states()[0], 90, every_s=0.2)
     time.sleep(2 * KILL_WAIT_S)
     assert (job.state(), job.facts()["Restarts"]) == ("RUNNING", "0")
     cluster.command("scontrol", "requeue", job.id)
@@ -126,7 +127,7 @@ def test_before_the_time_limit_it_is_saved_and_started_again(cluster: Cluster, u
 
 def test_what_is_preempted_before_its_ranks_have_joined_is_started_again(cluster: Cluster, unbroken: Digests) -> None:
     job = BatchJob(cluster, step_ms=0)
-    until("the launchers run", lambda: bool(running(cluster, 1, "ttp")), 60)
+    until(lambda: running(cluster, 1, "ttp"), every_s=0.2)
     time.sleep(3)
     cluster.command("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5")
     assert_resumed(job, unbroken)
@@ -163,12 +164,16 @@ def test_where_the_cluster_decides_by_exit_codes(make_cluster: Callable[..., Clu
         rank.kill()
     assert_resumed(job, unbroken)
     wrong = BatchJob(cluster, env=env | {"TTP_KEEP": "many"})
-    until("it is held", lambda: wrong.facts()["Reason"] == "JobHoldMaxRequeue" or wrong.state() == "SPECIAL_EXIT")
+    until(
+        lambda: wrong.facts()["Reason"] == "JobHoldMaxRequeue" or wrong.state() == "SPECIAL_EXIT",
+        story=wrong.facts,
+        every_s=0.2,
+    )
 
 
 def assert_resumed(job: BatchJob, unbroken: Digests, lives_max: int = 2) -> dict[str, str]:
     """The job has been started again, has gone on where it was, and has made the same bits."""
-    until("the job has been started again", lambda: job.facts()["Restarts"] != "0", 180, 1)
+    until(lambda: job.facts()["Restarts"] != "0", 180, every_s=1)
     facts = job.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", timeout_s=300)
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.text()
     assert 1 <= int(facts["Restarts"]) < lives_max, job.text()

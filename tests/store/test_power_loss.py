@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.disks.bad_disk import BadDisk, Rule
-from tests.disks.crash import Disk, Line, Loss, Tree, build, fingerprint
+from tests.disks.crash import Line, build, outcomes
 from ttp.core.layout import Version
 from ttp.store.catalog import scan
 from ttp.store.choice import look_back
@@ -35,7 +35,6 @@ CASES = {
     "occupied, no exchange": (True, (NO_EXCHANGE,)),
     "occupied, neither": (True, (NO_LINK, NO_EXCHANGE)),
 }
-LOSSES = [(loss, 0) for loss in Loss if loss is not Loss.SOME] + [(Loss.SOME, seed) for seed in range(4)]
 
 
 @pytest.fixture
@@ -63,25 +62,13 @@ def recorded(world: World, bad_disk: BadDisk, occupied: bool, lacks: tuple[Rule,
 def test_a_power_cut_between_any_two_system_calls(recorded: Sequence[Line], world: World, occupied: bool) -> None:
     after = type(world)(world.save_dir.with_name("after") / "checkpoints")
     seen = 0
-    for tree, cut, committed in outcomes(recorded):
+    begin, end = recorded.index(["mark", "begin"]), recorded.index(["mark", "committed"])
+    for tree, cut, committed in outcomes(recorded, range(begin, len(recorded) + 1), lambda cut: cut > end, 4):
         build(tree, after.save_dir.parent)
         check_reader(after, occupied, committed, f"cut after line {cut}: {recorded[cut - 1][:3]}")
         shutil.rmtree(after.save_dir.parent)
         seen += 1
     assert seen > 60
-
-
-def outcomes(recorded: Sequence[Line]) -> Iterator[tuple[Tree, int, bool]]:
-    """Each different disk that a cut may leave, the line before the cut, and whether success had been declared."""
-    begin, end = recorded.index(["mark", "begin"]), recorded.index(["mark", "committed"])
-    known: set[tuple[bool, int]] = set()
-    for cut in range(begin, len(recorded) + 1):
-        disk = Disk(recorded[:cut])
-        for loss, seed in LOSSES:
-            tree = disk.after(loss, seed)
-            if (key := (cut > end, fingerprint(tree))) not in known:
-                known.add(key)
-                yield tree, cut, cut > end
 
 
 def check_reader(world: World, occupied: bool, committed: bool, where: str) -> None:

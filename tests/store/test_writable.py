@@ -75,6 +75,13 @@ def test_a_url_is_refused_with_what_to_do(url: str) -> None:
     assert not Path(url.split("/", maxsplit=1)[0]).exists()
 
 
+def test_a_name_that_cannot_be_told_to_others_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """As one of letters looks in the locale C, or one of another encoding anywhere."""
+    place = os.fsdecode(os.fsencode(tmp_path) + b"/k\xe4se")
+    with pytest.raises(ConfigError, match=r"k\\udce4se' is not UTF-8 .*set LC_ALL=C\.UTF-8"):
+        check_writable(place)
+
+
 @pytest.mark.parametrize("empty", ["", "  "])
 def test_nothing_is_no_directory(empty: str) -> None:
     with pytest.raises(ConfigError, match="save_dir is empty; give"):

@@ -14,6 +14,9 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.making import making
+from tests.waiting import until
+
 pytest.importorskip("opentelemetry.sdk", reason="pip install 'ttp-ft[otlp]': nox -s traces does")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="pip install 'ttp-ft[otlp]'")
 
@@ -115,15 +118,8 @@ def test_a_collector_that_is_not_there_is_said(tmp_path: Path, ttp: Ttp, monkeyp
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def make(**settings: Any) -> Job:
-        jobs.append(Job(tmp_path / "job", **settings))
-        return jobs[-1].start()
-
-    yield make
-    for job in jobs:
-        job.stop()
+    with making(lambda **settings: Job(tmp_path / "job", **settings).start(), Job.stop) as make_job:
+        yield make_job
 
 
 def kill(job: Job, rank: int, launch: int) -> None:
@@ -132,13 +128,6 @@ def kill(job: Job, rank: int, launch: int) -> None:
     process = json.loads(job.ttp("status", "--json").stdout)["ranks"][rank]["pid"]
     os.kill(process, signal.SIGKILL)
     until(lambda: len(job.starts()) == launch + 1, 90)
-
-
-def until(condition: Callable[[], Any], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.05)
 
 
 @pytest.mark.timeout(300)

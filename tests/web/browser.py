@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,6 @@ def served(*arguments: str, env: dict[str, str]) -> Iterator[str]:
         server.wait(30)
         server.stdout.close()
         assert time.monotonic() - began < 10, "an open page does not hold it"
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> float:
-    """Wait until something is true; seconds that it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s, "did not come true in time"
-        time.sleep(0.02)
-    return time.monotonic() - began
 
 
 def text(page: Any, name: str) -> str:

@@ -73,34 +73,26 @@ def of_controller(folder: Path) -> Iterator[Served]:
 
 
 @contextmanager
-def of_buddy(folder: Path) -> Iterator[Served]:
+def at_port(server: Any) -> Iterator[Served]:
+    with open_channel("127.0.0.1", server.port) as channel:
+        try:
+            yield Served(channel, server)
+        finally:
+            server.close()
+
+
+def of_buddy(folder: Path) -> Any:
     receiver = Receiver(CONFIG, "job")
     receiver.rank, receiver.store = Rank(1), CopyStore(folder / "copies", 3)
-    with open_channel("127.0.0.1", receiver.port) as channel:
-        try:
-            yield Served(channel, receiver)
-        finally:
-            receiver.close()
+    return at_port(receiver)
 
 
-@contextmanager
-def of_barrier(folder: Path) -> Iterator[Served]:
-    heard = _Heard([0], CONFIG)
-    with open_channel("127.0.0.1", heard.port) as channel:
-        try:
-            yield Served(channel, heard)
-        finally:
-            heard.close()
+def of_barrier(folder: Path) -> Any:
+    return at_port(_Heard([0], CONFIG))
 
 
-@contextmanager
-def of_relay(folder: Path) -> Iterator[Served]:
-    relay = RelayServer(CONFIG, folder)
-    with open_channel("127.0.0.1", relay.port) as channel:
-        try:
-            yield Served(channel, relay)
-        finally:
-            relay.close()
+def of_relay(folder: Path) -> Any:
+    return at_port(RelayServer(CONFIG, folder))
 
 
 SERVERS: dict[str, tuple[str, Callable[[Path], Any]]] = {

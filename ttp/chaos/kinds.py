@@ -285,10 +285,6 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
-def _hung(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
-    return lambda s: (s.here(what, ranks(s.rank)),)
-
-
 def _host_then_controller(s: RunDraw) -> tuple[Fault, ...]:
     host = Target("host", (s.chance.randrange(1, s.job.hosts),))
     return s.here("kill", host), s.at_event("plan", "kill", CONTROLLER)
@@ -330,9 +326,9 @@ _FALLBACK, _MIRROR = frozenset({"fallback"}), frozenset({"mirror"})
 _PLACES = ("two places",)
 
 KINDS += (
-    Kind("a rank hangs", _hung("hang"), weight=2, shapes=_SEEN, features=_HANG, phases=_OUTER),
-    Kind("a rank hangs with the interpreter lock", _hung("hang-gil"), shapes=_SEEN, features=_HANG, phases=_OUTER),
-    Kind("a rank is stopped for good", _hung("stop"), shapes=_SEEN, features=_HANG, phases=_OUTER),
+    Kind("a rank hangs", _one("hang"), weight=2, shapes=_SEEN, features=_HANG, phases=_OUTER),
+    Kind("a rank hangs with the interpreter lock", _one("hang-gil"), shapes=_SEEN, features=_HANG, phases=_OUTER),
+    Kind("a rank is stopped for good", _one("stop"), shapes=_SEEN, features=_HANG, phases=_OUTER),
     Kind("kill the controller's host", _host("kill", 0), weight=3, shapes=_BY, features=_STANDBY, diverges=True),
     Kind("kill a host, then the controller", _host_then_controller, shapes=_BY, features=_STANDBY, diverges=True),
     Kind("full disk, second place", _disk("disk-full"), shapes=_PLACES, features=_FALLBACK, needs=_MOUNT),

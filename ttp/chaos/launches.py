@@ -104,7 +104,7 @@ class Launches:
         if self._script.hosts > 1:
             for host in range(self._script.hosts):
                 self._place.hosts.power_off(host)
-            self._end_observers()
+            self.close()
         heal_all(self._job)
         self.start()
 
@@ -137,10 +137,6 @@ class Launches:
         """Exit codes of the launchers by host; None: it still runs."""
         return [process.poll() for process in self._job.launchers.values()]
 
-    def close(self) -> None:
-        """End the observers. The launchers end with their hosts."""
-        self._end_observers()
-
     # -------------------------------------------------------------------------------------------------------- observers
 
     def _observe(self, host: int) -> None:
@@ -156,7 +152,8 @@ class Launches:
         for line in observer.stdout:
             self._inbox.put({**json.loads(line), "host": host})
 
-    def _end_observers(self) -> None:
+    def close(self) -> None:
+        """End the observers. The launchers end with their hosts."""
         for observer in self._job.observers.values():
             observer.kill()
             observer.wait()

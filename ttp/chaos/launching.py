@@ -37,14 +37,10 @@ def environment(
         **PATIENCE,
         **fallback,
         **dict(script.env),
-        "CHAOS_DIR": str(folder),
-        "CHAOS_SAVE_DIR": str(save_dir),
-        "CHAOS_STEPS": str(script.steps),
-        "CHAOS_WIDTH": str(script.width),
+        **_of_job(script, folder, save_dir),
         "CHAOS_STEP_MS": str(script.step_ms),
         SOCKET: str(socket_path),
         LAUNCH: str(launch),
-        "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "GRPC_VERBOSITY": "NONE",
         "TTP_PORT": str(port),
@@ -79,12 +75,16 @@ def command(script: Script, host: int, address: str) -> list[str]:
 def unbroken(script: Script, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Command and environment of the same training on one host, without ttp and without anybody hurting it."""
     plain = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(script.world_size)]
-    env = {
-        **clean_environment(),
+    env = clean_environment() | _of_job(script, folder, folder / "checkpoints")
+    return [sys.executable, *plain, "-m", "ttp.chaos.job"], env
+
+
+def _of_job(script: Script, folder: Path, save_dir: Path) -> dict[str, str]:
+    """What ``ttp.chaos.job`` reads, however it is started."""
+    return {
         "CHAOS_DIR": str(folder),
-        "CHAOS_SAVE_DIR": str(folder / "checkpoints"),
+        "CHAOS_SAVE_DIR": str(save_dir),
         "CHAOS_STEPS": str(script.steps),
         "CHAOS_WIDTH": str(script.width),
         "OMP_NUM_THREADS": "1",
     }
-    return [sys.executable, *plain, "-m", "ttp.chaos.job"], env

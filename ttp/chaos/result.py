@@ -89,17 +89,11 @@ def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
         world=f"{script.hosts}x{script.ranks_per_host}",
         launcher=script.launcher,
         expect=expected(judged.record),
-        outcome=judgement.outcome,
-        findings=judgement.findings,
         missed=tuple(judged.record.missed),
-        version=judgement.version,
-        lost_steps=judgement.lost_steps,
-        detect_ms=judgement.detect_ms,
-        commit_ms=judgement.commit_ms,
-        back_ms=judgement.back_ms,
         freezes=len(judged.record.told("opened")),
         ways=ways(judged.record),
         kept_processes=sum(bool(seen.facts.get("again")) for seen in judged.record.told("released")),
+        **{name: value for name, value in dataclasses.asdict(judgement).items() if name != "diverged"},
     )
 
 

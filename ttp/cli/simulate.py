@@ -32,6 +32,7 @@ Runs = Annotated[int, typer.Option("--runs", min=1, help="How many seeds, from t
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Processes that play them.")]
 Faults = Annotated[str | None, typer.Option("--faults", help="What goes wrong, see above. Default: drawn by the seed.")]
 Relays = Annotated[bool, typer.Option("--relays", help="Every job has relays. Default: the seed says.")]
+Transfers = Annotated[bool, typer.Option("--transfers", help="Ranks go on and give each other their state.")]
 Trace = Annotated[bool, typer.Option("--trace", help="Print everything that happens; for one run.")]
 
 
@@ -46,6 +47,7 @@ def simulate(
     jobs: Jobs = 1,
     faults: Faults = None,
     relays: Relays = False,
+    transfers: Transfers = False,
     trace: Trace = False,
     json: Json = False,
 ) -> None:
@@ -59,14 +61,16 @@ def simulate(
     kill:0@in_update#2 (in its second update), stop:2@0.2+1.5 (for 1.5 s; +ever: for good), partition:h1@0.25 (a host),
     controller@0.3, kill=2 (two of them, drawn by the seed), none. Kinds: kill, host, power, stop, silent, hang, relay,
     flap, partition, silence, split, controller, controller_restart, controller_twice, controller_stop, raise, sigterm,
-    save, write, commit, slow.
+    save, write, commit, slow, transfer (only with --transfers).
 
     JSON keys: seed, runs, broken (list: seed, text, command), incarnations, checkpoints, exits (how many processes
     ended with which code), events, virtual_s (seconds played), elapsed_s, digest (equal if the same has happened).
     """
     if trace and runs > 1:
         raise UsageError("simulate: --trace prints one run; leave --runs out and name its --seed")
-    wish = replace(_wish(ranks, shards, replicas, hosts, steps, faults), relays=relays)
+    if relays and transfers:
+        raise UsageError("simulate: ranks behind relays do not go on; leave --relays or --transfers out")
+    wish = replace(_wish(ranks, shards, replicas, hosts, steps, faults), relays=relays, transfers=transfers)
     wish.scenario(seed)  # what is wrong with the options is said before anything is played
     tally = Tally(wish, seed, runs)
     began = time.monotonic()
@@ -170,8 +174,8 @@ class Tally:
             "--faults": w.faults,
         }
         words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-        relays = ["--relays"] if w.relays else []
-        return shlex.join(["ttp", "simulate", "--seed", str(seed), *words, *relays, "--trace"])
+        flags = [name for name, on in (("--relays", w.relays), ("--transfers", w.transfers)) if on]
+        return shlex.join(["ttp", "simulate", "--seed", str(seed), *words, *flags, "--trace"])
 
     def facts(self, elapsed_s: float) -> dict[str, Any]:
         """What ``ttp simulate --json`` prints."""

@@ -303,6 +303,7 @@ class Welcome(LedOrder):
     incarnation: int
     ttp_version: str
     joins: bool = False  # it takes the seat of a rank that has died, in a job that goes on
+    guest: bool = False  # the rank whose seat it is to take still lives: it waits, and is no member yet
 
 
 @dataclass(frozen=True, slots=True)

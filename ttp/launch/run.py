@@ -70,6 +70,10 @@ class Launch(Protocol):
         """How the job goes on after a failure; None: as ``TTP_CONTINUITY`` says."""
 
     @property
+    def elastic(self) -> bool:
+        """Whether the job goes on with fewer hosts, and with more again."""
+
+    @property
     def saved_exit_code(self) -> int | None:
         """Exit code instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
 
@@ -91,6 +95,8 @@ def run(argv: list[str]) -> int:
         launch = _launch(argv)
         if launch.continuity is not None:
             os.environ["TTP_CONTINUITY"] = launch.continuity  # of the workers, too
+        if launch.elastic:
+            os.environ["TTP_ELASTIC"] = "on"
         config = Config.from_env()
         show_log(config)
         if launch.mindio or config.mindio:
@@ -202,6 +208,7 @@ class _TorchLaunch:
         self._arguments = _parse(argv)
         self.several_nodes = _nodes(self._arguments.nnodes) > 1
         self.mindio: bool = self._arguments.mindio
+        self.elastic: bool = self._arguments.elastic
         self.continuity: str | None = self._arguments.continuity
         self.saved_exit_code: int | None = self._arguments.saved_exit_code
         self._agent: Any = None

@@ -85,7 +85,7 @@ def allow_journal(run_dir: Path, *directories: Path | None) -> None:
 def journals_allowed(run_dir: Path) -> frozenset[str]:
     """The directories that ``allow_journal`` has allowed."""
     try:
-        text = (run_dir / JOURNALS_FILE).read_text()
+        text = (run_dir / JOURNALS_FILE).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         return frozenset()
     return frozenset(filter(None, text.split("\0")))

@@ -52,3 +52,26 @@ def _names(function: Any) -> tuple[str, ...]:
 
 def _accepts(function: Any, parameter: str) -> bool:
     return parameter in inspect.signature(function).parameters
+
+
+def forgive_replies() -> None:
+    """From now on a rank's own report of its error that cannot be read counts as none.
+
+    A rank that is killed while it writes one, or has no room for it, leaves half a file, at which torch's launcher
+    would end, and not start the job again.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    kind: Any = ProcessFailure
+    stock = kind.__post_init__
+    if stock.__module__ == __name__:
+        return
+
+    def read(failure: Any) -> None:
+        try:
+            stock(failure)
+        except (ValueError, TypeError, LookupError, OSError):
+            failure.error_file = ""
+            stock(failure)
+
+    kind.__post_init__ = read

@@ -14,6 +14,7 @@ from ttp.mindio.protocol.manager_messages import FaultOf, Notice, NoticeKind, Ra
 from ttp.wire.v1 import recover_pb2 as pb
 
 KNOWN_MAX = 256
+SWITCHES = {"hot switch": NoticeKind.HOT_SWITCH, "stop switch": NoticeKind.STOP_SWITCH}
 
 Faults = Mapping[int, int]
 """Ranks and what is broken of them; the numbers are those of ``FaultOf`` and of ClusterD's fault types."""
@@ -51,6 +52,8 @@ class Interpreter:
                 found = [Notice(NoticeKind.STOP_TRAIN, faults)]
             case "globalFault":
                 found = [Notice(NoticeKind.GLOBAL_RANK, faults, seconds)]
+            case "hot-switch" if set(signal.actions) & SWITCHES.keys():
+                found = [Notice(kind, faults) for action, kind in SWITCHES.items() if action in signal.actions]
             case "changeStrategy":
                 found = [Notice(NoticeKind.STRATEGY, strategy=wanted, params=signal.extra_params)]
             case "saveAndExit":

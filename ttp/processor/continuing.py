@@ -98,6 +98,7 @@ class Continuing:
         self._met = False  # all know whether loops are left
         self._alone = False  # takes a seat while the others stay in their loops: it comes to them in wrap_optimizer()
         self._timer: threading.Timer | None = None
+        self._switch = threading.Lock()
         self._since = time.monotonic()
         self._old: weakref.ref[Any] | None = None
         self.state = KeptState()
@@ -252,15 +253,21 @@ class Continuing:
             halt: of the gate.
             incident: which has ended so.
         """
-        self._start_clock(RankEnv.from_env().launch + 1)
-        self._incident = incident
-        self.releasing = True
+        with self._switch:
+            self._start_clock(RankEnv.from_env().launch + 1)
+            self._incident = incident
+            self.releasing = True
         halt()
         if self._groups is not None:
             self._groups.let_go()
 
     def over(self) -> None:
-        """An update begins, which every rank takes part in: from now on this is a launch like any other."""
+        """An update is about to begin, for which every rank has its gradient: now this is a launch like any other."""
+        with self._switch:
+            if not self.releasing:
+                self._stop_clock()
+
+    def _stop_clock(self) -> None:
         self.runs = False
         if self._timer is not None:
             self._timer.cancel()

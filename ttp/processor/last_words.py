@@ -38,7 +38,10 @@ def leave_word(why: object) -> None:
 
 
 def write_error_file(problem: BaseException) -> None:
-    """Tell torchelastic what happened, so that its report does not say ``error_file: <N/A>``."""
+    """Tell torchelastic what happened, so that its report does not say ``error_file: <N/A>``.
+
+    The file appears whole or not at all: another thread may end this process at any moment.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -51,4 +54,6 @@ def write_error_file(problem: BaseException) -> None:
     }
     with contextlib.suppress(OSError):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(content))
+        draft = Path(f"{path}.{os.getpid()}")
+        draft.write_text(json.dumps(content))
+        draft.replace(path)

@@ -63,7 +63,7 @@ class Processor:
     """
 
     incarnation = 0
-    joins = False  # this process has taken the seat of a rank that has died, in a job that goes on
+    joins = was_guest = False  # this process takes the seat of a rank in a job that goes on; that rank still lived
     mark = 0
     """Point of the step that the training thread has passed; see ``Heartbeat``."""
     activity = ""
@@ -333,8 +333,8 @@ class Processor:
                 self._lease.drop()
             case act.NoteRing():
                 self._lease.writer.submit(lambda: self._link.note(action, self._machine.incarnation))
-            case act.Joined(incarnation, first, joins):
-                self.joins |= joins
+            case act.Joined(incarnation, first, joins, guest):
+                self.joins, self.was_guest = self.joins or joins, self.was_guest or guest
                 self._on_joined(incarnation, first)
             case act.Rejected(_, text):
                 self._joining.refused(text)

@@ -161,18 +161,6 @@ def _list(obj: Any, depth: int) -> list[Any]:
     return _items(obj, depth)
 
 
-def _as_tuple(obj: Any, depth: int) -> Any:
-    return extension(_TUPLE, pack(_list(obj, depth)))
-
-
-def _as_set(obj: Any, depth: int) -> Any:
-    return extension(_SET, pack(_members(obj, depth)))
-
-
-def _as_frozenset(obj: Any, depth: int) -> Any:
-    return extension(_FROZENSET, pack(_members(obj, depth)))
-
-
 def _members(obj: Any, depth: int) -> list[Any]:
     plain: list[Any] = []
     for item in obj:
@@ -188,14 +176,6 @@ def _as_dict(obj: Any, depth: int) -> Any:
     if all(type(key) is str for key in obj):
         return {key: _value(key, value, depth) for key, value in obj.items()}
     return extension(_PAIRS, pack(_pairs(obj, depth)))
-
-
-def _as_ordered(obj: Any, depth: int) -> Any:
-    return extension(ORDERED, pack(_pairs(obj, depth)))
-
-
-def _as_counter(obj: Any, depth: int) -> Any:
-    return extension(_COUNTER, pack(_pairs(obj, depth)))
 
 
 def _pairs(obj: Any, depth: int) -> list[Any]:
@@ -218,14 +198,19 @@ def _value(key: Any, value: Any, depth: int) -> Any:
         raise
 
 
+def _extended(code: int, inside: Callable[[Any, int], list[Any]]) -> Callable[[Any, int], Any]:
+    """For a container that msgpack has no type for: it is packed as the list of what is ``inside``."""
+    return lambda obj, depth: extension(code, pack(inside(obj, depth)))
+
+
 _CONTAINERS: dict[type, Callable[[Any, int], Any]] = {
     list: _list,
-    tuple: _as_tuple,
-    set: _as_set,
-    frozenset: _as_frozenset,
+    tuple: _extended(_TUPLE, _list),
+    set: _extended(_SET, _members),
+    frozenset: _extended(_FROZENSET, _members),
     dict: _as_dict,
-    OrderedDict: _as_ordered,
-    Counter: _as_counter,
+    OrderedDict: _extended(ORDERED, _pairs),
+    Counter: _extended(_COUNTER, _pairs),
 }
 
 

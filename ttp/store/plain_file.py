@@ -43,17 +43,8 @@ def read_plain(path: Path, size_max: int | None = None) -> bytes:
     Raises:
         OSError: as ``open_plain``; ``EFBIG`` when the file is longer than ``size_max``, and nothing of it was read.
     """
-    with open_plain(path) as file:
+    with open_plain(path) as raw, io.BufferedReader(raw) as file:  # one read of the kernel's ends at 2 GiB
         size = os.fstat(file.fileno()).st_size
         if size_max is not None and size > size_max:
             raise OSError(errno.EFBIG, f"it is longer than {size_max} bytes", str(path))
-        return _read_fully(file, size)
-
-
-def _read_fully(file: io.FileIO, size: int) -> bytes:
-    """Read ``size`` bytes, or fewer if the file has become shorter."""
-    parts: list[bytes] = []
-    while size and (part := file.read(min(size, 1 << 30))):
-        parts.append(part)
-        size -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        return file.read(size)

@@ -112,11 +112,16 @@ def as_path(save_dir: str, what: str = "save_dir") -> Path:
     """The absolute path of a directory that a user has named.
 
     Raises:
-        ConfigError: it is empty, or a URL.
+        ConfigError: it is empty, or a URL, or nothing that could be told to other processes.
     """
     text = os.fspath(save_dir)
     if not text.strip():
         raise ConfigError(f"{what} is empty; give the directory where checkpoints shall be kept")
+    if text.encode(errors="replace").decode() != text:
+        raise ConfigError(
+            f"{what} {text!a} is not UTF-8 as this process reads it; set LC_ALL=C.UTF-8 where the job is launched, or "
+            f"choose another {what}"
+        )
     if _URL.match(text):
         raise ConfigError(
             f"{what} {text!r} is a URL; ttp writes to mounted file systems only: mount the storage and give its path"

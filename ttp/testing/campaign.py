@@ -17,7 +17,19 @@ from dataclasses import dataclass, replace
 
 from ttp.core.layout import Rank, Version
 from ttp.errors import TtpError, UsageError
-from ttp.testing.scenario import KINDS, LASTS, POINTS, Fault, Scenario, grid, random_fault, random_scenario, with_relays
+from ttp.testing.scenario import (
+    KINDS,
+    LASTS,
+    POINTS,
+    TRANSFER_POINTS,
+    Fault,
+    Scenario,
+    grid,
+    random_fault,
+    random_scenario,
+    with_relays,
+    with_transfers,
+)
 from ttp.testing.simulation import Simulation
 
 SEEDS_AT_ONCE = 100
@@ -35,6 +47,7 @@ class Wish:
         steps: updates until the training is over.
         faults: see ``parse_faults``.
         relays: every job has relays; else the seed says.
+        transfers: see ``Scenario``.
     """
 
     shards: int | None = None
@@ -43,6 +56,7 @@ class Wish:
     steps: int | None = None
     faults: str | None = None
     relays: bool = False
+    transfers: bool = False
 
     def scenario(self, seed: int) -> Scenario:
         """The job of one seed.
@@ -62,6 +76,8 @@ class Wish:
             scenario = replace(scenario, steps=self.steps)
         if self.relays and not scenario.relays:
             scenario = with_relays(scenario)
+        if self.transfers:
+            scenario = with_transfers(scenario)
         if self.faults is not None:
             scenario = replace(scenario, faults=(parse_faults(self.faults, seed, scenario.hosts),))
         return scenario
@@ -174,7 +190,7 @@ _ITEM = re.compile(r"(?P<kind>[a-z_]+)(?::(?P<target>[^@+=]+))?(?:@(?P<when>[^@+
 _COUNT = re.compile(r"(?P<kind>[a-z_]+)=(?P<count>\d+)")
 _RAISES = ("forward", "update", "refused")
 _OF_NOBODY = ("controller", "controller_restart", "controller_twice", "controller_stop", "split", "sigterm", "save")
-_ALL_THE_TIME = ("write", "commit", "slow")
+_ALL_THE_TIME = ("write", "commit", "slow", "transfer")
 
 
 def parse_faults(text: str, seed: int, hosts: Sequence[str]) -> tuple[Fault, ...]:
@@ -248,7 +264,7 @@ def _when(kind: str, when: str | None, item: str, drawn: Fault) -> tuple[float, 
         raise UsageError(f"{item!r}: {kind} holds all the time; leave {when!r} out")
     name, _, times = when.partition("#")
     point = name.replace("_", " ")
-    known = _RAISES if kind == "raise" else POINTS
+    known = _RAISES if kind == "raise" else (*POINTS, *TRANSFER_POINTS)
     match = next((p for p in known if p.lower() == point.lower()), None)
     if match is not None and (times == "" or times.isdecimal()):
         return float(times or 1), match

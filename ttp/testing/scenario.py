@@ -38,6 +38,8 @@ POINTS = (
     "after Hello",
 )
 """Where a rank can be killed, beside any moment."""
+TRANSFER_POINTS = ("verified", "said", "sending", "receiving", "received")
+"""And where ranks that go on come to their state, which is played where it is asked for."""
 
 KINDS = {
     "kill": "SIGKILL of a rank",
@@ -61,6 +63,7 @@ KINDS = {
     "write": "the disk of a rank refuses to write pieces for LASTS after the first one",
     "commit": "the disk of a rank refuses to commit for LASTS after the first time",
     "slow": "each file takes a rank LASTS longer",
+    "transfer": "each message of a state that the rank sends or receives when it goes on takes LASTS longer",
 }
 """Kinds of faults."""
 
@@ -78,6 +81,7 @@ LASTS: dict[str, tuple[float, ...]] = {
     "hang": (0.05, 0.3, 2.0, NEVER),
     "controller_stop": (0.3, 1.5, 5.0),
     "slow": (0.05, 0.5, 3.0, NEVER),
+    "transfer": (0.05, 2.0, NEVER),
     "write": (0.01, 1.0, NEVER),
     "commit": (0.01, 1.0, NEVER),
 }
@@ -134,6 +138,7 @@ class Scenario:
         uneven: this rank deals its shards out in another way than its replicas.
         relays: ranks speak to controllers through the relay of their host.
         keep: survivors of a death may go on in their processes, and launchers can start the dead alone.
+        transfers: those that go on keep their state or get it from each other; else they read the checkpoint.
     """
 
     seed: int
@@ -152,6 +157,7 @@ class Scenario:
     uneven: Rank | None = None
     relays: bool = False
     keep: bool = False
+    transfers: bool = False
 
 
 def grid(shards: int, replicas: int) -> Layout:
@@ -218,6 +224,32 @@ def with_relays(scenario: Scenario) -> Scenario:
         else:
             first = (*first, random_fault(rng, scenario.layout.world_size, "relay"))
     return replace(scenario, relays=True, faults=(first, *others))
+
+
+def with_transfers(scenario: Scenario) -> Scenario:
+    """The same job, whose ranks go on after deaths, and something may go wrong where they come to their state."""
+    rng, world = random.Random(f"transfers {scenario.seed}"), scenario.layout.world_size
+    first, *others = scenario.faults
+    if rng.random() < 0.8:  # else what has been drawn, after which nobody may go on
+        kills = range(rng.choice((1, 1, 1, 2)))
+        first = tuple(
+            Fault("kill", rng.randint(2, 4), Rank(rng.randrange(world)), rng.choice(POINTS[1:11])) for _ in kills
+        )
+    second = [_at_transfer(rng, world) for _ in range(rng.choice((0, 1, 1, 1, 2)))]
+    if rng.random() < 0.3:
+        second.append(_fault(rng, world))
+    third = (_at_transfer(rng, world), *others[0]) if others and rng.random() < 0.3 else ()
+    faults, steps = (first, tuple(second), third), rng.randint(5, 8)
+    return replace(scenario, keep=True, relays=False, transfers=True, faults=faults, steps=max(scenario.steps, steps))
+
+
+def _at_transfer(rng: random.Random, world: int) -> Fault:
+    rank, kind = Rank(rng.randrange(world)), rng.choice((*AT_POINTS, "transfer", "transfer", "transfer"))
+    if kind == "transfer":
+        return Fault(kind, 0.0, rank, lasts_s=_lasts_s(rng, kind))
+    point = rng.choice((*TRANSFER_POINTS, *POINTS[1:11]))
+    times = rng.randint(1, 4) if point in ("sending", "receiving") else 1
+    return Fault(kind, times, rank, point, _lasts_s(rng, kind))
 
 
 def _faults(rng: random.Random, world: int, count: int) -> tuple[Fault, ...]:

@@ -38,7 +38,7 @@ class Faults:
         self._raises: Counter[tuple[str, Rank]] = Counter()
         self._refuses: dict[tuple[str, Rank], float] = {}
         self._heals_at: dict[tuple[str, Rank], float] = {}
-        self._slow: dict[Rank, float] = {}
+        self._slow: dict[tuple[str, Rank], float] = {}
         for fault in faults:
             self._plan(fault)
 
@@ -48,8 +48,8 @@ class Faults:
                 self._raises[fault.point, fault.rank] = int(fault.at)
             case "write" | "commit":
                 self._refuses[fault.kind, fault.rank] = fault.lasts_s
-            case "slow":
-                self._slow[fault.rank] = fault.lasts_s
+            case "slow" | "transfer":
+                self._slow[fault.kind, fault.rank] = fault.lasts_s
             case _ if fault.point:
                 self._at_points.setdefault((fault.point, fault.rank), []).append(([int(fault.at)], fault))
             case _:
@@ -78,9 +78,9 @@ class Faults:
         lasts_s, now = self._refuses.get((kind, rank.rank)), self._world.now
         return lasts_s is not None and now < self._heals_at.setdefault((kind, rank.rank), now + lasts_s) + TINY_S
 
-    def disk_extra_s(self, rank: SimRank) -> float:
-        """Extra seconds that a file takes; infinite: the call never returns."""
-        return self._slow.get(rank.rank, 0.0)
+    def extra_s(self, kind: str, rank: SimRank) -> float:
+        """Extra seconds that a file (``slow``) or a message of a ``transfer`` takes; infinite: it never returns."""
+        return self._slow.get((kind, rank.rank), 0.0)
 
     # ------------------------------------------------------------------------------------------------------ it happens
 

@@ -75,6 +75,7 @@ class Trainer:
         "mark",
         "post_step_done",
         "random",
+        "received",
         "redos",
         "shards",
     )  # fmt: skip
@@ -88,6 +89,8 @@ class Trainer:
         self.post_step_done = True
         self.hanging = False
         self.mark = 0
+        self.received: dict[Shard, Words] | None = None
+        """The state that a rank which goes on has, or got from another one; None: it is read."""
         self.image: tuple[Version, dict[Shard, Words]] | None = None
         """The state before the last update, and its version."""
         self.redos = 0
@@ -187,6 +190,8 @@ class Trainer:
             yield None
         if self._restored.error:
             raise InvariantBroken(f"restore: {self._restored.error}")
+        if self._world.transfers is not None:
+            yield from self._world.transfers.state(self._rank, self._restored.version)
         self._load(self._restored.version)
         self._rank.put(ev.Based(self._restored.version))
         yield 0.001
@@ -195,7 +200,7 @@ class Trainer:
         state = self._world.state_at(version)
         self.gate.set_version(version)
         self._order = sorted(self._world.layout.shards_of(self._rank.rank))
-        self.shards = {s: state.shards[s] for s in self._order}
+        self.shards = self.received or {s: state.shards[s] for s in self._order}
         self.random = state.random[self._rank.rank]
         self.image = None
         self._write_page(version)

@@ -8,7 +8,8 @@ What is modelled: a network that delays, breaks streams and repeats messages (``
 controllers at a time (``sim_roads``); ranks that die at any point, raise, stand still, get SIGTERM (``sim_rank``);
 collectives that some ranks leave and others do not when one dies (``sim_collectives``); controllers that die between
 two actions of one event and are replaced; savers and committers that fail or take for ever; updates that are made or
-unmade on request, with a barrier where that is needed; snapshots. What is not: threads, disks (``tests/store`` pulls
+unmade on request, with a barrier where that is needed; snapshots; where it is asked for, how ranks that go on come to
+their state (``sim_transfers``). What is not: threads, disks (``tests/store`` pulls
 that plug), several jobs on one port (``tests/core/test_admission.py``).
 
 Every event costs constant time, so worlds of 10^5 ranks can be played.
@@ -38,6 +39,7 @@ from ttp.testing.sim_copies import Copies
 from ttp.testing.sim_faults import Faults
 from ttp.testing.sim_rank import Killed, SimRank
 from ttp.testing.sim_roads import GIVES_UP_S, Roads
+from ttp.testing.sim_transfers import Transfers
 from ttp.testing.toy import InvariantBroken, Pages, ToyState, ToyStorage, hello, mix
 
 PATIENCE = ControllerTimeouts(
@@ -148,6 +150,7 @@ class Simulation(Clock):
         """What a controller is told of the layout when it asks."""
         self._early: dict[Rank, SimRank] = {}
         """Of the next launch: ranks that go on in their processes; the others of this one may not know of it yet."""
+        self.transfers = Transfers(self) if scenario.transfers else None
         self._skipped = 0  # launches that came to nothing
         self._hosts: dict[str, Pages] = {}
         self._copies: dict[str, Copies] = {}
@@ -203,20 +206,26 @@ class Simulation(Clock):
         self._alive = world_size
         self.collectives = Collectives(self)
         self.roads.new_incarnation()
+        if self.transfers is not None:
+            self.transfers.begin(going_on=bool(early))
         faults = self.scenario.faults
         self._faults = Faults(self, faults[launch] if launch < len(faults) else ())
 
     def goes_on(self, rank: SimRank) -> None:
         """A rank was released to go on in its process: it may say hello before others have heard of their release."""
+        if self.transfers is not None:
+            self.transfers.goes_on(rank)
         if not self.scenario.relays:
             self.after(self.rng.choice((0.0, 0.001, 0.05, 0.5)), self._rejoin, rank)
 
     def _rejoin(self, old: SimRank) -> None:
-        if self.ranks.get(old.rank) is old:
+        if self.ranks.get(old.rank) is old and old.rank not in self._early:
             self._early[old.rank] = SimRank(self, self._hello(old.rank, old.hello.launch + 1), self.timeouts)
 
     def _early_of(self, launch: int) -> dict[Rank, SimRank]:
         """Ranks of the next launch that are there already. Where not all go on the launcher starts all anew."""
+        for rank in self.transfers.gone if self.transfers is not None else ():
+            self._rejoin(rank)
         early, self._early = self._early, {}
         went_on = all(r.exit_code is None or r.rank in early for r in self.ranks.values())
         if early and (not went_on or self.rng.random() < 0.2):
@@ -256,6 +265,8 @@ class Simulation(Clock):
             else:
                 rank.stream.end()
         rank.aside.died(self.roads.learns_late(rank))
+        if self.transfers is not None and not early:
+            self.transfers.ended(rank)
         if rank.exit_code != 0 and not early:
             if not self._somebody_died:
                 self._somebody_died = True
@@ -320,6 +331,8 @@ class Simulation(Clock):
         """A rank is at a point of ``scenario.POINTS``; raises ``Killed`` if it dies there."""
         self.points[point] += 1
         self._faults.reached(point, rank)
+        if self.transfers is not None and rank.alive:
+            self.transfers.reached(point, rank)
         if not rank.alive:
             raise Killed
 
@@ -362,7 +375,11 @@ class Simulation(Clock):
 
     def disk_extra_s(self, rank: SimRank) -> float:
         """How much longer a file takes than usual."""
-        return self._faults.disk_extra_s(rank)
+        return self._faults.extra_s("slow", rank)
+
+    def transfer_extra_s(self, rank: SimRank) -> float:
+        """How much longer what it sends and receives of a state takes than usual."""
+        return self._faults.extra_s("transfer", rank)
 
 
 def run_seed(seed: int, *, keep_trace: bool = False, shards: int | None = None, replicas: int | None = None) -> Result:

@@ -46,7 +46,9 @@ class ExtraState:
         self.modules: dict[str, nn.Module] = {n: o for n, o in named.items() if isinstance(o, nn.Module)}
         """Replicated state; its tensors go into the shard."""
         others = {n: o for n, o in named.items() if n not in self.modules}
-        if any(type(each).__module__.startswith("torchdata.") for each in others.values()):
+        loaders = {n: o for n, o in others.items() if type(o).__module__.startswith("torchdata.")}
+        self._late = [n for n, o in loaders.items() if hasattr(getattr(o, "sampler", None), "set_epoch")]
+        if loaders:
             require("torchdata", "wrap_optimizer", TORCHDATA, extra="torchdata")
         self._constant = {n: o for n, o in others.items() if getattr(o, "ttp_constant", False) is True}
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
@@ -57,7 +59,13 @@ class ExtraState:
 
     def notes(self) -> list[str]:
         """Warnings for jobs with several ranks."""
-        return [
+        late = [
+            f"{_path(name)} takes its place again in ttp.restore(), in the order of the epoch that its sampler then "
+            "has: set_epoch() behind it is too late in mid-epoch. Give the sampler's epoch as extra_state too, before "
+            "the loader (docs/frameworks.md, data loaders)"
+            for name in self._late
+        ]
+        return late + [
             f"{_path(name)} holds statistics of BatchNorm ({layer}), which differ between ranks: after a restore every "
             "rank has those of the rank that saved. For the bits of each rank use SyncBatchNorm, or let the average "
             "copy the model's buffers at each update"

@@ -12,6 +12,9 @@ version ends.
 A step that evaluates its closure when it may have written (LBFGS, sharpness-aware optimizers) is stood in likewise, and
 what it changes is copied before it.
 
+A loop of one optimizer that steps several times before it says that a version is done (the epochs of PPO over its
+buffer) stands between these steps likewise.
+
 Until it is known whether the loop learns between the steps, copies are made; where it does not, they are given up.
 """
 
@@ -41,7 +44,7 @@ class BetweenSteps:
     def __init__(
         self, turns: Turns, owners: Sequence[Sequence[Optimizer]], whole: bool, make: Callable[[], PreImage]
     ) -> None:
-        self._turns, self._owners, self._whole, self._make = turns, owners, whole, make
+        self.turns, self._owners, self._whole, self._make = turns, owners, whole, make
         self.preimage: PreImage | None = None
         self._told = False
 
@@ -56,8 +59,8 @@ class BetweenSteps:
         Returns:
             Whether training can go back to ``version``.
         """
-        whole, owners = self._whole or self._turns.by_hand, self._owners[number]
-        if not owners or (self._turns.is_last(number) and not (whole or within)):
+        whole, owners = self._whole or self.turns.by_hand, self._owners[number]
+        if not owners or (self.turns.is_last(number) and not (whole or within)):
             if self.preimage is not None:
                 self.preimage.forget()
             return False
@@ -68,14 +71,14 @@ class BetweenSteps:
 
     def after_update(self) -> None:
         """A version is finished."""
-        if not self._turns.several:
+        if not (self.turns.several or self.turns.interleaved):
             return
-        if not self._turns.stands_between:
+        if not self.turns.stands_between:
             self.preimage = None
-        elif self._turns.interleaved and self.preimage is not None and not self._told:
+        elif self.turns.interleaved and self.preimage is not None and not self._told:
             self._told = True
             log.info(
-                "the loop learns between the steps of its optimizers: %.1f MB are copied in every iteration, so that a "
+                "the loop learns between the steps of an iteration: %.1f MB are copied in every iteration, so that a "
                 "rank that stands between them can be gone back to the last version",
                 self.preimage.nbytes / 1e6,
             )

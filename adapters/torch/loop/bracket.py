@@ -98,6 +98,7 @@ class Bracket:
         "_capture",
         "_closures",
         "_complained",
+        "_ended",
         "_evaluating",
         "_fence",
         "_left",
@@ -149,6 +150,7 @@ class Bracket:
         self._left = False  # the last update, half made; until the next one begins
         self._again = False  # no gradient has come since
         self._closures = 0  # that run
+        self._ended = 0  # versions of this process
         self._mark = 0
         self._evaluating = False
         self._complained = False
@@ -167,7 +169,7 @@ class Bracket:
             self._look_for_exception()
         if self._stepping.depth:
             raise UsageError("step_done() was called inside optimizer.step(): call it at the end of the iteration")
-        hand = self._turns.ends_by_hand()
+        hand = self._turns.ends_by_hand(self._ended)
         if self._begun:
             self._end()
         elif not hand:  # the hooks have ended this update already, too early
@@ -329,6 +331,7 @@ class Bracket:
         except Exception:
             self._complain()
         self._begun = self._between = False
+        self._ended += 1
         self._mark = self._reporter.mark = 0
         self._reporter.end_update()
         self._calls.after_end()

@@ -42,6 +42,7 @@ class Repeating:
         capture: of rank-local state.
         extra: the user's objects.
         layout: the replica groups.
+        ddps: that reduce the gradients of the model now.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class Repeating:
         capture: LocalCapture,
         extra: ExtraState,
         layout: Layout,
+        ddps: Sequence[Ddp] = (),
     ) -> None:
         self._model, self._optimizers, self._scaler = model, list(optimizers), scaler
         self._capture, self._extra = capture, extra
-        self._ddps: Sequence[Ddp] = ()
-        self._layout = layout
+        self._ddps, self._layout = ddps, layout
+        self._left_out = False  # the call before the last one has made no update
         self._image: bytes | None = None
         self._trials_left = TRIALS
         self._parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
@@ -83,7 +85,6 @@ class Repeating:
         try:
             if not self._begun:
                 self._begun = True
-                self._ddps = ddps_of(self._model)
                 self.why_not = why_not() or self._objection()
             self._none = not self._parameters or self._parameters[0].grad is None
             self._image = self._capture.image()
@@ -94,8 +95,10 @@ class Repeating:
 
     def end(self, version: Version) -> None:
         """The call has returned."""
-        if not self.why_not and version != self.version + 1 and self._scaler is None:
-            self.why_not = f"a call of the function has made {version - self.version} updates"
+        made = version - self.version
+        if not self.why_not and (made > 1 or (made == 0 and self._scaler is None)):
+            self.why_not = f"a call of the function has made {made} updates"
+        self._left_out = made == 0
         if self._handles:
             self._trials_left -= version > self.version
             self._look_no_more()
@@ -111,6 +114,8 @@ class Repeating:
     def _refusal(self) -> str:
         if self._trials_left:
             return f"the function had not been called {TRIALS} times"
+        if self._left_out:  # by the scaler: whoever takes a seat begins behind the last update
+            return "the call before it made no update, so a newcomer would be one call behind"
         if self._image is None:
             return "not all of the state of this rank is captured, or some buffers or arrays in extra_state are large"
         if self._none != (not self._gradients or self._gradients[0].kind == "none"):
@@ -167,6 +172,8 @@ class Repeating:
         return {name for name, data in then.items() if self._extra.capture(name)[0] != data}
 
     def _objection(self) -> str:
+        if len(ddps_of(self._model, self._ddps)) > len(self._ddps):
+            return "a DistributedDataParallel was made behind wrap_optimizer(): a newcomer would make it alone"
         if gathering(self._model) or len(self._layout.groups) > 1 or any(map(is_sharded, self._optimizers)):
             return "only DistributedDataParallel and plain data parallelism can stay in their loops so far"
         if any(type(module).__name__ == "OptimizedModule" for module in self._model.modules()):

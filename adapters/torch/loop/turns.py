@@ -3,10 +3,11 @@
 The first version shows the order: it ends when each optimizer has stepped once. From then on a version ends with the
 step of the one that came last. A loop in which they step a different number of times (five steps of a critic for one of
 the generator) has no such order and must call ``step_done()`` at the end of its iterations. That is found out at the
-first step that does not fit, and raised: versions that are counted wrongly are restored wrongly.
+first step that does not fit, and raised: versions that are counted wrongly are restored wrongly. So is a loop of
+several steps in an iteration, each of which was counted before its first ``step_done()``.
 
 Whether there is a backward pass between the steps of one version is learned too. If there is, a rank may die, or wait
-for one that died, when only some of the optimizers have stepped: see ``between.py``.
+for one that died, when only some of them are made: see ``between.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from ttp.errors import UsageError
 _UNDECIDED_MAX = 1000
 """Steps in a version without an end: no loop that ends its iterations somewhere makes so many."""
 
+
+_LATE = (
+    "{0} steps again before step_done(), which was called for the first time behind {1} updates: each of these was "
+    "counted as a version, and a restart would begin too far. Call ttp.step_done() once before the loop, right behind "
+    "ttp.restore(), and at the end of each iteration"
+)
 
 _HIDDEN = (
     "{0} wraps another optimizer and does not call torch.optim.Optimizer.__init__(): what its step() does around the "
@@ -57,18 +64,25 @@ class Turns:
         """Whether the loop says itself, by ``step_done()``, when a version ends. Set by ``ends_by_hand``."""
         self.several = len(names) > 1
         """Whether there is more than one optimizer."""
+        self._early = 0  # versions that ended before the loop has said for the first time where one does
         self.simple = len(names) == 1 and not hidden
         """Whether each step makes a version: then nothing else here needs to be asked, or told."""
 
-    def ends_by_hand(self) -> bool:
-        """From now on the loop says when a version ends. Returns whether it did so before."""
+    def ends_by_hand(self, counted: int) -> bool:
+        """From now on the loop says when a version ends. Returns whether it did so before.
+
+        Args:
+            counted: versions that have ended so far.
+        """
         before, self.by_hand, self.simple = self.by_hand, True, False
+        if not before:
+            self._early = counted
         return before
 
     @property
     def stands_between(self) -> bool:
         """Whether training may stand between two steps of one version for as long as a collective takes."""
-        return self.several and self.interleaved is not False
+        return (self.several or self.by_hand) and self.interleaved is not False
 
     def is_last(self, number: int) -> bool:
         """Whether the version is known to end with the step of this optimizer."""
@@ -89,6 +103,8 @@ class Turns:
             UsageError: it is not its turn: where versions end cannot be told.
         """
         if self.by_hand:
+            if self._early > 1 and number in self._made:
+                raise UsageError(_LATE.format(self._names[number], self._early))
             return
         if self._hidden and number in self._made:
             raise UsageError(_HIDDEN.format(self._hidden))
@@ -122,6 +138,8 @@ class Turns:
     def over(self) -> None:
         """Note that the version is finished."""
         made, self._made = tuple(self._made), []
+        if self.by_hand:
+            self._early = 0  # one step in an iteration: it was counted as the loop does
         if len(set(made)) < len(self._names):
             return  # the scaler has left out a step, or the user has said so: nothing is to be learned
         if self.order is None and not self.by_hand:

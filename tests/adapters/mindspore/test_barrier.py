@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
 
+from tests.waiting import until
 from ttp.adapters.mindspore import barrier
 from ttp.adapters.mindspore.barrier import UpdateBarrier
 from ttp.config import Config
@@ -20,13 +20,6 @@ from ttp.processor.gate.gate import Gate
 
 DEADLINE_S = 60
 CONFIG = Config(token="the job's")
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @dataclass

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import mindspore as ms
 import pytest
 
-from tests.adapters.mindspore.job import HERE, SMALL, STEP, Job, Kill
+from tests.adapters.mindspore.job import BEGUN, HERE, SMALL, STEP, Job, Kill
+from ttp.launch.warm.starter import STATUS_FILE, read_status
 
 pytestmark = [pytest.mark.xdist_group("mindspore-jobs"), pytest.mark.timeout(900)]
 
@@ -126,6 +128,25 @@ def test_whoever_is_killed_and_started_again_by_hand(mode: str, tmp_path: Path) 
             assert tuple(seen) == unbroken.steps[int(rank)][int(number)], (rank, number)
     assert all(max(steps) == 24 for steps in by_hand.steps.values())
     assert {path.name for path in job.checkpoints} == {f"tft_saved_checkpoints-step_{step}" for step in begun[1:]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("continuity", ["warm", "off"])
+def test_workers_of_a_restart_are_forked(tmp_path: Path, unbroken: Unbroken, continuity: str) -> None:
+    """From a process that has imported MindSpore. With ``off`` they are started, and the next step is later."""
+    arguments = [*SMALL, "--optimizer", "momentum", "--mode", "graph"]
+    run_dir = tmp_path / "run"
+    env = {"TTP_CONTINUITY": continuity, "JOB_STAMPS": "1"}
+    env |= {"JOB_KILL_WHEN": str(run_dir / STATUS_FILE)} if continuity == "warm" else {}
+    job = Job(tmp_path, 2, [(1, 11, "begin")], arguments, env=env).run(RUN_S)
+    check_goes_on(job, unbroken("graph", 2, "momentum"), 10)
+    status = read_status(run_dir)
+    assert (status is not None and status["state"] == "ready") == (continuity == "warm"), status
+    killed_at = float(re.findall(r"killed at ([0-9.]+)", job.output)[0])
+    again = job.output[[found.end() for found in BEGUN.finditer(job.output)][1] :]
+    took_s = float(re.findall(r"stepped at ([0-9.]+)", again)[0]) - killed_at
+    print(f"{continuity}: the next step is made {took_s:.2f} s after the kill")
 
 
 @pytest.mark.slow

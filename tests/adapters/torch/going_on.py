@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.adapters.torch.stub_processor import StubProcessor, join, leave, save
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Version
 from ttp.processor.continuing import KeptState
@@ -92,8 +92,7 @@ def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
     at_save = one.state()
     processor.gate.open()
     expected = [digest(one.step(step)) for step in range(UPDATES, 2 * UPDATES)]
-    adapter.detach()
-    adapter.capture.close(unlink=True)
+    leave(adapter)
 
     seed(2)
     other = make()
@@ -112,8 +111,7 @@ def assert_hands_over_its_bits(directory: Path, make: Make, expected: Sequence[s
     adapter.source.inspect(Version(UPDATES))
     kept = KeptState()
     kept.keep(adapter, "x")
-    adapter.detach()
-    adapter.capture.close(unlink=True)
+    leave(adapter)
 
     seed(2)
     other = make()

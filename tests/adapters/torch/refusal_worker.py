@@ -13,12 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join
+from tests.adapters.torch.stub_processor import StubProcessor, join, save_together
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.core.decide import How
-from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.messages import Commit, SaverOrder
+from ttp.core.layout import Layout, Rank, Shard
 from ttp.errors import ConfigError, UsageError
 
 WORLD = 2
@@ -145,19 +143,5 @@ class Job:
         self.optimizer.step()
 
     def save(self) -> Path:
-        self.processor.gate.close()
-        draft = self.processor.save_dir / ".draft-step_1-x"
-        draft.mkdir(parents=True, exist_ok=True)
-        shards = tuple(s for s, ranks in self.processor.layout.groups.items() if ranks[0] == self.rank)
-        order = SaverOrder(Rank(self.rank), shards, How.AS_IS, (), self.rank == 0)
-        pieces = self.adapter.source.write_pieces(
-            order=order, version=Version(1), draft=draft, generation=1, cancelled=lambda: False
-        )
-        everyone: list[Any] = [None] * WORLD
-        dist.all_gather_object(everyone, pieces)
-        if self.rank == 0:
-            found = tuple(piece for pieces in everyone for piece in pieces)
-            last = Commit(Rank(0), 1, "x", 1, Version(1), INCARNATION, draft.name, "", "", 3, found, ())
-            commit(self.adapter.source, self.processor, last)
-        dist.barrier()
-        return self.processor.save_dir / "tft_saved_checkpoints-step_1"
+        shards = (s for s, ranks in self.processor.layout.groups.items() if ranks[0] == self.rank)
+        return save_together(self.adapter, self.processor, 1, shards)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters.torch.stub_processor import StubProcessor, two_shards
+from tests.waiting import until
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Layout, Version
 from ttp.processor.faults import is_collective_error
@@ -120,9 +121,7 @@ def no_barrier(directory: Path, rank: int) -> dict[str, Any]:
         job, begun = Rank(directory, rank, layout, undo), directory / f"begun {name}"
 
         def follow(*_: Any, begun: Path = begun) -> None:
-            deadline = time.monotonic() + PATIENCE_S
-            while rank == 0 and not begun.exists() and time.monotonic() < deadline:
-                time.sleep(0.005)
+            until(lambda: rank == 1 or begun.exists(), PATIENCE_S)
 
         job.optimizer.register_step_pre_hook(follow)
         job.adapter.attach(job.processor)  # type: ignore[arg-type]
@@ -136,10 +135,7 @@ def no_barrier(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def parked(job: Rank) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not job.processor.gate.state().parked and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return job.processor.gate.state().parked
+    return bool(until(lambda: job.processor.gate.state().parked, PATIENCE_S))
 
 
 def admitted(directory: Path, rank: int) -> dict[str, Any]:
@@ -148,9 +144,7 @@ def admitted(directory: Path, rank: int) -> dict[str, Any]:
     redone, seen = directory / "redone", dict[str, Any]()
 
     def linger(*_: Any) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while rank == 0 and not redone.exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: rank == 1 or redone.exists(), PATIENCE_S)
 
     def control() -> None:
         job.processor.gate.close()

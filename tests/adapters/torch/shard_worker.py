@@ -17,14 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save_together
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
-from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.messages import Commit, SaverOrder
 from ttp.errors import ConfigError
 
 WORLD = 4
@@ -229,24 +227,9 @@ class Job:
 
     def save(self, version: int) -> Path:
         """Every shard from the last rank that holds it, which differs from shard to shard."""
-        self.processor.gate.close()
-        draft = self.processor.save_dir / f".draft-step_{version}-x"
-        draft.mkdir(parents=True, exist_ok=True)
-        shards = tuple(s for s, ranks in self.processor.layout.groups.items() if ranks[-1] == self.rank)
+        shards = (s for s, ranks in self.processor.layout.groups.items() if ranks[-1] == self.rank)
         pages = tuple(Rank(r) for r in range(dist.get_world_size())) if self.rank == 0 else ()
-        order = SaverOrder(Rank(self.rank), shards, How.AS_IS, pages, self.rank == 0)
-        pieces = self.source.write_pieces(
-            order=order, version=Version(version), draft=draft, generation=1, cancelled=lambda: False
-        )
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, pieces)
-        path = self.processor.save_dir / f"tft_saved_checkpoints-step_{version}"
-        if self.rank == 0:
-            found = tuple(piece for pieces in everyone for piece in pieces)
-            last = Commit(Rank(0), 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, found, ())
-            path = commit(self.source, self.processor, last)
-        dist.barrier()
-        return path
+        return save_together(self.adapter, self.processor, version, shards, pages=pages)
 
     def close(self) -> None:
         dist.barrier()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.waiting import until
 from ttp.adapters.torch.device.accelerator import make_fence
 from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
 from ttp.processor.gate import meeting as meeting_module
@@ -73,17 +74,12 @@ class Rank:
 
     def wait_version(self, version: int) -> bool:
         """Until the device has come to it, and is not past it."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self.finished.finished_version() < version and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: self.finished.finished_version() >= version, PATIENCE_S)
         return self.finished.finished_version() == version >= self.begun.finished_version()
 
     def wait_held(self, version: int) -> bool:
         """Until the device stands before the update to ``version``."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.barrier.held(version) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return self.barrier.held(version)
+        return bool(until(lambda: self.barrier.held(version), PATIENCE_S))
 
 
 class _Words:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,12 @@ def join(adapter: TorchAdapter, processor: StubProcessor, pages: Path, rank: int
     adapter.attach(stands_for)
 
 
+def leave(adapter: TorchAdapter) -> None:
+    """Undo ``join``."""
+    adapter.detach()
+    adapter.capture.close(unlink=True)
+
+
 def save(
     adapter: Any,
     processor: StubProcessor,
@@ -90,6 +96,39 @@ def save(
     )
     last = Commit(mine, 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, tuple(pieces), missing)
     return commit(adapter.source, processor, last)
+
+
+def save_together(
+    adapter: Any,
+    processor: StubProcessor,
+    version: int,
+    shards: Iterable[Shard],
+    how: How = How.AS_IS,
+    *,
+    pages: tuple[Rank, ...] = (),
+) -> Path:
+    """All ranks: freeze, write, this one ``shards``; rank 0 commits. Returns the path when the checkpoint is there."""
+    import torch.distributed as dist
+
+    processor.gate.close()
+    draft = processor.save_dir / f".draft-step_{version}-x"
+    draft.mkdir(parents=True, exist_ok=True)
+    mine = Rank(processor.env.rank)
+    pieces = adapter.source.write_pieces(
+        order=SaverOrder(mine, tuple(shards), how, pages, mine == 0),
+        version=Version(version),
+        draft=draft,
+        generation=1,
+        cancelled=lambda: False,
+    )
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pieces)
+    if mine == 0:
+        found = tuple(piece for some in everyone for piece in some)
+        last = Commit(mine, 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, found, ())
+        commit(adapter.source, processor, last)
+    dist.barrier()
+    return processor.save_dir / f"tft_saved_checkpoints-step_{version}"
 
 
 def commit(source: Any, processor: StubProcessor, order: Commit) -> Path:

@@ -15,6 +15,7 @@ from torch import nn
 from tests.adapters.torch.checkpoints import digest
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from tests.adapters.torch.test_supported_several import SAM
+from tests.making import making
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
 from ttp.core.messages import Phase
@@ -88,15 +89,11 @@ class Gan:
 
 @pytest.fixture
 def gan(tmp_path: Path) -> Iterator[Callable[..., Gan]]:
-    made: list[Gan] = []
-
     def start(**given: Any) -> Gan:
-        made.append(Gan(tmp_path / "checkpoints", **given).start(tmp_path / "pages"))
-        return made[-1]
+        return Gan(tmp_path / "checkpoints", **given).start(tmp_path / "pages")
 
-    yield start
-    for each in made:
-        each.adapter.source.close()
+    with making(start, lambda each: each.adapter.source.close()) as gan:
+        yield gan
 
 
 def restored(path: Path, version: int) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, Sin, Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.waiting import until
 from ttp.adapters.torch.device import staging
 from ttp.adapters.torch.device.accelerator import flat_bytes, holder
 from ttp.adapters.torch.device.to_host import HostCopier, launch_once
@@ -201,10 +202,9 @@ class Page:
         return decode(found.data) if isinstance(found, pages.Page) else found
 
     def arrived(self, version: int) -> LocalState:
-        deadline = time.monotonic() + 30
-        while isinstance(state := self.state(version), str):
-            assert time.monotonic() < deadline, state
-            time.sleep(0.001)
+        until(lambda: not isinstance(self.state(version), str), 30, lambda: self.state(version), 0.001)
+        state = self.state(version)
+        assert not isinstance(state, str)
         return state
 
     def step(self, version: int) -> dict[str, Any]:
@@ -314,9 +314,7 @@ class TestBuffers:
         capture.capture(1, final=True)
         assert isinstance(read_page(tmp_path / "pages", 0, 1, 1), str)
         device.moving.set()
-        deadline = time.monotonic() + 30
-        while isinstance(read_page(tmp_path / "pages", 0, 1, 1), str):
-            assert time.monotonic() < deadline
+        until(lambda: not isinstance(read_page(tmp_path / "pages", 0, 1, 1), str), 30)
         capture.close(unlink=True)
 
     def test_a_device_that_does_not_move_does_not_stop_training(

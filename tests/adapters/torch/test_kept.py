@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.adapters.torch.stub_processor import StubProcessor, join, leave, save
 from tests.adapters.torch.worlds import run_world
+from tests.making import making
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.restoring import registered, restore, transfer
 from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, hand_over, keep, values_of
@@ -64,16 +66,8 @@ class Job:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def made(**settings: Any) -> Job:
-        jobs.append(Job(tmp_path, **settings))
-        return jobs[-1]
-
-    yield made
-    for job in jobs:
-        job.adapter.detach()
-        job.adapter.capture.close(unlink=True)
+    with making(partial(Job, tmp_path), lambda job: leave(job.adapter)) as make:
+        yield make
 
 
 def add_in_place(job: Job) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.making import making
+
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
@@ -90,15 +92,11 @@ class Job:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
     def start(make: Make = OPTIMIZERS["adamw with two groups"], undo: str | None = "preimage") -> Job:
-        jobs.append(Job(tmp_path / "checkpoints", make, undo).start(tmp_path / "pages"))
-        return jobs[-1]
+        return Job(tmp_path / "checkpoints", make, undo).start(tmp_path / "pages")
 
-    yield start
-    for job in jobs:
-        job.adapter.source.close()
+    with making(start, lambda job: job.adapter.source.close()) as started:
+        yield started
 
 
 def restored(path: Path, make: Make, version: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.going_on import seed
-from tests.adapters.torch.stub_processor import StubProcessor, join
+from tests.adapters.torch.stub_processor import StubProcessor, join, leave
+from tests.making import making
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.loop.repeating import TRIALS, Repeating
@@ -74,6 +76,10 @@ class Job:
             self.update(**how)
             self.repeating.end(self.processor.gate.version)
 
+    def calls_without_update(self) -> None:
+        self.repeating.begin(self.processor.gate.version, lambda: "")
+        self.repeating.end(self.processor.gate.version)
+
     def broken(self, *, drop: bool = True) -> None:
         self.repeating.begin(self.processor.gate.version, lambda: "")
         self.backward(drop=drop)
@@ -87,16 +93,8 @@ class Job:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def made(*args: Any) -> Job:
-        jobs.append(Job(tmp_path, *args))
-        return jobs[-1]
-
-    yield made
-    for job in jobs:
-        job.adapter.detach()
-        job.adapter.capture.close(unlink=True)
+    with making(partial(Job, tmp_path), lambda job: leave(job.adapter)) as make:
+        yield make
 
 
 def test_what_a_call_has_begun_with_is_put_back(make: Callable[..., Job]) -> None:
@@ -149,8 +147,7 @@ def test_why_a_call_is_not_made_again(make: Callable[..., Job], wrong: str, why:
     elif wrong == "makes two updates":
         job.calls(after=job.update)
     elif wrong == "makes none":
-        job.repeating.begin(job.processor.gate.version, lambda: "")
-        job.repeating.end(job.processor.gate.version)
+        job.calls_without_update()
     else:
         job.calls(TRIALS - (wrong == "once"))
     if wrong == "with gradients now":
@@ -158,6 +155,19 @@ def test_why_a_call_is_not_made_again(make: Callable[..., Job], wrong: str, why:
     job.broken()
     job.counts["loader"].value += wrong == "draws from a loader"
     assert job.repeating.refusal().startswith(why)
+
+
+def test_behind_a_call_that_the_scaler_has_left_out_all_leave(make: Callable[..., Job]) -> None:
+    """Whoever takes a seat begins behind the last update: with the call that was left out."""
+    job = make()
+    job.repeating._scaler = torch.amp.GradScaler("cpu")
+    job.calls()
+    job.calls_without_update()
+    job.broken()
+    assert job.repeating.refusal().startswith("the call before it made no update")
+    job.calls(1)
+    job.broken()
+    assert job.repeating.refusal() == ""
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
+
 pytest.importorskip("torch")
 import torch
 from torch import nn
@@ -129,10 +131,7 @@ def test_a_death_holds_the_device_for_good_and_it_can_be_let_go(caplog: pytest.L
     with caplog.at_level(logging.WARNING, "ttp.adapters.torch"):
         dead.set()
         run(first.barrier._meeting.warn())
-        deadline = time.monotonic() + PATIENCE_S
-        while not caplog.messages and time.monotonic() < deadline:
-            time.sleep(0.001)
-    assert "waits for ever before the update to version 4" in caplog.text
+        until(lambda: "waits for ever before the update to version 4" in caplog.text, PATIENCE_S)
     assert first.wait_version(3) and first.barrier.held(4)
     assert first.barrier.admit(4) and first.wait_version(4)
 
@@ -236,13 +235,10 @@ def test_a_job_says_that_it_holds_the_gradient_and_makes_the_update_by_order(
         step()
         step()
         assert processor.gate.version == 5
-        deadline = time.monotonic() + PATIENCE_S
-        while not source.gradient_ready():
-            assert time.monotonic() < deadline
+        until(source.gradient_ready, PATIENCE_S)
         assert source.device_version(Version(5), 0.02) == 3
         assert not source.redo(Version(5)) and source.redo(Version(4))
-        while source.device_version(Version(5), 0.02) != 4:
-            assert time.monotonic() < deadline
+        until(lambda: source.device_version(Version(5), 0.02) == 4, PATIENCE_S)
         assert not source.redo(Version(4))
         adapter.detach()
 

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.adapters.torch.checkpoints import Net, digest
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.making import making
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.messages import Phase
 from ttp.errors import UsageError
@@ -232,15 +233,11 @@ class Job:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
-
     def begin(*given: Any, **options: Any) -> Job:
-        made.append(Job(tmp_path / "checkpoints", *given, **options).start(tmp_path / "pages"))
-        return made[-1]
+        return Job(tmp_path / "checkpoints", *given, **options).start(tmp_path / "pages")
 
-    yield begin
-    for job in made:
-        job.adapter.source.close()
+    with making(begin, lambda job: job.adapter.source.close()) as start:
+        yield start
 
 
 KINDS: dict[str, tuple[Make, dict[str, bool]]] = {

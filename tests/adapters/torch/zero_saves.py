@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW
 
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join
+from tests.adapters.torch.stub_processor import StubProcessor, join, save_together
 from tests.adapters.torch.zero_worlds import Groups, Model, Training, plain, replicated, run
+from tests.waiting import until
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.messages import Commit, SaverOrder
 from ttp.errors import ConfigError
 
 STEPS = 4
@@ -60,24 +60,10 @@ class Job:
 
     def save(self, version: int, savers: dict[str, int], how: How = How.AS_IS) -> str:
         """Freeze, write the shards of which this rank is the saver, commit; the path of the checkpoint."""
-        self.processor.gate.close()
-        draft = self.directory / f".draft-step_{version}-x"
-        draft.mkdir(parents=True, exist_ok=True)
-        shards = tuple(Shard(shard) for shard, rank in savers.items() if rank == self.rank)
-        order = SaverOrder(Rank(self.rank), shards, how, (Rank(self.rank),), self.rank == 0)
-        pieces = self.adapter.source.write_pieces(
-            order=order, version=Version(version), draft=draft, generation=1, cancelled=lambda: False
-        )
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, pieces)
-        path = [""]
-        if self.rank == 0:
-            listed = tuple(piece for some in everyone for piece in some)
-            last = Commit(Rank(0), 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, listed, ())
-            path = [str(commit(self.adapter.source, self.processor, last))]
-        dist.broadcast_object_list(path, 0)
+        shards = (Shard(shard) for shard, rank in savers.items() if rank == self.rank)
+        path = save_together(self.adapter, self.processor, version, shards, how, pages=(Rank(self.rank),))
         self.processor.gate.open()
-        return path[0]
+        return str(path)
 
     def restored(self, path: str) -> Job:
         self.adapter.load(Path(path), self.rank, dist.get_world_size(), protected=True)
@@ -214,11 +200,11 @@ def redone(directory: Path) -> dict[str, Any]:
     gate.close()
     thread = threading.Thread(target=_step_with_one_thread, args=(job.training,))
     thread.start()
-    _until(lambda: gate.state().parked)
+    until(lambda: gate.state().parked)
     seen: dict[str, Any] = {"ready": job.adapter.source.gradient_ready()}
     if job.rank in (0, 1):
         seen["admitted"] = gate.admit()
-        _until(lambda: gate.version == STEPS)
+        until(lambda: gate.version == STEPS)
     draft_group = dist.new_group(range(dist.get_world_size()))
     dist.barrier(draft_group)
     seen |= {"version": gate.version, "entered": entered.is_set(), "settled": job.adapter.source.post_step_done()}
@@ -231,15 +217,6 @@ def _step_with_one_thread(training: Training) -> None:
     """As the reference was made: OpenMP counts for each thread that asks, and sums have other bits with two."""
     torch.set_num_threads(1)
     training.step()
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    waiting = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.005)):
-        if condition():
-            return
-        waiting.wait(0.005)
-    raise AssertionError("it never came")
 
 
 def refused(directory: Path) -> dict[str, Any]:

@@ -155,18 +155,22 @@ def _mend(problem: RuntimeError) -> None:
         _await_repair(problem)
         return
     log.warning("the training function raised %s: %s", state.name, text.splitlines()[0] if text else "")
-    joins = state is ReportState.RS_PREREPAIR_FINISH
-    if state not in AILMENTS or state is ReportState.RS_UNKNOWN or (joins and not THIS.joined.rebooted):
+    expected = {
+        ReportState.RS_PREREPAIR_FINISH: THIS.joined.rebooted,
+        ReportState.RS_STEP_FINISH: THIS.joined.moves,
+        ReportState.RS_UNKNOWN: False,
+    }
+    if state not in AILMENTS or not expected.get(state, True):
         _report_unknown(problem)
         raise problem
     code = _ERROR_CODE.search(text)
     THIS.report(state.value, code[1][:ERROR_CODE_MAX] if code else "", describe(problem))
-    _await_repair(problem, joins=joins)
+    _await_repair(problem, clean=state not in expected)
 
 
-def _await_repair(problem: RuntimeError, *, joins: bool = False) -> None:
-    """A process that joins has nothing that could be stopped and cleaned."""
-    if not joins and THIS.joined.wait_next_action() is NextAction.EXIT:
+def _await_repair(problem: RuntimeError, *, clean: bool = True) -> None:
+    """Who joins, or has left its loop at the end of a step, has nothing that could be cleaned."""
+    if clean and THIS.joined.wait_next_action() is NextAction.EXIT:
         _leave(problem)
     _empty_cache()
     if THIS.joined.wait_repair_action() is NextAction.EXIT:

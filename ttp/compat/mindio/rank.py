@@ -41,7 +41,7 @@ class ThisRank:
     def __init__(self) -> None:
         self.handlers = Handlers()
         self.enable_uce = True
-        self.enable_arf = False
+        self.enable_arf = self.enable_zit = False
         self._participant: Participant | None = None
         self._place: tuple[int, int] | None = None
         self._tls: tuple[bool, str] = (False, "")
@@ -52,7 +52,7 @@ class ThisRank:
     # -------------------------------------------------------------------------------------------------------- the start
 
     def describe(
-        self, rank: int, world_size: int, enable_tls: bool, tls_info: str, enable_uce: bool, enable_arf: bool
+        self, rank: int, world_size: int, enable_tls: bool, tls_info: str, *, uce: bool, arf: bool, zit: bool
     ) -> None:
         """What ``tft_init_processor`` was told.
 
@@ -61,7 +61,7 @@ class ThisRank:
         """
         check_rank(rank, world_size, lowest=0)
         self._place, self._tls = (rank, world_size), (enable_tls, tls_info)
-        self.enable_uce, self.enable_arf = enable_uce, enable_arf
+        self.enable_uce, self.enable_arf, self.enable_zit = uce, arf, zit
 
     def start(self, address: str, port: int) -> None:
         """Join the job.
@@ -86,6 +86,7 @@ class ThisRank:
             retry=self.enable_uce,
             load_repair=not for_mindspore(),
             recover=self.enable_arf,
+            elastic=self.enable_zit and config.elastic,
             halt_before_dump=os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1",
             raise_when_halted=not for_mindspore(),
         )
@@ -168,9 +169,7 @@ class ThisRank:
         except ValueError:
             raise ConfigError(f"tft_report_error({state!r}) is no ReportState: one of its values is wanted") from None
         except KeyError:
-            raise UsageError(
-                f"{ReportState(state).name} is of a hot switch, or of a start that nobody waits for: leave it out"
-            ) from None
+            raise UsageError(f"{ReportState(state).name} is of a start that nobody waits for: leave it out") from None
         if len(code) > ERROR_CODE_MAX:
             raise ConfigError(f"error_code {code!r} has more than {ERROR_CODE_MAX} characters")
         self._updating = False

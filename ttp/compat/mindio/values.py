@@ -37,9 +37,10 @@ AILMENTS = {
     ReportState.RS_UCE_CORRUPTED: Ailment.MEMORY_CORRUPT,
     ReportState.RS_HCCL_FAILED: Ailment.NETWORK,
     ReportState.RS_PREREPAIR_FINISH: Ailment.JOINED,
+    ReportState.RS_STEP_FINISH: Ailment.STOPPED,
     ReportState.RS_UNKNOWN: Ailment.FATAL,
 }
-"""The others are of a hot switch, which is not done."""
+"""``RS_INIT_FINISH`` is of a start that nobody waits for."""
 
 
 class RepairType(enum.Enum):

@@ -11,7 +11,7 @@ from ttp.core.controller.events import ConnectionId
 from ttp.core.controller.gathering import Gathering
 from ttp.core.controller.incident import Stage
 from ttp.core.controller.job_end import JobEnd
-from ttp.core.controller.membership import Refusal
+from ttp.core.controller.membership import Guest, Refusal
 from ttp.core.controller.parts import ControllerParts
 from ttp.core.layout import Rank, compact_ranks
 
@@ -34,6 +34,11 @@ class Admission:
     def hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
         """A rank wants to be part of the job: let it in, refuse it, or ask first what its layout is."""
         unknown = hello.layout_digest not in self._job.layouts
+        if not unknown and self._job.is_guest(hello):
+            self._job.guests[hello.rank] = Guest(connection, hello)
+            self._welcome(connection, hello, joins=True, guest=True)
+            self._outbox.record("guest", rank=hello.rank, host=hello.host, pid=hello.pid)
+            return
         abdicates = hello.takeover and hello.term_seen > self._job.term and self._job.may_have_moved(hello)
         if abdicates and not unknown:
             self._abdicate(now)
@@ -59,9 +64,7 @@ class Admission:
         first = hello.rank not in self._job.members
         if known is not None and known.hello.host != hello.host:
             self._parts.silence.lost(hello.rank)  # on the host that it was on
-        joins = self._job.join(connection, hello, now).seated
-        job = self._job
-        self._outbox.send(connection, m.Welcome(hello.rank, job.term, job.incarnation, hello.ttp_version, joins))
+        self._welcome(connection, hello, joins=self._job.join(connection, hello, now).seated)
         if first:  # one that comes back has not moved
             self._parts.hangs.observed((hello.rank,), hello.version, 0, hello.phase, "", now)
         self._parts.silence.joined(hello.rank, now)
@@ -74,6 +77,24 @@ class Admission:
         if self._job.complete and first:
             self._outbox.record("formed", world_size=hello.world_size, incarnation=self._job.incarnation)
         self._joined(hello, now)
+
+    def _welcome(self, connection: ConnectionId, hello: m.Hello, *, joins: bool, guest: bool = False) -> None:
+        term, incarnation = self._job.term, self._job.incarnation
+        self._outbox.send(connection, m.Welcome(hello.rank, term, incarnation, hello.ttp_version, joins, guest))
+
+    def guest_said(self, connection: ConnectionId, report: m.Report) -> None:
+        """What the program of a process says that is no member yet; of others nothing is heard."""
+        guest = self._job.guests.get(report.rank)
+        if guest is not None and guest.connection == connection and isinstance(report, m.ProgramReport):
+            guest.said.append(report)
+
+    def seat_guests(self, now: float) -> bool:
+        """Guests whose seats are open take them; whether any did."""
+        found = sorted(self._job.seats & self._job.guests.keys())
+        for rank in found:
+            guest = self._job.guests.pop(rank)
+            self.hello(guest.connection, guest.hello, now)
+        return bool(found)
 
     def _joined(self, hello: m.Hello, now: float) -> None:
         if self._end.finished_at is not None:

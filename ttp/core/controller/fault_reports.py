@@ -31,6 +31,8 @@ class FaultReports:
     def stream_ended(self, connection: ConnectionId, now: float) -> None:
         """All ranks that speak on this stream cannot be spoken to any more."""
         self._parts.layouts.ended(connection, now)
+        for rank in self._job.guests_on(connection):
+            del self._job.guests[rank]
         for rank in sorted(self._job.by_connection.get(connection, set())):
             member, first_of_host = self._job.members[rank], self._first_of_host(rank)
             self._rank_lost(member, now)

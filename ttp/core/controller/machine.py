@@ -170,6 +170,8 @@ class ControllerMachine:
         frozen = self.incident is not None
         self._expire(now)
         self._rescue.advance(now)
+        if self.job.guests and self._admission.seat_guests(now):
+            self._rescue.advance(now)
         if self.incident is None:
             self._rescue.program.advance()
         if frozen and self.incident is None:
@@ -337,8 +339,9 @@ class ControllerMachine:
 
     def _report(self, connection: ConnectionId, report: m.Report, now: float) -> None:
         member = self._speaking(((connection, report.rank),)).get(report.rank)
-        if member is None:
-            return  # said before hello, or by somebody who was replaced
+        if member is None:  # said before hello, by somebody who was replaced, or by a guest
+            self._admission.guest_said(connection, report)
+            return
         member.last_seen = now
         self._parts.silence.heard(member.hello.host, now)
         match report:

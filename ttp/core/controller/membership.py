@@ -42,6 +42,15 @@ class Member:
 
 
 @dataclass(slots=True)
+class Guest:
+    """A new process that waits for the seat of a rank that still lives, and what its program has said."""
+
+    connection: ConnectionId
+    hello: m.Hello
+    said: list[m.ProgramReport] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Membership:
     """The ranks of the current incarnation. Every question asked per event is answered in constant time."""
 
@@ -75,6 +84,9 @@ class Membership:
     """Ranks that have left a job that is not formed yet, and the launch that they were of."""
     seats: set[Rank] = field(default_factory=set)
     """Ranks that have died, and whose seats new processes may take while the others go on in this incarnation."""
+    moving: set[Rank] = field(default_factory=set)
+    """Ranks that live, and are to be replaced: new processes of theirs are let in as guests."""
+    guests: dict[Rank, Guest] = field(default_factory=dict)
     gather_until: float | None = None
     """This controller is new and the job is not: until then missing ranks may still say hello."""
 
@@ -113,6 +125,7 @@ class Membership:
         self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
         self.formed, self.ended, self.gather_until, self.seats = False, True, None, set()
+        self.moving, self.guests = set(), {}
 
     def learn(self, layout: Layout) -> None:
         """Remember a layout by its digest; only the last few are kept."""
@@ -133,6 +146,7 @@ class Membership:
         self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
         self.formed, self.ended, self.gather_until, self.seats = False, False, None, set()
+        self.moving, self.guests = set(), {}
 
     def join(self, connection: ConnectionId, hello: m.Hello, now: float) -> Member:
         """Add or re-attach a rank."""
@@ -250,6 +264,17 @@ class Membership:
         """Whether a new process comes for a seat that is open."""
         known = self.members.get(hello.rank) if hello.rank in self.seats else None
         return known is not None and known.hello.nonce != hello.nonce and not hello.incarnation
+
+    def is_guest(self, hello: m.Hello) -> bool:
+        """Whether a new process comes, on another host, for the seat of a rank that lives and is to be replaced."""
+        known = self.members.get(hello.rank) if hello.rank in self.moving - self.seats else None
+        if known is None or known.hello.nonce == hello.nonce or known.hello.host == hello.host or hello.incarnation:
+            return False
+        return not (self.malformed(hello) or self._stranger(hello) or self._mismatch(hello))
+
+    def guests_on(self, connection: ConnectionId) -> list[Rank]:
+        """Seats that guests on this stream wait for."""
+        return [rank for rank, guest in self.guests.items() if guest.connection == connection]
 
     def may_have_moved(self, hello: m.Hello) -> bool:
         """Whether a rank that was led by another controller meanwhile can be one of this job, or of its next launch.

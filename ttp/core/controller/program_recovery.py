@@ -52,6 +52,7 @@ class RescueContext:
         on_disk: the newest version that is on disk.
         blame: takes evidence against a rank, or against nobody (-1), and when it came.
         rescue_s: how long an incident may last.
+        drain: hosts whose launchers are not to start ranks again.
     """
 
     job: Membership
@@ -60,6 +61,7 @@ class RescueContext:
     on_disk: Callable[[], Version]
     blame: Callable[[Rank, m.FaultKind, str, float], None]
     rescue_s: float
+    drain: Callable[[frozenset[str]], None]
 
 
 class ProgramRecovery:

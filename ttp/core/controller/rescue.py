@@ -66,9 +66,11 @@ class Rescue:
         def blame(subject: Rank, kind: m.FaultKind, text: str, now: float) -> None:
             self.fault(subject, kind, text, now, witness=OUTSIDER)
 
-        self.program = self._planner.program = make_program(
-            RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, patience.rescue_s)
-        )
+        def drain(hosts: frozenset[str]) -> None:
+            self.verdict.drained |= hosts
+
+        context = RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, patience.rescue_s, drain)
+        self.program = self._planner.program = make_program(context)
 
     # ------------------------------------------------------------------------------------------------------- evidence
 

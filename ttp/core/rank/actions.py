@@ -122,6 +122,7 @@ class Joined(Action):
     incarnation: int
     first: bool
     joins: bool = False
+    guest: bool = False
 
 
 @dataclass(frozen=True, slots=True)

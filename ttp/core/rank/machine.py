@@ -35,7 +35,7 @@ from ttp.core.rank.program import RankProgram
 from ttp.core.rank.rescue import RankRescue, RankState
 from ttp.core.rank.stand_in import StandInStream
 from ttp.core.restore_messages import Restored, RestoreDecision, RestoreView
-from ttp.errors import EXIT_NOT_SAVED
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ProcessorMachine:
         self.timeouts = timeouts
         self.term = 0
         self.incarnation = 0
-        self.gone = False
+        self.gone = self._guest = False
         self._outbox = RankOutbox()
         self._state = RankState(hello, hello.version, hello.phase, RankProgram())
         self._rescue = RankRescue(self._state, self._outbox, timeouts.rescue_s, timeouts.redo_s)
@@ -181,8 +181,7 @@ class ProcessorMachine:
     def _on_time(self, now: float) -> None:
         if self._connect_at is not None and now >= self._connect_at:
             self._connect_at = None
-            start = self._attempts >= self.timeouts.start_controller_after
-            home = self._route.address == HOME
+            start, home = self._attempts >= self.timeouts.start_controller_after, self._route.address == HOME
             self._outbox.do(
                 act.Connect(start and home and self._route.went_round, self._route.address, self._within_s(now))
             )
@@ -241,6 +240,9 @@ class ProcessorMachine:
         )
 
     def _stream_down(self, now: float) -> None:
+        if self._guest:  # the next controller might take it for the rank that lives
+            self._exit(EXIT_SAVED, "the controller is lost, and this process was no part of the job yet")
+            return
         self._outbox.welcomed = False
         if self._down_since is None:
             self._down_since = now
@@ -335,12 +337,12 @@ class ProcessorMachine:
         if order.term < self.term:
             return  # a controller that does not know it was replaced
         first = self.incarnation == 0
-        self.term, self.incarnation = order.term, order.incarnation
+        self.term, self.incarnation, self._guest = order.term, order.incarnation, order.guest
         self._outbox.welcomed, self._attempts, self._down_since = True, 0, None
         self._route.connected()
         self._note_ring()
         self._beat_at = now + self.timeouts.heartbeat_s
-        self._outbox.do(act.Joined(order.incarnation, first, order.joins))
+        self._outbox.do(act.Joined(order.incarnation, first, order.joins, order.guest))
         if self._undecided or self._state.version <= self._state.hello.base_version:
             for said in filter(None, (self._view, self._restored if not self._undecided else None)):
                 self._outbox.report(said)  # others may still wait for the decision, and this controller may be new
@@ -380,8 +382,7 @@ class ProcessorMachine:
         self._report_broken(event)
 
     def _report_broken(self, event: ev.Raised) -> None:
-        rank = self._state.rank
-        nonce = self._state.hello.nonce
+        rank, nonce = self._state.rank, self._state.hello.nonce
         self._outbox.report(m.Fault(rank, rank, event.kind, event.text, event.detail, nonce, event.wrong))
 
     def _left(self, event: ev.Returned) -> None:

@@ -67,6 +67,7 @@ class RankRescue:
         self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
         self._order: m.Save | m.Commit | None = None
         self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
+        self._results_of = ""  # this incident
         self._preimage = False
         self._redo_until: float | None = None
         self._redoing: Version | None = None  # the update that was asked for, until it is over; whoever asked for it
@@ -112,8 +113,8 @@ class RankRescue:
     def _freeze(self, order: m.Freeze, now: float) -> None:
         if order.incident != self.incident:
             self._cancel()
-            self._results = {}
-            self._generation = 0
+            if order.incident != self._results_of:  # one that was thawed may be frozen again for the same
+                self._results, self._results_of, self._generation = {}, order.incident, 0
             self._frozen_since = now
         elif self._snapshot and not order.snapshot:
             self._frozen_since = now  # a fault came: from now on it is a rescue
@@ -163,9 +164,14 @@ class RankRescue:
         return order.version == state.version and not torn and state.phase is not m.Phase.UPDATING
 
     def _cancel(self) -> None:
-        """Forget the order that is being carried out; a save is given up, a commit is harmless."""
-        if isinstance(self._order, m.Save):
+        """Forget the order that is being carried out; a save is given up, a commit is harmless.
+
+        The thread that saves may still be writing: the same order is not carried out again, into the same files.
+        """
+        if isinstance(order := self._order, m.Save):
             self._outbox.do(act.CancelSave())
+            failed = m.SaveFailed(self._state.rank, order.incident, order.generation, "it was given up", may_pass=True)
+            self._results[m.Save, order.generation] = failed
         self._order = self._redo_until = None
 
     # -------------------------------------------------------------------------------------------------------- answers

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ttp.config import CONTINUITY_MODES
 from ttp.core.layout import WORLD_SIZE_MAX
@@ -164,37 +165,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= WORLD_SIZE_MAX:
-        raise argparse.ArgumentTypeError(f"a number from 1 to {WORLD_SIZE_MAX} is wanted, not {text}")
-    return value
+def _number(least: float, most: float, wanted: str, kind: type[int] | type[float] = int) -> Callable[[str], Any]:
+    """What makes a number of a flag's text."""
+
+    def parsed(text: str) -> int | float:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{wanted}, not {text}")
+        return value
+
+    return parsed
+
+
+_count = _number(1, WORLD_SIZE_MAX, f"a number from 1 to {WORLD_SIZE_MAX} is wanted")
+_restarts = _number(0, WORLD_SIZE_MAX, "a number from 0 on is wanted")
+_interval = _number(0.01, 3600, "a number of seconds from 0.01 to 3600 is wanted", float)
+_port = _number(1, 65535, "a port is a number from 1 to 65535")
 
 
 def _node(text: str) -> int | None:
     """None: nobody says, as with msrun's default of -1, where MindSpore would choose."""
-    return None if text.strip() == "-1" else _restarts(text)
-
-
-def _restarts(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= WORLD_SIZE_MAX:
-        raise argparse.ArgumentTypeError(f"a number from 0 on is wanted, not {text}")
-    return value
-
-
-def _interval(text: str) -> float:
-    value = float(text)
-    if not 0.01 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"a number of seconds from 0.01 to 3600 is wanted, not {text}")
-    return value
-
-
-def _port(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, not {text}")
-    return value
+    return None if text.strip() == "-1" else int(_restarts(text))
 
 
 def _place(table: RankTable | None) -> int | None:

@@ -95,6 +95,7 @@ class MindSporeLaunch:
     def __init__(self, argv: list[str]) -> None:
         self._argv, self._job = argv, parse(argv)
         self.several_nodes, self.mindio = self._job.several_nodes, self._job.mindio
+        self.elastic = False
         self.continuity, self.saved_exit_code = self._job.continuity, self._job.saved_exit_code
 
     def tell_others(self, text: str) -> None:

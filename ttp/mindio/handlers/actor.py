@@ -12,9 +12,9 @@ from ttp.core.layout import Rank, Version
 from ttp.core.messages import Phase
 from ttp.mindio.handlers.call import HANDLER_OF, Call, Handler, HandlerKind
 from ttp.mindio.handlers.loop import Loop
-from ttp.mindio.handlers.pause import PausePoint
+from ttp.mindio.handlers.pause import HALTED, MOVES, PausePoint
 from ttp.mindio.handlers.seat import Seat
-from ttp.mindio.protocol.messages import Act, Acted, RepairWay, RoundKind
+from ttp.mindio.protocol.messages import MIGRATION, Act, Acted, RepairWay, RoundKind
 from ttp.mindio.protocol.rank_side import Said
 from ttp.processor.gate.gate import Gate
 from ttp.processor.processor import Processor
@@ -64,6 +64,8 @@ class Actor:
         self.repair_type = ""
         self.loaded: int | None = None
         """Step of the checkpoint that the running repair has loaded."""
+        self.moves = False
+        """Ranks are moved to other hosts: the loop has ended with the end of a step."""
         self._rank, self._processor, self._handlers = rank, processor, handlers
         self._gate: Gate = processor.gate
         self._loop, self._pause, self._on_halted, self._on_device = loop, pause, on_halted, on_device
@@ -150,8 +152,10 @@ class Actor:
         if not self._stopped:
             self._on_halted(True)
             self._gate.halt()
-            self._pause.halt()
-            self._call(act)
+            self.moves = act.purpose == MIGRATION
+            self._pause.halt(MOVES if self.moves else HALTED)
+            if not self.moves:  # else it stands at the end of a step, in nothing that would have to be broken
+                self._call(act)
             self._stopped = True
         if not self._loop.wait_left(act.limit_ms / 1000 - (time.monotonic() - began)):
             raise CannotAct("the training thread has not left its loop")
@@ -201,12 +205,11 @@ class Actor:
     def _resume(self, act: Act) -> int:
         self.repair_step, self.repair_type = act.version, act.purpose
         self._gate.revive(Version(act.version))
-        self._stopped, self._cleaned = False, None
-        self._go_on()
-        self._on_halted(False)
-        return 0
+        self._stopped, self._cleaned, self.moves = False, None, False
+        return self._go_on()
 
     def _hold(self) -> int:
+        self._on_halted(True)  # another controller knows of no pause
         self._processor.activity = "paused"
         self._processor.say()
         return self._pause.hold(self._gate.version)
@@ -218,6 +221,7 @@ class Actor:
 
     def _go_on(self) -> int:
         self._pause.release()
+        self._on_halted(False)
         self._processor.activity = ""
         self._processor.say()
         return 0

@@ -147,9 +147,15 @@ class Manager:
         return self._notify(NoticeKind.STRATEGY, {}, strategy=strategy, params=params)
 
     def prepare_action(self, action: str, fault_ranks: Mapping[int, int]) -> int:
-        """Other processes are to take the place of some ranks that live: that is not done here."""
-        log.error("prepare_action(%r): processes that live are not exchanged in a running job", action)
-        return ERROR
+        """Processes are started on other hosts for some ranks that live (``hot switch``), or are not (``stop switch``).
+
+        Once they are there, and the job stands still, ``migration`` is offered.
+        """
+        kinds = {"hot switch": NoticeKind.HOT_SWITCH, "stop switch": NoticeKind.STOP_SWITCH}
+        if action not in kinds:
+            log.error("prepare_action: %r is neither hot switch nor stop switch", action)
+            return ERROR
+        return self._notify(kinds[action], fault_ranks)
 
     def dump(self) -> int:
         """A checkpoint now; training goes on. Returns when it is there."""

@@ -54,6 +54,7 @@ class Participant:
         halt_before_dump: stop and clean before the handlers save.
         recover: a new process may take the seat of a lost rank while this one goes on, where there are handlers to
             rebuild and to repair.
+        elastic: a launch with fewer ranks, or with more again, can go on from what the save handlers write.
         raise_when_halted: ``begin_update`` raises ``ForcedStop``; else it returns False.
     """
 
@@ -68,11 +69,13 @@ class Participant:
         load_repair: bool = False,
         halt_before_dump: bool = False,
         recover: bool = False,
+        elastic: bool = False,
         raise_when_halted: bool = True,
     ) -> None:
         self._env, self._config, self._exit_code = env, config, exit_code
         self._action_s, self._retry, self._load_repair = action_s, retry, load_repair
         self._halt_before_dump, self._recover, self._raises = halt_before_dump, recover, raise_when_halted
+        self._elastic = elastic
         self._seat = Seat(config.resolved_run_dir())
         self._handlers: dict[HandlerKind, Handler] = {}
         self._sets: tuple[ReplicaSet, ...] = ()
@@ -108,7 +111,7 @@ class Participant:
         layout = Layout.data_parallel(self._env.world_size)  # what it is like, the replica sets say
         self._processor = current.start_processor(self._env, layout, HandlerSource(), save_dir, self._prepare)
         self._session = current
-        if self.rebooted:
+        if self.rebooted and not self.was_guest:
             self._seat.take(self._env, self._config.rescue_patience_s / 2)
         self._say()
 
@@ -133,8 +136,18 @@ class Participant:
 
     @property
     def rebooted(self) -> bool:
-        """Whether this process has taken the seat of a lost rank in a running job."""
+        """Whether this process takes the seat of another one in a running job."""
         return self._processor is not None and self._processor.joins
+
+    @property
+    def was_guest(self) -> bool:
+        """Whether that rank still lived when this process came."""
+        return self._processor is not None and self._processor.was_guest
+
+    @property
+    def moves(self) -> bool:
+        """Whether the training thread is to leave its loop, or has left it, because other ranks are replaced."""
+        return self._actor is not None and self._actor.moves
 
     @property
     def started(self) -> bool:
@@ -177,6 +190,7 @@ class Participant:
                         save_ms=_ms(rescue_s - min(rescue_s / 2, ANOTHER_S)),
                         halted=self._halted,
                         recover=self._recover and all(kind in self._handlers for kind in RECOVERING),
+                        elastic=self._elastic,
                     )
                 )
             )

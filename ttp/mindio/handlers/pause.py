@@ -8,6 +8,8 @@ import time
 from ttp.mindio.handlers.loop import ForcedStop
 
 HALTED = "FORCE STOP. By ttp pause_train"
+MOVES = "STEP FINISH. By ttp pause_train"
+"""What programs written for MindIO look for in the text of an exception where ranks are moved to other hosts."""
 
 
 class PausePoint:
@@ -15,7 +17,8 @@ class PausePoint:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._held = self._halted = False
+        self._held = False
+        self._halted = ""
         self._limit: int | None = None
         self._passed: int | None = None
         self._standing: int | None = None
@@ -38,8 +41,8 @@ class PausePoint:
             self._changed.wait()
         self._standing = None
         if self._halted:
-            self._halted = False
-            raise ForcedStop(HALTED)
+            text, self._halted = self._halted, ""
+            raise ForcedStop(text)
 
     # --------------------------------------------------------------------------------------------------------- rounds
 
@@ -67,8 +70,8 @@ class PausePoint:
             self._held, self._limit = False, None
             self._changed.notify_all()
 
-    def halt(self) -> None:
-        """Whoever stands here is to leave its loop."""
+    def halt(self, text: str = HALTED) -> None:
+        """Whoever stands here is to leave its loop, with an exception that says this."""
         with self._changed:
-            self._halted = self._standing is not None
+            self._halted = text if self._standing is not None else ""
             self._changed.notify_all()

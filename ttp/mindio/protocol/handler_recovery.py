@@ -38,6 +38,7 @@ from ttp.mindio.protocol.pause import Pausing
 from ttp.mindio.protocol.repair_state import RepairState
 from ttp.mindio.protocol.rounds import Pause, RoundRunner, Script
 from ttp.mindio.protocol.save_script import dump
+from ttp.mindio.protocol.switching import Switching
 
 AILMENTS = {FaultOf.MEMORY: Ailment.MEMORY, FaultOf.NETWORK: Ailment.NETWORK}
 WORDS = {
@@ -66,6 +67,9 @@ class HandlerRecovery(ProgramRecovery):
         self._runner = RoundRunner(context.outbox)
         self._handshake = Handshake(self._state, self._mailbox, self._alone)
         self._pausing = Pausing(self._state, self._mailbox, self._end_paused_job)
+        self._switching = Switching(
+            self._state, self._mailbox, self._pausing, self._handshake, context.blame, self._script
+        )
 
     # ------------------------------------------------------------------------------------------------------- questions
 
@@ -104,7 +108,7 @@ class HandlerRecovery(ProgramRecovery):
         match report:
             case Handlers():
                 self._state.handlers(report)
-                if report.halted and not self._state.halted:
+                if report.halted and not (self._state.halted or self._pausing.paused or self._switching.held):
                     self.ails(Ailing(report.rank, Ailment.STOPPED, "", WORDS[Ailment.STOPPED]))
             case Ailing():
                 self.ails(report)
@@ -134,7 +138,8 @@ class HandlerRecovery(ProgramRecovery):
 
     def moved(self, version: Version) -> None:
         """A rank has finished an update."""
-        self._handshake.moved(version)
+        if not self._job.ended:  # else it is a last word of ranks that leave
+            self._handshake.moved(version)
 
     # --------------------------------------------------------------------------------------------------------- manager
 
@@ -159,6 +164,12 @@ class HandlerRecovery(ProgramRecovery):
                 self._mailbox.failed = incident
             case NoticeKind.PAUSE_TRAIN:
                 return self._wants_pause(notice, incident)
+            case NoticeKind.HOT_SWITCH:
+                return self._switching.prepare(notice, incident)
+            case NoticeKind.STOP_SWITCH if self._switching.stands:
+                self._mailbox.put(Notice(NoticeKind.STRATEGY, strategy="continue"))
+            case NoticeKind.STOP_SWITCH:
+                self._switching.give_up("")
             case NoticeKind.STOP_TRAIN:
                 for fault in notice.faults:
                     self._accused(fault.rank, fault.kind, fault.code)
@@ -207,17 +218,22 @@ class HandlerRecovery(ProgramRecovery):
         """Go on as far as what is known allows; how it ended, once it has."""
         if self._runner.running:
             self._runner.advance(self._state.now)
+        elif self._switching.ready and not (self._outbox.incident or self._pausing.paused):
+            self._runner.begin(self._switching.stand_still(), self._job.term, self._state.now)
         return self._runner.ending
 
     def over(self, *, resumed: bool) -> None:
         """The incident is over: the world trains on, or has ended."""
         self._runner.give_up()
+        if self._switching.stands or not resumed:
+            self._switching.give_up("the incident has ended otherwise")
         self._mailbox.clear()
         if resumed:
             if not self._state.halted:
                 self._state.recovered()
-            if self._pausing.paused:
-                self._runner.begin(self._pausing.go_on(), self._job.term, self._state.now)
+            if self._pausing.paused or self._switching.held:
+                script = self._pausing.go_on() if self._pausing.paused else self._switching.go_on()
+                self._runner.begin(script, self._job.term, self._state.now)
 
     def reset(self) -> None:
         """A new incarnation of the job, or another controller leads it."""
@@ -225,6 +241,7 @@ class HandlerRecovery(ProgramRecovery):
         self._mailbox.clear()
         self._state.reset()
         self._pausing.paused = False
+        self._switching.reset()
 
     def deadlines(self) -> Iterator[float]:
         """When ``advance`` has something to do."""
@@ -235,6 +252,9 @@ class HandlerRecovery(ProgramRecovery):
             ending = yield from dump(self._state, incident)
             if incident.snapshot:
                 return ending
+        if self._switching.stands:
+            return (yield from self._switching.lead(incident))
+        self._switching.give_up("a rescue is going on")
         if self._mailbox.decides:
             return (yield from self._handshake.lead(incident))
         return (yield from self._alone(incident))

@@ -39,6 +39,8 @@ NO_FAULTS = (Ailment.STOPPED, Ailment.PEER, Ailment.JOINED)
 """Of ranks with which nothing is wrong."""
 RECOVER = ("recover", "recover-in-place")
 """Where a new process is started is not for this controller to say."""
+RESIZE = ("downgrade", "upgrade")
+"""Through the checkpoint: the job is started again with other hosts."""
 FAULTS = {Ailment.NETWORK: FaultOf.NETWORK, Ailment.FATAL: FaultOf.PROCESS}
 """Of ailments that are not of the device's memory."""
 
@@ -130,9 +132,14 @@ class Handshake:
             return (yield from self._alone(incident))
         mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
         mailbox.tell(CallKind.STRATEGIES, faults_of(state, incident), strategies=self._offers(incident))
-        return (yield from self._obey(incident))
+        return (yield from self.obey(incident))
 
-    def _obey(self, incident: Incident) -> Script:
+    def owe(self, ending: Ending, strategy: str) -> None:
+        """The manager is to hear of this success when the job has made one more step."""
+        self._owed = (ending.version, ending.text, strategy)
+
+    def obey(self, incident: Incident) -> Script:
+        """Do what the manager chooses, until something of it ends the incident."""
         while (notice := (yield from self._hear(incident, NoticeKind.STRATEGY))) is not None:
             ending: Ending | None = None
             match notice.strategy:
@@ -142,10 +149,14 @@ class Handshake:
                     ending = yield from recover(self._state, incident, alone=False)
                 case "dump" if "dump" in self._offers(incident):
                     ending = yield from dump(self._state, incident)
+                case "downgrade" | "upgrade" if notice.strategy in self._offers(incident):
+                    ending = yield from self._resize(incident, notice.strategy)
                 case "exit":
                     return Ending(Outcome.NOT_SAVED, Version(0), "the manager has chosen to exit")
             if ending is not None and ending.outcome is Outcome.RESUMED:
-                self._owed = (ending.version, ending.text, notice.strategy)
+                self.owe(ending, notice.strategy)
+                return ending
+            if ending is not None and ending.outcome is Outcome.SAVED and notice.strategy in RESIZE:
                 return ending
             if ending is not None and ending.outcome is Outcome.SAVED and notice.strategy not in RECOVER:
                 self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")
@@ -154,6 +165,33 @@ class Handshake:
             text = ending.text if ending else f"{notice.strategy or 'nothing'} is not possible here"
             self.refuse(incident, notice.strategy, text)
         return (yield from self._alone(incident))
+
+    def _resize(self, incident: Incident, strategy: str) -> Script:
+        """The next launch has fewer ranks, without the hosts of those that are faulty, or more again."""
+        ending = yield from dump(self._state, incident)
+        if ending.outcome is Outcome.SAVED:
+            if strategy == "downgrade":
+                self._state.drain(self._faulty_hosts(incident))
+            self.owe(ending, strategy)
+        return ending
+
+    def _faulty_hosts(self, incident: Incident) -> frozenset[str]:
+        members = self._state.job.members
+        found = (fault.rank for fault in faults_of(self._state, incident))
+        return frozenset(members[rank].hello.host for rank in found if rank in members)
+
+    def _resizes(self, incident: Incident) -> str:
+        """Whether the next launch may have fewer ranks or more, ``downgrade`` or ``upgrade``; empty: neither.
+
+        A launcher that lets another host in has its ranks end with SIGTERM. The host of rank 0 is not done without.
+        """
+        state, members = self._state, self._state.job.members
+        if not all(rank in state.said and state.said[rank].elastic for rank in members):
+            return ""
+        if incident.evidence.kinds == {m.FaultKind.PREEMPTED}:
+            return "upgrade"
+        hosts = self._faulty_hosts(incident)
+        return "downgrade" if hosts and members[Rank(0)].hello.host not in hosts else ""
 
     def refuse(self, incident: Incident, strategy: str, text: str) -> None:
         """A strategy failed or cannot be had: what can still be done?"""
@@ -168,7 +206,8 @@ class Handshake:
         state = self._state
         can_dump = bool(incident.saved) or (not state.must_load and isinstance(state.decide(incident), Plan))
         can_recover = not why_not(state, incident, alone=False)
-        found = {"exit": True, "dump": can_dump, "recover": can_recover, "retry": state.repairable(incident)}
+        found = {"exit": True, "dump": can_dump, self._resizes(incident): can_dump, "recover": can_recover}
+        found = {**found, "retry": state.repairable(incident), "": False}
         return tuple(strategy for strategy, possible in found.items() if possible)
 
     def _hear(self, incident: Incident, kind: NoticeKind) -> Hearing:

@@ -16,6 +16,8 @@ class NoticeKind(enum.Enum):
     PAUSE_TRAIN = "pause_train"
     GLOBAL_RANK = "global_rank"  # these are all the faults there are
     STRATEGY = "strategy"
+    HOT_SWITCH = "hot_switch"  # processes are started on other hosts for ranks that live
+    STOP_SWITCH = "stop_switch"  # they are not
     FAILED = "failed"  # it could not take what it was told: it is out of the game
 
 
@@ -63,7 +65,8 @@ class Notice:
         kind: see ``NoticeKind``.
         faults: ranks that it speaks of.
         seconds: how long something may take; 0: as long as it usually may.
-        strategy: ``retry``, ``recover``, ``dump``, ``exit``, ``continue`` or one that cannot be had.
+        strategy: ``retry``, ``recover``, ``migration``, ``downgrade``, ``upgrade``, ``dump``, ``exit``, ``continue``,
+            or one that cannot be had.
         params: of the strategy.
     """
 

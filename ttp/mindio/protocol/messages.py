@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 
+MIGRATION = "migration"
+"""Purpose of rounds of a hot switch."""
 HANDLERS = "handlers"
 """``Hello.framework`` of a rank whose state is saved and repaired by the program's own handlers."""
 
@@ -109,6 +111,7 @@ class Handlers(m.ProgramReport):
         save_ms: milliseconds that the save handler may take.
         halted: the training thread was stopped in a round and has not gone back.
         recover: this process can go on with a new process in the place of a lost rank.
+        elastic: a launch with fewer ranks, or with more again, goes on from the checkpoint.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -119,6 +122,7 @@ class Handlers(m.ProgramReport):
     save_ms: int
     halted: bool
     recover: bool = False
+    elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

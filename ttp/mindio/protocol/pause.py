@@ -40,7 +40,7 @@ class Pausing:
     def pause(self, notice: Notice) -> Script:
         """Stand still, until the manager says that training is to go on, or goes away."""
         self.paused, self._faults = True, notice.faults
-        problem = yield from self._stand_still(notice.seconds)
+        problem = yield from self.stand_still(notice.seconds)
         code = Code.ERROR if problem else Code.OK
         self._mailbox.tell(CallKind.STOP_COMPLETE, self._faults, code, problem or "all ranks stand still")
         return (yield from self.go_on(at_once=bool(problem)))
@@ -60,7 +60,8 @@ class Pausing:
         self._mailbox.tell(CallKind.RESULT, (), Code.OK if result.ok else Code.ERROR, text, strategy="continue")
         return Ending(Outcome.RESUMED, Version(0), text)
 
-    def _stand_still(self, seconds: float) -> Part:
+    def stand_still(self, seconds: float) -> Part:
+        """Have all ranks stand at the end of the same step; each round may take ``seconds``, 0: as long as usual."""
         hold = yield self._round(RoundKind.HOLD, Version(0), seconds)
         if not hold.ok:
             return hold.words

@@ -57,6 +57,7 @@ class RepairState:
         """Incidents in which lost ranks could not be replaced."""
         self.job = context.job
         self.outbox = context.outbox
+        self.drain = context.drain
         self._context = context
         self._sets: dict[ReplicaSet, ReplicaSet] = {}
         """One object of each: all ranks of a set send the same list."""

@@ -1050,11 +1050,13 @@ class Welcome(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     TTP_VERSION_FIELD_NUMBER: builtins.int
     JOINS_FIELD_NUMBER: builtins.int
+    GUEST_FIELD_NUMBER: builtins.int
     rank: builtins.int
     term: builtins.int
     incarnation: builtins.int
     ttp_version: builtins.str
     joins: builtins.bool
+    guest: builtins.bool
     def __init__(
         self,
         *,
@@ -1063,8 +1065,9 @@ class Welcome(google.protobuf.message.Message):
         incarnation: builtins.int = ...,
         ttp_version: builtins.str = ...,
         joins: builtins.bool = ...,
+        guest: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "joins", b"joins", "rank", b"rank", "term", b"term", "ttp_version", b"ttp_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["guest", b"guest", "incarnation", b"incarnation", "joins", b"joins", "rank", b"rank", "term", b"term", "ttp_version", b"ttp_version"]) -> None: ...
 
 global___Welcome = Welcome
 

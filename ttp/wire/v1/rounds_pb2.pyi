@@ -195,6 +195,7 @@ class Handlers(google.protobuf.message.Message):
     SAVE_MS_FIELD_NUMBER: builtins.int
     HALTED_FIELD_NUMBER: builtins.int
     RECOVER_FIELD_NUMBER: builtins.int
+    ELASTIC_FIELD_NUMBER: builtins.int
     rank: builtins.int
     retry: builtins.bool
     load_repair: builtins.bool
@@ -203,6 +204,7 @@ class Handlers(google.protobuf.message.Message):
     save_ms: builtins.int
     halted: builtins.bool
     recover: builtins.bool
+    elastic: builtins.bool
     @property
     def sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplicaSet]: ...
     def __init__(
@@ -217,8 +219,9 @@ class Handlers(google.protobuf.message.Message):
         save_ms: builtins.int = ...,
         halted: builtins.bool = ...,
         recover: builtins.bool = ...,
+        elastic: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["action_ms", b"action_ms", "halt_before_dump", b"halt_before_dump", "halted", b"halted", "load_repair", b"load_repair", "rank", b"rank", "recover", b"recover", "retry", b"retry", "save_ms", b"save_ms", "sets", b"sets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action_ms", b"action_ms", "elastic", b"elastic", "halt_before_dump", b"halt_before_dump", "halted", b"halted", "load_repair", b"load_repair", "rank", b"rank", "recover", b"recover", "retry", b"retry", "save_ms", b"save_ms", "sets", b"sets"]) -> None: ...
 
 global___Handlers = Handlers
 

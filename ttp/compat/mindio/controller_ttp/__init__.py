@@ -60,7 +60,7 @@ def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: i
 
 
 def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, int]) -> int:
-    """``"hot switch"`` or ``"stop switch"``: refused, no second process of a rank joins a running job."""
+    """``"hot switch"``: processes for these ranks are started on other hosts; ``"stop switch"``: they are not."""
     return managing.notify(
         "tft_notify_controller_prepare_action",
         lambda manager: manager.prepare_action(action, managing.fault_ranks(fault_ranks)),
@@ -68,7 +68,7 @@ def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, 
 
 
 def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
-    """Choose what is done: retry, recover, dump, exit, continue; migration, downgrade, upgrade are refused."""
+    """Choose what is done: retry, recover, migration, downgrade, upgrade, dump, exit, continue."""
     return managing.notify(
         "tft_notify_controller_change_strategy", lambda manager: manager.change_strategy(strategy, params)
     )

@@ -99,7 +99,7 @@ def tft_init_controller(
         raise ConfigError("MindSpore has neither local copies nor elastic training: pass False for both")
     managing.describe(rank, world_size)
     if enable_zit:
-        log.warning("elastic training (ZIT) is not done in the running job: it saves, ends, and is started again")
+        log.info("elastic training (ZIT) goes through the checkpoint: handlers of zit are kept, and never called")
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
@@ -135,10 +135,10 @@ def tft_init_processor(
         tls_info: see docs/mindio.md.
         enable_uce: memory and network errors are repaired.
         enable_arf: a new process may take the seat of a rank that has died.
-        enable_zit: not done here.
+        enable_zit: under ``ttp run --elastic`` the job goes on from the checkpoint with fewer hosts, or more again.
     """
     try:
-        THIS.describe(rank, world_size, enable_tls, tls_info, enable_uce, enable_arf)
+        THIS.describe(rank, world_size, enable_tls, tls_info, uce=enable_uce, arf=enable_arf, zit=enable_zit)
     except TtpError as problem:
         _give_up("tft_init_processor", problem)
 
@@ -250,13 +250,13 @@ def tft_report_load_ckpt_step(step: int) -> None:
 
 
 def tft_is_reboot_node() -> bool:
-    """Whether this process has taken the seat of a rank that died; known once the processor has started."""
+    """Whether this process takes the seat of another one in a running job; known once the processor has started."""
     return THIS.joined.rebooted
 
 
 def tft_get_reboot_type() -> str:
-    """How it has joined."""
-    return "arf"
+    """How it has joined: ``"hot switch"`` for a rank that still lived, else ``"arf"``."""
+    return "hot switch" if THIS.joined.was_guest else "arf"
 
 
 def tft_register_exception_handler(pattern: str, fault_type: str, handle: Classify) -> None:

@@ -1,0 +1,83 @@
+"""One optimizer that steps several times in an iteration (the epochs of PPO over its buffer), which is one version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters.torch.checkpoints import digest
+from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.adapters.torch.test_between import network
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.decide import How
+from ttp.errors import UsageError
+
+
+class Rounds:
+    """Such a loop, under a stub processor."""
+
+    def __init__(self, directory: Path) -> None:
+        torch.manual_seed(7)
+        self.model = network(4, 2)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.adapter = TorchAdapter(self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None)
+        self.processor = StubProcessor(directory)
+
+    def facts(self) -> Any:
+        return digest(self.model.state_dict(), self.optimizer), torch.get_rng_state().sum().item()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(6, 4)).square().mean().backward()
+        self.optimizer.step()
+
+    def iteration(self, steps: int = 3) -> None:
+        for _ in range(steps):
+            self.step()
+        self.adapter.step_done()
+
+
+@pytest.fixture
+def rounds(tmp_path: Path) -> Iterator[Rounds]:
+    job = Rounds(tmp_path / "checkpoints")
+    join(job.adapter, job.processor, tmp_path / "pages")
+    yield job
+    job.adapter.source.close()
+
+
+@pytest.mark.supports("several steps in an iteration")
+@pytest.mark.parametrize("made", [1, 2])
+def test_who_stands_between_the_steps_of_one_optimizer_saves_the_last_version(rounds: Rounds, made: int) -> None:
+    rounds.adapter.step_done()  # in front of the loop: no step is a version by itself
+    for _ in range(3):
+        rounds.iteration()
+    assert rounds.processor.gate.version == 3
+    before = rounds.facts()
+    for _ in range(made):
+        rounds.step()
+    rounds.processor.gate.close()
+    path = save(rounds.adapter, rounds.processor, 3, How.UNDO)
+    again = Rounds(path.parent)
+    assert again.adapter.load(path, 0, 1, protected=False) == 3
+    assert again.facts() == before
+
+
+@pytest.mark.supports("several steps in an iteration")
+def test_steps_that_were_counted_before_the_first_step_done_are_refused_at_the_second(rounds: Rounds) -> None:
+    rounds.iteration()
+    assert rounds.processor.gate.version == 3, "three for one iteration"
+    rounds.step()
+    with pytest.raises(UsageError, match=r"behind 3 updates.*Call ttp\.step_done\(\) once before the loop"):
+        rounds.step()
+
+
+def test_step_done_that_comes_late_and_counts_as_before_is_fine(rounds: Rounds) -> None:
+    for _ in range(3):
+        rounds.step()
+    for steps in (1, 1, 3):
+        rounds.iteration(steps)
+    assert rounds.processor.gate.version == 6

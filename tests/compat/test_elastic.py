@@ -1,0 +1,98 @@
+"""Elastic training of a program for MindIO, by the checkpoint: fewer ranks when one dies, more when a host comes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+
+from tests.compat import sharded_program
+from tests.compat.jobs import Job as Processes
+from tests.compat.test_hot_switch import prepared, told
+from tests.compat.test_recover import PROGRAM, notes, story
+from tests.e2e.harness import Job, jobs
+from tests.handlers.test_manager import Told
+from ttp.compat.mindio.placing import tell_children
+from ttp.errors import EXIT_SAVED
+
+STEPS, WAIT_S = 20, 120
+TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore] # not in its stubs
+
+pytestmark = [pytest.mark.timeout(4 * WAIT_S), pytest.mark.xdist_group("ttp")]
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    with jobs(tmp_path) as make:
+        yield make
+
+
+def until(job: Job, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, story(job)
+        time.sleep(0.02)
+
+
+def chosen(desk: Told, faults: dict[int, int], strategy: str, times: int, go: Path) -> None:
+    """The hand-shake of one fault, at the end of which this is chosen; ``go``: ranks that wait for it go on."""
+    assert desk.hear("faults", 2 * times - 1)[1].keys() >= faults.keys()
+    go.touch()
+    assert desk.manager.stop_train(faults) in (0, 1)  # 1: that is no news
+    assert desk.hear("stopped", times)[1] == 0
+    assert desk.manager.on_global_rank(faults) == 0
+    offered = desk.hear("strategies", times)[2]
+    assert offered[:3] == ["exit", "dump", strategy]
+    assert desk.manager.change_strategy(strategy) == 0
+
+
+def test_a_launch_with_fewer_ranks_is_what_the_manager_has_chosen(job: Callable[..., Processes]) -> None:
+    """Success is told when that launch has made a step."""
+    env = {"TTP_ELASTIC": "on", "TTP_ABANDONED_S": "60"}
+    this = prepared(job, "downgrade", options={"enable_zit": True}, env=env)
+    this.processes[3].kill()
+    assert [process.wait(WAIT_S) for process in this.processes[:4]] == [EXIT_SAVED] * 3 + [-signal.SIGKILL]
+    assert told(this, "report_strategies")[0][:3] == ["exit", "dump", "downgrade"], this.story()
+    assert told(this, "report_result") == [] and this.of("rename")
+    this.base |= {"WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert [process.wait(WAIT_S) for process in [this.launch(rank) for rank in range(2)]] == [0, 0], this.story()
+    this.until(lambda: told(this, "report_result") == [("downgrade", 0)])
+
+
+@pytest.mark.slow
+def test_a_manager_chooses_fewer_ranks_and_then_all_of_them_again(make_job: Callable[..., Job]) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    flags = ["--nnodes", "2", "--elastic", "--mindio", "--rdzv-conf", "last_call_timeout=8"]
+    flags += ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{store.port}"]
+    dies = {"rank": 3, "step": 5, "at": "data", "after": "go", "warm": False}
+    waits = {"rank": 0, "step": 12, "at": "data", "after": "up", "warm": False, "what": "nothing"}
+    job = make_job(
+        script=PROGRAM, ranks=4, local=2, steps=STEPS, nodes=[flags, flags], hosts=["one", "two"], faults=[dies, waits]
+    )
+    saves = {"TTP_SAVE_DIR": str(job.directory / "checkpoints")}
+    job.env = {"PYTHONPATH": str(job.directory), "TTP_TOKEN": "secret", "JOB_ZIT": "1", **saves}
+    tell_children(job.env)
+    job.start()
+    until(job, lambda: all(any(note["what"] == "train" for note in notes(job, rank)) for rank in range(4)))
+    desk = Told(job, token="secret")
+    try:
+        (job.directory / "go").touch()
+        chosen(desk, {3: 1}, "downgrade", 1, job.directory / "go")
+        until(job, lambda: any(process.poll() is not None for process in job.processes))
+        (left,) = (index for index, process in enumerate(job.processes) if process.poll() is not None)
+        assert job.processes[left].wait() == EXIT_SAVED and "this host is drained" in story(job), story(job)
+        assert desk.hear("result") == ("result", 0, "downgrade"), story(job)
+        job.processes[left] = job.launch(left)
+        chosen(desk, {}, "upgrade", 2, job.directory / "up")
+        assert [process.wait(WAIT_S) for process in job.processes] == [0, 0], story(job)
+        assert desk.hear("result", 2) == ("result", 0, "upgrade"), story(job)
+    finally:
+        desk.manager.close()
+    ends = [notes(job, rank)[-1].get("digest") for rank in range(4)]
+    assert ends == sharded_program.unbroken((4, 4), (11, 2), (STEPS, 4)), story(job)
+    assert [note["step"] for note in notes(job, 0) if note["what"] == "train"] == [0, 4, 11], story(job)

@@ -1,0 +1,154 @@
+"""The job of ``job.py`` with other updates, each of which one function decorated with ``ttp.one_step`` makes.
+
+``JOB_KIND``: plain, unused (a branch that some batches do not take), two (DistributedDataParallel modules, the second
+of which is used in every fourth iteration), static (``static_graph``), late (the DistributedDataParallel is made after
+``ttp.restore()``), or scaler (a GradScaler; iteration ``JOB_OVERFLOW`` overflows). Iterations are counted in
+``extra_state``: one that the scaler leaves out makes no version. The faults are those of ``job.py``, and ``micro0`` to
+``micro3``: before that micro-batch, of which all but the last are under ``no_sync()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import ttp
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.e2e.job import (
+    JOB_DIR,
+    RANK,
+    STEPS,
+    WORLD,
+    FaultySchedule,
+    InnerFault,
+    Losses,
+    batch,
+    build,
+    finish,
+    injector,
+    note,
+)
+
+KIND = os.environ["JOB_KIND"]
+OVERFLOW = int(os.environ.get("JOB_OVERFLOW", "-1"))
+MICRO = 1 if KIND == "static" else 4
+OPTIONS: dict[str, dict[str, Any]] = {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
+
+
+class Branches(nn.Module):
+    """Which branch a batch takes depends on its data, so ranks differ in what they leave unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = build()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.branches[int(x.sum() > 0)](self.trunk(x))
+
+
+class Two(nn.Module):
+    """Two of them, the second one without gradients for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = map(DistributedDataParallel, (build(), nn.Linear(4, 4)))
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.first(x)
+        return self.second(found) if injector.step % 4 == 0 and injector.step else found
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.first.no_sync(), self.second.no_sync():
+            yield
+
+
+@ttp.ttp_to_persist
+def train() -> None:
+    plain = {"unused": Branches, "two": Two}.get(KIND, build)()
+    model: Any = plain if KIND in ("late", "two") else DistributedDataParallel(plain, **OPTIONS.get(KIND, {}))
+    optimizer = InnerFault(plain.parameters(), lr=1e-2)
+    scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3, enabled=KIND == "scaler")
+    losses = Losses()
+    torch.manual_seed(100 + RANK)
+    random.seed(200 + RANK)
+    np.random.seed(300 + RANK)
+    ttp.wrap_optimizer(
+        optimizer,
+        model=model,
+        scheduler=scheduler,
+        scaler=scaler if KIND == "scaler" else None,
+        save_dir=JOB_DIR / "checkpoints",
+        extra_state=losses,
+    )
+    note("start", ttp.restore())
+    if KIND == "late":
+        model = DistributedDataParallel(plain)
+    scheduler.armed = True
+    start = len(losses.values)
+    batches = (batch(step, micro) for step in range(start, STEPS) for micro in range(MICRO))
+    for step in range(start, STEPS):
+        injector.step = step
+        injector.at("data")
+        update(model, optimizer, scheduler, scaler, losses, step, batches)
+    finish(SimpleNamespace(module=plain), optimizer, scheduler, losses)
+
+
+@ttp.one_step
+def update(
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    scaler: Any,
+    losses: Losses,
+    step: int,
+    batches: Iterator[tuple[Tensor, Tensor]],
+) -> None:
+    optimizer.zero_grad()
+    total = 0.0
+    for micro in range(MICRO):
+        data, target = next(batches)
+        injector.at(f"micro{micro}")
+        last = micro == MICRO - 1
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = cross_entropy(model(data + 0.01 * random.random()), target) / MICRO
+            total += float(loss.detach())
+            if last:
+                injector.at("loss")
+                losses.values.append(total)  # before the gradients leave this rank: it may die right after
+            scaler.scale(loss * 1e36 if step == OVERFLOW and RANK == 0 else loss).backward()
+    injector.at("allreduced")
+    scaler.step(optimizer)
+    scaler.update()
+    note("version", step + 1)
+    scheduler.step()
+    injector.at("scheduled")
+
+
+def main() -> None:
+    """The job on this rank; ``JOB_STORE``: where ranks without a launcher meet."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
+    train()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

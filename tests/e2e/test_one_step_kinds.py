@@ -1,0 +1,103 @@
+"""``@ttp.one_step`` with updates of other kinds: scalers, branches, micro-batches; real kills, bits as unbroken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Job
+from tests.e2e.test_keep import KEEP, TIMEOUT_S, again
+from tests.e2e.test_one_step import repeated
+
+MakeJob = Callable[..., Job]
+Unbroken = Callable[[Job], list[dict[str, Any]]]
+STEP_JOB = Path(__file__).with_name("step_job.py")
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
+
+
+def kill(rank: int, step: int, phase: str, **more: Any) -> dict[str, Any]:
+    return {"id": f"{rank} in {step}", "rank": rank, "step": step, "phase": phase, "action": "kill", **more}
+
+
+def run(make_job: MakeJob, kind: str, faults: list[dict[str, Any]], ranks: int = 3, **env: str) -> Job:
+    """To its end; nobody was started anew but the dead."""
+    steps = max(fault["step"] for fault in faults) + 4
+    settings: dict[str, Any] = {"ranks": ranks, "steps": steps, "max_restarts": len(faults), "faults": faults}
+    job = make_job(script=STEP_JOB, flags=[*KEEP], env={"JOB_KIND": kind, **env}, **settings)
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert again(job) == [True] * len(faults), job.story()
+    assert "ranks do not go on in their processes" not in job.log.read_text(), job.story()
+    return job
+
+
+def stayed(job: Job, faults: list[dict[str, Any]]) -> bool:
+    """Whether each call that was broken was made again in the loop of every survivor."""
+    at = list(zip(job.committed(), faults, strict=True))
+    return all(
+        repeated(job, rank) == [version + 1 for version, fault in at if fault["rank"] != rank]
+        for rank in range(job.ranks)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "faults"),
+    [
+        pytest.param("plain", [kill(1, 4, "micro2"), kill(0, 6, "micro3")], id="accumulation"),
+        pytest.param("plain", [kill(2, 3, "micro0"), kill(1, 6, "micro1"), kill(0, 9, "loss")], id="accumulation-each",
+                     marks=pytest.mark.slow),
+        pytest.param("unused", [kill(1, 4, "loss"), kill(2, 7, "micro1"), kill(0, 10, "allreduced")], id="unused",
+                     marks=pytest.mark.slow),
+        pytest.param("two", [kill(1, 4, "loss"), kill(2, 8, "loss"), kill(0, 12, "allreduced")], id="two",
+                     marks=pytest.mark.slow),
+        pytest.param("scaler", [kill(1, 4, "loss"), kill(0, 7, "micro1")], id="scaler", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_the_update_is_made_again(
+    make_job: MakeJob, unbroken: Unbroken, kind: str, faults: list[dict[str, Any]]
+) -> None:
+    """Of ``two`` the reducer of the second model has made no backward pass at the first death, one at the second."""
+    job = run(make_job, kind, faults)
+    assert stayed(job, faults), job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.parametrize(
+    ("fault", "stays"),
+    [
+        pytest.param(kill(1, 5, "micro2"), True, id="in-it", marks=pytest.mark.slow),
+        pytest.param(kill(1, 6, "micro2"), False, id="behind-it"),
+        pytest.param(kill(1, 5, "allreduced"), False, id="at-its-end", marks=pytest.mark.slow),
+    ],
+)
+def test_an_update_that_the_scaler_leaves_out(
+    make_job: MakeJob, unbroken: Unbroken, fault: dict[str, Any], stays: bool
+) -> None:
+    """It is no version, and made once more by who restores the one before: then all are to do that."""
+    faults = [fault, kill(0, 9, "loss")]
+    job = run(make_job, "scaler", faults, JOB_OVERFLOW="5")
+    assert job.committed() == [5, 8], job.story()
+    assert stayed(job, faults) == stays, job.story()
+    why = "the call before it made no update"
+    assert (why in job.log.read_text()) != stays, job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("static", "DistributedDataParallel with static_graph cannot be brought back to its beginning"),
+        ("plain", "the function had not been called 2 times"),
+        ("late", "a DistributedDataParallel was made behind wrap_optimizer()"),
+    ],
+)
+def test_what_cannot_be_made_again_leaves_train(make_job: MakeJob, unbroken: Unbroken, kind: str, why: str) -> None:
+    """``plain``: whoever has taken a seat is in its second call, before the second backward pass of its reducer."""
+    faults = [kill(0, 3, "micro0"), kill(1, 4, "loss")]
+    job = run(make_job, kind, faults, ranks=2 if kind == "late" else 3)  # with three its buckets are others, as is said
+    assert f"its loop is left: rank 0: {why}" in job.log.read_text(), job.story()
+    assert job.starts() == [0, *job.committed()], job.story()
+    assert job.results() == unbroken(job)

@@ -1,0 +1,21 @@
+"""Fixtures that make several of a thing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def making(make: Callable[..., Any], end: Callable[[Any], object]) -> Iterator[Callable[..., Any]]:
+    """For as long as the block runs ``make``, which remembers what it has made: then ``end`` is called with each."""
+    made: list[Any] = []
+
+    def one(*args: Any, **kwargs: Any) -> Any:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    yield one
+    for each in made:
+        end(each)

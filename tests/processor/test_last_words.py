@@ -1,0 +1,23 @@
+"""What a rank that exits leaves for others to read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ttp.processor.last_words import write_error_file
+
+
+def test_the_report_of_an_error_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may end the process at any moment: what is read is never what is being written."""
+    path, before = tmp_path / "0" / "error.json", tmp_path / "before"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    write_error_file(ValueError("first"))
+    os.link(path, before)
+    write_error_file(ValueError("second"))
+    told = [json.loads(file.read_text())["message"]["message"] for file in (before, path)]
+    assert told == ["ValueError: first", "ValueError: second"]
+    assert list(path.parent.iterdir()) == [path]

@@ -1,0 +1,25 @@
+"""Waiting for what other threads and processes do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def until(
+    condition: Callable[[], Any],
+    timeout_s: float = 60.0,
+    story: Callable[[], object] = lambda: "did not come true in time",
+    every_s: float = 0.005,
+) -> Any:
+    """Wait until ``condition`` gives something that counts as true, and return that.
+
+    Raises:
+        AssertionError: with ``story``, if it does not come in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, story()
+        time.sleep(every_s)
+    return found

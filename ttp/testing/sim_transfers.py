@@ -1,0 +1,202 @@
+"""How ranks that go on come to their state in a simulated job: they have kept it, get it from another one, or read it.
+
+As in ``ttp.adapters.torch.restoring.registered`` all ranks of such a launch meet behind the decision what is restored,
+once when each has verified its share of the checkpoint and once to say who has a state; then givers send theirs, in
+several messages. What is kept, adopted and given is decided by ``ttp.core.rank.kept_state``. Messages are collectives
+of torch, so none of the machines hears of them: when one end dies the other gets an error, or waits for ever.
+
+Until its first update a rank has a mark, and ``CONTINUE_S`` for it. A launcher kills who has one when another process
+of the launch ends, or when that time is over and the process does not leave by itself.
+
+What this abstracts: the groups through which they speak are there, and bytes come as they were sent or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.rank.kept_state import Look, Origin, givers, why_not_adopted, why_not_kept
+from ttp.errors import EXIT_SAVED
+from ttp.testing.invariants import largest_version
+from ttp.testing.sim_trainer import Thread
+from ttp.testing.toy import InvariantBroken, Words
+
+if TYPE_CHECKING:
+    from ttp.testing.sim_rank import SimRank
+    from ttp.testing.simulation import Simulation
+
+CONTINUE_S, LATE_S = 30.0, 0.5
+"""How long a rank may take to its first update, and how much later its launcher ends it."""
+HAS_GRADIENT = 4
+"""Of ``Trainer.mark``: in the barrier, or at the gate."""
+MESSAGES = 4
+"""What a state consists of, its tensors in two parts, and their digest."""
+State = tuple[Origin, Mapping[Shard, Words]]
+
+
+class Transfers:
+    """Of one simulation.
+
+    Args:
+        world: the simulation.
+    """
+
+    def __init__(self, world: Simulation) -> None:
+        self._world = world
+        self._looks: dict[SimRank, Look] = {}
+        self._kept: dict[Rank, State] = {}
+        self._marked: dict[SimRank, float] = {}
+        self._holders: set[Rank] = set()
+        self._open: dict[tuple[Rank, Rank, int], SimRank] = {}
+        """Who waits for the other end of a message."""
+        self.gone: list[SimRank] = []
+        """Who of this launch was released to go on."""
+
+    def begin(self, *, going_on: bool) -> None:
+        """A launch begins; ``going_on``: survivors of the last one are in it."""
+        self._looks, self._marked, self._open = {}, {}, {}
+        self._holders, self.gone = set(), []
+        if not going_on:
+            self._kept = {}
+            return
+        for rank in self._world.ranks.values():
+            self._marked[rank] = self._world.now
+            self._world.after(CONTINUE_S, rank.run, self._over, rank)
+            self._world.after(CONTINUE_S + LATE_S, self._end_late, rank)
+
+    def goes_on(self, rank: SimRank) -> None:
+        """A rank is out of its loop, and keeps its state where that is what it was when all stopped."""
+        self.gone.append(rank)
+        if self._world.rng.random() < 0.1:  # the program has written to its state since all stopped
+            shard, (word, other) = next(iter(rank.trainer.shards.items()))
+            rank.trainer.shards[shard] = (word + 1, other)
+        version, phase = rank.truth
+        if not why_not_kept(self._looks.get(rank), _look(rank), version, phase):
+            self._kept[rank.rank] = Origin(version, rank.machine.incident), dict(rank.trainer.shards)
+
+    def reached(self, point: str, rank: SimRank) -> None:
+        """A rank is at a point of its step."""
+        if point == "after Frozen" and rank.acked:
+            self._looks[rank] = _look(rank)
+        elif point in ("in barrier", "before update") and rank in self._marked:
+            self._begins(rank)
+
+    def _begins(self, rank: SimRank) -> None:
+        base, version = self._world.judge.base, rank.trainer.gate.version
+        if version != base.version or any(base.shards[s] != words for s, words in rank.trainer.shards.items()):
+            raise InvariantBroken(f"I9: rank {rank.rank} trains on with another state than that of step {base.version}")
+        if self._world.now > self._marked.pop(rank) + CONTINUE_S + LATE_S:
+            raise InvariantBroken(f"I9: rank {rank.rank} goes on after its time")
+
+    # ---------------------------------------------------------------------------------------------- the training thread
+
+    def state(self, rank: SimRank, version: Version) -> Thread:
+        """Until it is known which state of that version this rank has; it is put into ``trainer.received``."""
+        rank.trainer.received = None
+        if rank not in self._marked:
+            return
+        yield from self._meet(rank, "verified")
+        found = self._world.storage.checkpoints.get(version)
+        kept = self._kept.pop(rank.rank, None)
+        if kept is not None and found is not None and not why_not_adopted(kept[0], Origin(version, found.incident)):
+            rank.trainer.received = dict(kept[1])
+            self._holders.add(rank.rank)
+        yield from self._meet(rank, "said")
+        plan = givers(self._world.layout, sorted(self._holders))
+        for other in [other for other, giver in plan.items() if giver == rank.rank]:
+            yield from self._send(rank, self._world.ranks[other], "sending")
+        if rank.rank in plan:
+            giver = self._world.ranks[plan[rank.rank]]
+            yield from self._send(rank, giver, "receiving")
+            assert giver.trainer.received is not None
+            mine = self._world.layout.shards_of(rank.rank)
+            rank.trainer.received = {s: giver.trainer.received[s] for s in mine}
+        self._world.reached("received", rank)
+
+    def _meet(self, rank: SimRank, name: str) -> Thread:
+        self._world.reached(name, rank)
+        self._world.collectives.arrive(rank, (name, 0), 0, rank.trainer.go_on)
+        yield from self._wait(rank)
+
+    def _send(self, rank: SimRank, other: SimRank, point: str) -> Thread:
+        """One end of a transfer."""
+        world = self._world
+        giver, taker = (rank, other) if point == "sending" else (other, rank)
+        for number in range(MESSAGES):
+            world.reached(point, rank)
+            place = giver.rank, taker.rank, number
+            if self._open.pop(place, None) is not None:
+                takes_s = world.delay() + world.transfer_extra_s(rank) + world.transfer_extra_s(other)
+                if takes_s < float("inf"):  # else it hangs
+                    for end, peer in ((rank, other), (other, rank)):
+                        world.after(takes_s * (1 + world.rng.random()), end.run, self._arrives, end, peer)
+            else:
+                self._open[place] = rank
+                if not other.alive:
+                    self._broken(place)
+            yield from self._wait(rank)
+
+    def _arrives(self, rank: SimRank, peer: SimRank) -> None:
+        if peer.alive or self._world.rng.random() < 0.5:
+            rank.trainer.go_on(0)
+        else:
+            self._fail(rank)
+
+    def _wait(self, rank: SimRank) -> Thread:
+        """For the others; whoever meets an error leaves with 75."""
+        given = yield None
+        if given is None:
+            self._leave(rank, "has met an error on its way")
+
+    def _leave(self, rank: SimRank, why: str) -> None:
+        self._world.trace(rank.name, why)
+        rank.exit(EXIT_SAVED)
+        self._world.reached("", rank)  # raises: nothing of it runs on
+
+    # -------------------------------------------------------------------------------------------------------- its ends
+
+    def ended(self, rank: SimRank) -> None:
+        """A process has ended: those that wait for it hang or fail, and a launcher starts all anew."""
+        self._marked.pop(rank, None)
+        for place in [place for place in self._open if rank.rank in place[:2] and self._open[place] is not rank]:
+            self._broken(place)
+        if self._marked and rank.exit_code != 0:
+            self._world.after(self._world.rng.random() * 0.1, self._start_anew, self._world.ranks)
+
+    def _broken(self, place: tuple[Rank, Rank, int]) -> None:
+        self._fail(self._open.pop(place))
+
+    def _fail(self, rank: SimRank) -> None:
+        if self._world.rng.random() < 0.5:  # else it hangs for ever
+            self._world.after(self._world.rng.random() * 0.01, rank.run, rank.trainer.go_on, None)
+
+    def _over(self, rank: SimRank) -> None:
+        if rank in self._marked:
+            self._leave(rank, f"did not go on within {CONTINUE_S:g} s")
+
+    def _end_late(self, rank: SimRank) -> None:
+        if rank in self._marked:
+            self._kill(rank)
+
+    def _start_anew(self, ranks: Mapping[Rank, SimRank]) -> None:
+        for rank in list(self._marked) if ranks is self._world.ranks else ():
+            self._kill(rank)
+
+    def _kill(self, rank: SimRank) -> None:
+        """The launcher ends a rank that is on its way, which has nothing to lose."""
+        world = self._world
+        held = {r: {each.trainer.gate.version} for r, each in world.ranks.items() if each.alive and each is not rank}
+        newest = max((v for versions in held.values() for v in versions), default=Version(0))
+        able = {newest} if rank.trainer.mark >= HAS_GRADIENT else set()
+        wanted = largest_version(world.layout, held | {rank.rank: able}, {}) == newest > world.judge.base.version
+        if wanted and largest_version(world.layout, held, {}) != newest:
+            raise InvariantBroken(f"I9: rank {rank.rank} is killed on its way, and others have made update {newest}")
+        world.trace(rank.name, "is on its way, and all are started anew")
+        rank.exit(None)
+
+
+def _look(rank: SimRank) -> Look:
+    shards = sorted(rank.trainer.shards.items())
+    return Look(rank.trainer.gate.version, tuple(map(str, shards)), ())
