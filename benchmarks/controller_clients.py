@@ -25,10 +25,13 @@ from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart
 from ttp.core.relay import ALIKE, Frame, LineId, folded, slot_s
 from ttp.testing import toy
+from ttp.wire.channel import metadata
 from ttp.wire.convert import report_to_wire
 from ttp.wire.relay import PROTOCOL, frame_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
+TOKEN = "benchmark"
+"""Of the job: one of several hosts has one, and without it the controller asks the kernel who calls."""
 TOGETHER = 64
 """Streams that are opened at a time."""
 BEAT_S = 1.0
@@ -62,6 +65,7 @@ class Ranks(asyncio.Protocol):
         service = b"/ttp.wire.v1.Controller/" + (b"Relay" if self._relayed else b"Attach")
         head = {b":method": b"POST", b":scheme": b"http", b":path": service, b":authority": b"localhost"}
         head |= {b"content-type": b"application/grpc", b"te": b"trailers", PROTOCOL[0].encode(): PROTOCOL[1].encode()}
+        head |= {k.encode(): v.encode() for k, v in metadata(TOKEN)}
         block = b"".join(b"\0%c%b%c%b" % (len(k), k, len(v), v) for k, v in head.items())
         window = frame(WINDOW_UPDATE, 0, 0, WINDOW) + frame(WINDOW_UPDATE, 0, STREAM, WINDOW)
         self.transport.write(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, STREAM, block) + window)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.controller_clients import TOKEN
 from benchmarks.result import Result
 from benchmarks.world import controller, scratch
+from ttp.wire.channel import metadata
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
@@ -38,9 +40,9 @@ def run(quick: bool) -> Iterator[Result]:
 def measure(world: int, *, relayed: bool, seconds: int) -> list[Result]:
     """One job: it forms, beats for a while, and loses a rank."""
     how = f"{world} ranks, " + (f"relays of {PER_RELAY}" if relayed else "a stream each")
-    with scratch() as directory, controller(directory) as (port, service, pid):
+    with scratch() as directory, controller(directory, TTP_TOKEN=TOKEN, TTP_BIND="127.0.0.1") as (port, service, pid):
         process = psutil.Process(pid)
-        service.GetStatus(pb.GetStatusRequest())
+        service.GetStatus(pb.GetStatusRequest(), metadata=metadata(TOKEN))
         empty = process.memory_info().rss
         with clients(port, world, PER_RELAY if relayed else 0) as players:
             formed_s = form(service)
@@ -87,7 +89,7 @@ def clients(port: int, world: int, per_relay: int) -> Iterator[list[int]]:
 def form(service: ControllerStub) -> float:
     """Until all ranks have joined; seconds."""
     begin = time.monotonic()
-    while service.GetStatus(pb.GetStatusRequest()).stage != "training":
+    while service.GetStatus(pb.GetStatusRequest(), metadata=metadata(TOKEN)).stage != "training":
         if time.monotonic() - begin > FORM_S:
             raise TimeoutError(f"the job has not formed within {FORM_S} s")
         time.sleep(0.2)
@@ -99,7 +101,8 @@ def lose(service: ControllerStub, directory: Path, world: int) -> float:
 
     They are taken from the journal: who watches a controller has it say everything once more.
     """
-    service.ReportFault(pb.ReportFaultRequest(ranks=[world - 1], reason="killed", kind=pb.FAULT_KIND_EXITED))
+    fault = pb.ReportFaultRequest(ranks=[world - 1], reason="killed", kind=pb.FAULT_KIND_EXITED)
+    service.ReportFault(fault, metadata=metadata(TOKEN))
     end = time.monotonic() + PLAN_S
     while not (journal := next(directory.rglob("*.jsonl"), None)) or b'"kind": "plan"' not in journal.read_bytes():
         if time.monotonic() > end:

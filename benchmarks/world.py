@@ -37,10 +37,10 @@ def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path 
 
 
 @contextlib.contextmanager
-def controller(run_dir: Path) -> Iterator[tuple[int, ControllerStub, int]]:
-    """A controller process: its port, a stub, its pid."""
+def controller(run_dir: Path, **settings: str) -> Iterator[tuple[int, ControllerStub, int]]:
+    """A controller process, with more ``settings``: its port, a stub, its pid."""
     port = free_port()
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | settings
     command = [sys.executable, "-m", "ttp.controller", "--port", str(port), "--run-dir", str(run_dir)]
     with (run_dir / "controller.log").open("w") as log:
         process = Popen(command, env=env, stderr=log)

@@ -203,7 +203,7 @@ def test_ipv6_is_looked_up_too() -> None:
 
 
 def test_where_the_kernel_says_nothing_the_loopback_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "_connections", lambda table: None)
+    monkeypatch.setattr(access, "_connections", lambda table, names: None)
     assert owner_of("ipv4:127.0.0.1:1") is None and Door(Config()).about_peer("ipv4:127.0.0.1:1", {}) == ""
 
 

@@ -136,27 +136,28 @@ def owner_of(peer: str) -> int | None:
         address = ipaddress.ip_address(host.strip("[]").replace("%5B", "").replace("%5D", ""))
         if address.version == 6 and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
-        tables = {name: _connections(f"/proc/net/{name}") for name in ("tcp", "tcp6")}
+        names = _as_in_proc(address, int(port))
     except ValueError:
         return UNKNOWN
-    if all(lines is None for lines in tables.values()):
+    tables = [_connections(f"/proc/net/{name}", names) for name in ("tcp", "tcp6")]
+    if all(lines is None for lines in tables):
         return None
     if kind not in ("ipv4", "ipv6") or not address.is_loopback:
         return UNKNOWN
-    for lines in tables.values():
+    for lines in tables:
         for fields in lines or ():
             local, state, owner, inode = fields[1], fields[3], fields[7], fields[9]
-            if state == _ESTABLISHED and inode != "0" and local in _as_in_proc(address, int(port)):
+            if state == _ESTABLISHED and inode != "0" and local in names:
                 return int(owner)
     return UNKNOWN
 
 
-def _connections(table: str) -> list[list[str]] | None:
+def _connections(table: str, names: Iterable[str]) -> list[list[str]] | None:
+    """The fields of all lines that name one of these addresses; a job of many ranks has thousands of other lines."""
     try:
         with Path(table).open() as lines:
-            next(lines)
-            return [line.split() for line in lines]
-    except (OSError, StopIteration):
+            return [line.split() for line in lines if any(name in line for name in names)]
+    except OSError:
         return None
 
 
