@@ -46,16 +46,23 @@ class Job:
         self.optimizer: Any = make_optimizer(kind, self.model)
 
     def block_ms(self, steps: int, pause_s: float) -> float:
-        """Milliseconds per step of one block, all ranks together; each begins with a pause."""
+        """Milliseconds per step of one block, all ranks together; each begins with a pause.
+
+        The first step is not counted: when hooks have just been put in, it looks for what they protect, once.
+        """
+        self._make_step()
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
             time.sleep(pause_s)
-            self._step()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._make_step()
         dist.barrier()
         return (time.perf_counter() - begin) / steps * 1e3
+
+    def _make_step(self) -> None:
+        self._step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def make(kind: str, whole: nn.Sequential, data: torch.Tensor) -> tuple[nn.Module, Step]:
