@@ -197,7 +197,10 @@ class BatchJob:
 
     def wait_for_state(self, *states: str, timeout_s: float = 180) -> dict[str, str]:
         """Until the job is in one of these states; returns ``facts``."""
-        story = lambda: f"it is not {' or '.join(states)}: {self.facts()}\n{self.text()[-8000:]}"  # noqa: E731
+
+        def story() -> str:
+            return f"it is not {' or '.join(states)}: {self.facts()}\n{self.text()[-8000:]}"
+
         until(lambda: self.state() in states, timeout_s, story, 1)
         return self.facts()
 
