@@ -139,17 +139,17 @@ def owner_of(peer: str) -> int | None:
         names = _as_in_proc(address, int(port))
     except ValueError:
         return UNKNOWN
-    tables = [_connections(f"/proc/net/{name}", names) for name in ("tcp", "tcp6")]
-    if all(lines is None for lines in tables):
-        return None
     if kind not in ("ipv4", "ipv6") or not address.is_loopback:
         return UNKNOWN
-    for lines in tables:
+    told = False
+    for name in ("tcp", "tcp6"):  # each takes the kernel some milliseconds
+        lines = _connections(f"/proc/net/{name}", names)
+        told |= lines is not None
         for fields in lines or ():
             local, state, owner, inode = fields[1], fields[3], fields[7], fields[9]
             if state == _ESTABLISHED and inode != "0" and local in names:
                 return int(owner)
-    return UNKNOWN
+    return UNKNOWN if told else None
 
 
 def _connections(table: str, names: Iterable[str]) -> list[list[str]] | None:
