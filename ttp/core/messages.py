@@ -143,9 +143,7 @@ class Hello(Report):
     incarnation: int  # 0: not yet told
     nonce: str  # identifies the process
     world_size: int
-    layout_digest: (
-        str  # the layout itself is asked for where it is not known; see ``ttp.core.controller.layout_exchange``
-    )
+    layout_digest: str  # the layout itself is asked for where it is not known; see ``layout_exchange``
     host: str
     pid: int
     local_rank: int
@@ -212,6 +210,10 @@ class Frozen(Report):
     digests: tuple[ShardDigest, ...] = ()
     bad: tuple[str, ...] = ()  # tensors that hold NaN or Inf; a few of them
     kept: tuple[KeptCopy, ...] = ()
+    hold_dir: str = (
+        ""  # the storage is slow: a checkpoint may be held there, in the memory of this host; empty: none may
+    )
+    held: Version = Version(0)  # noqa: RUF009 - a number. Held here, and not durable yet
 
 
 @dataclass(frozen=True, slots=True)

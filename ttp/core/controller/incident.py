@@ -32,7 +32,7 @@ _EDGES = {
     Stage.SAVING: {Stage.FREEZING, Stage.COMMITTING, Stage.RELEASED},
     Stage.PROGRAM: {Stage.SAVED, Stage.RELEASED},
     Stage.COMMITTING: {Stage.FREEZING, Stage.SAVING, Stage.SAVED, Stage.RELEASED},
-    Stage.SAVED: {Stage.FREEZING, Stage.RELEASED},
+    Stage.SAVED: {Stage.FREEZING, Stage.COMMITTING, Stage.RELEASED},
     Stage.RELEASED: set(),
 }
 """Which stage may follow on which; see ``Incident.enter``."""
@@ -80,6 +80,8 @@ class Incident:
     """Differs between controllers that have the same incident: two of them never write into one draft."""
     directory: str = ""
     """Where it is saved instead of the job's own directory; empty: there."""
+    hold: str = ""
+    """Where it is, or was, to be held in memory first; see ``shadow``."""
     progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)
     """Bytes that whoever saves or commits has written, and since when it is so many; the slowest comes first."""
     pauses: dict[str, float] = field(default_factory=dict)
@@ -153,6 +155,11 @@ class Incident:
         return bool(self.evidence.kinds)
 
     @property
+    def holds(self) -> bool:
+        """Whether it is saved to memory now."""
+        return bool(self.hold) and self.directory == self.hold
+
+    @property
     def draft(self) -> str:
         """Directory name under which the planned checkpoint is written."""
         assert self.plan is not None
@@ -167,6 +174,7 @@ class Incident:
               | | ^         | ^            | |         ^ |          ^
               | | |         | +------------+ |         | |          |   the committer failed: another one
               | | +---------+----------------+---------|-+          |   a saver failed, a newer version came
+              | |                  +-------------------+            |   it is held only, and has to be durable
               | +-------------------------------------->            |   it is on disk already
               +-----> PROGRAM --------------------------            |   the program itself saves
             any stage ----------------------------------------------+   told to exit: saved, or it cannot be

@@ -44,9 +44,16 @@ class Saving:
 
     def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors) -> None:
         self.last_commit: tuple[Version, str] | None = None
+        self.held: tuple[Version, str] | None = None
+        """What ranks go on from that was not durable by then."""
         self._pages = PageCollectors(job, mirrors)
         self._job = job
         self._outbox = outbox
+
+    @property
+    def made(self) -> bool:
+        """Whether there is a checkpoint of this incarnation, held or durable."""
+        return (self.last_commit or self.held) is not None
 
     def take_over(self, made: tuple[Version, str] | None) -> None:
         """Know of a checkpoint that was made while the controller was silent: its version and path."""
@@ -273,17 +280,17 @@ class Saving:
                 incident.next_plan_at = incident.planned_at + min(REPLAN_MAX_S, pause_s)
             incident.dropped = []
         elif not (incident.pending or self._collects_late(incident, now)):
-            self._start_commit(incident, now)
+            self.commit(incident, "all pieces are durable", now)
 
     # --------------------------------------------------------------------------------------------------------- commit
 
-    def _start_commit(self, incident: Incident, now: float) -> None:
+    def commit(self, incident: Incident, why: str, now: float) -> None:
         """Ask a writer, else anybody who stands still, else anybody. See ``stranded`` for when there is nobody."""
-        writers = {task.order.rank for task in incident.tasks}
         able = [r for r in incident.answers if incident.can_commit(r)]
         if not able:
             return
-        incident.enter(Stage.COMMITTING, "all pieces are durable")
+        writers = {task.order.rank for task in incident.tasks}
+        incident.enter(Stage.COMMITTING, why)
         incident.committer = min(able, key=lambda r: (r not in writers, not incident.answered(r), r))
         incident.wrote(incident.committer, -1, now)
         self._send_commit(incident)
@@ -340,9 +347,13 @@ class Saving:
         incident.outcome = f"saved version {version}" + (
             f" from kept copies; {lost} finished steps are lost" if lost else ""
         )
-        self.last_commit = (version, report.path)
+        if incident.holds:
+            incident.outcome = f"version {version} is held in the memory of the host, and on its way to the storage"
+            self.held = (version, report.path)
+        else:
+            self.last_commit, self.held = (version, report.path), None
         self._outbox.record(
-            "committed",
+            "held" if incident.holds else "committed",
             rank=report.rank,
             version=version,
             path=report.path,

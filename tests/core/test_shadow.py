@@ -1,0 +1,178 @@
+"""Checkpoints that are held in memory first, as transcripts of the controller's machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.core.talk import Talk
+from ttp.core import messages as m
+from ttp.core.controller.continuing import SEAT_READY, SEAT_S
+from ttp.core.controller.events import Accused
+from ttp.core.layout import Rank, Version
+
+HOLD = "/memory"
+
+
+class Slow(Talk):
+    """Three ranks that can go on; rank 0 dies. The storage is slow, and the others may hold what they have."""
+
+    def hello(self, rank: int, **more: Any) -> str:
+        return super().hello(rank, **{"can_continue": True, **more})
+
+    def dies(self, rank: int = 0, seat: str = SEAT_READY) -> str:
+        return self.event(Accused((Rank(rank),), m.FaultKind.EXITED, "killed", (100 + rank,), (), seat))
+
+    def answers(self, *ranks: int, hold: str = HOLD, **more: Any) -> m.Save:
+        for rank in ranks or (1, 2):
+            self.frozen(rank, 7, hold_dir=hold, **more)
+        return self.orders(m.Save)[0]
+
+    def writes(self, save: m.Save) -> m.Commit:
+        self.saved(save.rank, save.generation)
+        return self.orders(m.Commit)[0]
+
+    def held(self, seat: str = SEAT_READY) -> str:
+        self.dies(seat=seat)
+        save = self.answers()
+        commit = self.writes(save)
+        assert (save.directory, commit.directory) == (HOLD, HOLD)
+        return self.committed(commit.rank, commit.generation)
+
+    def released(self) -> tuple[int, bool]:
+        """Of the release that was just said: the code, and whether ranks go on."""
+        (code,) = {order.exit_code for order in self.orders(m.Release)}
+        (again,) = {order.again for order in self.orders(m.Release)}
+        return code, again
+
+
+def test_ranks_go_on_from_what_is_held() -> None:
+    talk = Slow()
+    assert talk.held() == "[held] [released] Release(75):1,2"
+    assert talk.released() == (75, True)
+    assert talk.machine.last_commit is None  # nothing was saved yet
+    assert "held in the memory" in talk.incident.outcome
+
+
+@pytest.mark.parametrize("seat", ["no restart is left", ""])
+def test_nobody_leaves_before_it_is_durable(seat: str) -> None:
+    talk = Slow()
+    said = talk.held(seat)
+    if not seat:
+        assert said == "[held]"
+        said = f"{said} {talk.after(SEAT_S)}"
+    assert said == "[held] [awaited] [commit] Commit:1"
+    (commit,) = talk.orders(m.Commit)
+    assert commit.directory == ""
+    assert commit.pieces
+    assert talk.committed(commit.rank, commit.generation) == "[committed] [released] Release(75):1,2"
+    assert talk.released() == (75, False)
+    assert talk.machine.last_commit == (7, "/save/step")
+
+
+def test_the_held_checkpoint_is_no_answer_to_who_has_asked_for_one() -> None:
+    talk = Slow()
+    talk.dies()
+    save = talk.answers()
+    talk.ask()
+    commit = talk.writes(save)
+    assert talk.committed(commit.rank, commit.generation) == "[held] [awaited] [commit] Commit:1"
+
+
+def test_a_fault_that_is_no_death_meanwhile() -> None:
+    talk = Slow()
+    talk.dies()
+    commit = talk.writes(talk.answers())
+    talk.fault(2)
+    assert talk.committed(commit.rank, commit.generation).startswith("[held] [awaited] [commit] Commit:")
+
+
+def test_what_cannot_be_held_is_saved_as_ever() -> None:
+    talk = Slow()
+    talk.dies()
+    save = talk.answers()
+    said = talk.save_failed(save.rank, save.generation, may_pass=True)
+    assert said == "[save_failed] [not_held] [plan] Save:1"
+    (again,) = talk.orders(m.Save)
+    assert again.directory == ""
+    assert again.generation > save.generation
+    commit = talk.writes(again)
+    assert talk.committed(commit.rank, commit.generation) == "[committed] [released] Release(75):1,2"
+    assert talk.released() == (75, True)
+
+
+def test_what_cannot_be_committed_to_memory_is_saved_as_ever() -> None:
+    talk = Slow()
+    talk.dies()
+    commit = talk.writes(talk.answers())
+    assert "[not_held] [plan] Save:1" in talk.commit_failed(commit.rank, commit.generation)
+    assert talk.orders(m.Save)[0].directory == ""
+
+
+def test_who_cannot_wait_for_it_is_replaced_and_then_all_is_written_anew() -> None:
+    talk = Slow()
+    talk.held("no restart is left")
+    first = talk.orders(m.Commit)[0]
+    talk.commit_failed(first.rank, first.generation, may_pass=True)
+    second = talk.orders(m.Commit)[0]
+    assert second.rank != first.rank
+    talk.commit_failed(second.rank, second.generation, may_pass=True)
+    talk.after(1.0)
+    assert talk.orders(m.Commit), talk.said  # the storage is asked again: what is held is on its way there
+
+
+@pytest.mark.parametrize("hold", ["", "/elsewhere"])
+def test_all_ranks_have_to_say_the_same_place(hold: str) -> None:
+    talk = Slow()
+    talk.dies()
+    talk.frozen(1, 7, hold_dir=HOLD)
+    talk.frozen(2, 7, hold_dir=hold)
+    assert talk.orders(m.Save)[0].directory == ""
+
+
+def test_what_is_not_continued_is_not_held() -> None:
+    talk = Slow()
+    talk.dies()
+    assert talk.answers(bad=("weight",)).directory == ""
+
+
+def test_ranks_of_several_hosts_wait() -> None:
+    talk = Slow(formed=False)
+    for rank in range(3):
+        talk.hello(rank, host=f"host{rank}")
+    talk.dies()
+    assert talk.answers().directory == ""
+
+
+def test_what_is_held_only_does_not_count_as_on_disk() -> None:
+    """A second fault before the first update of those that have gone on: the checkpoint is written again, durably."""
+    talk = Slow(formed=False)
+    for rank in range(3):
+        talk.hello(rank, base_version=Version(7), version=Version(7))
+    talk.dies()
+    save = talk.answers(hold="", held=Version(7))
+    assert (save.version, save.directory) == (7, "")
+    on_disk = Slow(formed=False)
+    for rank in range(3):
+        on_disk.hello(rank, base_version=Version(7), version=Version(7))
+    on_disk.dies()
+    on_disk.frozen(1, 7)
+    assert "[nothing_new]" in on_disk.frozen(2, 7)
+
+
+def test_a_newer_version_than_the_held_one_is_saved_to_the_storage() -> None:
+    talk = Slow()
+    talk.held("")  # waits for the launcher
+    talk.lost(2)
+    talk.back(2, incident=talk.id, version=Version(8))
+    talk.frozen(2, 8, hold_dir=HOLD)
+    save = talk.orders(m.Save)[0]
+    assert (save.version, save.directory) == (8, "")
+
+
+def test_when_nobody_is_left_the_launcher_waits_for_what_is_held() -> None:
+    talk = Slow()
+    talk.held("")
+    talk.dies(1)
+    assert "Commit" not in talk.dies(2)
