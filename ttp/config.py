@@ -279,7 +279,6 @@ class Config:
 
     relay: str = _setting("TTP_RELAY", _one_of("auto", "on", "off"), "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of 64 ranks and more."""
-
     elastic: bool = _setting("TTP_ELASTIC", _switch, "off")
     """A job that has lost a host goes on with the others; set by ``ttp run --elastic``."""
 
@@ -291,6 +290,9 @@ class Config:
 
     continue_max: int = _setting("TTP_CONTINUE_MAX", _count, 10)
     """With keep: how often ranks go on in their processes before all are started anew."""
+
+    shadow_s: float | None = _setting("TTP_SHADOW_S", _seconds_or_off, 1.0)
+    """With keep, on one host: where a save would take longer, ranks go on from a copy in memory; off: never."""
 
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""

@@ -34,6 +34,7 @@ from ttp.processor.copies.transfer import open_receiver
 from ttp.processor.errands import Errands
 from ttp.processor.exiting import end_process
 from ttp.processor.gate.gate import Gate
+from ttp.processor.holding import Holding
 from ttp.processor.import_list import ImportList
 from ttp.processor.joining import Joining
 from ttp.processor.link.connecting import ControllerLink
@@ -113,7 +114,8 @@ class Processor:
         if receiver is not None and config.mirror:
             receiver.keep = self.host.keep
         held = tuple if self.copying is None else self.copying.held
-        self._inspector = StateInspector(source, self.gate, held, put)
+        self._holding = goes_on and Holding(config, env, layout, self.save_dir)
+        self._inspector = StateInspector(source, self.gate, held, self._holding and self._holding.look, put)
         self._saver = self._make_saver()
         self._errands = Errands(config, env, self.run_dir, self.save_dir, put)
         self._closed = False
@@ -373,7 +375,7 @@ class Processor:
         return Saver(
             self.config, self.env, self.layout, self.source, self.save_dir, self.copying,
             version=lambda: self.gate.version, wait_pages=self.host.wait_stored, put=self._inbox.put,
-            wrote=self._wrote, look_again=self._inspector.look_again,
+            wrote=self._wrote, look_again=self._inspector.look_again, holding=self._holding,
         )  # fmt: skip
 
     def _wrote(self, count: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,6 +39,7 @@ LOOK_S = 0.2
 Seen = tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]
 """Digests of the shards, and tensors with NaN or Inf."""
 NOTHING_SEEN: Seen = ((), ())
+NOT_HELD = "", Version(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class StateInspector:
         source: the adapter, which knows the state.
         gate: of the training thread.
         held: second copies of others that are here.
+        hold: where a checkpoint may be held in memory, and what is; None: nothing is.
         say: takes what was seen; may be called from any thread.
     """
 
@@ -64,9 +66,10 @@ class StateInspector:
         source: StateSource,
         gate: Gate,
         held: Callable[[], tuple[m.KeptCopy, ...]],
+        hold: Callable[[Collection[m.ShardDigest]], tuple[str, Version]] | None,
         say: Callable[[Snapshot | ev.NotRedone], None],
     ) -> None:
-        self._source, self._gate, self._held, self._put = source, gate, held, say
+        self._source, self._gate, self._held, self._hold, self._put = source, gate, held, hold, say
         self._worker = SerialWorker("ttp-looker")
         self._looks_during = 0  # which closure of the gate
         self._took_s = 0.0
@@ -154,6 +157,8 @@ class StateInspector:
         phase = m.Phase.TORN if version is None else state.phase
         digests, bad = self._inspected(version, phase)
         behind = version is not None and version < state.version
+        hold = self._hold
+        hold_dir, in_memory = ("", Version(0)) if hold is None else self._asked(lambda: hold(digests), NOT_HELD)
         quiet = ev.Quiet(
             version=state.version if version is None else version,
             phase=phase,
@@ -164,6 +169,8 @@ class StateInspector:
             digests=digests,
             bad=bad,
             kept=self._held(),
+            hold_dir=hold_dir,
+            held=in_memory,
         )
         self._took_s = time.monotonic() - began
         if not self._moved_on(state):

@@ -10,6 +10,7 @@ from ttp.core.restore_choice import fallback_note
 from ttp.core.restore_messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import find_whole
+from ttp.store.held import Held
 from ttp.store.manifest import MANIFEST, load_with_digest, manifest_digest
 from ttp.store.share import NOTHING, WHOLE, Share, everything
 from ttp.store.verify import verify_checkpoint
@@ -42,7 +43,7 @@ def look_back(
     older: bool = False,
     later: bool = False,
 ) -> Found:
-    """Find the whole checkpoints in ``save_dir`` and in the fallback directory, the newest first.
+    """Find the whole checkpoints in ``save_dir``, in the fallback directory and in memory, the newest first.
 
     Of the newest whole checkpoint the share is read. Older ones, which are hardly ever chosen, are offered when their
     files have the promised sizes; if one is chosen after all, its shares are read then (``older``), or all of it.
@@ -61,7 +62,9 @@ def look_back(
         CheckpointError: a directory cannot be listed, and nothing whole is known.
     """
     search = _Search(share, older)
-    for directory in (Path(save_dir), *([] if fallback_dir is None else [Path(fallback_dir)])):
+    memory = Held.of(save_dir)
+    places = fallback_dir, memory.memory if memory.usable else None
+    for directory in (Path(save_dir), *(Path(place) for place in places if place is not None)):
         search.look(directory)
     if later:
         search.shares = dict.fromkeys(search.offers, WHOLE)
