@@ -255,19 +255,15 @@ class Session:
     def restore(self) -> int:
         """See ``ttp.restore``."""
         from ttp.processor.holding import held_by
+        from ttp.store.choice import checkpoint_bytes
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
         with held_by(self.save_dir, None if self.processor is None else self.processor.run_dir):
-            return self._restore(self.save_dir)
-
-    def _restore(self, save_dir: Path) -> int:
-        from ttp.store.choice import checkpoint_bytes
-
-        found, chosen = self._find()
-        self._say_what_is_lost(found.candidates, chosen)
-        checkpoint = found.where.get(chosen, save_dir / chosen.name)
-        version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
+            found, chosen = self._find()
+            self._say_what_is_lost(found.candidates, chosen)
+            checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
+            version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
         if chosen.name:
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
         if (processor := self.processor) is not None:

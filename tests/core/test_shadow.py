@@ -146,13 +146,17 @@ def test_ranks_of_several_hosts_wait() -> None:
 
 
 def test_what_is_held_only_does_not_count_as_on_disk() -> None:
-    """A second fault before the first update of those that have gone on: the checkpoint is written again, durably."""
+    """A second fault before the first update of those that have gone on: one of them waits until it is."""
     talk = Slow(formed=False)
     for rank in range(3):
         talk.hello(rank, base_version=Version(7), version=Version(7))
     talk.dies()
-    save = talk.answers(hold="", held=Version(7))
-    assert (save.version, save.directory) == (7, "")
+    talk.frozen(1, 7, held=Version(7))
+    assert talk.frozen(2, 7, held=Version(7)).endswith("[awaited] [commit] Commit:1")
+    (commit,) = talk.orders(m.Commit)
+    assert (commit.version, commit.directory, commit.pieces) == (7, "", ())
+    assert talk.committed(1, commit.generation) == "[committed] [released] Release(75):1,2"
+    assert talk.released() == (75, False)
     on_disk = Slow(formed=False)
     for rank in range(3):
         on_disk.hello(rank, base_version=Version(7), version=Version(7))
@@ -176,3 +180,15 @@ def test_when_nobody_is_left_the_launcher_waits_for_what_is_held() -> None:
     talk.held("")
     talk.dies(1)
     assert "Commit" not in talk.dies(2)
+
+
+def test_what_was_said_of_memory_is_no_answer_to_the_next_controller() -> None:
+    """Its generations are larger, so that it is not taken for what is durable."""
+    talk = Slow()
+    talk.now, talk.machine.job.term = 10.0, 2
+    talk.dies()
+    talk.frozen(1, 7, held=Version(7))
+    talk.frozen(2, 7, held=Version(7))
+    (commit,) = talk.orders(m.Commit)
+    assert commit.generation >= 1 << 16
+    assert talk.committed(1, 0) == ""

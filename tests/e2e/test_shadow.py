@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -75,3 +73,120 @@ def test_ranks_go_on_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken:
     assert kinds(job) == [["held", "released", "durable"]] and versions(job) == [5], job.story()
     assert not list(held(job).memory.iterdir())
     assert job.starts() == [0, 5] and job.results() == unbroken(job), job.story()
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_the_job_ends_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
+    """The launcher waits for it."""
+    job.steps = 10
+    job.start()
+    said = "waiting until what ranks hold in memory is durable"
+    wait_until(lambda: job.log.exists() and said in job.log.read_text(), job)
+    assert versions(job) == []
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 0 and versions(job) == [5], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken, rank: int) -> None:
+    """Its step is saved as ever: a newer checkpoint takes the place of the one that is held. One is, at a time."""
+    job.faults.append({"id": "second", "rank": rank, "step": 9, "phase": "backward", "action": "kill"})
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert kinds(job) == [["held", "released", "durable"], ["committed", "released"]], job.story()
+    assert again(job) == [True, True] and job.starts() == [0, 5, 9] and versions(job) == [9], job.story()
+    assert not held(job).unfinished() and job.results() == unbroken(job), job.story()
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize(
+    "second", [{"rank": 1, "phase": "data"}, {"rank": 0, "phase": "data"}], ids=["newcomer", "survivor"]
+)
+def test_a_rank_dies_before_its_first_update(
+    job: Job, bad_disk: BadDisk, unbroken: Unbroken, second: dict[str, Any]
+) -> None:
+    """All start anew, from memory."""
+    job.faults.append({"id": "second", "step": 5, "action": "kill", "launch": "1", **second})
+    job.start()
+    job.wait_for_version(7)
+    assert job.starts() == [0, 5, 5] and versions(job) == [], job.story()
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 0 and versions(job) == [5], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize("who", ["launcher", "launcher and writer"])
+def test_the_launcher_dies_before_it_is_durable(
+    job: Job, bad_disk: BadDisk, make_job: MakeJob, unbroken: Unbroken, who: str
+) -> None:
+    """The process that writes goes on; where it is killed, too, the next launch restores what is in memory."""
+    goes_on(job)
+    if who != "launcher":
+        writers(job)[0].kill()
+    os.kill(job.processes[0].pid, signal.SIGKILL)
+    job.stop()
+    if who == "launcher":
+        bad_disk.rules()
+        wait_until(lambda: versions(job) == [5] and not held(job).unfinished(), job)
+    assert job.start().wait(TIMEOUT_S - 30) == 0 if who == "launcher" else job.start(), job.story()
+    if who != "launcher":
+        job.wait_for_version(9)
+        assert versions(job) == []
+        bad_disk.rules()
+        assert job.wait(TIMEOUT_S - 30) == 0, job.story()
+    assert job.starts() == [0, 5, 5] and versions(job) == [5], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_the_controller_and_the_writer_die_before_it_is_durable(
+    job: Job, bad_disk: BadDisk, unbroken: Unbroken
+) -> None:
+    job.steps = 200
+    goes_on(job)
+    (first,) = writers(job)
+    first.kill()
+    first.wait()
+    at = str(job.directory / "run")
+    controllers = [p for p in psutil.process_iter() if named(p, "ttp.controller") and named(p, at)]
+    for process in controllers:
+        process.kill()
+    wait_until(lambda: len(writers(job)) == 1 and held(job).is_served(), job)
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 0 and versions(job) == [5], job.story()
+    assert controllers and job.results() == unbroken(job), job.story()
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_nobody_leaves_with_75_before_it_is_durable(job: Job, bad_disk: BadDisk) -> None:
+    """No restart is left, so the survivor is not to go on."""
+    job.max_restarts = 0
+    job.start()
+    wait_until(lambda: kinds(job) == [["held", "awaited"]], job)
+    time.sleep(1.0)
+    assert job.processes[0].poll() is None and versions(job) == []
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 75, job.story()
+    assert kinds(job)[0][:2] == ["held", "awaited"] and kinds(job)[0][-1] == "released", job.story()
+    assert versions(job) == [5] and job.committed() == [5], job.story()
+
+
+def named(process: psutil.Process, module: str) -> bool:
+    try:
+        return module in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def writers(job: Job) -> list[psutil.Process]:
+    """Processes that bring it to the storage."""
+    mine = str(held(job).root)
+    return [p for p in psutil.process_iter() if named(p, "ttp.launch.shadow") and named(p, mine)]

@@ -1,8 +1,8 @@
 """Brings a checkpoint that is held in memory to the storage, beside a job that has gone on.
 
-``python -m ttp.launch.shadow`` is a process and a session of its own, which outlives ranks, launcher and controller. It is
-started by a rank that begins to write to memory; a launcher starts another one where it was killed, and waits for it
-before it ends.
+``python -m ttp.launch.shadow`` is a process and a session of its own, which outlives ranks, launcher and controller. A
+rank that begins to write to memory starts it; a launcher starts another one where it was killed, and waits for
+it at its end.
 """
 
 from __future__ import annotations

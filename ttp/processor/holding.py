@@ -17,7 +17,8 @@ from ttp.launch import shadow
 from ttp.launch.leases import write_whole
 from ttp.launch.warm import memory
 from ttp.store.held import Held, Order
-from ttp.store.names import parse_draft_name
+from ttp.store.manifest import Manifest
+from ttp.store.names import parse_checkpoint_name
 
 MEMORY_FACTOR = 2
 """So many times its bytes have to be free: those that go on make new models, too."""
@@ -89,15 +90,27 @@ class Holding:
         shadow.serve(self._held)
 
     def is_on_its_way(self, order: m.Commit) -> bool:
-        """Whether what is to be committed to the storage is held in memory, or was."""
+        """Whether what is to be committed to the storage is held in memory, or was. Without pieces it has to be."""
+        if self.holds(order) or (order.pieces and self._is_written(order)):
+            return False
         found = self._held.checkpoint()
-        there = found is not None and found[1].incident == order.incident and found[1].version == order.version
+        return self._fits(order, found and found[1]) or bool(self._durable(order))
+
+    @staticmethod
+    def _fits(order: m.Commit, manifest: Manifest | None) -> bool:
+        if manifest is None or manifest.version != order.version:
+            return False
+        return not order.pieces or manifest.incident == order.incident
+
+    def _durable(self, order: m.Commit) -> Path | None:
+        """Where it is now."""
         state = self._held.state()
-        return (there or bool(state.incident == order.incident and state.path)) and not self._is_written(order)
+        version = parse_checkpoint_name(Path(state.path).name)
+        fits = state.incident == order.incident or (not order.pieces and version == order.version)
+        return Path(state.path) if state.path and fits else None
 
     def _is_written(self, order: m.Commit) -> bool:
         """Whether ranks have written the pieces to the storage themselves."""
-        assert parse_draft_name(order.draft) is not None
         return ((Path(order.directory) if order.directory else self._save_dir) / order.draft).exists()
 
     def await_durable(self, order: m.Commit, wrote: Callable[[int], None]) -> tuple[Path, int]:
@@ -109,21 +122,17 @@ class Holding:
         """
         written = self._held.state().written
         while True:
-            state = self._held.state()
-            if state.incident == order.incident:
-                if state.path:
-                    return Path(state.path), state.size
-                if state.problem:
-                    raise OSError(state.problem)
-                wrote(max(0, state.written - written))
-                written = state.written
-            found = self._held.checkpoint()
-            if found is None or found[1].incident != order.incident:
-                with contextlib.suppress(CheckpointError):
-                    state = self._held.state()
-                    if state.incident == order.incident and state.path:
-                        return Path(state.path), state.size
+            if path := self._durable(order):
+                return path, self._held.state().size
+            found, state = self._held.checkpoint(), self._held.state()
+            if not self._fits(order, found and found[1]):
+                if self._durable(order):
+                    continue
                 raise CheckpointError("what was held in memory is not there any more")
+            if state.problem:
+                raise OSError(state.problem)
+            wrote(max(0, state.written - written))
+            written = state.written
             if not self._held.is_served():
                 shadow.serve(self._held)
             time.sleep(LOOK_S)

@@ -100,6 +100,7 @@ class Processor:
         copies = buddy and bool(layout.unreplicated())
         receiver = self._receiver = open_receiver(config, env.run_id, copies=copies)
         self.copying = Copying(source, layout, config, env, receiver, put) if copies and receiver is not None else None
+        self._holding = Holding(config, env, layout, self.save_dir) if goes_on is not None else None
         at = "" if receiver is None else target(own_address(config, env.master_addr), receiver.port)
         keeps = at if copies else "", at if config.mirror else ""
         greeting = hello(config, env, layout, source, save_dir, version, *keeps, goes_on is not None)
@@ -114,7 +115,6 @@ class Processor:
         if receiver is not None and config.mirror:
             receiver.keep = self.host.keep
         held = tuple if self.copying is None else self.copying.held
-        self._holding = goes_on and Holding(config, env, layout, self.save_dir)
         self._inspector = StateInspector(source, self.gate, held, self._holding and self._holding.look, put)
         self._saver = self._make_saver()
         self._errands = Errands(config, env, self.run_dir, self.save_dir, put)
@@ -261,10 +261,9 @@ class Processor:
         self._saver.close()
         self._inspector.close()
         self.host.stop()
-        if self.copying is not None:
-            self.copying.close()
-        elif self._receiver is not None:
-            self._receiver.close()
+        copies = self.copying or self._receiver
+        if copies is not None:
+            copies.close()
         self._close_source()
 
     # ------------------------------------------------------------------------------------------------ the owner thread

@@ -180,7 +180,7 @@ class Saver:
 
     def _make(self, order: m.Commit) -> tuple[Path, int]:
         holding = self._holding
-        if holding is not None and holding.is_on_its_way(order) and not holding.holds(order):
+        if holding is not None and holding.is_on_its_way(order):
             return holding.await_durable(order, self._wrote)
         made = make_checkpoint(self._directory(order), order, self._env, self._layout, self._source, self._wrote)
         if holding is not None and holding.holds(order):

@@ -28,7 +28,14 @@ class Stage(enum.Enum):
 
 
 _EDGES = {
-    Stage.FREEZING: {Stage.FREEZING, Stage.SAVING, Stage.PROGRAM, Stage.SAVED, Stage.RELEASED},
+    Stage.FREEZING: {
+        Stage.FREEZING,
+        Stage.SAVING,
+        Stage.COMMITTING,
+        Stage.PROGRAM,
+        Stage.SAVED,
+        Stage.RELEASED,
+    },
     Stage.SAVING: {Stage.FREEZING, Stage.COMMITTING, Stage.RELEASED},
     Stage.PROGRAM: {Stage.SAVED, Stage.RELEASED},
     Stage.COMMITTING: {Stage.FREEZING, Stage.SAVING, Stage.SAVED, Stage.RELEASED},
@@ -175,7 +182,7 @@ class Incident:
               | | |         | +------------+ |         | |          |   the committer failed: another one
               | | +---------+----------------+---------|-+          |   a saver failed, a newer version came
               | |                  +-------------------+            |   it is held only, and has to be durable
-              | +-------------------------------------->            |   it is on disk already
+              | +-------------------------------------->            |   it is on disk already, or held: COMMITTING
               +-----> PROGRAM --------------------------            |   the program itself saves
             any stage ----------------------------------------------+   told to exit: saved, or it cannot be
 

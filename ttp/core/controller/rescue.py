@@ -222,8 +222,8 @@ class Rescue:
         incident.end_pauses(now)
         if now >= incident.look_again_at:
             incident.look_again_at = 0.0
-        if self.saving.stalled(incident, p.stall_s, now):
-            self._retries.elsewhere(incident)  # another rank would wait as long for the same storage
+        if self.saving.stalled(incident, p.stall_s, now):  # another rank would wait as long for the same storage
+            self._retries.elsewhere(incident)
         if incident.stage is not Stage.SAVED and now >= incident.patient_since + p.rescue_s:
             self._end_without(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)
 
@@ -260,7 +260,9 @@ class Rescue:
             case Go(_) if self.program.leads:
                 incident.enter(Stage.PROGRAM, "it is for the program to save")
                 self.program.begin(incident)
-            case Go(Plan() as plan) if self._shadow.needed(incident, plan, self.on_disk()):
+            case Go(verdict) if self._shadow.awaits(incident, verdict, now):
+                return
+            case Go(Plan() as plan) if plan.version > self.on_disk():
                 self._shadow.choose(incident, plan, self.base_version)
                 self.saving.begin(incident, plan, now)
             case Go(Plan() as plan):
@@ -362,7 +364,7 @@ class Rescue:
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
         self.program.over(resumed=False)
-        self.verdict.progress |= self.saving.made
+        self.verdict.progress |= (self.saving.last_commit or self.saving.held) is not None
         end = self.verdict.released(exit_code, text, incident.cause)
         assert end.code is not None
         again, told = continuing.judge(self._job, incident, end, self.base_version)
@@ -394,7 +396,7 @@ class Rescue:
             self.last, self.incident, self._outbox.incident = self.incident, None, ""
 
     def _answer_requests(self, incident: Incident) -> None:
+        there = incident.saved > 0, incident.saved, incident.path, incident.outcome
         for request in incident.requests:
-            answer = AnswerSave(request, incident.saved > 0, incident.saved, incident.path, incident.outcome)
-            self._outbox.add(answer)
+            self._outbox.add(AnswerSave(request, *there))
         incident.requests = []

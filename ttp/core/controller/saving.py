@@ -50,11 +50,6 @@ class Saving:
         self._job = job
         self._outbox = outbox
 
-    @property
-    def made(self) -> bool:
-        """Whether there is a checkpoint of this incarnation, held or durable."""
-        return (self.last_commit or self.held) is not None
-
     def take_over(self, made: tuple[Version, str] | None) -> None:
         """Know of a checkpoint that was made while the controller was silent: its version and path."""
         if made is not None and (self.last_commit is None or made[0] > self.last_commit[0]):
@@ -71,7 +66,7 @@ class Saving:
         incident.enter(Stage.SAVING, plan.reason)
         incident.plan, incident.dropped = plan, []
         incident.planned_at = now
-        incident.generation = max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
+        incident.generation = self.next_generation(incident)
         orders = self._orders(incident, plan)
         for order in orders:
             merged = incident.pending.pop(order.rank, None)
@@ -97,6 +92,10 @@ class Saving:
         for order in orders:
             incident.wrote(order.rank, -1, now)
             self._send_save(incident, order.rank)
+
+    def next_generation(self, incident: Incident) -> int:
+        """Larger than all that were given out for this incident, by other controllers too."""
+        return max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
 
     def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
         """Savers get their shards; on every host one rank that is still there collects the pages of all its ranks."""

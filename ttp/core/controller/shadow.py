@@ -14,7 +14,7 @@ from ttp.core.controller.job_verdict import JobVerdict, Verdict
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.saving import Saving
-from ttp.core.decide import How, Plan
+from ttp.core.decide import How, NoPlan, Plan
 from ttp.core.layout import Version
 from ttp.errors import EXIT_SAVED
 
@@ -46,11 +46,24 @@ class Shadow:
             return ""
         return "" if continuing.why_not_after(job, incident, plan, base) else places.pop()
 
-    @staticmethod
-    def needed(incident: Incident, plan: Plan, on_disk: Version) -> bool:
-        """Whether a plan has to be carried out: what is held, and not durable yet, does not count as on disk."""
+    def awaits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> bool:
+        """Ranks have nothing newer than what is held from before: have one of them wait until that is durable.
+
+        What is held and not durable does not count as on disk. Returns whether it is so.
+        """
         held = max((answer.held for answer in incident.answers.values()), default=Version(0))
-        return plan.version > on_disk or held >= on_disk > 0
+        if not held or (isinstance(verdict, Plan) and verdict.version > held):
+            return False
+        if any(incident.can_commit(rank) for rank in incident.answers):
+            reason = f"version {held} is held in memory, and ranks have nothing newer"
+            incident.plan, incident.tasks, incident.pending = Plan(held, (), reason), [], {}
+            self._await(incident, held, now)
+        return True
+
+    def _await(self, incident: Incident, version: Version, now: float) -> None:
+        self._outbox.record("awaited", version=version)
+        incident.generation = self._saving.next_generation(incident)
+        self._saving.commit(incident, "what is held has to be durable", now)
 
     def failed(self, incident: Incident) -> None:
         """Somebody could not write or commit to memory: begin once more, to the storage."""
@@ -78,8 +91,7 @@ class Shadow:
             return True  # if nobody is left the launcher waits for it
         if not any(incident.can_commit(rank) for rank in incident.answers):
             return False
-        self._outbox.record("awaited", version=incident.saved)
+        version = incident.saved
         self.leave(incident)
-        incident.generation += 1
-        self._saving.commit(incident, "what is held has to be durable", now)
+        self._await(incident, version, now)
         return False
