@@ -285,8 +285,7 @@ class Session:
         return version
 
     def _goes_on(self) -> continuing.Continuing | None:
-        """Return the ``Continuing`` of a launch whose survivors go on in their processes, else None. All ranks
-        agree."""
+        """Return the ``Continuing`` if survivors of the last launch go on in their processes; equal on all ranks."""
         found = continuing.current() if hasattr(self.adapter, "load_going_on") else None
         return found if found is not None and found.runs and self.processor is not None else None
 
