@@ -182,7 +182,7 @@ class UpdateBarrier:
 
     @staticmethod
     def _patience(gate: Gate, patience_s: float) -> Any:
-        """Return a function that says, whenever the thread is woken, whether to leave; it raises after ``patience_s``."""
+        """Return a function that says, when the thread is woken, whether to leave; it raises after ``patience_s``."""
         deadline = time.monotonic() + patience_s
 
         async def leave() -> bool:

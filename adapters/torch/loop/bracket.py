@@ -340,7 +340,7 @@ class Bracket:
         self._calls.after_end()
 
     def _next_version(self) -> int:
-        """Return the version that the next update makes. A half-made update used up its number unless it is repeated."""
+        """Return the version that the next update makes; a half-made one used up its number unless it is repeated."""
         return self._version() + (2 if self._left and not self._again else 1)
 
     def _look_for_exception(self, *, entering: bool = False) -> None:
