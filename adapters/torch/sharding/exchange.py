@@ -20,7 +20,7 @@ def connected(world_size: int) -> bool:
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Exchange ``data`` and return that of every rank, by rank. Takes world size times the longest message in memory."""
+    """Exchange ``data`` and return that of every rank, by rank. Takes memory of world size times the longest one."""
     size = torch.tensor([len(data)], device=_device())
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
