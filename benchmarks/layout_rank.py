@@ -1,8 +1,9 @@
 """A rank of a small training in one layout, with ttp's hooks on and off by turns. Started by ``benchmarks.layouts``
 and ``benchmarks.zero``.
 
-Prints JSON: milliseconds per step of every block, on, off, and of plain DDP with AdamW if that takes turns with it;
-bytes of weights and of optimizer state on this rank.
+Prints JSON: milliseconds per step of every block: with ttp on; off; with a barrier before the update and nothing else
+of ttp, where ttp needs one; of plain DDP with AdamW, if that takes turns with it. Also the bytes of weights and of
+optimizer state on this rank.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import ttp
+from benchmarks.barrier_rank import Processor
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
 
 Step = Callable[[], object]
@@ -121,12 +124,19 @@ def train(layout: str, beside: str, blocks: int, steps: int, step_ms: float, siz
     current = session.current()
     adapter, processor = current.adapter, current.processor
     assert isinstance(adapter, TorchAdapter) and processor is not None
-    took: dict[str, list[float]] = {"on": [], "off": [], "plain": []}
+    barrier = None
+    if needs_barrier(processor.layout, undo or None):
+        barrier = UpdateBarrier(dist.get_world_size(), (), Processor(processor.page_dir))
+    took: dict[str, list[float]] = {"on": [], "off": [], "barrier": [], "plain": []}
     pause_s = 0.0
     for number in range(blocks + 1):
         took["on"].append(job.block_ms(steps, pause_s))
         adapter.detach()
         took["off"].append(job.block_ms(steps, pause_s))
+        if barrier is not None:
+            hook = job.optimizer.register_step_pre_hook(lambda *_: barrier.wait())
+            took["barrier"].append(job.block_ms(steps, pause_s))
+            hook.remove()
         if plain is not None:
             took["plain"].append(plain.block_ms(steps, pause_s))
         adapter.attach(processor)

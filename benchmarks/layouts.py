@@ -42,5 +42,8 @@ def _measure(layout: str, title: str, blocks: int, steps: int, ranks: int) -> Re
             found = json.loads(train("benchmarks.layout_rank", arguments, ranks, port, directory)[0])
     ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
     how = f"{blocks} blocks of {steps} steps by turns, {ranks} ranks; off: {statistics.median(found['off']):.2f} ms"
+    if found["barrier"]:
+        alone = [with_it / off for with_it, off in zip(found["barrier"], found["off"], strict=True)]
+        how += f"; the barrier before each update and nothing else: {statistics.median(alone):.4g} x"
     budget = BUDGET_DDP if layout == "ddp" else BUDGET
     return Result(f"step time, ttp on / off, {title}", statistics.median(ratios), "x", budget, how)
