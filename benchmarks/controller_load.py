@@ -1,4 +1,4 @@
-"""What a job costs its controller, over real sockets: memory, CPU at one beat a second, time from evidence to plan."""
+"""Load of a job on its controller, over real sockets: memory, CPU at one beat a second, time from evidence to plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a device shows: steps with ttp on and off, from a death to durable for large states, CPU of ttp's threads.
+"""Measurements that need a device: steps with ttp on and off, time from a death to durable, CPU of ttp's threads.
 
 Left out of "all" if there is no CUDA device: ``needs`` says what is missing.
 """

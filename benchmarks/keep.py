@@ -1,4 +1,4 @@
-"""What ``--continuity keep``, and ``ttp.one_step`` with it, add to a step of a job that has ttp."""
+"""The time that ``--continuity keep``, and ``ttp.one_step`` with it, add to a step of a job that has ttp."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ def _kill(job: Popen[bytes], directory: Path, ranks: int, launch: int, continuit
     durable = time.monotonic()
     wait_until(lambda: all("step" in _notes(directory, rank, launch + 1) for rank in range(ranks)), job)
     notes = [_notes(directory, rank, launch + 1) for rank in range(ranks)]
-    last = {part: max(n[part][0] for n in notes if part in n) for part in PARTS}  # survivors begin once
+    # Processes that survive begin, and make their process group, in their first launch only.
+    last = {part: max(n[part][0] for n in notes if part in n) for part in PARTS}
     return {"durable": (durable - at) * 1e3} | {part: (last[part] - at) * 1e3 for part in PARTS}
 
 

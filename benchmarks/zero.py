@@ -1,4 +1,4 @@
-"""What sharding the optimizer's state saves and costs: memory per rank, step time, and ttp on top."""
+"""Savings and costs of sharding the optimizer's state: memory per rank, step time, and ttp on top."""
 
 from __future__ import annotations
 
