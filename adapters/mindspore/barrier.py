@@ -32,6 +32,7 @@ import grpc
 from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
+from ttp.inbox import Inbox
 from ttp.processor.gate.gate import Gate
 from ttp.wire import access, tls
 from ttp.wire.address import target
@@ -196,7 +197,7 @@ class _Told:
         self, rank: int, peer: int, host: bytes, port: int, secret: bytes, config: Config, deadline: float
     ) -> None:
         where = host.rstrip(b"\0").decode()
-        self._outbox: queue.SimpleQueue[pb.Arrival | None] = queue.SimpleQueue()
+        self._outbox: Inbox[pb.Arrival | None] = Inbox()
         self._outbox.put(pb.Arrival(rank=rank, secret=secret))
         self._channel = tls.open_channel(target(where, port), CLIENT_OPTIONS)
         try:
@@ -241,7 +242,7 @@ class _Source:
 
     def __init__(self) -> None:
         self.here = False
-        self._counts: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._counts: Inbox[int | None] = Inbox()
 
     def put(self, count: int | None) -> None:
         """It has come to that update; None: it is gone."""

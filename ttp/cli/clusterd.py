@@ -21,6 +21,7 @@ from ttp.cli.suspects import OF_OTHERS
 from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import CheckpointError, TtpError, UsageError
+from ttp.inbox import Inbox
 from ttp.store.names import INCIDENTS
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class Words:
         from ttp.mindio.clusterd_manager import Interpreter
 
         self._interpreter, self._asked = Interpreter(job_id), asked
-        self._said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._said: Inbox[Message] = Inbox()
         self._manager: Manager | None = None
         self._heard = False
 
@@ -255,7 +256,7 @@ class ClusterLink:
         self._me = pb.RecoverClient(job_id=job_id, role=ROLE)
         keepalive = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
         self._channel = grpc.insecure_channel(where, options=[*keepalive, ("grpc.enable_http_proxy", 0)])
-        self._signals: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._signals: Inbox[Any] = Inbox()
         self._unsent: deque[Message] = deque()
         self._closed = threading.Event()
         self._complain = Complaints()

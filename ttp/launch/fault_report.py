@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttp.core.copy_messages import Mirror
+from ttp.inbox import Inbox
 from ttp.launch.presence import channel_options
 
 logger = logging.getLogger("ttp.launch")
@@ -73,7 +74,7 @@ class FaultReporter:
         self._home, self._token, self._metadata = home, token, metadata(token)
         self._channels: dict[str, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
-        self._pending: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
+        self._pending: Inbox[_Report | None] = Inbox()
         self._unheard = 0
         self._all_heard = threading.Condition(self._lock)
         self._closing = False

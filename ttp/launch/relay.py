@@ -28,6 +28,7 @@ import grpc
 from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.relay import LineId, Relay, slot_s
+from ttp.inbox import Inbox
 from ttp.wire import access, tls
 from ttp.wire.address import split, target
 from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub
@@ -83,7 +84,7 @@ class _Local:
     """The stream of one rank to this relay."""
 
     id: LineId
-    orders: queue.SimpleQueue[m.Order | _Ended] = field(default_factory=queue.SimpleQueue)
+    orders: Inbox[m.Order | _Ended] = field(default_factory=Inbox)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ class _Uplink:
         self._lines: dict[LineId, _Local] = {}
         slot = slot_s(_host(config), config.heartbeat_s)
         self._machine = Relay(config.heartbeat_s, time.time() - time.monotonic() + slot)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: Inbox[Callable[[], None] | None] = Inbox()
         self._answered = threading.Event()
         self._problem: _Ended | None = None
         self._host, self._port = split(to)
@@ -292,9 +293,8 @@ class _Uplink:
         going_on = True
         while going_on:
             due = self._machine.deadline()
-            wait_s = None if due is None else max(0.0, due - time.monotonic())
             with contextlib.suppress(queue.Empty):
-                item = self._inbox.get(timeout=wait_s)
+                item = self._inbox.get(timeout=None if due is None else due - time.monotonic())
                 while item is not None:
                     item()
                     item = self._inbox.get_nowait()

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp.inbox import Inbox
 from ttp.launch.presence import PROBE_S, ask_status
 from ttp.launch.run_dir import make_private
 from ttp.wire.address import split
@@ -144,13 +145,13 @@ def ask_everybody(
             each answer.
     """
     asked = tuple(dict.fromkeys(around))
-    answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    answers: Inbox[tuple[str, Any]] = Inbox()
     for place in asked:
         name = f"ttp-ask-{place}"
         threading.Thread(target=lambda p=place: answers.put((p, _ask(p, ask))), name=name, daemon=True).start()
     for _ in asked:
         try:
-            place, answer = answers.get(timeout=max(0.0, ends() - time.monotonic()))
+            place, answer = answers.get(timeout=ends() - time.monotonic())
         except queue.Empty:
             return
         if answer is not None:

@@ -12,6 +12,7 @@ from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version, describe_copies
 from ttp.core.restore_messages import RestoreDecision
 from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
+from ttp.inbox import Inbox
 
 log = logging.getLogger("ttp.processor")
 
@@ -36,7 +37,7 @@ class Joining:
         self._started = False  # the training thread no longer waits for the controller
         self._untold = env.rank == 0  # rank 0 has not yet said that training is protected
         self._first: Version | None = None
-        self._decision: queue.SimpleQueue[RestoreDecision] = queue.SimpleQueue()
+        self._decision: Inbox[RestoreDecision] = Inbox()
 
     # ---------------------------------------------------------------------------------------- for the training thread
 

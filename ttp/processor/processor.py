@@ -26,6 +26,7 @@ from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.rank.program import RankProgram
 from ttp.core.restore_messages import Candidate, Reading, RestoreDecision
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, TtpError
+from ttp.inbox import Inbox
 from ttp.launch.standby import own_address
 from ttp.mindio.protocol.rank_side import NoHandlers
 from ttp.processor.continuing import Continuing
@@ -94,7 +95,7 @@ class Processor:
         self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
         self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
-        self._inbox: queue.SimpleQueue[ev.Event | Snapshot] = queue.SimpleQueue()
+        self._inbox: Inbox[ev.Event | Snapshot] = Inbox()
         put = self._inbox.put
         copies = buddy and bool(layout.unreplicated())
         receiver = self._receiver = open_receiver(config, env.run_id, copies=copies)
@@ -291,9 +292,8 @@ class Processor:
 
     def _next_event(self) -> ev.Event | Snapshot:
         deadline = self._machine.deadline()
-        wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            return self._inbox.get(timeout=wait_s)
+            return self._inbox.get(timeout=None if deadline is None else deadline - time.monotonic())
         except queue.Empty:
             if self._imports.due(self.gate.version):
                 self._lease.writer.submit(self._imports.write)

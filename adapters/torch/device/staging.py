@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ttp.adapters.torch.device.accelerator import AllEvents, Event, Runtime, flat_bytes, holder
 from ttp.adapters.torch.local_state.buffers import BufferEntry, BufferTable
+from ttp.inbox import Inbox
 from ttp.processor.local_state.pages import Buffer, Kept
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -111,7 +112,7 @@ class DeviceBuffers:
         self._large: dict[tuple[str, int], _Large] = {}  # by name and size
         self._twins: dict[int, list[_Twin]] = {}
         self._turn = 0
-        self._returned: queue.SimpleQueue[Staged] = queue.SimpleQueue()
+        self._returned: Inbox[Staged] = Inbox()
         self._stuck = False
         self._build()
 
@@ -161,7 +162,7 @@ class DeviceBuffers:
         deadline = time.monotonic() + (0.0 if self._stuck else _PATIENCE_S)
         while not there():
             try:
-                self._take_back(self._returned.get(timeout=max(0.0, deadline - time.monotonic())))
+                self._take_back(self._returned.get(timeout=deadline - time.monotonic()))
             except queue.Empty:
                 self._stuck = True
                 return False
@@ -317,7 +318,7 @@ class ArrivalWriter:
         self._release = release
         self.arrived = 0
         """How many captures have arrived: as long as that grows the device moves."""
-        self._inbox: queue.SimpleQueue[tuple[int, bool, bytes, Staged] | None] = queue.SimpleQueue()
+        self._inbox: Inbox[tuple[int, bool, bytes, Staged] | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="ttp-pages", daemon=True)
         self._thread.start()
 

@@ -197,8 +197,7 @@ class RankRescue:
                 post_step_done=quiet.post_step_done,
                 has_gradient=quiet.has_gradient and not self._may_not_redo,
                 # A snapshot uses no pre-image, except on ranks that stand between two steps of one version: for a
-                # moment they
-                # have nothing else, and thawed they go on.
+                # moment they have nothing else, and thawed they go on.
                 has_preimage=quiet.has_preimage and (not self._snapshot or quiet.phase is m.Phase.TORN),
                 digests=quiet.digests,
                 bad=quiet.bad,
