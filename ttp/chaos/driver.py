@@ -29,6 +29,7 @@ from ttp.chaos.switchboard import RankEnded, RankProcess, RankStarted, RankSwitc
 from ttp.chaos.vocabulary import START_PHASES
 from ttp.chaos.ways import COLD
 from ttp.config import Config
+from ttp.inbox import Inbox
 
 LOOK_S = 0.05
 RUN_S_MAX = 300.0
@@ -71,7 +72,7 @@ class Driver:
         self.script, self.folder, self._tell, self._reference = script, folder, tell, reference
         self.closing: list[str] = []
         """What was wrong with the job as a whole, when it was over."""
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._inbox: Inbox[Any] = Inbox()
         self._switchboard = RankSwitchboard(self._inbox)
         self._job = HurtJob(script, place.hosts, place.disk)
         self._launches = Launches(script, folder, place, self._job, self._switchboard.path, self._inbox)
@@ -113,7 +114,7 @@ class Driver:
         now = time.monotonic()
         due = min((at for at, _ in self._timers), default=now + LOOK_S)
         with contextlib.suppress(queue.Empty):
-            self._take(self._inbox.get(timeout=min(LOOK_S, max(0.0, due - now))))
+            self._take(self._inbox.get(timeout=min(LOOK_S, due - now)))
         self._fire_timers()
         self._look_after_launchers()
         self._maybe_next_run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import re
 import secrets
 import subprocess
@@ -18,6 +17,7 @@ from ttp.chaos import launching
 from ttp.chaos.injection import HurtJob, heal_all
 from ttp.chaos.place import Place
 from ttp.chaos.script import Script
+from ttp.inbox import Inbox
 from ttp.launch.warm.starter import STATUS_FILE
 
 _REASON = re.compile(r"((?:restarts are cold|ranks do not go on in their processes): .*)")
@@ -44,7 +44,7 @@ class Launches:
         place: Place,
         job: HurtJob,
         socket_path: Path,
-        inbox: queue.SimpleQueue[Any],
+        inbox: Inbox[Any],
     ) -> None:
         self.of_run = 0
         """Starts since the current run began."""

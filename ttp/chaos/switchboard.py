@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import shutil
 import socket
 import struct
@@ -19,6 +18,7 @@ from typing import Any
 
 from ttp.chaos import world
 from ttp.chaos.notes import LifeKey
+from ttp.inbox import Inbox
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -105,7 +105,7 @@ class RankSwitchboard:
         inbox: gets a ``Call`` for each thing that a rank says.
     """
 
-    inbox: queue.SimpleQueue[Any]
+    inbox: Inbox[Any]
     _folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place())))
     _server: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
 
