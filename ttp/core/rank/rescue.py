@@ -154,7 +154,7 @@ class RankRescue:
             self._finish(order, m.SaveFailed(rank, self.incident, order.generation, text, ahead))
 
     def _holds(self, order: m.Save) -> bool:
-        """Return whether the saver can write the ordered version, if undo is ordered from a pre-image."""
+        """Return whether the saver can write the ordered version: the rank's own, or by undo from a pre-image."""
         if self._redoing is not None:
             return False  # an earlier order has let the training thread through
         state = self._state
