@@ -1,4 +1,4 @@
-"""Where ttp touches the training loop: hooks of optimizer, parameters and model.
+"""Registers hooks on optimizer, parameters and model, by which ttp follows the training loop.
 
 ::
 
