@@ -245,10 +245,10 @@ class WarmStarter:
 
     def _fork(self, order: dict[str, Any], command: Sequence[str], outputs: tuple[int, int]) -> ForkedWorker | None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs, adopting():
+        with ours, theirs, _in_memory(json.dumps(order)) as said_of_it, adopting():
             assert self._socket is not None
             self._socket.settimeout(FORK_S)
-            socket.send_fds(self._socket, [json.dumps(order).encode()], [*outputs, theirs.fileno()])
+            socket.send_fds(self._socket, [b"{}"], [said_of_it.fileno(), *outputs, theirs.fileno()])
             theirs.close()
             ours.settimeout(FORK_S)
             said = ours.recv(64)
@@ -301,6 +301,14 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("state"), str) else None
+
+
+def _in_memory(text: str) -> IO[str]:
+    """A file that is on no disk: an environment may be larger than one message of a socket."""
+    file = os.fdopen(os.memfd_create("ttp-worker"), "w")
+    file.write(text)
+    file.flush()
+    return file
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ from ttp.launch import nccl
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import Program, differing, set_by_program
 
-MESSAGE_BYTES = 1 << 20
 SHARE = 0.25
 """Share of one core that imports may take while ranks train and no restart waits."""
 GO_S = 10.0
@@ -167,10 +166,14 @@ class Template:
         self._launcher.send(json.dumps(what).encode())
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        data, handed, _, _ = socket.recv_fds(self._launcher, MESSAGE_BYTES, 3)
+        data, handed, _, _ = socket.recv_fds(self._launcher, 64, 4)
         if not data:
             os._exit(0)  # the launcher is gone
-        return json.loads(data), handed
+        if not handed:
+            return {}, []
+        with os.fdopen(handed.pop(0)) as order:  # its place is shared with who wrote it
+            order.seek(0)
+            return json.load(order), handed
 
     def _fork(self, order: dict[str, Any], handed: list[int]) -> None:
         """Fork twice, so that the worker becomes a child of the launcher, which then gets its exit code."""
