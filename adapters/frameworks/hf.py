@@ -72,7 +72,7 @@ class TtpCallback(TrainerCallback):
         self._resumed: dict[str, Any] | None = None
         self._step, self._version, self._grew = 0, 0, False
         self._marks: list[dict[str, Any]] = []
-        self._loss: Any = torch.tensor(0.0)  # of the steps since the last line of the log
+        self._loss: Any = torch.tensor(0.0)  # sum of the losses since the last line of the log
         self._carried: Tensor | None = None
         self._grad_norm: Any = None
         self._rate: Any = None

@@ -44,7 +44,7 @@ SAVING = {"freezing", "saving", "mending", "committing", "saved"}
 """Stages of a controller (``GetStatusResponse.stage``) in which ranks have to live on."""
 LOOK_S = 0.1
 UNHEARD = 5
-"""Number of unanswered requests after which no controller is believed to be left."""
+"""Number of unanswered requests in a row after which no controller is believed to be left."""
 ANSWER_S = 5.0
 
 

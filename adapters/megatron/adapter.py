@@ -1,4 +1,4 @@
-"""One Megatron training: the model's chunks, the optimizer and the scheduler, registered by ``protect``."""
+"""The adapter for one Megatron training: model chunks, optimizer and scheduler, registered by ``protect``."""
 
 from __future__ import annotations
 

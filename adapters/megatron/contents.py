@@ -171,8 +171,7 @@ def _notes(stored: MegatronCheckpoint, stacked: Iterable[str]) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------- the contents of a checkpoint
 #
-# Access to a checkpoint of a Megatron job for programs that are no ranks of a job: its contents, and which rank held
-# what.
+# Access to a checkpoint of a Megatron job, for programs that are no ranks of a job: its contents, and the rank layouts.
 
 
 FRAMEWORK = "megatron"

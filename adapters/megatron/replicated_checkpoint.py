@@ -1,5 +1,4 @@
-"""Saves, renames and loads checkpoints of ``ReplicatedOptimizer``, with the functions of ``mindio_ttp.megatron_ttp``.
-::
+"""Saves, renames and loads checkpoints of ``ReplicatedOptimizer``, by functions that ``mindio_ttp`` names. ::
 
     <save>/iter_0000012/mp_rank_00/shard_0_of_2.pt     weights in fp32, moments and hyperparameters of a shard
                                    shard_0_of_2.json   its size and digest, written when it is durable

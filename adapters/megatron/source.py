@@ -118,8 +118,10 @@ class MegatronSource(TorchSource):
         return replace(job, extra=job.extra | {JOB_KEY: {"optimizers": optimizers, "increment": self.increment}})
 
     def _step(self, inner: Inner, version: Version) -> float | None:
-        """Return the count of steps that torch's Adam keeps for each parameter; None: it has none. (Apex, Transformer
-        Engine and Megatron's checkpoints have one count for all parameters, in the param group.)"""
+        """Return the count of steps that torch's Adam keeps for each parameter; None: the optimizer keeps no such one.
+
+        Apex, Transformer Engine and Megatron's checkpoints have one count for all parameters, in the param group.
+        """
         assert self._processor is not None
         for holding in inner.holdings:
             kept = inner.optimizer.state.get(holding.main, {})

@@ -1,4 +1,4 @@
-"""One MindSpore training: its network and optimizer, registered by a callback, ``restore`` or ``wrap_optimizer``."""
+"""The adapter for one MindSpore training, registered by a callback, ``restore`` or ``wrap_optimizer``."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.errors import ConfigError, UsageError
 
 DEFAULT_PORT = 30051
-"""Port of the controller if neither program nor launcher gives one; the port in MindIO's example."""
+"""Port of the controller if neither program nor launcher gives one; that of the example in MindSpore's documents."""
 
 PORT_MIN, PORT_MAX = 1024, 65535
 

@@ -1,7 +1,7 @@
 """Finds the replica groups of a job from MindSpore's parallel modes and files.
 
 A shard here is everything that one rank holds: ranks that hold the same slice of every parameter form its replica
-group, and one of them writes its whole file, as MindIO does. MindSpore's own tools read such files.
+group, and one of them writes its whole file, as with MindSpore's TFTRegister. MindSpore's own tools read such files.
 """
 
 from __future__ import annotations

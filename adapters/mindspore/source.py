@@ -212,7 +212,7 @@ class MindSporeSource(PagedSource):
             yield TensorToWrite(name, held.dtype, held.shape, memory)
 
     def _numbers(self, rank: int, version: int, local: LocalState) -> list[TensorToWrite]:
-        """Return the numbers that MindIO adds, but for names that parameters have: the optimizer's ``global_step``."""
+        """Return the numbers that MindSpore's TFTRegister adds, without names of parameters (``global_step``)."""
         found = append_dict(rank, version, local.position) | {"loss_scale": self._loss_scale(local)}
         return [number(name, value) for name, value in found.items() if name not in self._memory.held]
 
@@ -232,7 +232,7 @@ class MindSporeSource(PagedSource):
 
 
 def append_dict(rank: int, version: int, position: Position) -> dict[str, Any]:
-    """Return the numbers that MindIO saves besides tensors; ``step_num`` is counted from the first epoch on."""
+    """Return the numbers that MindSpore's TFTRegister saves too; ``step_num`` counts from the first epoch on."""
     return {
         "epoch_num": position.epoch,
         "step_num": position.step,
