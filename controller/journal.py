@@ -85,7 +85,7 @@ class Journal:
         self._told = frozenset({str(run_dir), *filter(None, told)})
         self._stories: dict[str, _Story] = {}
         self._writers: dict[Path, _Writer] = {}
-        self._lock = threading.Lock()  # nobody holds it while a disk is asked
+        self._lock = threading.Lock()  # never held during a disk call
 
     def launch_begins(
         self, save_dir: str, happening: Happening, resumed: bool, told: Callable[[int, bool], None]

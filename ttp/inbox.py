@@ -1,9 +1,11 @@
-"""A queue whose wait with a time limit ends.
+"""A queue whose ``get`` keeps its time limit, and whose ``put`` is safe in a signal handler.
 
-``queue.SimpleQueue.get(timeout=...)`` of CPython 3.10 to 3.12 now and then waits without a limit. If the limit passes
-at a wrong moment (the thread was not scheduled, a signal handler ran), the time that is left is negative, which means
-"for ever" to what it calls. ``queue.Queue`` has no such fault, but its ``put`` takes a lock: a signal handler that puts
-something into it waits for ever if its own thread holds that lock.
+The queues of the standard library lack one or the other:
+
+- ``queue.SimpleQueue.get(timeout=...)`` of CPython 3.10 to 3.12 sometimes waits without a limit. If the limit passes
+  at a wrong moment (the thread was not scheduled, a signal handler ran), the time left is negative, and the lock below
+  takes a negative time as "for ever".
+- ``queue.Queue.put`` takes a lock. A signal handler that calls it waits for ever if its own thread holds that lock.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ _T = TypeVar("_T")
 
 
 class Inbox(Generic[_T]):
-    """Takes things from all threads and from signal handlers, for one thread that takes them out in order."""
+    """A queue that any thread or signal handler puts items into, and one thread takes them out of in order."""
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
-        self._filled = threading.Lock()  # open when something was put since the reader last looked
+        self._filled = threading.Lock()  # unlocked if something was put since the reader last looked
         self._filled.acquire()
 
     def put(self, item: _T) -> None:
@@ -30,14 +32,14 @@ class Inbox(Generic[_T]):
         self._items.append(item)
         try:
             self._filled.release()
-        except RuntimeError:  # it is open
+        except RuntimeError:  # already unlocked
             return
 
     def get(self, timeout: float | None = None) -> _T:
-        """The oldest item.
+        """Remove and return the oldest item, waiting for one if there is none.
 
         Args:
-            timeout: how long to wait for one, seconds; below zero: not at all; None: without a limit.
+            timeout: how long to wait, in seconds. Below zero: not at all; None: without a limit.
 
         Raises:
             queue.Empty: none came in time.
@@ -50,7 +52,7 @@ class Inbox(Generic[_T]):
         return self._items.popleft()
 
     def get_nowait(self) -> _T:
-        """The oldest item.
+        """Remove and return the oldest item without waiting.
 
         Raises:
             queue.Empty: there is none.
@@ -60,5 +62,5 @@ class Inbox(Generic[_T]):
         return self._items.popleft()
 
     def empty(self) -> bool:
-        """Whether nothing is in it."""
+        """Return whether the queue holds nothing."""
         return not self._items

@@ -151,8 +151,7 @@ class TorchAdapter(Restoring):
         refuse_everywhere(problem, world_size)
 
     def sharding(self, world_size: int) -> Sharding:
-        """Return how the state is spread over the ranks. All ranks must call it first at the same point of their
-        programs.
+        """Return how the state is spread over the ranks. All ranks make the first call at the same point.
 
         Args:
             world_size: ranks of the job.

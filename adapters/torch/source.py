@@ -100,7 +100,7 @@ class TorchSource(Standing):
         All memory is allocated and all kernels are loaded here: after a failure both may block.
 
         Args:
-            processor: of this rank.
+            processor: the processor of this rank.
             attachment: the hooks.
             sharding: how the state is spread over the ranks.
         """

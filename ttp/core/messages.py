@@ -16,7 +16,7 @@ PROTOCOL_MAJOR = 3
 PROTOCOL_MINOR = 0
 
 SEVERAL = Rank(-1)
-"""In place of a rank: the message is the same for, or from, several ranks, and they are listed beside it."""
+"""Stands for a rank in a message that is the same for, or from, several ranks, which are listed beside it."""
 
 
 class Phase(enum.Enum):
@@ -111,7 +111,7 @@ class KeptCopy:
 
 @dataclass(frozen=True, slots=True)
 class SaverOrder:
-    """What one rank writes: shards or parts of them, and the rank-local pages of the named ranks of its host."""
+    """The order to one saver: shards or parts of them, and the rank-local pages of the named ranks of its host."""
 
     rank: Rank
     shards: tuple[Shard, ...]

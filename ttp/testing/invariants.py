@@ -145,7 +145,8 @@ class Judge:
     def _released_again(self, machine: ControllerMachine, incident: Incident) -> None:
         if incident.saved not in self._world.storage.checkpoints:
             raise InvariantBroken(f"I8: ranks are to go on from step {incident.saved}, which does not exist")
-        launches = {member.hello.launch for member in machine.job.members.values()}  # ranks of others free no seat
+        # The release frees no seats of ranks of other launches.
+        launches = {member.hello.launch for member in machine.job.members.values()}
         processes = {r: p for r, p in self._world.ranks.items() if p.alive and p.hello.launch in launches}
         undead = sorted(processes.keys() - machine.job.live)
         if undead:
@@ -180,7 +181,7 @@ class Judge:
             whole = phase in (m.Phase.IDLE, m.Phase.DONE)
             answer = incident.answers.get(rank)
             if rank in incident.redoing and answer is not None and answer.version == version:
-                continue  # it was told to leave that version
+                continue  # it is ordered to redo, and so to leave that version
             if whole:
                 plain[rank] = {version}
             offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 OPERATOR_S = 8.0
 """Seconds after which an operator reports a rank that does not move; see ``ttp report-fault``."""
 OPERATOR_REPEATS_S, OPERATOR_TRIES = 2.0, 20
-"""Seconds between the operator's reports, and how many he makes before he ends the job by hand."""
+"""Seconds between the operator's reports, and their number before the operator ends the job by hand."""
 NEVER = float("inf")
 TINY_S = 1e-9
 """Makes a disk that refuses for 0 s refuse once."""

@@ -39,7 +39,7 @@ SHARD_BYTES = 8 * PART_BYTES_MIN
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was seen while the gate was closed. ``closure``: how often the gate had been opened before."""
+    """The state that was seen while the gate was closed. ``closure``: how often the gate had been opened before."""
 
     closure: int
     quiet: ev.Quiet

@@ -171,7 +171,7 @@ class _Port:
             if isinstance(report, m.Hello) and numbers[0] not in self._lines:
                 known = self._lines[numbers[0]] = Line(self, numbers[0], report.rank)
                 known.connection = self._controller.adopt(known)
-            lines = [self._lines[number] for number in numbers if number in self._lines]  # others have ended
+            lines = [self._lines[number] for number in numbers if number in self._lines]  # else it has ended
             who = tuple((line.connection, line.rank) for line in lines if line.open)
             if report is None:
                 for line in lines:

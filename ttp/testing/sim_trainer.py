@@ -142,7 +142,7 @@ class Trainer:
         self.look_up()
 
     def look_up(self) -> None:
-        """If the thread is in the barrier, look whether it has ended or the gate was closed."""
+        """Let the thread, if it is in the barrier, look whether the barrier is over or the gate was closed."""
         if self._polling:
             self.go_on()
 

@@ -25,7 +25,7 @@ TEXT_MAX = 16_384
 TEXTS_MAX = 100
 """Most texts for people in one message."""
 ENTRIES_MAX = 1 << 18
-"""Most fields of a report, with those of the messages directly in it: each piece or candidate is one."""
+"""Most fields of a message, with those of the messages directly in it: each piece or candidate is one."""
 FREE_BYTES = 1 << 20
 """Bytes up to which a message is parsed without a count of its fields: it grows to at most 60 times that."""
 

@@ -159,8 +159,7 @@ class Bracket:
         self._no_sync = NoSync(nn.Module())
 
     def step_done(self) -> None:
-        """End the version, because the user's loop says that its step is done; from now on only this call ends
-        versions.
+        """End the version: the user's loop says that its step is done. From now on only this call ends versions.
 
         Without an update since the last call (a skipped step) nothing happens.
 

@@ -1,11 +1,10 @@
-"""Where ttp touches the training loop: hooks of optimizer, parameters and model.
+"""Registers hooks on optimizer, parameters and model, by which ttp follows the training loop.
 
 ::
 
     forward        what follows the last update (scheduler, scaler) has been done by now
     backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
-    step, before   capture of changes since then; a barrier where the layout needs one; the gate; a copy of n if asked
-    for
+    step, before   capture of changes since then; a barrier if the layout needs one; the gate; a copy of n if asked for
     step, after    final capture of n + 1; the version is finished
 
 The provisional capture exists because a rank may die after it has given its gradients and before it has made the

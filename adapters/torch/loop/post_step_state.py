@@ -196,8 +196,9 @@ class PostStepState:
         return replace(job, scaler_skipped=pending and _skipped(found.scaler))
 
     def param_groups(self, version: int, job: JobState | None = None) -> list[ParamGroups]:
-        """Return the hyperparameters of ``version``, per optimizer; a leading scheduler has changed the live ones
-        already.
+        """Return the hyperparameters of ``version``, per optimizer.
+
+        The live ones may be newer: a leading scheduler has changed them already.
 
         Args:
             version: finished updates.

@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 
 
 class Habit:
-    """How a loop steps one scheduler. Not for several threads at once, except ``look``, ``began`` and ``through``.
+    """Learns how a loop steps one scheduler. For one thread, except ``look``, ``began`` and ``through``.
 
     Args:
         scheduler: anything with ``step`` and ``state_dict``.

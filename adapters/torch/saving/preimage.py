@@ -169,7 +169,7 @@ class PreImage:
 
     def _copy(self, value: Any, place: _Place, copies: _Copies) -> Any:
         if isinstance(value, Tensor):
-            ahead = bool(self._runtimes) and holder(self._runtimes, value) is None  # of the devices, as the host is
+            ahead = bool(self._runtimes) and holder(self._runtimes, value) is None  # on the host, maybe ahead
             return value.detach().clone() if ahead else self._copy_tensor(value.detach(), place, copies)
         if isinstance(value, dict):
             return {key: self._copy(item, (*place, key), copies) for key, item in value.items()}

@@ -93,8 +93,7 @@ class Standing(PagedSource):
         return (*(fence.finished_version() for fence in fences), self._capture.arrived)
 
     def _host_holds_state(self) -> bool:
-        """Return whether some of the state is on the host, and so of the host's version. Scalars do not count: copies
-        of them are kept."""
+        """Return whether state other than scalars, of which copies are kept, is on the host, and so of its version."""
         assert self._processor is not None
         version = self._processor.gate.version
         if self._mixed[0] != version:  # computed once per version, because this is called again and again

@@ -190,8 +190,7 @@ def _joined(layouts: Mapping[str, str | None]) -> Layouts | None:
 
 
 def _say_hook_state(ddps: Sequence[Ddp]) -> None:
-    """Log which communication hooks have state of their own, which is as large as the gradients, differs between ranks,
-    and is not saved."""
+    """Log which communication hooks have state: as large as the gradients, different on each rank, and not saved."""
     for ddp in ddps:
         for hook, state in ddp._comm_hooks:
             if state is None or isinstance(state, dist.ProcessGroup) or "mixed_precision" in type(state).__module__:

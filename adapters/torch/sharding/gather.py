@@ -130,7 +130,7 @@ def block_gather(
         group: process group of all these ranks.
         shards: the parameters of each shard.
     """
-    block = sorted(placement.block_of(me), key=lambda r: ranks[r])  # as torch sorts them
+    block = sorted(placement.block_of(me), key=lambda r: ranks[r])  # torch sorts the ranks of a group too
     if len(block) == 1:
         group = None
     elif len(block) < placement.size:

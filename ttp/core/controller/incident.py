@@ -21,7 +21,7 @@ class Stage(enum.Enum):
 
     FREEZING = "freezing"
     SAVING = "saving"
-    PROGRAM = "mending"  # the word in journals
+    PROGRAM = "mending"  # the name that journals use
     COMMITTING = "committing"
     SAVED = "saved"
     RELEASED = "released"
@@ -83,7 +83,7 @@ class Incident:
     progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)
     """Bytes that each saver or the committer has written, and since when it is that many; the slowest comes first."""
     pauses: dict[str, float] = field(default_factory=dict)
-    """What is waited for before the incident ends, and until when; once that is over the time is in the past."""
+    """Waits before the incident ends, by name, and until when each lasts; once over the time is in the past."""
     look_again_at: float = 0.0
     """No plan is made before this time, as one fell short and answers come by the thousand. 0: none fell short."""
     planned_at: float = 0.0

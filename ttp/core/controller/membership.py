@@ -18,7 +18,7 @@ LAYOUTS_MAX = 4
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one rank of the current incarnation."""
+    """One rank of the current incarnation, as far as the controller knows it."""
 
     hello: m.Hello
     connection: ConnectionId | None
@@ -88,7 +88,7 @@ class Membership:
     """Ranks that live and are to be replaced: their new processes are admitted as guests."""
     guests: dict[Rank, Guest] = field(default_factory=dict)
     gather_until: float | None = None
-    """If this controller is new and the job is not: the time until which missing ranks may still say hello."""
+    """Time until which missing ranks may still say hello, if this controller is new and the job is not; else None."""
 
     @property
     def save_dir(self) -> str:

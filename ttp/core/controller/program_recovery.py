@@ -44,7 +44,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class RescueContext:
-    """What a recovery may ask and use of the controller.
+    """The parts of the controller that a recovery may ask and use.
 
     Args:
         job: the ranks.

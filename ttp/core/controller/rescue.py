@@ -84,7 +84,7 @@ class Rescue:
         host = self._job.members[subject].hello.host if subject in self._job.members else ""
         evidence = Evidence(subject, kind, text, now, host, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
         if incident.stage is Stage.RELEASED:
-            if incident.evidence.stands(subject, kind):  # known by then, not yet by its best name
+            if incident.evidence.stands(subject, kind):  # a better text for known evidence
                 incident.evidence.add(evidence, detail, witness)
             return
         if incident.snapshot:

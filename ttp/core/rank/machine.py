@@ -231,7 +231,7 @@ class ProcessorMachine:
             version=self._state.version,
             phase=m.Phase.DONE if self._state.returned else self._state.phase,
             term_seen=self.term,
-            incident="" if self._outbox.answers_aside else self.incident,  # a stand-in's is not told
+            incident="" if self._outbox.answers_aside else self.incident,  # a stand-in's is left out
             resume=self.incarnation > 0,
             broken=self._state.broken.text if self._state.broken else "",
             standbys=self._route.standbys,
@@ -247,7 +247,8 @@ class ProcessorMachine:
             self._down_since = now
         self._route.lost(now - self._down_since)
         m_ = self.timeouts
-        in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)  # there: not yet
+        # Attempts at the lost controller do not delay the first one at its successor.
+        in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)
         self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2**in_vain)
         self._attempts += 1
         self._aside.controller_lost()

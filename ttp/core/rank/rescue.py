@@ -154,7 +154,7 @@ class RankRescue:
             self._finish(order, m.SaveFailed(rank, self.incident, order.generation, text, ahead))
 
     def _holds(self, order: m.Save) -> bool:
-        """Return whether the saver can write the ordered version, if undo is ordered from a pre-image."""
+        """Return whether the saver can write the ordered version: the rank's own, or by undo from a pre-image."""
         if self._redoing is not None:
             return False  # an earlier order has let the training thread through
         state = self._state
@@ -197,8 +197,7 @@ class RankRescue:
                 post_step_done=quiet.post_step_done,
                 has_gradient=quiet.has_gradient and not self._may_not_redo,
                 # A snapshot uses no pre-image, except on ranks that stand between two steps of one version: for a
-                # moment they
-                # have nothing else, and thawed they go on.
+                # moment they have nothing else, and thawed they go on.
                 has_preimage=quiet.has_preimage and (not self._snapshot or quiet.phase is m.Phase.TORN),
                 digests=quiet.digests,
                 bad=quiet.bad,

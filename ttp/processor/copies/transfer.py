@@ -253,8 +253,7 @@ def _verify(store: CopyStore, draft: Path, rank: Rank, version: Version, found: 
 
 
 def open_receiver(config: Config, run_id: str, *, copies: bool) -> Receiver | None:
-    """Start to receive copies and pages of other ranks, if that is configured and possible. None: not; training goes
-    on.
+    """Start to receive copies and pages of other ranks, if that is configured and possible; otherwise return None.
 
     Args:
         config: the job's settings.

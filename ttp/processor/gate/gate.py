@@ -151,8 +151,7 @@ class Gate:
             self._parked = False
 
     def nearby(self, wake: Callable[[], None] = _nothing) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which the training thread waits for other ranks with its final gradient, and may stand
-        aside.
+        """Return a block in which the training thread, with its final gradient, waits for others and may stand aside.
 
         Args:
             wake: called by the thread that closes the gate, so that the training thread looks at the gate. Must not
