@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ttp.config import Config, RankEnv
@@ -26,23 +26,30 @@ LOOK_S = 0.02
 
 
 class Holding:
-    """One for each rank of a job that can go on.
+    """One for each rank.
 
     Args:
         config: the job's settings.
         env: who this rank is.
         layout: of the job.
         save_dir: where checkpoints go in the end.
+        may: this process can go on when another one dies.
     """
 
-    def __init__(self, config: Config, env: RankEnv, layout: Layout, save_dir: Path) -> None:
+    def __init__(self, config: Config, env: RankEnv, layout: Layout, save_dir: Path, *, may: bool) -> None:
         self._config, self._save_dir, self._held = config, save_dir, Held.of(save_dir)
         mine = len(layout.shards_of(Rank(env.rank)))
         self._shards = len(layout.groups) / max(mine, 1)  # so many times what this rank has is all there is
         alone = os.environ.get("LOCAL_WORLD_SIZE", "") == str(env.world_size)
-        self._may = alone and config.shadow_s is not None
+        self._may = may and alone and config.shadow_s is not None
         if self._may and env.local_rank == 0 and (env.launch == 0 or not self._held.speed()):
             threading.Thread(target=self._held.measure, args=(save_dir,), name="ttp-speed", daemon=True).start()
+        if self._held.unfinished():
+            self._tell_launcher()
+
+    def _tell_launcher(self) -> None:
+        """It sees to it that what is held becomes durable, and does not end before."""
+        write_whole(self._config.resolved_run_dir() / shadow.FOLDER / self._held.root.name, str(self._held.root))
 
     def look(self, digests: Collection[m.ShardDigest]) -> tuple[str, Version]:
         """Where a checkpoint of this state may be held, and what is held and not durable yet. Never raises."""
@@ -71,8 +78,7 @@ class Holding:
         self._held.give(
             Order(order.incident, order.draft, str(self._save_dir), fallback, keep, patience_s, time.time())
         )
-        folder = self._config.resolved_run_dir() / shadow.FOLDER
-        write_whole(folder / self._held.root.name, str(self._held.root))
+        self._tell_launcher()
         if order.order.job_state:  # one of them does
             threading.Thread(target=self._serve, name="ttp-shadow", daemon=True).start()
 
@@ -136,18 +142,3 @@ class Holding:
             if not self._held.is_served():
                 shadow.serve(self._held)
             time.sleep(LOOK_S)
-
-
-@contextlib.contextmanager
-def held_by(save_dir: Path, run_dir: Path | None) -> Iterator[None]:
-    """Around a restore: what is held in memory for ``save_dir`` is not removed, and goes on its way to the storage.
-
-    Args:
-        save_dir: of the job.
-        run_dir: of the job on this host; None: this is no rank of one.
-    """
-    held = Held.of(save_dir)
-    with held.reading():
-        if run_dir is not None and held.unfinished():
-            write_whole(run_dir / shadow.FOLDER / held.root.name, str(held.root))  # its launcher sees to it
-        yield

@@ -79,6 +79,8 @@ class Shadow:
 
     def may_end(self, incident: Incident, base: Version, now: float) -> bool:
         """Whether ranks may be released now. What is held only has to be what they go on from, or is made durable."""
+        if incident.waiting and not incident.newest_is_known():
+            return False
         if continuing.waits(self._job, incident, now):
             return False
         end = self._verdict.now if self._verdict.wrong else Verdict(EXIT_SAVED, "")

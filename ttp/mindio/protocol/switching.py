@@ -1,12 +1,12 @@
-"""The script of a hot switch: ranks that live are replaced by processes that were started on other hosts meanwhile.
+"""The script of a hot switch: live ranks are replaced by processes that were started on other hosts meanwhile.
 
-The manager says which ranks are to move, and starts a process for each. Those join as guests and make themselves
-ready while all others train. Once all are there the job stands still at the end of one step, which is saved and
-renamed; then the manager is offered ``migration``. Until it chooses that, nothing is lost by going on as before: its
-silence, a change of mind, a guest that goes, or a checkpoint that cannot be made end in that. With its word all loops
-are left (``STEP FINISH``), the ranks that move are let go, the guests take their seats, and what follows is the repair
-that newcomers get (``replacement``). What fails from there on ends as every failed replacement does, with that
-checkpoint.
+The manager says which ranks are to move, and starts a process for each. These processes join as guests and make
+themselves ready while all ranks train. Once all guests are ready the job stands still at the end of one step, which is
+saved and renamed; then the manager is offered ``migration``. Until it chooses that, nothing is lost by going on as
+before. So silence of the manager, a change of mind, a guest that goes, or a failed checkpoint end in going on. When it
+chooses, all loops are left (``STEP FINISH``), the ranks that move are released, and the guests take their seats. What
+follows is the repair that new processes get (``replacement``). A failure from there on ends as every failed replacement
+does, with that checkpoint.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ GONE = "a newcomer is gone again"
 
 
 class Switching:
-    """At most one hot switch.
+    """Runs hot switches, at most one at a time.
 
     Args:
         state: the ranks.
         mailbox: the manager.
         pausing: lets all ranks stand still.
-        handshake: what the manager is told of an incident, and may choose.
+        handshake: tells the manager of an incident, and what it may choose.
         blame: opens the incident.
-        otherwise: what is done about a fault.
+        otherwise: makes the script for a fault without a switch.
     """
 
     def __init__(
@@ -55,26 +55,26 @@ class Switching:
         otherwise: Callable[[Incident], Script],
     ) -> None:
         self.held = False
-        """Training threads may be standing still for it."""
+        """True while training threads may be standing still for the switch."""
         self.stands = False
-        """All of them do, and the incident that has been opened is about it."""
+        """True while all of them stand still and the open incident is about the switch."""
         self._state, self._mailbox, self._pausing, self._handshake = state, mailbox, pausing, handshake
         self._blame, self._otherwise = blame, otherwise
         self._faults: tuple[RankFault, ...] = ()
 
     @property
     def moving(self) -> set[Rank]:
-        """Ranks that are to be replaced; none: no switch was asked for."""
+        """Ranks that are to be replaced; empty: no switch was asked for."""
         return self._state.job.moving
 
     @property
     def ready(self) -> bool:
-        """Whether all newcomers are there and can go on."""
+        """True if all new processes are there and can go on."""
         guests = self._state.job.guests
         return bool(self.moving) and all(rank in guests and _is_ready(guests[rank].said) for rank in self.moving)
 
     def prepare(self, notice: Notice, incident: bool) -> str:
-        """The manager starts processes for these ranks; why that is not accepted, else empty."""
+        """Note that the manager starts processes for these ranks. Returns why that is not accepted, else empty."""
         ranks = {fault.rank for fault in notice.faults}
         if ranks and ranks == self.moving:
             return ""
@@ -103,12 +103,12 @@ class Switching:
         return "" if self._is_held(ranks, others) else f"what ranks {compact_ranks(ranks)} hold is on no other rank"
 
     def _is_held(self, ranks: Collection[Rank], others: set[Rank]) -> bool:
-        """Whether all that these ranks hold is on others, too."""
+        """Return whether all that these ranks hold is on others, too."""
         replicas = self._state.replicas
         return isinstance(replicas, Replicas) and sources(replicas, ranks, others) is not None
 
     def give_up(self, why: str) -> None:
-        """Nobody is moved; guests are sent away. The manager hears of it, unless it has said so itself (no reason)."""
+        """Give the switch up and send guests away. Tells the manager ``why``; empty: the manager has chosen it."""
         if self.moving:
             if why:
                 self._mailbox.tell(CallKind.RESULT, self._faults, Code.MAY_DUMP, why, strategy=MIGRATION)
@@ -116,7 +116,7 @@ class Switching:
             self._over()
 
     def reset(self) -> None:
-        """A new incarnation of the job, or another controller leads it."""
+        """Forget the switch: a new incarnation of the job begins, or another controller leads it."""
         self.held = self.stands = False
         self._faults = ()
 
@@ -135,7 +135,7 @@ class Switching:
     # --------------------------------------------------------------------------------------------------------- scripts
 
     def stand_still(self) -> Script:
-        """All newcomers are there: have everybody stand at the end of one step, and open the incident."""
+        """Have all ranks stand at the end of one step, and open the incident; all new processes are there."""
         self.held = True
         problem = yield from self._pausing.stand_still(0.0)
         if problem or not self.ready:
@@ -148,14 +148,14 @@ class Switching:
         return Ending(Outcome.RESUMED, Version(0), text)
 
     def go_on(self, saved: Ending | None = None) -> Script:
-        """Nobody is to stand still any more."""
+        """End the standing still of all ranks."""
         result = yield self._state.everyone(RoundKind.CONTINUE, purpose=MIGRATION)
         self.held = False
         ending = saved or Ending(Outcome.RESUMED, Version(0), "")
         return replace(ending, outcome=Outcome.RESUMED, text=result.words or "all ranks go on where they were")
 
     def lead(self, incident: Incident) -> Script:
-        """All ranks stand still: save, ask the manager, and let the newcomers take the seats."""
+        """Save, ask the manager, and let the new processes take the seats; all ranks stand still."""
         state, moving = self._state, frozenset(self.moving)
         state.until = state.now + state.patience_s(incident)  # nothing is broken: a save that hangs may end nothing
         saved = yield from dump(state, incident)
@@ -190,7 +190,7 @@ class Switching:
         return (yield from self._handshake.obey(incident))
 
     def _why_stay(self, incident: Incident, notice: Notice | None, until: float) -> str:
-        """Why nobody is moved; empty: the manager may still say that they are."""
+        """Return why no rank is moved; empty: the manager may still choose that."""
         found = {
             "something has happened to a rank that was to stay": bool(incident.evidence.subjects - self.moving),
             GONE: not self.ready,
@@ -200,7 +200,7 @@ class Switching:
         return next((text for text, holds in found.items() if holds), "")
 
     def _stay(self, incident: Incident, why: str, saved: Ending) -> Script:
-        """Everybody goes on where it is; where somebody cannot any more it is a fault like any other."""
+        """Have all ranks go on where they are; if one cannot any more it is a fault like any other."""
         job, moving = self._state.job, set(self.moving)
 
         def well() -> bool:
@@ -220,7 +220,7 @@ class Switching:
         state, job = self._state, self._state.job
         everybody, staying = set(job.members), sorted(set(job.members) - moving)
         state.until = state.now + state.patience_s(incident)
-        state.halted = state.cleaned = True  # all stand at the end of a step: there is nothing to be cleaned
+        state.halted = state.cleaned = True  # all stand at the end of a step: there is nothing to clean
         try:
             stop = yield state.everyone(RoundKind.STOP, purpose=MIGRATION, together=True, ranks=staying)
             if not stop.ok or not self.ready:
