@@ -27,11 +27,13 @@ class Slow(Talk):
     def answers(self, *ranks: int, hold: str = HOLD, **more: Any) -> m.Save:
         for rank in ranks or (1, 2):
             self.frozen(rank, 7, hold_dir=hold, **more)
-        return self.orders(m.Save)[0]
+        first: m.Save = self.orders(m.Save)[0]
+        return first
 
     def writes(self, save: m.Save) -> m.Commit:
         self.saved(save.rank, save.generation)
-        return self.orders(m.Commit)[0]
+        first: m.Commit = self.orders(m.Commit)[0]
+        return first
 
     def held(self, seat: str = SEAT_READY) -> str:
         self.dies(seat=seat)

@@ -112,8 +112,8 @@ class Holding:
         """Where it is now."""
         state = self._held.state()
         version = parse_checkpoint_name(Path(state.path).name)
-        fits = state.incident == order.incident or (not order.pieces and version == order.version)
-        return Path(state.path) if state.path and fits else None
+        fits = version is not None and version >= order.version
+        return Path(state.path) if fits and (not order.pieces or state.incident == order.incident) else None
 
     def _is_written(self, order: m.Commit) -> bool:
         """Whether ranks have written the pieces to the storage themselves."""

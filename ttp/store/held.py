@@ -92,7 +92,12 @@ class Held:
     @classmethod
     def of(cls, save_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Held:
         """The one for checkpoints that go to ``save_dir``."""
-        key = hashlib.sha256(os.path.realpath(save_dir).encode()).hexdigest()[:16]
+        try:
+            found = save_dir.stat()
+            place = f"{found.st_dev}:{found.st_ino}"  # containers may share the memory, and name other disks alike
+        except OSError:
+            place = ""
+        key = hashlib.sha256(f"{os.path.realpath(save_dir)}|{place}".encode()).hexdigest()[:16]
         return cls(shared_memory / f"ttp-held-{os.getuid()}-{key}")
 
     # ---------------------------------------------------------------------------------------------------- what is there
