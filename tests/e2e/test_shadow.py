@@ -8,12 +8,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.disks.bad_disk import BadDisk, Rule
+from tests.e2e import shards
 from tests.e2e.harness import Job
 from tests.e2e.test_keep import KEEP, KILL, again
 from ttp.store.catalog import find_whole
@@ -189,3 +191,35 @@ def writers(job: Job) -> list[psutil.Process]:
     """Processes that bring it to the storage."""
     mine = str(held(job).root)
     return [p for p in psutil.process_iter() if named(p, "ttp.launch.shadow") and named(p, mine)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_shards_are_held_too(job: Job, bad_disk: BadDisk, tmp_path: Path) -> None:
+    """HSDP: each replica group writes its shard to memory."""
+    job.script, job.ranks, job.steps = Path(shards.__file__).with_name("sharded_job.py"), 4, 12
+    job.env["JOB_KIND"] = "hsdp"
+    job.faults = [shards.fault("backward", "backward", shards.victims("hsdp", "redo")["one rank"]) | {"step": 5}]
+    job.start()
+    wait_until(lambda: again(job) == [True], job)
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 0, job.story()
+    assert kinds(job) == [["held", "released", "durable"]] and len(versions(job)) == 1, job.story()
+    unbroken = shards.unbroken(tmp_path / "unbroken", "hsdp", job.steps)
+    for mine, theirs in zip(shards.bits_of(job.directory), unbroken, strict=True):
+        assert mine <= theirs and max(theirs, key=lambda line: int(line.split()[0])) in mine, sorted(mine - theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_a_rank_is_killed_again_and_again(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
+    """The storage takes what is held each time, in its own time."""
+    bad_disk.rules(Rule(("WRITE",), "distcp", delay_s=0.3))
+    faults = [{"id": f"{n}", "rank": n % 2, "step": 4 * n + 5, "phase": "backward", "action": "kill"} for n in range(6)]
+    job.faults, job.max_restarts = faults, 8
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert {kind for events in kinds(job) for kind in events} >= {"held", "durable", "released"}, job.story()
+    assert job.starts() == [0, *range(5, 29, 4)] and job.results() == unbroken(job), job.story()
+    assert versions(job)[0] == 25 and not held(job).unfinished()
