@@ -30,8 +30,8 @@ def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuin
     """Its training thread may come to the old gate only after it was released."""
     old, new = Gate(), Gate()
     old.close()
-    goes_on.released(old.halt, "incident")
-    of_old: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=old)
+    of_old: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=old, source=None)
+    goes_on.released(of_old, "incident")
     with pytest.raises(Halted):
         Processor.begin_update(of_old)
     goes_on.over()  # its training thread was about to enter the barrier before the update
