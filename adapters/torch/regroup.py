@@ -14,8 +14,10 @@ Three parts of torch that are not public are needed for that, and ``self_test`` 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
@@ -26,6 +28,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ttp.adapters.torch.transport import TIMEOUT, Gloo, Place, Transport, of_names
+
+log = logging.getLogger("ttp.adapters.torch")
 
 _c10d: Any = c10d  # what is used of it is not public
 _dist: Any = dist
@@ -178,7 +182,11 @@ class Groups:
             RuntimeError: not all connections could be broken.
         """
         for name, transport in self._transports.items():
-            transport.let_go(self._backends(name))
+            backends, began_s = self._backends(name), time.monotonic()
+            transport.let_go(backends)
+            if backends and name == "nccl":
+                took_s = time.monotonic() - began_s
+                log.info("%d process groups of NCCL were aborted in %.3f s", len(backends), took_s)
 
     def meet(self, address: str, port: int, within_s: float, said: str) -> list[str]:
         """Tell the ranks of the next launch something; returns what each of them says. ``renew`` comes next.
