@@ -86,7 +86,7 @@ class Admission:
         """What the program of a process says that is no member yet; of others nothing is heard."""
         guest = self._job.guests.get(report.rank)
         if guest is not None and guest.connection == connection and isinstance(report, m.ProgramReport):
-            guest.said.append(report)
+            guest.said[type(report)] = report
 
     def seat_guests(self, now: float) -> bool:
         """Guests whose seats are open take them; whether any did."""

@@ -47,7 +47,8 @@ class Guest:
 
     connection: ConnectionId
     hello: m.Hello
-    said: list[m.ProgramReport] = field(default_factory=list)
+    said: dict[type[m.ProgramReport], m.ProgramReport] = field(default_factory=dict)
+    """The last word of each kind: all of it is said again when the seat is taken."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ class NoticeKind(enum.Enum):
     STRATEGY = "strategy"
     HOT_SWITCH = "hot_switch"  # processes are started on other hosts for ranks that live
     STOP_SWITCH = "stop_switch"  # they are not
+    MOVE = "move"  # an operator: the ranks of a host, which ``params`` names, to one that has offered its place
     FAILED = "failed"  # it could not take what it was told: it is out of the game
 
 
@@ -118,6 +119,21 @@ class Noticed(ProgramEvent):
     """The manager says something."""
 
     notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceOffered(ProgramEvent):
+    """A launcher that stands by could start ranks on ``host``, and keeps a ``store`` (``host:port``) for them."""
+
+    host: str
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakePlace(ProgramAction):
+    """The answer to a ``PlaceOffered``, at once: the ranks that are to be started there; none: not now."""
+
+    ranks: tuple[Rank, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,7 @@ class Act(m.ProgramOrder):
         way: REPAIR: this rank's part.
         transfers: REPAIR: what this rank sends or receives.
         ranks: REPAIR: everybody who sends or receives.
+        store: REBUILD: ``host:port`` of a store that nobody has used yet; empty: this host's launcher may know one.
     """
 
     serial: int
@@ -185,3 +186,4 @@ class Act(m.ProgramOrder):
     way: RepairWay = RepairWay.ROLLBACK
     transfers: tuple[Transfer, ...] = ()
     ranks: tuple[Rank, ...] = ()
+    store: str = ""

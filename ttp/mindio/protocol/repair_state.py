@@ -53,6 +53,8 @@ class RepairState:
         """What was saved last: the incident in which it was need not be over yet, or training goes on after it."""
         self.until: float | None = None
         """When a script has to be over; None: there is no such time."""
+        self.store = ""
+        """Where process groups that are made anew may meet; empty: nobody has said."""
         self.tried: set[str] = set()
         """Incidents in which lost ranks could not be replaced."""
         self.job = context.job
