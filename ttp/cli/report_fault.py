@@ -43,11 +43,11 @@ def report_fault(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Report that ranks are broken, as a node monitor or an operator sees it.
+    """Report ranks or a host as broken, for a node monitor or an operator.
 
     The whole job then saves its newest step and exits with 75, so that its launcher starts it again: this ends the
-    present incarnation. With --drain the accused host is left out of it, until --recovered; a program written for
-    MindIO (ARF) is not ended where another host stands by: its ranks are moved while all train. For a checkpoint
+    present incarnation. With --drain the accused host is left out of the next one, until --recovered; a program written
+    for MindIO (ARF) is not ended where another host stands by: its ranks are moved while all train. For a checkpoint
     without a restart see `ttp save`. Exits with 1 when no such rank is known.
 
     JSON keys: accused (ranks; none where they are moved), text (what happened, in words).

@@ -4,6 +4,8 @@ Torch's agent sends SIGTERM as soon as it sees one worker dead and SIGKILL 30 s 
 
 - nobody armed: at once (stock behaviour);
 - somebody holds a lease: not before it has left or its lease is over, at most ``patience_s`` in all;
+- somebody still does ``LEAVING_S`` after another one that held one was released: the job is saved, and a rank that was
+  released with it would have left by itself. It is stopped or hung: kill it, a restart waits for nothing else;
 - armed, but no lease yet: ``first_lease_s`` for the first one; it comes with the controller's freeze, milliseconds
   after a death;
 - all who live were released to go on in their processes: leave them alone;
@@ -24,6 +26,9 @@ FIRST_LEASE_S = 5.0
 
 STRAGGLER_S = 1.0
 """A rank whose freeze was delivered late gets its lease within this time after its peers were released."""
+
+LEAVING_S = 11.0
+"""A rank that was released leaves within 10 s (``ttp.processor.exiting``), and hears of it a little after its peers."""
 
 Pid = int
 
@@ -73,6 +78,7 @@ class Hold:
         self._patience_s = patience_s
         self._first_lease_s = first_lease_s
         self._held: set[Pid] = set()
+        self._released_at: float | None = None
         self._given_up: frozenset[Pid] = frozenset()
         self.hung: frozenset[Pid] = frozenset()
         """With ``KILL_HUNG``: the pids to kill. Each is named once: a process in the kernel may take long to die."""
@@ -81,13 +87,15 @@ class Hold:
         """Decide at time ``now`` by what is seen. Call again after ``WAIT`` and ``KILL_HUNG``."""
         alive = scene.alive - self._given_up
         holding = {pid for pid in alive if scene.deadlines.get(pid, now) > now}
+        self._held |= holding | (scene.deadlines.keys() & scene.exits.keys())
         if holding:
-            self._held |= holding
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = now
         if not alive:
             return HoldDecision.LEFT
+        if holding and self._released_for(now, scene) >= LEAVING_S:
+            return self._kill(frozenset(holding))
         if all(scene.again.get(pid, now) > now for pid in alive):
             return self._going_on(scene, alive)
         armed = alive & (scene.armed | holding)
@@ -101,17 +109,27 @@ class Hold:
         """All who live have nothing to lose. One that left in good order shows that not all go on."""
         if not any(code in (EXIT_SAVED, EXIT_NOT_SAVED, EXIT_BAD_CONFIG) for code in scene.exits.values()):
             return HoldDecision.AGAIN
-        self.hung = alive
-        self._given_up |= alive
+        return self._kill(alive)
+
+    def _released_for(self, now: float, scene: WorkersNow) -> float:
+        """For how long the job has been saved, seconds: one that held a lease has left, or goes on."""
+        if self._released_at is None and any(
+            scene.exits.get(pid) == EXIT_SAVED or scene.again.get(pid, now) > now for pid in self._held
+        ):
+            self._released_at = now
+        return 0.0 if self._released_at is None else now - self._released_at
+
+    def _kill(self, hung: frozenset[Pid]) -> HoldDecision:
+        self.hung = hung
+        self._given_up |= hung
         return HoldDecision.KILL_HUNG
 
     def _without_lease(self, now: float, scene: WorkersNow, armed: frozenset[Pid]) -> HoldDecision:
         assert self._quiet_since is not None
         quiet_s = now - self._quiet_since
-        self.hung = armed - self._held
-        if self.hung and quiet_s >= STRAGGLER_S and self._peers_were_released(scene.exits):
-            self._given_up |= self.hung
-            return HoldDecision.KILL_HUNG
+        hung = armed - self._held
+        if hung and quiet_s >= STRAGGLER_S and self._peers_were_released(scene.exits):
+            return self._kill(hung)
         return HoldDecision.WAIT if quiet_s < self._first_lease_s else HoldDecision.STOP
 
     def _peers_were_released(self, exits: Mapping[Pid, int]) -> bool:

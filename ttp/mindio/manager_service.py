@@ -1,4 +1,4 @@
-"""The gRPC face of the controller towards an outside manager, one at a time: ``ttp.wire.v1.Manager``."""
+"""The controller's gRPC service for an outside manager, one at a time: ``ttp.wire.v1.Manager``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SERVICE = "ttp.wire.v1.Manager"
 
 
 class ManagerService(rpc.ManagerServicer):
-    """Translates between the wire and the driver, and does what ``HandlerRecovery`` wants; decides nothing."""
+    """Translates between the wire and the driver, and carries out actions of ``HandlerRecovery``; decides nothing."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -53,7 +53,7 @@ class ManagerService(rpc.ManagerServicer):
             self._calls.put_nowait(None)
 
     async def Attend(self, request: pb.AttendRequest, context: Any) -> AsyncIterator[pb.ManagerCall]:
-        """See the proto."""
+        """See ``Manager.Attend`` in the proto."""
         try:
             wait_s = seconds(request.wait_s)
         except WireError as problem:
@@ -73,7 +73,7 @@ class ManagerService(rpc.ManagerServicer):
             self._driver.feed(ManagerLeft())
 
     async def Notify(self, request: pb.Notice, context: Any) -> pb.NoticeAnswer:
-        """See the proto."""
+        """See ``Manager.Notify`` in the proto."""
         try:
             notice = notice_from_wire(request)
         except WireError as problem:

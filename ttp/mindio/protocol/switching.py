@@ -1,16 +1,16 @@
-"""The script of a hot switch: ranks that live are replaced by processes that were started on other hosts meanwhile.
+"""The script of a hot switch: live ranks are replaced by processes that were started on other hosts meanwhile.
 
-The manager says which ranks are to move, and starts a process for each. Those join as guests and make themselves
-ready while all others train. Once all are there the job stands still at the end of one step, which is saved and
-renamed; then the manager is offered ``migration``. Until it chooses that, nothing is lost by going on as before: its
-silence, a change of mind, a guest that goes, or a checkpoint that cannot be made end in that. With its word all loops
-are left (``STEP FINISH``), the ranks that move are let go, the guests take their seats, and what follows is the repair
-that newcomers get (``replacement``). What fails from there on ends as every failed replacement does, with that
-checkpoint.
+The manager says which ranks are to move, and starts a process for each. These processes join as guests and make
+themselves ready while all ranks train. Once all guests are ready the job stands still at the end of one step, which is
+saved and renamed; then the manager is offered ``migration``. Until it chooses that, nothing is lost by going on as
+before. So silence of the manager, a change of mind, a guest that goes, or a failed checkpoint end in going on. When it
+chooses, all loops are left (``STEP FINISH``), the ranks that move are released, and the guests take their seats. What
+follows is the repair that new processes get (``replacement``). A failure from there on ends as every failed replacement
+does, with that checkpoint.
 
-Without a manager an operator may drain a host while a launcher that stands by offers its own (``offered``).
-Then that launcher starts the processes, and ``migration`` needs no word. What would end in going on as before is a
-start of all ranks instead, without the host, as for jobs in which nobody can be moved.
+Without a manager an operator may drain a host while a launcher that stands by offers its own (``offered``). Then that
+launcher starts the processes, and ``migration`` needs no choice. An end in going on is followed by a start of all ranks
+without the drained host, as for jobs whose ranks cannot be moved.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ START_S = 120.0
 
 
 class Switching:
-    """At most one hot switch.
+    """Runs hot switches, at most one at a time.
 
     Args:
         state: the ranks.
         mailbox: the manager.
         pausing: lets all ranks stand still.
-        handshake: what the manager is told of an incident, and may choose.
+        handshake: tells the manager of an incident, and what it may choose.
         blame: opens the incident.
-        otherwise: what is done about a fault.
+        otherwise: makes the script for a fault without a switch.
     """
 
     def __init__(
@@ -65,32 +65,32 @@ class Switching:
         otherwise: Callable[[Incident], Script],
     ) -> None:
         self.held = False
-        """Training threads may be standing still for it."""
+        """True while training threads may be standing still for the switch."""
         self.stands = False
-        """All of them do, and the incident that has been opened is about it."""
+        """True while all of them stand still and the open incident is about the switch."""
         self._state, self._mailbox, self._pausing, self._handshake = state, mailbox, pausing, handshake
         self._blame, self._otherwise = blame, otherwise
         self._faults: tuple[RankFault, ...] = ()
         self._offers: dict[str, tuple[float, str]] = {}  # by host: until when, and the store
         self._drains = ""
-        """The host that an operator has taken the ranks from; else a manager moves them."""
+        """Host that an operator drains; empty: a manager moves the ranks, if they move."""
         self._place, self._until = "", 0.0
         self._owed = ""
-        """A host that is drained, and whose ranks could not be moved."""
+        """Drained host whose ranks could not be moved, and are not accused yet."""
 
     @property
     def moving(self) -> set[Rank]:
-        """Ranks that are to be replaced; none: no switch was asked for."""
+        """Ranks that are to be replaced; empty: no switch was asked for."""
         return self._state.job.moving
 
     @property
     def ready(self) -> bool:
-        """Whether all newcomers are there and can go on."""
+        """True if all new processes are there and can go on."""
         guests = self._state.job.guests
         return bool(self.moving) and all(rank in guests and _is_ready(guests[rank]) for rank in self.moving)
 
     def wanted(self, notice: Notice, incident: bool) -> str:
-        """The manager starts processes for ranks, or an operator drains a host; why not, else empty."""
+        """Begin to move ranks, for a manager or an operator who drains a host. Returns why not; empty: accepted."""
         move = notice.kind is NoticeKind.MOVE
         return self._drain(notice.params, incident) if move else self._prepare(notice, incident)
 
@@ -106,7 +106,7 @@ class Switching:
         return problem
 
     def offered(self, host: str, store: str) -> tuple[Rank, ...]:
-        """A launcher could start ranks on this host; those that it is to start."""
+        """Note that a launcher could start ranks on ``host``. Returns the ranks that it has to start now."""
         now = self._state.now
         self._offers = {name: offer for name, offer in self._offers.items() if offer[0] > now}
         if host not in self._offers:
@@ -135,12 +135,12 @@ class Switching:
         return problem
 
     def deadlines(self) -> Iterator[float]:
-        """When ``expire`` has something to do."""
+        """Yield the times at which ``expire`` has something to do."""
         if self._drains and not self.held:
             yield self._until
 
     def expire(self) -> None:
-        """A host that is drained is left also where nobody takes its ranks: then all ranks start again, without it."""
+        """Accuse the ranks of a drained host that could not be moved: all ranks start again, without that host."""
         if self._drains and not self.held and self._state.now >= self._until:
             self.give_up(f"no new processes were ready within {START_S:g} s")
         if self._owed and not (self.held or self._state.outbox.incident):
@@ -168,12 +168,12 @@ class Switching:
         return "" if self._is_held(ranks, others) else f"what ranks {compact_ranks(ranks)} hold is on no other rank"
 
     def _is_held(self, ranks: Collection[Rank], others: set[Rank]) -> bool:
-        """Whether all that these ranks hold is on others, too."""
+        """Return whether all that these ranks hold is on others, too."""
         replicas = self._state.replicas
         return isinstance(replicas, Replicas) and sources(replicas, ranks, others) is not None
 
     def give_up(self, why: str) -> None:
-        """Nobody is moved; guests are sent away. The manager hears of it, unless it has said so itself (no reason)."""
+        """Give the switch up and send guests away. Tells the manager ``why``; empty: the manager has chosen it."""
         if self.moving:
             self._owed = self._drains
             if why:
@@ -182,7 +182,7 @@ class Switching:
             self._over()
 
     def reset(self) -> None:
-        """A new incarnation of the job, or another controller leads it."""
+        """Forget the switch: a new incarnation of the job begins, or another controller leads it."""
         self.held = self.stands = False
         self._faults, self._drains, self._owed = (), "", ""
 
@@ -201,7 +201,7 @@ class Switching:
     # --------------------------------------------------------------------------------------------------------- scripts
 
     def stand_still(self) -> Script:
-        """All newcomers are there: have everybody stand at the end of one step, and open the incident."""
+        """Have all ranks stand at the end of one step, and open the incident; all new processes are there."""
         self.held = True
         problem = yield from self._pausing.stand_still(0.0)
         if problem or not self.ready:
@@ -217,14 +217,14 @@ class Switching:
         return Ending(Outcome.RESUMED, Version(0), text)
 
     def go_on(self, saved: Ending | None = None) -> Script:
-        """Nobody is to stand still any more."""
+        """End the standing still of all ranks."""
         result = yield self._state.everyone(RoundKind.CONTINUE, purpose=MIGRATION)
         self.held = False
         ending = saved or Ending(Outcome.RESUMED, Version(0), "")
         return replace(ending, outcome=Outcome.RESUMED, text=result.words or "all ranks go on where they were")
 
     def lead(self, incident: Incident) -> Script:
-        """All ranks stand still: save, ask the manager, and let the newcomers take the seats."""
+        """Save, ask the manager, and let the new processes take the seats; all ranks stand still."""
         state, moving = self._state, frozenset(self.moving)
         state.until = state.now + state.patience_s(incident)  # nothing is broken: a save that hangs may end nothing
         saved = yield from dump(state, incident)
@@ -248,7 +248,7 @@ class Switching:
         return (yield from self._handshake.obey(incident))
 
     def _ask(self, incident: Incident, saved: Ending) -> Generator[Step, Result, Ending | None]:
-        """What the manager chooses; None: migration. Nobody is asked about a host that is drained."""
+        """Wait for the manager's choice. Returns how the incident ends; None: the ranks are moved."""
         state = self._state
         if self._drains:
             reason = self._why_stay(incident, None, state.now)
@@ -270,7 +270,7 @@ class Switching:
         return None
 
     def _why_stay(self, incident: Incident, notice: Notice | None, until: float) -> str:
-        """Why nobody is moved; empty: the manager may still say that they are."""
+        """Return why no rank is moved; empty: the manager may still choose that."""
         found = {
             "something has happened to a rank that was to stay": bool(incident.evidence.subjects - self.moving),
             GONE: not self.ready,
@@ -280,7 +280,7 @@ class Switching:
         return next((text for text, holds in found.items() if holds), "")
 
     def _stay(self, incident: Incident, why: str, saved: Ending) -> Script:
-        """Everybody goes on where it is; where somebody cannot any more it is a fault like any other."""
+        """Have all ranks go on where they are; if one cannot any more it is a fault like any other."""
         job, moving = self._state.job, set(self.moving)
 
         def well() -> bool:
@@ -301,7 +301,7 @@ class Switching:
         everybody, staying = set(job.members), sorted(set(job.members) - moving)
         state.until = state.now + state.patience_s(incident)
         state.store = self._offers[self._place][1] if self._drains and self._place in self._offers else ""
-        state.halted = state.cleaned = True  # all stand at the end of a step: there is nothing to be cleaned
+        state.halted = state.cleaned = True  # all stand at the end of a step: there is nothing to clean
         try:
             stop = yield state.everyone(RoundKind.STOP, purpose=MIGRATION, together=True, ranks=staying)
             if not stop.ok or not self.ready:

@@ -21,11 +21,11 @@ class PageDirectory:
     """A directory of this user and job. It exists at least as long as this object is open.
 
     Args:
-        run_dir: of the job on this host; holds the pages where shared memory cannot.
-        env: who this process is.
-        port: of the job's controller. Address, port and run id name the job on all launchers of this host.
+        run_dir: run directory of the job on this host; holds the pages where shared memory cannot.
+        env: identity of this process.
+        port: port of the job's controller. Address, port and run id name the job on all launchers of this host.
         shared_memory: where directories in memory are made.
-        host: this host's name, where several share one memory (containers, network namespaces); empty: they do not.
+        host: this host's name, where several share one memory (containers, network namespaces); else empty.
 
     Raises:
         OSError: neither place can hold pages.
@@ -55,10 +55,10 @@ class PageDirectory:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if path.is_symlink() or path.lstat().st_uid != os.getuid():
-                    return False  # somebody else prepared this name
+                    return False  # another user has prepared this name
                 lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except FileNotFoundError:
-                continue  # removed by somebody who found it abandoned
+                continue  # removed by a process that found it abandoned
             except OSError:
                 return False
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -76,9 +76,9 @@ def remove_abandoned(shared_memory: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def page_directories(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Where ranks of this user may have put pages: the directories of all jobs of this host, and that in ``run_dir``.
+    """Return where ranks of this user may have put pages: directories of all jobs of this host, and in ``run_dir``.
 
-    Whoever looks for a rank of another job than its own must recognise it by what the files say.
+    A caller that looks for a rank of another job than its own must recognise it by the contents of the files.
     """
     return [*_in_memory(shared_memory), _fallback(run_dir)]
 
@@ -105,13 +105,13 @@ def _remove_if_abandoned(path: Path) -> bool:
         shutil.rmtree(path, ignore_errors=True)
         return True
     except OSError:
-        return False  # somebody lives here
+        return False  # a process still holds it
     finally:
         os.close(lock)
 
 
 def _is_file(fd: int, path: Path) -> bool:
-    """Whether ``path`` still is the file that ``fd`` is open on."""
+    """Return whether ``path`` still is the file that ``fd`` is open on."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except OSError:
