@@ -30,6 +30,7 @@ import grpc.aio
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.wire import tls
+from ttp.wire.sock_diag import owner_of_connection
 
 log = logging.getLogger("ttp.access")
 
@@ -145,14 +146,19 @@ def owner_of(peer: str) -> int | None:
         return UNKNOWN
     if kind not in ("ipv4", "ipv6") or not address.is_loopback:
         return UNKNOWN
+    for served_at, served in tuple(tls.SERVED):
+        with contextlib.suppress(ValueError):  # it is a name
+            owner = owner_of_connection((address, int(port)), (ipaddress.ip_address(served_at), served))
+            if owner is not None:
+                return owner
     told = False
     for name in ("tcp", "tcp6"):  # the kernel takes some milliseconds for each table
         lines = _connections(f"/proc/net/{name}", names)
         told |= lines is not None
         for fields in lines or ():
-            local, state, owner, inode = fields[1], fields[3], fields[7], fields[9]
+            local, state, uid, inode = fields[1], fields[3], fields[7], fields[9]
             if state == _ESTABLISHED and inode != "0" and local in names:
-                return int(owner)
+                return int(uid)
     return UNKNOWN if told else None
 
 

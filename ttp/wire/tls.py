@@ -116,6 +116,10 @@ def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
     )  # fmt: skip
 
 
+SERVED: set[tuple[str, int]] = set()
+"""Where services of this process listen, as host and port."""
+
+
 def add_port(server: Any, where: str) -> int:
     """Make a gRPC server, threaded or asyncio, listen at ``where``. Return the port, or 0 if it cannot be bound.
 
@@ -131,7 +135,7 @@ def add_port(server: Any, where: str) -> int:
     config = Config.from_env()
     mine = identity(config)
     if mine is None:
-        return int(server.add_insecure_port(where))
+        return _noted(where, server.add_insecure_port(where))
     renewals = Renewals(config, mine)
 
     def again() -> Any:
@@ -140,7 +144,12 @@ def add_port(server: Any, where: str) -> int:
         return None if renewed is None else _as_grpc(renewed)
 
     credentials = grpc.dynamic_ssl_server_credentials(_as_grpc(mine), again, require_client_authentication=True)
-    return int(server.add_secure_port(where, credentials))
+    return _noted(where, server.add_secure_port(where, credentials))
+
+
+def _noted(where: str, port: int) -> int:
+    SERVED.add((where.rpartition(":")[0].strip("[]"), port))
+    return port
 
 
 class Renewals:
