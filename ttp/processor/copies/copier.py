@@ -193,7 +193,7 @@ class Copying:
             self.settle(action)
 
     def held(self) -> tuple[m.KeptCopy, ...]:
-        """The copies that this rank can provide: those on its host."""
+        """Return the copies that this rank can provide: those on its host."""
         return self._store.held() if self._store is not None else ()
 
     def close(self) -> None:
