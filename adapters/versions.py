@@ -1,4 +1,4 @@
-"""Whether a framework is there, and in a version that was tried."""
+"""Imports frameworks and checks that they are installed in a version with which ttp was tested."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ttp.processor import continuing
 log = logging.getLogger("ttp.adapters.frameworks")
 
 TORCHDATA = ("0.8", "0.11")
-"""Of its ``StatefulDataLoader``, which is given to ttp as it is."""
+"""Oldest and newest tested version of torchdata, whose ``StatefulDataLoader`` users give to ttp as it is."""
 
 
 def require(package: str, module: str, tested: tuple[str, str], *, extra: str = "") -> Any:
-    """Import a framework.
+    """Import a framework and return its module.
 
     Args:
-        package: its name.
-        module: of ttp, that needs it.
-        tested: the oldest and the newest version that ttp was tried with. Another one is warned of.
-        extra: of ttp, that installs it; empty: it is called as the module is.
+        package: name of the framework's package.
+        module: name of the module of ttp that needs it.
+        tested: the oldest and the newest version with which ttp was tested. Other versions are logged as a warning.
+        extra: name of ttp's optional dependencies that install it; empty: the same as ``module``.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the framework is not installed.
     """
     try:
         found = importlib.import_module(package)
@@ -51,10 +51,14 @@ def require(package: str, module: str, tested: tuple[str, str], *, extra: str = 
 
 @contextlib.contextmanager
 def names_of(package: str, tested: tuple[str, str]) -> Iterator[None]:
-    """Around the imports of what is used of it: not all of that is in every version.
+    """Run imports of names from a framework, not all of which are in every version of it.
+
+    Args:
+        package: name of the framework's package.
+        tested: the oldest and the newest version with which ttp was tested.
 
     Raises:
-        ConfigError: something is not.
+        ConfigError: a name cannot be imported.
     """
     try:
         yield
@@ -66,7 +70,7 @@ def names_of(package: str, tested: tuple[str, str]) -> Iterator[None]:
 
 
 def begins_once(framework: str) -> None:
-    """Objects of the framework count on, and hold process groups, where train() is called again in the same process."""
+    """Refuse to call train() again in this process: the framework's objects would keep counts and process groups."""
     if (goes_on := continuing.current()) is not None:
         goes_on.refuse(f"{framework} begins a training once in a process")
 
@@ -76,6 +80,6 @@ def _version(package: str) -> str:
 
 
 def numbers(version: str) -> tuple[int, int]:
-    """The first two of a version; what follows does not matter."""
+    """Return the first two numbers of a version."""
     first, second = re.findall(r"\d+", version + ".0.0")[:2]
     return int(first), int(second)

@@ -36,22 +36,25 @@ GROUPS = {
     "controller": "controller_load",
     "gpu": "gpu",
 }
-"""Each with its module here, which is imported for its turn: most of them import torch."""
+"""The groups of benchmarks, each with its module. A module is imported when its turn comes: most import torch."""
 
 
 def group(name: str) -> Any:
-    """The module of a group: ``run(quick)`` gives its results, and ``needs()``, where there is one, why it cannot."""
+    """Return the module of a group.
+
+    Its ``run(quick)`` gives the results; its ``needs()``, if it has one, says why it cannot be measured here.
+    """
     return importlib.import_module(f"benchmarks.{GROUPS[name]}")
 
 
 def lacking(name: str) -> str:
-    """Why a group cannot be measured on this machine; empty where it can."""
+    """Return why a group cannot be measured on this machine; empty if it can."""
     needs = getattr(group(name), "needs", lambda: "")
     return str(needs())
 
 
 def main() -> int:
-    """Run what is asked for and print one table."""
+    """Run the groups that are asked for and print one table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of: {', '.join(GROUPS)} (default: all)")
     parser.add_argument(
@@ -75,7 +78,7 @@ def main() -> int:
     left_out = {name: reason for name in args.names or GROUPS if (reason := lacking(name))}
     for name, reason in left_out.items() if args.names else ():
         parser.error(f"{name} cannot be measured here: {reason}")
-    with os.fdopen(os.dup(1), "w", buffering=1) as lines:  # a line at a time, into a file too
+    with os.fdopen(os.dup(1), "w", buffering=1) as lines:  # line-buffered, also into a file
         results = measure(args.names or [name for name in GROUPS if name not in left_out], args.quick, lines)
         console = Console(file=lines)
         for name, reason in left_out.items():
@@ -89,7 +92,7 @@ def main() -> int:
 
 
 def measure(names: Sequence[str], quick: bool, lines: IO[str]) -> list[tuple[str, Result]]:
-    """Run these groups, and say each result when it is known."""
+    """Run these groups, print each result when it is known, and return all of them."""
     console = Console(file=lines)
     results: list[tuple[str, Result]] = []
     for name in names:
@@ -101,7 +104,7 @@ def measure(names: Sequence[str], quick: bool, lines: IO[str]) -> list[tuple[str
 
 
 def machine() -> str:
-    """The class of machine that the numbers are from."""
+    """Return the class of machine that the numbers are from."""
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release().split('-')[0]}, "
@@ -110,7 +113,7 @@ def machine() -> str:
 
 
 def as_table(results: list[Result]) -> Table:
-    """What people read."""
+    """Return the table that is printed."""
     table = Table("what", "measured", "budget", "verdict", "how", title="ttp against its budgets")
     for r in results:
         verdict = "" if r.budget is None else "[green]met[/]" if r.met else "[red]missed[/]"

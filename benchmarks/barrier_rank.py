@@ -1,7 +1,8 @@
-"""A rank that does nothing but meet the others before updates that it does not make. Started by ``benchmarks.barrier``.
+"""A rank that only meets the others before updates that it does not make. Started by ``benchmarks.barrier``.
 
-Arguments: a directory for signs of life, and for ranks of one host and then of many: blocks, meetings in each. Prints
-JSON, a pair: microseconds of a meeting and of this process's CPU for it, in every block.
+Arguments: a directory for the sentinels; then, for ranks of one host and again for ranks of many hosts, the number of
+blocks and the meetings in each. Prints JSON, a pair: microseconds of a meeting and of this process's CPU for it, in
+every block.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ttp.processor.liveness.sentinel import Sentinel
 
 
 class Processor:
-    """As much of one as the barrier needs."""
+    """The parts of a processor that the barrier needs."""
 
     def __init__(self, page_dir: Path | None) -> None:
         self.gate, self.page_dir = Gate(), page_dir
@@ -34,7 +35,7 @@ class Processor:
 
 
 def main(pages: Path, one_host: tuple[int, int], many_hosts: tuple[int, int]) -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     pages.mkdir(mode=0o700, exist_ok=True)
     sentinel = Sentinel(pages, dist.get_rank(), f"{dist.get_rank()}", 0)
     found = [measure(pages, *one_host), measure(None, *many_hosts)]
@@ -44,7 +45,7 @@ def main(pages: Path, one_host: tuple[int, int], many_hosts: tuple[int, int]) ->
 
 
 def measure(page_dir: Path | None, blocks: int, meetings: int) -> dict[str, list[float]]:
-    """Blocks of meetings, after one that is not counted."""
+    """Measure blocks of meetings, after one block that is not counted."""
     barrier = UpdateBarrier(dist.get_world_size(), (), Processor(page_dir))
     took, cpu = [], []
     for _ in range(blocks + 1):

@@ -1,4 +1,4 @@
-"""Second copies: what they take from the step, how long an update waits for one, and how long one is on its way."""
+"""Second copies: what they cost a step, how long an update waits for one, and how long one takes to arrive."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ttp.processor.copies.transfer import Receiver
 STEP_S = 0.05
 EVERY = 10
 ROUNDS = 4
-"""Copies in a row with them on, and as many steps with them off."""
+"""Copies in a row in a block with copies on; a block with copies off has as many steps."""
 
 
 def run(quick: bool) -> list[Result]:
-    """One rank that trains, another process that takes its copies; copies are on and off in alternating blocks."""
+    """Measure one rank that trains, and a process that takes its copies; blocks with copies on and off alternate."""
     with scratch() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         ours, theirs = multiprocessing.Pipe()
         buddy = multiprocessing.get_context("spawn").Process(target=_take, args=(theirs, memory), daemon=True)
@@ -49,7 +49,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def _take(answer: Connection, memory: str) -> None:
-    """The other host."""
+    """Run the process that stands for the other host and takes the copies."""
     receiver = Receiver(Config(), "none")
     receiver.store = CopyStore(Path(memory), 1)
     answer.send(receiver.port)
@@ -57,7 +57,7 @@ def _take(answer: Connection, memory: str) -> None:
 
 
 def _measure(save_dir: str, address: str, megabytes: int, blocks: int, rounds: int) -> list[Result]:
-    """Weights and two moments of so many megabytes; a step takes some 50 ms, most of it in one matrix product."""
+    """Measure weights and two moments of so many megabytes. A step takes 50 ms, most of it in matrix products."""
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(max(1, round(megabytes / 12.6)))))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -84,7 +84,7 @@ def _measure(save_dir: str, address: str, megabytes: int, blocks: int, rounds: i
 
 
 def _watch(copying: Copying) -> list[float]:
-    """Milliseconds from each turn to the whole copy."""
+    """Return a list that gets the milliseconds from each turn to the whole copy."""
     arrived: list[float] = []
     watched: Any = copying
     tell, updated = watched._tell, watched.updated

@@ -1,11 +1,11 @@
-"""``python -m benchmarks.controller_clients PORT FIRST COUNT WORLD PER_RELAY``: many ranks in one process.
+"""Plays many ranks in one process: ``python -m benchmarks.controller_clients PORT FIRST COUNT WORLD PER_RELAY``.
 
-They say hello, beat once a second with a version that grows, and answer a freeze at once. With ``PER_RELAY`` 0 each has
-a stream of its own, else so many share one. It ends with its standard input.
+The ranks say hello, send a heartbeat once a second with a version that grows, and answer a freeze at once. With
+``PER_RELAY`` 0 each has a stream of its own, else that many ranks share one. The process ends with its standard input.
 
-They share a machine with the controller that is measured, so they are as cheap as they can be: no gRPC but its frames
-of HTTP/2 written by hand, and answers that were serialised before there was a question. To the controller they look
-like ranks, and relays, of their own hosts.
+It shares a machine with the controller that is measured, so it is as cheap as it can be: no gRPC but its HTTP/2 frames
+written by hand, and answers that were serialised in advance. To the controller the ranks look like ranks, and relays,
+of hosts of their own.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from ttp.wire.relay import PROTOCOL, frame_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
 TOKEN = "benchmark"
-"""Of the job: one of several hosts has one, and without it the controller asks the kernel who calls."""
+"""The job's token. A job of several hosts has one, and without it the controller asks the kernel who calls."""
 TOGETHER = 64
-"""Streams that are opened at a time."""
+"""Streams that are opened at the same time."""
 BEAT_S = 1.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
 ACK, END_HEADERS, STREAM, FRAME_MAX, WINDOW = 1, 4, 1, 16_384, (1 << 30).to_bytes(4, "big")
 SOME_INCIDENT = "x" * len("20261123-123456-1-abcd")
-"""Stands in prepared answers for an id of the same length."""
+"""A stand-in for an incident's id of the same length in prepared answers."""
 
 
 class Ranks(asyncio.Protocol):
-    """Some ranks and their stream; with ``relayed`` they are the lines of a relay, named by their ranks.
+    """Some ranks and their stream. With ``relayed`` they are the lines of a relay, numbered by their ranks.
 
     Args:
-        ranks: who they are.
+        ranks: the ranks.
         layout: of the job.
-        relayed: they share a stream.
+        relayed: whether they share a stream.
     """
 
     transport: asyncio.Transport
@@ -60,7 +60,7 @@ class Ranks(asyncio.Protocol):
         self._answer = self._answers(SOME_INCIDENT)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say hello."""
+        """Open the HTTP/2 stream and say hello for all ranks."""
         self.transport = cast(asyncio.Transport, transport)
         service = b"/ttp.wire.v1.Controller/" + (b"Relay" if self._relayed else b"Attach")
         head = {b":method": b"POST", b":scheme": b"http", b":path": service, b":authority": b"localhost"}
@@ -72,12 +72,12 @@ class Ranks(asyncio.Protocol):
         self.transport.write(self._said([hello(rank, self._layout) for rank in self.ranks]))
 
     def beat(self, version: int) -> None:
-        """One beat of each."""
+        """Send one heartbeat of each rank."""
         beats = [m.Heartbeat(Rank(r), Version(version), m.Phase.IDLE) for r in self.ranks]
         self.transport.write(self._said(beats, beat=True))
 
     def data_received(self, data: bytes) -> None:
-        """Answer what has to be answered."""
+        """Handle the frames that have arrived, and answer those that need an answer."""
         read = self._read + data
         while len(read) >= 9 and len(read) >= 9 + (size := int.from_bytes(read[:3], "big")):
             kind, flags, content, read = read[3], read[4], read[9 : 9 + size], read[9 + size :]
@@ -124,29 +124,29 @@ class Ranks(asyncio.Protocol):
 
 
 def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
-    """One frame of HTTP/2."""
+    """Return one frame of HTTP/2."""
     return struct.pack("!I", len(content))[1:] + struct.pack("!BBI", kind, flags, stream) + content
 
 
 def said(message: bytes) -> bytes:
-    """One message of gRPC, in frames of HTTP/2."""
+    """Return one message of gRPC, in frames of HTTP/2."""
     whole = b"\0" + len(message).to_bytes(4, "big") + message
     parts = (whole[at : at + FRAME_MAX] for at in range(0, len(whole), FRAME_MAX))
     return b"".join(frame(DATA, 0, STREAM, part) for part in parts)
 
 
 def hello(rank: int, layout: Layout) -> m.Hello:
-    """Of a rank that starts, eight on a host."""
+    """Return the hello of a rank that starts; eight ranks share a host."""
     return toy.hello(rank, layout, host=host_of(rank), local_rank=rank % 8, save_dir="")
 
 
 def host_of(rank: int) -> str:
-    """Its name."""
+    """Return the name of the host of a rank."""
     return f"host{rank // 8}"
 
 
 async def serve(port: int, first: int, count: int, world: int, per_relay: int) -> None:
-    """Open all streams, then beat until the standard input ends."""
+    """Open all streams, then send heartbeats until the standard input ends."""
     layout, size, loop = Layout.data_parallel(world), per_relay or 1, asyncio.get_running_loop()
     streams: list[Ranks] = []
     for begin in range(first, first + count, size * TOGETHER):
@@ -160,7 +160,7 @@ async def serve(port: int, first: int, count: int, world: int, per_relay: int) -
         streams += part
     over = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     moments = [BEAT_S * at / len(streams) for at in range(len(streams))]
-    if per_relay:  # as relays do
+    if per_relay:  # at the moments at which relays send
         moments = [BEAT_S - slot_s(host_of(stream.ranks[0]), BEAT_S) for stream in streams]
     due = sorted(zip(moments, streams, strict=True), key=lambda item: item[0])
     began = (time.time() // BEAT_S) * BEAT_S

@@ -1,4 +1,4 @@
-"""What a job costs its controller, over real sockets: memory, CPU at one beat a second, time from evidence to plan."""
+"""Load of a job on its controller, over real sockets: memory, CPU at one beat a second, time from evidence to plan."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
 PER_RELAY = 8
 PER_CLIENT = 5_000
-"""Ranks in one process."""
+"""Ranks in one client process."""
 FORM_S = 120.0
-"""How long a job may take to form."""
+"""Seconds that a job may take to form."""
 PLAN_S = 30.0
 
 BUDGETS_MS = {(1_000, False): 50.0, (10_000, True): 300.0, (1_000, True): 50.0}
-"""Wall time from the first evidence to the plan, by ranks and whether they have relays."""
+"""Wall time in ms from the first evidence to the plan, by number of ranks and whether they have relays."""
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Jobs of several sizes, through relays and without."""
+    """Measure jobs of several sizes, through relays and without."""
     cases = [(16, True), (8, False)] if quick else [(1_000, True), (1_000, False), (10_000, True), (10_000, False)]
     for world, relayed in cases:
         yield from measure(world, relayed=relayed, seconds=1 if quick else 10)
 
 
 def measure(world: int, *, relayed: bool, seconds: int) -> list[Result]:
-    """One job: it forms, beats for a while, and loses a rank."""
+    """Measure one job: it forms, sends heartbeats for a while, and loses a rank."""
     how = f"{world} ranks, " + (f"relays of {PER_RELAY}" if relayed else "a stream each")
     with scratch() as directory, controller(directory, TTP_TOKEN=TOKEN, TTP_BIND="127.0.0.1") as (port, service, pid):
         process = psutil.Process(pid)
@@ -46,7 +46,7 @@ def measure(world: int, *, relayed: bool, seconds: int) -> list[Result]:
         empty = process.memory_info().rss
         with clients(port, world, PER_RELAY if relayed else 0) as players:
             formed_s = form(service)
-            time.sleep(2.0)  # the first beats are said at once
+            time.sleep(2.0)  # the first heartbeats are sent at once
             before, begin = process.cpu_times(), time.monotonic()
             time.sleep(seconds)
             after, took = process.cpu_times(), time.monotonic() - begin
@@ -68,7 +68,7 @@ def measure(world: int, *, relayed: bool, seconds: int) -> list[Result]:
 
 @contextlib.contextmanager
 def clients(port: int, world: int, per_relay: int) -> Iterator[list[int]]:
-    """The ranks of a job, in few processes: their pids."""
+    """Start the ranks of a job in few processes; yield the pids."""
     module = [sys.executable, "-m", "benchmarks.controller_clients"]
     processes = [
         subprocess.Popen(
@@ -87,7 +87,7 @@ def clients(port: int, world: int, per_relay: int) -> Iterator[list[int]]:
 
 
 def form(service: ControllerStub) -> float:
-    """Until all ranks have joined; seconds."""
+    """Wait until all ranks have joined; return the seconds that it took."""
     begin = time.monotonic()
     while service.GetStatus(pb.GetStatusRequest(), metadata=metadata(TOKEN)).stage != "training":
         if time.monotonic() - begin > FORM_S:
@@ -97,9 +97,9 @@ def form(service: ControllerStub) -> float:
 
 
 def lose(service: ControllerStub, directory: Path, world: int) -> float:
-    """A launcher says that the last rank is dead; milliseconds of the controller's clock until the plan is made.
+    """Report the last rank as dead; return the milliseconds of the controller's clock until the plan is made.
 
-    They are taken from the journal: who watches a controller has it say everything once more.
+    The times are taken from the journal: a watcher would make the controller send everything once more.
     """
     fault = pb.ReportFaultRequest(ranks=[world - 1], reason="killed", kind=pb.FAULT_KIND_EXITED)
     service.ReportFault(fault, metadata=metadata(TOKEN))
@@ -116,6 +116,6 @@ def lose(service: ControllerStub, directory: Path, world: int) -> float:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """CPU time of processes, of all their threads, in seconds; finer than the ticks of the clock."""
+    """Return the CPU time of processes, of all their threads, in seconds; finer than the ticks of the clock."""
     stats = (path.read_text() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
     return sum(int(stat.split()[0]) for stat in stats) / 1e9

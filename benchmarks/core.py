@@ -18,14 +18,14 @@ from ttp.testing import toy
 
 
 def run(quick: bool) -> list[Result]:
-    """All of them."""
+    """Measure all three."""
     sizes = (1_000,) if quick else (1_000, 10_000, 100_000)
     budgets = {100_000: 1_000.0}
     return [begin_end(), *(decide_once(n, budgets.get(n)) for n in sizes), freeze_and_decide(1_000)]
 
 
 def begin_end() -> Result:
-    """The gate, as the training thread passes it."""
+    """Measure the gate as the training thread passes it."""
     gate, loops = Gate(), 1_000
     samples = []
     for _ in range(200):
@@ -39,7 +39,7 @@ def begin_end() -> Result:
 
 
 def decide_once(ranks: int, budget_ms: float | None) -> Result:
-    """One decision over a world of data-parallel ranks."""
+    """Measure one decision over a world of data-parallel ranks."""
     layout = Layout.data_parallel(ranks)
     answers = [Answer(Rank(r), Version(7), host=f"host{r // 8}") for r in range(1, ranks)]
     samples = []
@@ -51,7 +51,7 @@ def decide_once(ranks: int, budget_ms: float | None) -> Result:
 
 
 def freeze_and_decide(ranks: int) -> Result:
-    """From the end of a stream to the orders to save, with every answer going through the machine."""
+    """Measure from the end of a stream to the orders to save, with every answer going through the machine."""
     samples = []
     for _ in range(5):
         machine = _formed(ranks)

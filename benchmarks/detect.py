@@ -25,12 +25,12 @@ from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
 BUDGET_MS = 2.0
 LOOK_AROUND_S = 1.5
-"""How long watchers may take to find a sentinel. Nothing is measured meanwhile."""
+"""Seconds that watchers may take to find a sentinel. Nothing is measured meanwhile."""
 Times = dict[str, float]
 
 
 def run(quick: bool) -> list[Result]:
-    """By resident size: witnesses beside each other, then whole jobs."""
+    """Measure by resident size: witnesses side by side, then whole jobs."""
     sizes, repeat = ((0.05,), 1) if quick else ((0.05, 1, 4), 9)
     results = [witnesses(gib, repeat) for gib in sizes]
     for launcher in (True,) if quick else (False, True):
@@ -39,7 +39,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def witnesses(gib: float, repeat: int) -> Result:
-    """One process is killed; three witnesses in this process note the time."""
+    """Kill one process; three witnesses in this process note the time."""
     runs = [_witnessed(gib) for _ in range(repeat)]
     value, p90 = median_of([run["sentinel"] for run in runs])
     socket_ms, pidfd_ms = (statistics.median(run[key] for run in runs) for key in ("socket", "pidfd"))
@@ -48,7 +48,7 @@ def witnesses(gib: float, repeat: int) -> Result:
 
 
 def incidents(gib: float, repeat: int, launcher: bool) -> Result:
-    """A rank of a job is killed; the time is that of the controller's first record."""
+    """Kill a rank of a job; the time is that of the controller's first record."""
     value, p90 = median_of([_opened_ms(gib, launcher) for _ in range(repeat)])
     witness = "neighbour and launcher watch" if launcher else "a neighbour watches"
     return Result(f"kill -9 -> incident open, {gib:g} GiB, {witness}", value, "ms", BUDGET_MS, "jobs of 2", p90)
@@ -76,7 +76,7 @@ def _witnessed(gib: float) -> Times:
             threads = [threading.Thread(target=_note, args=(times, *item)) for item in waits.items()]
             for thread in threads:
                 thread.start()
-            time.sleep(0.3)  # all of them wait; nothing is measured yet
+            time.sleep(0.3)  # until all witnesses wait; nothing is measured yet
             killed_at = time.monotonic()
             victim.kill()
             for thread in threads:

@@ -1,8 +1,9 @@
-"""A rank of a small training in one layout, with ttp's hooks on and off by turns. Started by ``benchmarks.layouts``
+"""A rank of a small training in one layout, with ttp's hooks on and off in turns. Started by ``benchmarks.layouts``
 and ``benchmarks.zero``.
 
-Prints JSON: milliseconds per step of every block, on, off, and of plain DDP with AdamW if that takes turns with it;
-bytes of weights and of optimizer state on this rank.
+Prints JSON: milliseconds per step of every block: with ttp on; with ttp off; with only the barrier before the update,
+if ttp needs one; of plain DDP with AdamW, if that takes turns too. Also the bytes of weights and of optimizer state on
+this rank.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import ttp
+from benchmarks.barrier_rank import Processor
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
 
 Step = Callable[[], object]
-"""Forward and backward pass; the gradients are reduced then."""
+"""Runs forward and backward pass; after it the gradients are reduced."""
 
 
 class Job:
-    """A model over all ranks, what makes its gradient, and its optimizer."""
+    """A model over all ranks, the function that makes its gradient, and its optimizer."""
 
     def __init__(self, kind: str, width: int, layers: int, batch: int) -> None:
         torch.manual_seed(0)
@@ -46,9 +49,9 @@ class Job:
         self.optimizer: Any = make_optimizer(kind, self.model)
 
     def block_ms(self, steps: int, pause_s: float) -> float:
-        """Milliseconds per step of one block, all ranks together; each begins with a pause.
+        """Return the milliseconds per step of one block, all ranks together; each step begins with a pause.
 
-        The first step is not counted: when hooks have just been put in, it looks for what they protect, once.
+        The first step is not counted: after hooks are attached it looks, once, for what they protect.
         """
         self._make_step()
         dist.barrier()
@@ -66,7 +69,7 @@ class Job:
 
 
 def make(kind: str, whole: nn.Sequential, data: torch.Tensor) -> tuple[nn.Module, Step]:
-    """The model as this layout has it, and what makes its gradient."""
+    """Return the model as this layout has it, and the function that makes its gradient."""
     if kind == "pp":
         return stage_of(whole, data)
     model = {"hsdp": hsdp, "tp": tensor_parallel}.get(kind, DistributedDataParallel)(whole)
@@ -74,7 +77,7 @@ def make(kind: str, whole: nn.Sequential, data: torch.Tensor) -> tuple[nn.Module
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; as it is, or for ``zero`` and ``replicated:COPIES`` sharded."""
+    """Return AdamW; plain, or sharded for ``zero`` and ``replicated:COPIES``."""
     name, _, copies = kind.partition(":")
     if name == "replicated":
         return ReplicatedOptimizer(model.parameters(), AdamW, int(copies), lr=1e-4)
@@ -84,7 +87,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def hsdp(model: nn.Sequential) -> nn.Module:
-    """Two replicas of two shards."""
+    """Shard the model by HSDP: two replicas of two shards."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -93,7 +96,7 @@ def hsdp(model: nn.Sequential) -> nn.Module:
 
 
 def tensor_parallel(model: nn.Sequential) -> nn.Module:
-    """Two replicas, every two layers cut by columns and then by rows."""
+    """Apply tensor parallelism: two replicas, every two layers cut by columns and then by rows."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     plan: Any = {f"{n}.0": RowwiseParallel() if n % 2 else ColwiseParallel() for n in range(len(model))}
     parallelize_module(model, mesh["tp"], plan)
@@ -102,7 +105,7 @@ def tensor_parallel(model: nn.Sequential) -> nn.Module:
 
 
 def stage_of(model: nn.Sequential, data: torch.Tensor) -> tuple[nn.Module, Step]:
-    """Two stages of two replicas."""
+    """Return this rank's stage of a pipeline of two stages with two replicas, and its step."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
     number, half = mesh["pp"].get_local_rank(), len(model) // 2
     mine = nn.Sequential(OrderedDict({f"stage{number}": model[half * number : half * (number + 1)]}))
@@ -114,19 +117,26 @@ def stage_of(model: nn.Sequential, data: torch.Tensor) -> tuple[nn.Module, Step]
 
 @ttp.ttp_to_persist
 def train(layout: str, beside: str, blocks: int, steps: int, step_ms: float, sizes: list[int]) -> None:
-    """Blocks by turns, after one of each that is not counted, and shows how long the pause has to be."""
+    """Run blocks in turns, after one of each kind that is not counted and shows how long the pause has to be."""
     kind, _, undo = layout.partition("-")
     job, plain = Job(kind, *sizes), Job(beside, *sizes) if beside else None
     ttp.wrap_optimizer(job.optimizer, model=job.model, save_dir=os.environ["BENCH_SAVE_DIR"], undo=undo or None)
     current = session.current()
     adapter, processor = current.adapter, current.processor
     assert isinstance(adapter, TorchAdapter) and processor is not None
-    took: dict[str, list[float]] = {"on": [], "off": [], "plain": []}
+    barrier = None
+    if needs_barrier(processor.layout, undo or None):
+        barrier = UpdateBarrier(dist.get_world_size(), (), Processor(processor.page_dir))
+    took: dict[str, list[float]] = {"on": [], "off": [], "barrier": [], "plain": []}
     pause_s = 0.0
     for number in range(blocks + 1):
         took["on"].append(job.block_ms(steps, pause_s))
         adapter.detach()
         took["off"].append(job.block_ms(steps, pause_s))
+        if barrier is not None:
+            hook = job.optimizer.register_step_pre_hook(lambda *_: barrier.wait())
+            took["barrier"].append(job.block_ms(steps, pause_s))
+            hook.remove()
         if plain is not None:
             took["plain"].append(plain.block_ms(steps, pause_s))
         adapter.attach(processor)

@@ -18,17 +18,17 @@ LAYOUTS = {
     "replicated:2": "ReplicatedOptimizer, 2 copies",
 }
 QUICK = ("hsdp-preimage",)
-"""A process is started for every rank of each."""
+"""Layouts of a quick run: few, because a process is started for every rank of each."""
 RANKS, RANKS_QUICK = 4, 2
 SIZES = (512, 4, 32)
 """Width, layers, batch."""
 STEP_MS = 50.0
-"""Shorter steps are made as long as that by a pause in which no rank needs the processor, as behind a device."""
+"""Milliseconds that a step takes at least: a pause in which no rank needs the CPU fills it, as behind a device."""
 BUDGET, BUDGET_DDP = 1.01, 1.005
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Each layout in a job of its own, with a real controller."""
+    """Measure each layout in a job of its own, with a real controller."""
     blocks, steps, ranks = (1, 3, RANKS_QUICK) if quick else (10, 25, RANKS)
     for layout in QUICK if quick else LAYOUTS:
         yield _measure(layout, LAYOUTS[layout], blocks, steps, ranks)
@@ -42,5 +42,8 @@ def _measure(layout: str, title: str, blocks: int, steps: int, ranks: int) -> Re
             found = json.loads(train("benchmarks.layout_rank", arguments, ranks, port, directory)[0])
     ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
     how = f"{blocks} blocks of {steps} steps by turns, {ranks} ranks; off: {statistics.median(found['off']):.2f} ms"
+    if found["barrier"]:
+        alone = [with_it / off for with_it, off in zip(found["barrier"], found["off"], strict=True)]
+        how += f"; the barrier before each update and nothing else: {statistics.median(alone):.4g} x"
     budget = BUDGET_DDP if layout == "ddp" else BUDGET
     return Result(f"step time, ttp on / off, {title}", statistics.median(ratios), "x", budget, how)

@@ -1,7 +1,7 @@
-"""kill -9 of a rank under ttp and under others: until all ranks make a new step, and how many they repeat.
+"""kill -9 of a rank under ttp and other systems: time until all ranks make a new step, and steps repeated.
 
-The others are those of torchft, NVIDIA's resiliency extension (its launcher) and plain torchrun that the Python of
-``--peers`` has; see ``peers_rank`` for what each of them does.
+The other systems are torchft, NVIDIA's resiliency extension (its launcher) and plain torchrun, as far as the Python of
+``--peers`` has them; see ``peers_rank`` for what each of them does.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from benchmarks.resume import Times, wait_until, warm_state
 from benchmarks.world import free_port, scratch
 
 PYTHON = "BENCH_PEERS_PYTHON"
-"""The Python that has the others; ``--peers`` sets it."""
+"""Name of the variable with the Python that has the other systems; ``--peers`` sets it."""
 RANKS, MEGABYTES, STEPS = 2, 25.0, 25
-"""``STEPS`` are made before each kill."""
+"""Ranks, size of the checkpoint, and the steps that are made before each kill."""
 TTP = ("ttp, keep", "ttp, warm")
 SYSTEMS = {"torchrun": "torch", "NVRx": "nvidia_resiliency_ext", "torchft": "torchft"}
-"""The others, by the package that has to be there."""
+"""The other systems, by the package that has to be installed."""
 
 
 class Step(NamedTuple):
-    """That a process has made so many steps, at a second of the machine's clock."""
+    """A record that a process has made so many steps, at a second of the machine's clock."""
 
     pid: int
     made: int
@@ -42,12 +42,12 @@ class Step(NamedTuple):
 
 
 def needs() -> str:
-    """Why this cannot be measured here; empty where it can."""
+    """Return why this cannot be measured here; empty if it can."""
     return "" if os.environ.get(PYTHON) else "it compares with what the Python of `--peers PYTHON` has installed"
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Jobs of two ranks, one after the other."""
+    """Measure jobs of two ranks, one after the other."""
     python, kills, own = os.environ[PYTHON], 1 if quick else 5, 0.0
     for system in (*TTP, *installed(python)) if not quick else (TTP[0], "torchrun"):
         try:
@@ -68,14 +68,14 @@ def run(quick: bool) -> Iterator[Result]:
 
 
 def installed(python: str) -> list[str]:
-    """Of ``SYSTEMS``."""
+    """Return the systems of ``SYSTEMS`` that ``python`` has installed."""
     look = "import importlib.util as u, sys; print(*[int(u.find_spec(name) is not None) for name in sys.argv[1:]])"
     found = finish([python, "-c", look, *SYSTEMS.values()], check=True, capture_output=True, text=True).stdout.split()
     return [system for system, there in zip(SYSTEMS, found, strict=True) if there == "1"]
 
 
 def killed(system: str, python: str, kills: int) -> list[Times]:
-    """One job, one rank after the other; milliseconds after each kill."""
+    """Run one job and kill one rank after the other; return milliseconds after each kill."""
     with scratch() as directory, ExitStack() as jobs:
         env = {key: value for key, value in os.environ.items() if not key.startswith("TTP_")}
         env |= {"PEERS_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run"), "OMP_NUM_THREADS": "1"}
@@ -93,7 +93,7 @@ def killed(system: str, python: str, kills: int) -> list[Times]:
 
 
 def commands(system: str, python: str, kills: int, env: dict[str, str]) -> list[list[str]]:
-    """What is started for a job; what the processes need to know of each other goes into ``env``."""
+    """Return the commands that start a job; what its processes need to know of each other goes into ``env``."""
     script, folder = str(Path(__file__).with_name("peers_rank.py")), Path(python).parent
     flags = ["--standalone", "--max-restarts", str(kills)]
     ranks = [*flags, "--nproc-per-node", str(RANKS), script]
@@ -107,7 +107,7 @@ def commands(system: str, python: str, kills: int, env: dict[str, str]) -> list[
         lighthouse = [str(folder / "torchft_lighthouse"), "--min_replicas", "1", "--join_timeout_ms", "1000"]
         one = [*torchrun, *flags, "--nproc-per-node", "1", script, "torchft", str(MEGABYTES)]
         return [[*lighthouse, "--bind", f"127.0.0.1:{port}"], *([*one, str(slot)] for slot in range(RANKS))]
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else ranks that are started again find the addresses of the dead
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else restarted ranks find the addresses of the dead
     launcher = [str(folder / "ft_launcher")] if system == "NVRx" else torchrun
     return [[*launcher, *ranks, "restart", str(MEGABYTES)]]
 
@@ -157,6 +157,6 @@ def _steps(directory: Path, slot: int) -> list[Step]:
 
 
 def _by_the_last(directory: Path, slot: int) -> int:
-    """How many steps the process that has the slot now has noted."""
+    """Return how many steps the process that has the slot now has noted."""
     steps = _steps(directory, slot)
     return sum(step.pid == steps[-1].pid for step in steps)

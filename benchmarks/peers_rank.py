@@ -1,7 +1,7 @@
 """A rank of ``benchmarks.peers``: the same training under each of several systems, until ``PEERS_DIR/over`` exists.
 
-Usage: peers_rank.py SYSTEM MEGABYTES [SLOT], as each system's documents write such a program. It runs in the Python
-that has it, so it imports nothing but that system and torch. Lines of ``slot<n>`` are ``PID STEPS SECONDS``.
+Usage: peers_rank.py SYSTEM MEGABYTES [SLOT]. Each system's part is written as its documents say. It runs in the Python
+that has the system, so it imports nothing but that system and torch. Lines of ``slot<n>`` are ``PID STEPS SECONDS``.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ SLOT = sys.argv[3] if len(sys.argv) > 3 else os.environ["RANK"]
 EVERY = 10
 """Steps between the checkpoints of systems that make them at intervals."""
 MOMENTS = 3
-"""Copies of each weight that AdamW's state makes of a checkpoint, the weight included."""
+"""Tensors in a checkpoint per weight: the weight and AdamW's two moments."""
 
 
 def build(megabytes: float) -> Any:
-    """A model whose checkpoint has that size."""
+    """Return a model whose checkpoint has that size."""
     width = max(8, int((megabytes * 1e6 / 4 / MOMENTS / 2) ** 0.5))
     return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
 
 
 def steps(first: int, model: Any, optimizer: Any, count: Callable[[], int] | None = None) -> Iterator[int]:
-    """Train from ``first`` on until the benchmark is over: the number of steps that have been made, after each.
+    """Train until the benchmark is over; yield the number of steps that have been made, after each.
 
     Args:
-        count: knows that number, where a step may also be left out.
+        first: number of steps already made.
+        model: wrapped, so that ``model.module`` is the bare one.
+        optimizer: of the model.
+        count: returns that number, if a step may also be left out.
     """
     made = first
     while not (DIRECTORY / "over").exists():
@@ -51,7 +54,7 @@ def steps(first: int, model: Any, optimizer: Any, count: Callable[[], int] | Non
 
 
 def under_ttp(megabytes: float) -> None:
-    """Nothing is saved before a rank dies."""
+    """Train under ttp, which saves nothing before a rank dies."""
     import ttp
 
     @ttp.ttp_to_persist
@@ -67,7 +70,7 @@ def under_ttp(megabytes: float) -> None:
 
 
 def under_a_restart(megabytes: float) -> None:
-    """All ranks are started anew, and load what the first saves every ``EVERY`` steps: torchrun, NVRx's launcher."""
+    """Train under torchrun or NVRx's launcher: all ranks restart and load what rank 0 saves every ``EVERY`` steps."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build(megabytes))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -84,7 +87,7 @@ def under_a_restart(megabytes: float) -> None:
 
 
 def under_torchft(megabytes: float) -> None:
-    """Each replica is a job of its own; the others train on without one that is lost, and it gets their state."""
+    """Train one replica under torchft: the others train on without a lost one, and it gets their state later."""
     torchft: Any = importlib.import_module("torchft")
     module = build(megabytes)
     adam = torch.optim.AdamW(module.parameters())
@@ -110,4 +113,4 @@ SYSTEMS = {"ttp": under_ttp, "restart": under_a_restart, "torchft": under_torchf
 if __name__ == "__main__":
     torch.set_num_threads(1)
     SYSTEMS[sys.argv[1]](float(sys.argv[2]))
-    os._exit(0)  # all see that it is over within a step of each other
+    os._exit(0)  # all see the end within a step of each other

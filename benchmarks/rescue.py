@@ -1,4 +1,4 @@
-"""kill -9 of a rank, to detected, frozen, decided and durable; for states and resident sizes."""
+"""kill -9 of a rank, to detected, frozen, decided and durable; for several sizes of state and of resident memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Times = dict[str, float]
 
 
 def run(quick: bool) -> list[Result]:
-    """Sizes of state with a small rank, then resident sizes with a small state."""
+    """Measure sizes of state with a small rank, then resident sizes with a small state."""
     results: list[Result] = []
     for state_mb in (1,) if quick else (1, 50, 500):
         results += describe(
@@ -37,7 +37,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def describe(label: str, times: Times, state_mb: float) -> list[Result]:
-    """One row per stage. The budget of the commit allows the bytes at the measured speed of the storage."""
+    """Return one row per stage. The budget of the commit allows the bytes at the measured speed of the storage."""
     durable_budget = 50.0 + (times["plain"] if state_mb > 1 else 0.0)
     return [
         Result(f"kill -9 -> incident open, {label}", times["opened"], "ms", 2.0, "median of 5"),
@@ -54,13 +54,13 @@ def describe(label: str, times: Times, state_mb: float) -> list[Result]:
 
 
 def repeated(state_mb: float, resident_gib: float, times: int, world: int = WORLD) -> Times:
-    """Medians over several jobs."""
+    """Return the medians over several jobs."""
     runs = [once(state_mb, resident_gib, world) for _ in range(times)]
     return {key: statistics.median(r[key] for r in runs) for key in runs[0]}
 
 
 def once(state_mb: float, resident_gib: float, world: int = WORLD, *, plain: bool = True) -> Times:
-    """One job: form, train a little, kill the last rank, read the events' times; and how long a plain write takes."""
+    """Run one job: form, train a little, kill the last rank. Return the events' times, and that of a plain write."""
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, service, _):

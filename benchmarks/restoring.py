@@ -1,4 +1,4 @@
-"""What the ranks of a host spend on verifying a checkpoint before they load it: each all of it, or each its share."""
+"""Time to verify a checkpoint before the ranks of a host load it: each rank all of it, or each its share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ RANKS, RANKS_QUICK = 8, 2
 
 
 def run(quick: bool) -> list[Result]:
-    """One host, one piece for each rank: as a sharded job saves."""
+    """Measure one host with one piece for each rank, as a sharded job saves."""
     size_mb, repeat, ranks = (16, 1, RANKS_QUICK) if quick else (512, 7, RANKS)
     alone: list[float] = []
     shared: list[float] = []
     with scratch() as directory, ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
         _make(directory, size_mb, ranks)
-        list(pool.map(time.sleep, [0.5] * ranks))  # all processes are there
+        list(pool.map(time.sleep, [0.5] * ranks))  # until all processes run
         for _ in range(repeat):
             for count, taken in ((1, alone), (ranks, shared)):
                 begin = time.perf_counter()

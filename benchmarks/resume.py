@@ -1,4 +1,4 @@
-"""kill -9 of a rank under ``ttp run``: until the checkpoint is durable, and until every rank has made its next step."""
+"""kill -9 of a rank under ``ttp run``: time until the checkpoint is durable, and until every rank's next step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.world import scratch, start
 
 WAIT_S = 120.0
 WANTED_MS = {2: 1000.0, 4: 1500.0}
-"""By ranks, for a warm restart."""
+"""Budgets in ms for a warm restart, by number of ranks."""
 WANTED_KEPT_MS = {(4, 1): 400.0}
-"""By ranks and megabytes, for survivors that keep their state."""
+"""Budgets in ms for survivors that keep their state, by number of ranks and megabytes."""
 THROUGH_DISK = "keep, all read"
 """Survivors keep their processes, and read the checkpoint as newcomers do."""
 IN_LOOP = "keep, one_step"
@@ -34,7 +34,7 @@ Times = dict[str, float]
 
 
 def run(quick: bool) -> list[Result]:
-    """By ranks, size of the checkpoint, layout, and how workers are started again."""
+    """Measure by ranks, size of the checkpoint, layout, and the way in which workers are started again."""
     if quick:
         return measured(2, 1, "ddp", "warm", 1)
     found: list[Result] = []
@@ -46,7 +46,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def measured(ranks: int, megabytes: float, layout: str, continuity: str, kills: int) -> list[Result]:
-    """Medians over several kills of one job."""
+    """Return the medians over several kills of one job."""
     runs = killed(ranks, megabytes, layout, continuity, kills)
     middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     name = f"{ranks} ranks, {megabytes:g} MB, {layout.upper()}, {'cold' if continuity == 'off' else continuity}"
@@ -63,7 +63,7 @@ def measured(ranks: int, megabytes: float, layout: str, continuity: str, kills: 
 
 
 def killed(ranks: int, megabytes: float, layout: str, continuity: str, kills: int) -> list[Times]:
-    """One job, one rank after the other; milliseconds after each kill."""
+    """Run one job and kill one rank after the other; return milliseconds after each kill."""
     with scratch() as directory:
         env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
         env |= {"RESUME_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run"), "OMP_NUM_THREADS": "1"}
@@ -88,7 +88,7 @@ def killed(ranks: int, megabytes: float, layout: str, continuity: str, kills: in
 
 
 def _kill(job: Popen[bytes], directory: Path, ranks: int, launch: int, continuity: str) -> Times:
-    """Kill one rank when all have made some steps, and wait until all have made one again."""
+    """Kill one rank when all have made some steps, and wait until all have made a step again."""
     wait_until(lambda: all(len(_notes(directory, rank, launch).get("step", [])) >= 5 for rank in range(ranks)), job)
     if continuity != "off":
         wait_until(lambda: warm_state(directory) == "ready", job)
@@ -100,7 +100,8 @@ def _kill(job: Popen[bytes], directory: Path, ranks: int, launch: int, continuit
     durable = time.monotonic()
     wait_until(lambda: all("step" in _notes(directory, rank, launch + 1) for rank in range(ranks)), job)
     notes = [_notes(directory, rank, launch + 1) for rank in range(ranks)]
-    last = {part: max(n[part][0] for n in notes if part in n) for part in PARTS}  # who goes on begins and groups once
+    # Processes that survive begin, and make their process group, in their first launch only.
+    last = {part: max(n[part][0] for n in notes if part in n) for part in PARTS}
     return {"durable": (durable - at) * 1e3} | {part: (last[part] - at) * 1e3 for part in PARTS}
 
 
@@ -125,10 +126,10 @@ def _checkpoints(directory: Path) -> list[str]:
 
 
 def wait_until(holds: Callable[[], bool], job: Popen[bytes], look_s: float = 0.02) -> None:
-    """Look until ``holds()``.
+    """Wait until ``holds()``, checked every ``look_s`` seconds.
 
     Raises:
-        TimeoutError: not within ``WAIT_S``, or the launcher has ended.
+        TimeoutError: it does not hold within ``WAIT_S``, or the launcher has ended.
     """
     deadline = time.monotonic() + WAIT_S
     while not holds():

@@ -1,7 +1,7 @@
 """A rank of ``benchmarks.resume``: trains until ``RESUME_DIR/over`` exists, and notes when it gets where.
 
-Usage: resume_rank.py MEGABYTES LAYOUT; the layout is ddp, compiled or hsdp. With RESUME_READ
-nobody keeps its state, with RESUME_ONE_STEP no loop is left. Lines of ``rank<n>`` are ``LAUNCH WORD SECONDS``.
+Usage: resume_rank.py MEGABYTES LAYOUT; the layout is ddp, compiled or hsdp. With RESUME_READ no rank keeps its state,
+with RESUME_ONE_STEP no rank leaves its loop. Lines of ``rank<n>`` are ``LAUNCH WORD SECONDS``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DIRECTORY, RANK = Path(os.environ["RESUME_DIR"]), int(os.environ["RANK"])
 
 
 def note(word: str) -> None:
-    """At which second of the machine's clock this launch came here."""
+    """Append the launch, ``word`` and the second of the machine's clock to this rank's file."""
     with (DIRECTORY / f"rank{RANK}").open("a") as log:
         log.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {word} {time.monotonic()}\n")
 
@@ -33,11 +33,11 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 import ttp  # noqa: E402
 
 MOMENTS = 3
-"""Copies of each weight that AdamW's state makes of a checkpoint, the weight included."""
+"""Tensors in a checkpoint per weight: the weight and AdamW's two moments."""
 
 
 def build(megabytes: float, layout: str) -> torch.nn.Module:
-    """A model whose checkpoint has that size."""
+    """Return a model whose checkpoint has that size."""
     width = max(8, int((megabytes * 1e6 / 4 / MOMENTS / 2) ** 0.5))
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
     if layout == "hsdp":
@@ -51,7 +51,7 @@ def build(megabytes: float, layout: str) -> torch.nn.Module:
 
 
 def keep_nothing() -> None:
-    """Have each rank read the checkpoint, as if its state were of a kind that cannot be kept."""
+    """Make this rank read the checkpoint, as if its state were of a kind that cannot be kept."""
     from ttp.adapters.torch.adapter import TorchAdapter
     from ttp.adapters.torch.restoring.kept import UnlikeError
 
@@ -60,7 +60,7 @@ def keep_nothing() -> None:
 
 @ttp.ttp_to_persist
 def train(megabytes: float, layout: str) -> None:
-    """Steps of some 20 ms, more with a large model."""
+    """Train in steps of some 20 ms, more with a large model."""
     model = build(megabytes, layout)
     optimizer = torch.optim.AdamW(model.parameters())
     ttp.wrap_optimizer(optimizer, model=model, save_dir=DIRECTORY / "checkpoints")
@@ -89,4 +89,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     note("grouped")
     train(float(sys.argv[1]), sys.argv[2])
-    os._exit(0)  # all see that it is over within a step of each other
+    os._exit(0)  # all see the end within a step of each other

@@ -1,8 +1,8 @@
 """Bytes per second of a save, against a plain sequential write with fsync of as many bytes in the same run.
 
 In parts: as many processes, each with a replica of the state, write a part each, as savers on several hosts do. On the
-one disk of this machine that may not be slower; where every host has a disk of its own (here: a limit for each process)
-it should be as many times faster.
+one disk of this machine that may not be slower; if every host has a disk of its own (here: a limit for each process) it
+should be as many times faster.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ttp.core.layout import REPLICATED, Rank
 
 BLOCK = 8 << 20
 OWN_DISK_MB_S = 25
-"""What each process may write where it is to have a disk of its own: little enough that this machine is no limit."""
+"""MB/s that a process may write where it is to have a disk of its own: so little that this machine is no limit."""
 
 Progress = Callable[[int], None]
 
 
 def run(quick: bool) -> list[Result]:
-    """Both writers take turns, so that a change of the disk's mood meets both."""
+    """Measure both writers in turns, so that a change of the disk's speed meets both."""
     results = []
     for size_mb in (50,) if quick else (50, 500, 2000):
         repeat = 1 if quick else 3 if size_mb > 500 else 7
@@ -43,7 +43,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def one_disk(size_mb: int, counts: Sequence[int], repeat: int) -> list[Result]:
-    """All parts go to one disk."""
+    """Measure savers that write all parts to one disk."""
     state = model(size_mb)
     ours: dict[int, list[float]] = {count: [] for count in counts}
     plain = []
@@ -66,7 +66,7 @@ def one_disk(size_mb: int, counts: Sequence[int], repeat: int) -> list[Result]:
 
 
 def own_disks(size_mb: int, counts: Sequence[int]) -> list[Result]:
-    """Every saver has a disk of its own, of ``OWN_DISK_MB_S``."""
+    """Measure savers that each have a disk of their own, of ``OWN_DISK_MB_S``."""
     state, seconds = model(size_mb), {}
     with scratch() as directory:
         for count in counts:
@@ -80,13 +80,16 @@ def own_disks(size_mb: int, counts: Sequence[int]) -> list[Result]:
 
 
 def model(size_mb: int) -> dict[str, Any]:
-    """A state of that size; all of it can be dealt out."""
+    """Return a state of that size, all of which can be dealt out."""
     rows = size_mb * 1_000_000 // 4 // 4096 // 8
     return {"model": nn.ModuleList(nn.Linear(4096, rows, bias=False) for _ in range(8)).state_dict()}
 
 
 def limited() -> Progress:
-    """Slow enough for the limit. The file says how many bytes it has written, and again how many are on the disk."""
+    """Return a progress callback that sleeps to keep the limit.
+
+    A file reports its bytes twice: when they are written, and when they are on the disk.
+    """
     begin, seen = time.perf_counter(), 0
 
     def progress(count: int) -> None:
@@ -102,7 +105,7 @@ def limited() -> Progress:
 def side_by_side_s(
     directory: Path, state: dict[str, Any], count: int, limit: Callable[[], Progress | None] = lambda: None
 ) -> float:
-    """Seconds until ``count`` processes have written all parts of ``state``; they fork, so the state is not copied."""
+    """Return the seconds until ``count`` processes, forked so as not to copy it, have written all of ``state``."""
     ready, start = os.pipe(), os.pipe()
     children = [_forked(directory, state, Share(n, count, lambda _: True), limit, ready, start) for n in _upto(count)]
     try:
@@ -154,7 +157,7 @@ def _forked(
 
 
 def plain_write_s(path: Path, size: int) -> float:
-    """Seconds to write ``size`` bytes sequentially and fsync them."""
+    """Return the seconds to write ``size`` bytes sequentially and fsync them."""
     block = torch.randint(0, 255, (BLOCK,), dtype=torch.uint8).numpy().data
     begin = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

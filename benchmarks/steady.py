@@ -25,18 +25,18 @@ STEP_S = 0.010
 BLOCK_STEPS = 20
 GROUPS = 1_000
 LEARNING_STEPS = 10
-"""In the first few steps ttp looks closer at what changes when; not part of the steady state."""
+"""First steps, in which ttp looks closer at what changes when; they are not part of the steady state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a step consists of.
+    """The contents of a step.
 
     Args:
         title: in the table.
         budget: of step time with ttp on / off; None: only the CPU time counts.
         micro_batches: backward passes of a step; all but the last under ``no_sync``.
-        groups: param groups.
+        groups: number of param groups.
         extra: makes the ``extra_state``, given the model.
     """
 
@@ -48,7 +48,7 @@ class Job:
 
 
 class Cursor:
-    """6 KB of what a data loader would want back: where it is, and the order of a shuffled epoch."""
+    """The 6 KB that a data loader would want back: its position, and the order of a shuffled epoch."""
 
     def __init__(self) -> None:
         self.position, self.order = 0, [index * 7919 % 2003 for index in range(2_000)]
@@ -85,15 +85,15 @@ JOBS = {
     "groups": Job(f"{GROUPS} param groups", None, groups=GROUPS),
     "average": Job("an average of 16 MB as extra_state", None, extra=lambda _model: Average()),
 }
-"""All of them have BatchNorm, dropout and a scheduler, in DistributedDataParallel."""
+"""The kinds of jobs. All have BatchNorm, dropout and a scheduler, in DistributedDataParallel."""
 
 
 QUICK = ("plain", "extra", "groups", "average")
-"""With these all of it runs."""
+"""Jobs of a quick run: together they run all code of this module."""
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """One real rank with a real controller for each job; ttp's hooks are on and off by turns."""
+    """Measure one real rank with a real controller for each job; ttp's hooks are on and off in turns."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     try:
@@ -110,7 +110,7 @@ def _protected(job: Job, quick: bool) -> list[Result]:
 
 
 def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:
-    """First the ratio, then the CPU time of the hooks: looking at the clock in each would be part of the ratio."""
+    """Measure the ratio, then the CPU time of the hooks: reading the clock in each hook would be part of the ratio."""
     model: Any = DistributedDataParallel(model_of(job.groups))
     extra = job.extra(model)
     optimizer, scheduler, step = training(job, model, extra)
@@ -135,7 +135,7 @@ def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:
 
 
 def _shares(job: Job, taken: list[float], extra: Any, hot: list[float]) -> Iterator[Result]:
-    """The CPU time of the hooks, against what there is a budget for."""
+    """Yield the CPU time of the hooks, and its ratios to what there is a budget for."""
     value, p90 = median_of(taken)
     how = f"training thread, {len(taken)} steps"
     yield Result(f"CPU of ttp's hooks in a step, {job.title}", value, "us", None, how, p90)
@@ -152,14 +152,14 @@ def _shares(job: Job, taken: list[float], extra: Any, hot: list[float]) -> Itera
 
 
 def model_of(groups: int) -> nn.Module:
-    """A small one; with as many parameters as there are to be groups."""
+    """Return a small model; if there are to be many groups, with a parameter for each."""
     layers: list[nn.Module] = [nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10)]
     scales = nn.ParameterList(nn.Parameter(torch.ones(10)) for _ in range(max(0, groups - 6)))
     return _Scaled(nn.Sequential(*layers), scales)
 
 
 class _Scaled(nn.Module):
-    """Uses all its parameters."""
+    """A model that uses all its parameters."""
 
     def __init__(self, inner: nn.Module, scales: nn.ParameterList) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class _Scaled(nn.Module):
 
 
 def training(job: Job, model: Any, extra: Any) -> tuple[Any, Any, Callable[[], float]]:
-    """Optimizer, scheduler and a step of about ``STEP_S`` that always does the same work and returns its seconds."""
+    """Return optimizer, scheduler and a step of fixed work, about ``STEP_S`` long, that returns its seconds."""
     parameters = list(model.parameters())
     grouped = [{"params": [parameter]} for parameter in parameters]
     many = len(grouped) > 100
@@ -206,7 +206,7 @@ def training(job: Job, model: Any, extra: Any) -> tuple[Any, Any, Callable[[], f
 
 
 def _cpu_us(model: nn.Module, optimizer: Any, step: Callable[[], float], steps: int) -> list[float]:
-    """Microseconds of CPU that the training thread spends in ttp's hooks, for each step."""
+    """Return the microseconds of CPU that the training thread spends in ttp's hooks, for each step."""
     spent = [0]
 
     def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +233,7 @@ def _cpu_us(model: nn.Module, optimizer: Any, step: Callable[[], float], steps: 
 
 @contextlib.contextmanager
 def _replaced(model: nn.Module, optimizer: Any, by: Callable[[Any], Any]) -> Iterator[None]:
-    """Every hook of ttp's, in the places where torch keeps hooks, until the end of the block."""
+    """Replace every hook of ttp, in the places where torch keeps hooks, until the end of the block."""
     places = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     for module in model.modules():
         places += [module._forward_pre_hooks, module._forward_hooks]

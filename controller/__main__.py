@@ -1,4 +1,4 @@
-"""``python -m ttp.controller``: one controller process."""
+"""``python -m ttp.controller``: run one controller process."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from ttp.wire.access import listening_address
 log = logging.getLogger("ttp.controller")
 
 COLLECT_AFTER = 50_000, 20, 20
-"""New objects until garbage is looked for: as Python does it, ten thousand answers cause it several times."""
+"""Thresholds of the garbage collector. With Python's own, ten thousand answers set it off several times."""
 
 OWNER_CHECK_S = 1.0
 IDLE_CHECK_S = 0.1
 
 QUIET_BEATS, DOUBT_BEATS, DOUBT_MIN_S = 1.25, 2.0, 1.0
-"""In heartbeats: silence after which a host is probed, and after which it is in doubt, but at least so many seconds."""
+"""Silence in heartbeats after which a host is probed, and after which it is in doubt; doubt begins after
+``DOUBT_MIN_S`` seconds at the earliest.
+"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of a controller."""
+    """Return the parser of a controller's command line."""
     p = argparse.ArgumentParser(
         prog="ttp controller",
         description="Run one controller. Ranks find it at MASTER_ADDR:TTP_PORT. It ends when the job is over, or when "
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a controller until its job is over.
 
     Returns:
-        0, or 64 when a setting is wrong.
+        The exit code: 0, or 64 if a setting is wrong.
     """
     args = parser().parse_args(argv)
     try:
@@ -86,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
-    """The machine's timeouts. ``--abandoned-s`` lets a standby idle for weeks; ranks still have to join in time."""
+    """Return the machine's timeouts.
+
+    ``--abandoned-s`` lets a standby idle for weeks; the time in which the ranks of a job must join does not follow it.
+    """
     return ControllerTimeouts(
         answer_s=config.answer_patience_s,
         freeze_s=config.freeze_patience_s,
@@ -94,7 +99,7 @@ def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
         rescue_s=config.rescue_patience_s,
         abandoned_s=args.abandoned_s or config.abandoned_s,
         forming_s=config.abandoned_s,
-        stall_s=max(config.stall_s, 3 * config.heartbeat_s),  # heartbeats tell that bytes move
+        stall_s=max(config.stall_s, 3 * config.heartbeat_s),  # heartbeats tell whether bytes move
         hang_s=config.hang_s,
         heartbeat_s=config.heartbeat_s,
         silent_s=3 * config.heartbeat_s,
@@ -105,7 +110,7 @@ def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
 
 
 def _why_not(bind: str, port: int) -> str:
-    """Why binding the port failed, and what to do."""
+    """Return why binding the port failed, and what to do."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET) as probe:
             probe.bind((bind.strip("[]"), 0))
@@ -117,7 +122,7 @@ def _why_not(bind: str, port: int) -> str:
 
 
 async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
-    """Start, serve, stop. Returns the exit code, as ``main``."""
+    """Start the controller, serve until it is stopped, and end it. Return the exit code, as ``main`` does."""
     run_dir = args.run_dir or config.resolved_run_dir()
     journal = Journal(run_dir, (config.save_dir, config.fallback_dir), config.fallback_dir)
     host = config.host or socket.gethostname()
@@ -155,10 +160,10 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
 
 
 async def _end_when_idle(driver: Driver, asked: asyncio.Event) -> None:
-    """Stop the controller after a SIGTERM, but not before its ranks have left.
+    """Stop the controller after a SIGTERM, once its ranks have left.
 
-    A scheduler that preempts a job sends SIGTERM to all processes of it at once (SLURM to a step, systemd to a unit):
-    the ranks then want to be saved, and that takes a controller.
+    A scheduler that preempts a job sends SIGTERM to all its processes at once (SLURM to a step, systemd to a unit).
+    The ranks then want to be saved, and that takes a controller.
     """
     await asked.wait()
     if driver.machine.job.live:
@@ -169,7 +174,7 @@ async def _end_when_idle(driver: Driver, asked: asyncio.Event) -> None:
 
 
 async def _watch_owner(driver: Driver, pid: int, orphan_s: float) -> None:
-    """Stop the controller ``orphan_s`` after its owner is gone, unless a rank is attached."""
+    """Stop the controller once the process ``pid`` has been gone for ``orphan_s`` seconds with no rank attached."""
     needed_at = time.monotonic()
     while not driver.stopped.is_set():
         await asyncio.sleep(OWNER_CHECK_S)

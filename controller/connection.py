@@ -10,11 +10,11 @@ from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
 
 ORDERS_MAX = 10_000
-"""Most orders that may wait for one stream. A healthy rank has a handful; more means that it does not read."""
+"""Most orders that may wait for one stream. A healthy rank has a handful waiting; more means that it does not read."""
 
 
 class Peer(Protocol):
-    """What the driver sends orders to: a rank's own stream, or one rank behind a relay."""
+    """The outgoing half of a rank's stream, as the driver sees it: its own stream, or its line behind a relay."""
 
     id: ConnectionId
     peer: str
@@ -22,10 +22,10 @@ class Peer(Protocol):
     closing: bool
 
     def put(self, order: m.Order) -> bool:
-        """Queue an order. Returns False when the peer does not read and the stream is ended."""
+        """Queue an order. Return False if the peer does not read, in which case the stream is ended."""
 
     def end(self) -> None:
-        """End the stream once everything queued is sent."""
+        """End the stream once everything queued has been sent."""
 
 
 class Connection:
@@ -34,21 +34,21 @@ class Connection:
     Args:
         id: unique in this controller.
         cancel: ends the stream even if its peer does not read.
-        peer: address of the other end, as gRPC names it.
+        peer: address of the other end, as gRPC writes it.
     """
 
     def __init__(self, id: ConnectionId, cancel: Callable[[], object], peer: str = "") -> None:
         self.id, self.peer = id, peer
         self.closing = False
-        """Reports that still arrive are ignored."""
+        """Whether the stream is ending: no order is queued any more, and reports that still arrive are ignored."""
         self._cancel = cancel
         self._queue: asyncio.Queue[m.Order | None] = asyncio.Queue()
 
     def put(self, order: m.Order) -> bool:
-        """Queue an order; after a ``Refused`` the stream ends.
+        """Queue an order. After a ``Refused`` the stream ends.
 
         Returns:
-            False when ``ORDERS_MAX`` orders wait already: the stream is cancelled.
+            False if ``ORDERS_MAX`` orders are waiting already: the stream is cancelled.
         """
         if self.closing:
             return True
@@ -62,10 +62,10 @@ class Connection:
         return True
 
     def end(self) -> None:
-        """End the stream once everything queued is sent."""
+        """End the stream once everything queued has been sent."""
         self.closing = True
         self._queue.put_nowait(None)
 
     async def next(self) -> m.Order | None:
-        """Wait for the next order; None after the last one."""
+        """Wait for the next order; return None after the last one."""
         return await self._queue.get()

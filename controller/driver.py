@@ -1,4 +1,6 @@
-"""Runs the controller's state machine: feeds it events of streams, timers and calls, and performs its actions."""
+"""The driver of the controller's state machine: it feeds the machine events from streams, timers and calls, and
+performs the actions that the machine returns.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,19 @@ P = TypeVar("P", bound=Peer)
 
 HISTORY_MAX = 10_000
 HISTORY_BYTES_MAX = 64 << 20
-"""Most events, and most characters of them, that are kept for watchers that come later."""
+"""Most events, and most characters of them, that are kept for watchers that connect later."""
 WATCH_MAX = 2 * HISTORY_MAX
 """Events that a watcher may lag behind before it is dropped."""
 GIVES_UP_MS = 10_000
-"""The kernel drops a connection that it asks after so many ms without an answer; as gRPC does, ``ttp.wire.channel``."""
+"""Milliseconds without an answer after which the kernel drops a connection that it probes; gRPC waits as long, see
+``ttp.wire.channel``.
+"""
 RETRY_S = 1.0
 """Seconds until the next try after a tick that failed."""
 
 
 class Watch:
-    """The events that one watcher has still to read, None at the end. A watcher that lags ``WATCH_MAX`` is dropped."""
+    """The events that one watcher has still to read, then None. A watcher that lags ``WATCH_MAX`` events is dropped."""
 
     def __init__(self, past: Iterable[Happening]) -> None:
         self.lagging = False
@@ -51,7 +55,7 @@ class Watch:
             self.queue.put_nowait(happening)
 
     def add(self, happening: Happening) -> bool:
-        """Queue an event. Returns False when the watcher lags too far and gets no more."""
+        """Queue an event. Return False if the watcher lags too far and gets no more."""
         self.lagging = self.queue.qsize() >= WATCH_MAX
         self.queue.put_nowait(None if self.lagging else happening)
         return not self.lagging
@@ -66,10 +70,10 @@ class Driver:
 
     Args:
         patience: the machine's timeouts.
-        journal: gets every event of an incident.
+        journal: records every event of an incident.
         host: name of this host, as its ranks give it.
-        port: the controller's port, which standbys are told.
-        program: makes what leads jobs that save and repair themselves.
+        port: the controller's port; it is told to standbys.
+        program: makes the part that leads jobs that save and repair themselves.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Driver:
         self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port, program)
         self.stopped = asyncio.Event()
         self.closed = False
-        """The controller is stopping, so the end of a stream is no evidence against its rank."""
+        """Whether the controller is stopping: then the end of a stream is no evidence against its rank."""
         self.started_at = time.monotonic()
         self.history: collections.deque[Happening] = collections.deque()
         self._history_bytes = 0
@@ -95,14 +99,14 @@ class Driver:
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self.perform_program: Callable[[ce.ProgramAction], None] = lambda action: None
-        """Performs an action of ``program``."""
+        """Called with each action of ``program``, to perform it."""
         self.observers: list[Callable[[str, dict[str, object], float, float], None]] = []
-        """Each is called with each event that is recorded: its kind, its facts, and the time of both clocks."""
+        """Called with each recorded event: its kind, its facts, and its time on the monotonic and on the wall clock."""
         self.on_close: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._settling = False
         self._alike: tuple[list[tuple[ce.ConnectionId, Rank]], m.Heartbeat | m.Frozen] | None = None
-        """Who has said this, and nothing since: it becomes one event."""
+        """Ranks that have just sent one and the same report, and that report. The machine gets them as one event."""
         self._loop = asyncio.get_running_loop()
         self._plan_timer()
 
@@ -113,12 +117,12 @@ class Driver:
 
         Args:
             cancel: ends the stream.
-            peer: address of the other end, as gRPC names it.
+            peer: address of the other end, as gRPC writes it.
         """
         return self.admit(lambda id: Connection(id, cancel, peer))
 
     def admit(self, make: Callable[[ce.ConnectionId], P]) -> P:
-        """Register a new stream, or a line of a relay; ``make`` is given its id and makes its outgoing half."""
+        """Register a new stream, or a line of a relay. ``make`` gets its id and returns its outgoing half."""
         connection = make(ce.ConnectionId(next(self._ids)))
         self._connections[connection.id] = connection
         if self.closed:
@@ -135,8 +139,8 @@ class Driver:
 
         Args:
             event: what has happened.
-            more: of reports: what many say alike is one event, and what follows from answers to a freeze is looked
-                for, when all that have arrived are taken.
+            more: of a report, that others may follow at once. Equal reports of several ranks then become one event, and
+                what follows from answers to a freeze is decided once all reports that have arrived are taken.
         """
         if self.closed:
             return
@@ -151,7 +155,7 @@ class Driver:
             self._plan_timer()
 
     def feed_all(self, events: Iterable[ce.Event]) -> None:
-        """Give the machine several events. One that raises does not keep the others from being handled."""
+        """Give the machine several events. An event that raises does not keep the others from being handled."""
         for event in events:
             try:
                 self.feed(event, more=True)
@@ -159,7 +163,11 @@ class Driver:
                 log.exception("a report could not be handled")
 
     def _gathered(self, event: ce.Event) -> bool:
-        """Whether the event waits for others like it: thousands of ranks answer a freeze with the same words."""
+        """Keep a report to give it to the machine with equal ones: thousands of ranks answer a freeze alike.
+
+        Returns:
+            False if the event is not of a kind that is kept: the caller handles it.
+        """
         match event:
             case ce.ReceivedAlike(who, report):
                 pass
@@ -202,20 +210,20 @@ class Driver:
         pages: tuple[Mirror, ...] = (),
         seat: str = "",
     ) -> None:
-        """Report a fault of ``ranks`` from outside of the job.
+        """Report a fault of ``ranks`` from outside the job.
 
         Args:
-            ranks: those that failed.
+            ranks: the ranks that failed.
             kind: of fault.
             reason: for people.
             pids: of the ranks' processes, in their order; empty if unknown.
             pages: rank-local state that dead ranks left behind on their host.
-            seat: ``"ready"``: their launcher can start them alone, beside those that run; else why not.
+            seat: ``"ready"`` if their launcher can start them alone, beside the running ranks; else why it cannot.
         """
         self.feed(ce.Accused(ranks, kind, reason, pids, pages, seat))
 
     async def save(self, reason: str, *, again: bool = False) -> ce.AnswerSave:
-        """Save a checkpoint now; with ``again`` ranks go on from it. Returns when it is committed or refused."""
+        """Save a checkpoint now and wait until it is committed or refused. With ``again`` the ranks go on from it."""
         request = next(self._ids)
         if self.closed:
             return _no_more(request)
@@ -258,7 +266,7 @@ class Driver:
         for action in actions:
             try:
                 self._perform(action)
-            except Exception:  # a journal without a thread, say: the orders go out all the same
+            except Exception:  # such as a journal without a thread: the orders go out all the same
                 log.exception("%s could not be done", type(action).__name__)
 
     def _perform(self, action: ce.Action) -> None:
@@ -293,7 +301,7 @@ class Driver:
         text = _to_json(facts)
         happening = Happening(next(self._sequence), time.time(), time.monotonic(), kind, incident, text)
         self._remember(happening)
-        level = logging.DEBUG if kind == "answer" else logging.INFO  # there is one of each rank: the journal has them
+        level = logging.DEBUG if kind == "answer" else logging.INFO  # every rank answers; the journal has the answers
         if log.isEnabledFor(level):
             shown = {"event": kind, "incident": incident, **facts}
             log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000], extra={FACTS: shown})
@@ -309,7 +317,9 @@ class Driver:
             observe(kind, facts, happening.monotonic_s, happening.unix_s)
 
     def _remembered(self, fruitless: int, progress: bool) -> None:
-        """See ``Journal.launch_begins``. Called on the journal's thread."""
+        """Tell the machine what the history of launches says; see ``Journal.launch_begins``. On the journal's
+        thread.
+        """
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.feed, ce.Remembered(fruitless, progress))
 
@@ -320,7 +330,7 @@ class Driver:
             self._history_bytes -= len(self.history.popleft().facts)
 
     def _plan_timer(self) -> None:
-        """Keep one timer at the machine's deadline or before. Reports move the deadline; the timer follows when due."""
+        """Keep one timer at the machine's deadline or before. Reports move the deadline; a firing timer follows."""
         deadline = self.machine.deadline()
         if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
             return
@@ -330,7 +340,7 @@ class Driver:
         self._timer = self._loop.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        """Handle a deadline. Whatever goes wrong, another tick is planned."""
+        """Handle a deadline that is due. Another tick is planned whatever goes wrong."""
         self._timer = None
         try:
             deadline = self.machine.deadline()
@@ -351,5 +361,5 @@ def _no_more(request: int) -> ce.AnswerSave:
 
 
 def new_incident_id(number: int) -> str:
-    """An id such as ``20261120-094512-1-3fa9``: sortable by time and unique between controllers."""
+    """Return an id such as ``20261120-094512-1-3fa9``: sortable by time and unique between controllers."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{number}-{secrets.token_hex(2)}"

@@ -1,15 +1,17 @@
-"""Incident files: one JSON-lines file each under ``save_dir/incidents/``.
+"""The journal: one JSON-lines file for each incident, under ``save_dir/incidents/``.
 
 Theory of operation
 -------------------
-Each directory has a thread of its own, so that a slow or hanging disk delays one copy of the story and never the
-rescue. Storage that fails is often why there is a story, so it is kept in memory until it is safe somewhere:
+Each directory has a writer thread of its own, so that a slow or hanging disk delays one copy of an incident's file and
+never the rescue. Failing storage is often the cause of an incident, so its lines are kept in memory until they are safe
+somewhere:
 
 - Only directories are written to that the controller was told when it was started, or that a process of this host has
-  named in the run directory: ranks speak to it from other hosts, and one of them may have gone mad.
-- When a line is refused, the whole story goes to ``run_dir`` too. The refused lines are tried again with the next one.
-- When the incident moves to the fallback directory, so does its story, from the beginning.
-- When the controller ends and a directory still hangs, what it has not taken goes to ``run_dir``.
+  named in the run directory: ranks speak to the controller from other hosts, and one of them may be faulty.
+- When a directory refuses a line, all lines of the incident go to ``run_dir`` too. The refused lines are tried again
+  with the next one.
+- When the incident moves to the fallback directory, its lines are written there from the beginning.
+- When the controller ends and a directory still hangs, the lines that it has not taken go to ``run_dir``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ log = logging.getLogger("ttp.controller")
 
 FOLDER = "incidents"
 LINES_MAX = 100_000
-"""Most lines that may wait for one directory, or are kept of one incident; further ones are dropped."""
+"""Most lines that may wait for one directory, or are kept of one incident; further lines are dropped."""
 REFUSED_MAX = 16 << 20
 """Most characters of refused lines that are kept for another try."""
 GATHER_S = 0.005
@@ -63,18 +65,18 @@ class Happening:
 
 @dataclass(slots=True)
 class _Story:
-    """The lines of one incident, and the directories they go to."""
+    """The lines of one incident, and the directories that they are written to."""
 
     lines: list[str] = field(default_factory=list)
     places: list[Path] = field(default_factory=list)
 
 
 class Journal:
-    """Appends happenings to the file of their incident.
+    """Appends events to the file of their incident.
 
     Args:
         run_dir: on a local disk; gets the lines that save_dir refuses.
-        told: directories that may be written besides those of ``journals_allowed``.
+        told: directories that may be written to, besides those of ``journals_allowed``.
         fallback_dir: gets the history of launches too, as ``save_dir`` may be what is broken.
     """
 
@@ -83,19 +85,19 @@ class Journal:
         self._told = frozenset({str(run_dir), *filter(None, told)})
         self._stories: dict[str, _Story] = {}
         self._writers: dict[Path, _Writer] = {}
-        self._lock = threading.Lock()  # nobody holds it while a disk is asked
+        self._lock = threading.Lock()  # never held during a disk call
 
     def launch_begins(
         self, save_dir: str, happening: Happening, resumed: bool, told: Callable[[int, bool], None]
     ) -> None:
-        """Record the start of a launch, and remember what is mounted at ``save_dir`` from now on.
+        """Record the start of a launch, and remember which file system is mounted at ``save_dir`` from now on.
 
         Args:
             save_dir: of the job.
-            happening: with the facts of the launch.
-            resumed: this controller took over in mid-launch; the one before it has recorded the start.
-            told: called on another thread with the number of launches before it that brought no new version, and
-                whether this one has brought one.
+            happening: the event, with the facts of the launch.
+            resumed: this controller took over during the launch; the controller before it has recorded the start.
+            told: called on another thread with the number of launches before this one that brought no new version, and
+                whether this launch has brought one.
         """
         if not save_dir:
             return
@@ -106,7 +108,7 @@ class Journal:
             self.launch_goes_on(save_dir, happening)
 
     def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
-        """Record an event of the launch. It is dropped where storage refuses it; the incident's file has it too."""
+        """Record an event of the launch. A refused line is not tried again: the incident's file has the event too."""
         if save_dir:
             line = history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts))
             with self._lock:
@@ -114,7 +116,9 @@ class Journal:
                     self._writer(Path(place)).note(line)
 
     def write(self, save_dir: str, happening: Happening) -> None:
-        """Queue one line; never blocks. Lines beyond ``LINES_MAX`` that a hanging disk has not taken are dropped."""
+        """Queue the line of an event; never blocks. Beyond ``LINES_MAX`` lines that wait for a hanging disk it is
+        dropped.
+        """
         incident, line = happening.incident, line_of(happening)
         with self._lock:
             story = self._stories.get(incident) or self._begin(incident, Path(save_dir) if save_dir else self._run_dir)
@@ -126,7 +130,7 @@ class Journal:
                 self._also_to(Path(place), incident)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is queued: for at most ``timeout_s`` seconds, and half as long again where a directory hangs."""
+        """Write what is queued, for at most ``timeout_s`` seconds, and half as long again if a directory hangs."""
         if hanging := self._finish(timeout_s):
             with self._lock:
                 for incident, story in self._stories.items():
@@ -135,7 +139,7 @@ class Journal:
             self._finish(timeout_s / 2)
 
     def _finish(self, timeout_s: float) -> set[Path]:
-        """End all writers, also those that begin meanwhile. Returns the directories of those that hang."""
+        """End all writers, also those that begin meanwhile. Return the directories of the writers that hang."""
         deadline = time.monotonic() + timeout_s
         hanging: set[Path] = set()
         while open_ones := {place: w for place, w in self._open_writers().items() if not w.ended}:
@@ -160,7 +164,7 @@ class Journal:
         return self._writers[place]
 
     def _may_write_to(self, place: Path) -> bool:
-        """Whether this host has named ``place``, not only a rank over the network. Reads a file in ``run_dir``."""
+        """Return whether this host has named ``place``, not only a rank over the network. Reads ``run_dir``."""
         return str(place) in self._told or str(place) in journals_allowed(self._run_dir)
 
     def _refused(self, incident: str) -> None:
@@ -180,7 +184,7 @@ class _Writer:
     Args:
         place: save_dir, the fallback directory or the run directory.
         refused: called with an incident whose lines could not be written; they are tried again with its next line.
-        may_write_to: asked before each write.
+        may_write_to: asked before each write whether the directory may be written to.
     """
 
     def __init__(self, place: Path, refused: Callable[[str], None], may_write_to: Callable[[Path], bool]) -> None:
@@ -192,12 +196,12 @@ class _Writer:
         self._thread.start()
 
     def put(self, incident: str, text: str, durable: bool) -> None:
-        """Queue ``text``, whole lines of ``incident``; ``durable``: fsync after it."""
+        """Queue ``text``, whole lines of ``incident``, with an fsync after it if ``durable``."""
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put((incident, text, durable))
 
     def note(self, line: str) -> None:
-        """Queue a line of the history of launches. It is dropped unless the directory exists."""
+        """Queue a line of the history of launches. It is dropped if the directory does not exist."""
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put(lambda: self._note(line))
 
@@ -206,7 +210,7 @@ class _Writer:
         self._inbox.put(lambda: told(*history.behind(self._place, resumed)))
 
     def _do(self, job: Callable[[], None]) -> None:
-        """Run a job on the history of launches. A failure is only logged: the history is a convenience."""
+        """Run a job on the history of launches. A failure is only logged, because the history is a convenience."""
         try:
             self._mounts.check(self._place)
             job()
@@ -218,17 +222,17 @@ class _Writer:
             _append(self._place / FOLDER, history.FILE, line.encode(), True)
 
     def end(self) -> None:
-        """Write what is queued, then end."""
+        """Write what is queued, then end the thread."""
         self.ended = True
         self._inbox.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` seconds. Returns whether the thread has ended."""
+        """Wait at most ``timeout_s`` seconds. Return whether the thread has ended."""
         self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # no path that can be: said with the first line
+        with contextlib.suppress(OSError, ValueError):  # an impossible path is reported with its first line
             self._mounts = Mounts(self._place)
         refused: dict[str, str] = {}
         warned: set[str] = set()
@@ -240,7 +244,7 @@ class _Writer:
                     if not self._may_write_to(self._place):
                         raise PermissionError(NOT_TOLD)
                     _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
-                except (OSError, ValueError) as problem:  # ValueError: no path that can be
+                except (OSError, ValueError) as problem:  # ValueError: an impossible path
                     level = logging.DEBUG if incident in warned else logging.WARNING
                     log.log(level, "cannot write the incident under %s: %s", self._place, problem)
                     warned.add(incident)
@@ -249,9 +253,10 @@ class _Writer:
                     self._refused(incident)
 
     def _batch(self) -> dict[str, tuple[list[str], bool]]:
-        """The lines queued since the last call, by incident, and whether they have to be durable. Empty: it is the end.
+        """Return the lines queued since the last call, by incident, and whether to make them durable; empty at the end.
 
-        Waits for a first line, and ``GATHER_S`` for others: the answers of ten thousand ranks become a few writes.
+        Waits for a first line, then ``GATHER_S`` for others, so that the answers of ten thousand ranks become a few
+        writes.
         """
         batch: dict[str, tuple[list[str], bool]] = {}
         item = None if self._last else self._inbox.get()
@@ -273,9 +278,9 @@ class _Writer:
 
 
 def line_of(happening: Happening) -> str:
-    """A happening as a line of its incident's file."""
+    """Return an event as a line of its incident's file."""
     h = happening
-    facts = h.facts[1:-1]  # of an object; made into text once, for watchers too
+    facts = h.facts[1:-1]  # without the braces; encoded once, for watchers too
     return (
         f'{{"sequence": {h.sequence}, "unix_s": {h.unix_s:.6f}, "monotonic_s": {h.monotonic_s:.6f}, '
         f'"kind": {_quoted(h.kind)}, "incident": {_quoted(h.incident)}{", " if facts else ""}{facts}}}\n'
@@ -286,7 +291,7 @@ _quoted = functools.lru_cache(json.dumps)
 
 
 def _append(folder: Path, name: str, data: bytes, durable: bool) -> None:
-    """Append all of ``data`` or, where the disk lets us truncate, nothing: half a line would corrupt the next one."""
+    """Append all of ``data``, or nothing where the disk lets us truncate: half a line would corrupt the next one."""
     if not folder.is_dir():
         make_directory(folder)
     handle = os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -302,9 +307,9 @@ def _append(folder: Path, name: str, data: bytes, durable: bool) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             now = os.fstat(handle).st_size
-            if written and now == size + written:  # nobody else has written meanwhile
+            if written and now == size + written:  # no other process has written meanwhile
                 os.ftruncate(handle, size)
-            if not size and now in (0, written):  # an empty file would hide the whole story in the run directory
+            if not size and now in (0, written):  # an empty file would hide the whole file in the run directory
                 (folder / name).unlink()
         raise
     finally:

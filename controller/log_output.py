@@ -14,14 +14,14 @@ from typing import TextIO
 from ttp.launch.log_format import TEXT, formatter
 
 LINES_MAX = 20_000
-"""Most lines that may wait; further ones are dropped, and the next one that is written says how many."""
+"""Most lines that may wait. Further lines are dropped, and the next line that is written says how many."""
 FLUSH_S = 2.0
-"""Seconds that the end of the process waits for queued lines."""
+"""Seconds that the end of the process waits for queued lines to be written."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class _Lossy(QueueHandler):
-    """Puts records into a bounded queue without blocking; counts those it drops."""
+    """Puts records into a bounded queue without blocking, and counts the records that it drops."""
 
     lost = 0
 
@@ -38,12 +38,12 @@ class _Lossy(QueueHandler):
 
 @contextmanager
 def written_aside(level: str, stream: TextIO | None = None, kind: str = TEXT) -> Iterator[None]:
-    """Log to ``stream`` (default: standard error) from a thread. Does nothing where logging is configured already.
+    """Log to ``stream`` from a thread while the context is open. Does nothing if logging is configured already.
 
     Args:
         level: of the root logger.
-        stream: where to.
-        kind: see ``formatter``.
+        stream: default: standard error.
+        kind: of format; see ``formatter``.
     """
     root = logging.getLogger()
     if root.handlers:

@@ -1,8 +1,8 @@
-"""Numbers about the job for Prometheus, on ``TTP_METRICS_PORT``.
+"""Metrics of the job for Prometheus, on ``TTP_METRICS_PORT``.
 
-The controller's loop leaves a snapshot, once a second and when its stage changes; a thread of the HTTP server reads the
-latest one. No lock, no call into the machine, nothing on the way of a rescue. Names and units follow
-https://prometheus.io/docs/practices/naming/.
+The controller's event loop publishes a snapshot once a second and when the job's stage changes; a thread of the HTTP
+server reads the latest one. So a scrape takes no lock, makes no call into the machine and cannot delay a rescue. Names
+and units follow https://prometheus.io/docs/practices/naming/.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ CAUSES = (*(kind.value for kind in FaultKind), "unknown")
 OUTCOMES = ("saved", "nothing_new", "mended", "thawed", "not_saved")
 PUBLISH_S = 1.0
 RANKS_MAX = 64
-"""Ranks of a job that has numbers of each: every one is a series."""
+"""Most ranks of a job for which each rank has metrics of its own: every rank is a time series."""
 SCRAPE_S = 10.0
-"""How long a client may say nothing."""
+"""Seconds for which a client may send nothing."""
 MISSING = "TTP_METRICS_PORT is set and prometheus-client is not installed: pip install 'ttp-ft[metrics]'"
 
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """One rank. ``silent_s``: seconds since it was heard."""
+    """The metrics of one rank. ``silent_s``: seconds since the controller last heard the rank."""
 
     rank: int
     host: str
@@ -58,7 +58,7 @@ class RankNumbers:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is shown of a job; see the table in docs/monitoring.md."""
+    """The values that are shown of a job; see the table in docs/monitoring.md."""
 
     stage: str = "waiting"
     run_id: str = ""
@@ -76,11 +76,11 @@ class Snapshot:
     replicas_min: int | None = None
     ranks: tuple[RankNumbers, ...] = ()
     tally: Tally | None = None
-    """None: of a single look from outside, which has no sums."""
+    """The sums; None for a single look from outside, which has none."""
 
 
 def snapshot(driver: Driver, tally: Tally) -> Snapshot:
-    """The job as it is now; takes microseconds for each rank."""
+    """Return the job's values as they are now. Takes microseconds for each rank."""
     machine, now = driver.machine, time.monotonic()
     job, layout = machine.job, machine.job.layout
     members = job.members
@@ -117,17 +117,17 @@ def snapshot(driver: Driver, tally: Tally) -> Snapshot:
 
 
 class Collector:
-    """Makes metric families of the latest snapshot; see ``prometheus_client.registry.Collector``."""
+    """Makes metric families from the latest snapshot; see ``prometheus_client.registry.Collector``."""
 
     def __init__(self) -> None:
         self.latest = Snapshot()
 
     def describe(self) -> list[Any]:
-        """Nothing: else it is collected when it is registered."""
+        """Return nothing: without this method ``collect`` would be called at registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Every family, on the thread of a scrape."""
+        """Yield every metric family. Runs on the thread of a scrape."""
         from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
         now = self.latest
@@ -177,7 +177,7 @@ def _sums(tally: Tally) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
     incidents = CounterMetricFamily("ttp_incidents", "Incidents that are over.", labels=["cause", "outcome"])
-    for cause, outcome in itertools.product(CAUSES, OUTCOMES):  # also with 0: a first increase has to be one
+    for cause, outcome in itertools.product(CAUSES, OUTCOMES):  # also with 0, so that the first increase is visible
         incidents.add_metric([cause, outcome], tally.incidents[cause, outcome])
     spent = CounterMetricFamily("ttp_job_seconds", "What the job's time went into.", labels=["state"])
     for state in ("training", "freezing", "saving", "down", "restoring"):
@@ -217,32 +217,32 @@ def _of_ranks(ranks: tuple[RankNumbers, ...]) -> Iterator[Any]:
 
 
 class _Server(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
-    """A thread for each scrape, so that a client that says nothing keeps nobody waiting."""
+    """A server with a thread for each scrape, so that a client that sends nothing keeps no other waiting."""
 
     daemon_threads = True
     request_queue_size = 32
 
     def server_bind(self) -> None:
-        """Without the look-up of a name, which may hang, that ``http.server`` does here."""
+        """Bind without the name look-up that ``http.server`` makes here, because it may hang."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or has no certificate, is no error of ours."""
+        """Do nothing: a client that went away or has no certificate is no error of this server."""
 
 
 class _Handler(wsgiref.simple_server.WSGIRequestHandler):
     timeout = SCRAPE_S
 
     def setup(self) -> None:
-        """The handshake too is made here, where nobody else waits for it."""
+        """Make the TLS handshake here, on the request's own thread, where no other client waits for it."""
         super().setup()
         if isinstance(self.request, ssl.SSLSocket):
             self.request.do_handshake()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a scrape comes every few seconds."""
+        """Log nothing: a scrape comes every few seconds."""
 
 
 def _server(app: Any, address: str, port: int, secured: ssl.SSLContext | None) -> _Server:
@@ -256,7 +256,7 @@ def _server(app: Any, address: str, port: int, secured: ssl.SSLContext | None) -
 
 
 async def serve_metrics(driver: Driver, config: Config) -> None:
-    """Serve until cancelled. Whatever is wrong with it is said once, and the controller goes on without."""
+    """Serve metrics until cancelled. A problem is logged once, and the controller goes on without metrics."""
     try:
         from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError:

@@ -1,6 +1,6 @@
-"""The stream of a relay, which carries one *line* for each rank behind it.
+"""The controller's end of a relay's stream, which carries one *line* for each rank behind the relay.
 
-The driver treats a line as it treats the stream of a rank that is connected directly.
+The driver treats a line like the stream of a rank that is connected directly.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger("ttp.controller")
 
 
 class RelayedStream:
-    """One rank behind a relay; see ``Peer``.
+    """The line of one rank behind a relay; see ``Peer``.
 
     Args:
         id: unique in this controller.
         line: its number at the relay.
-        rank: that has opened it.
+        rank: the rank that has opened it.
         link: the relay's stream.
     """
 
@@ -42,7 +42,7 @@ class RelayedStream:
         self._link = link
 
     def put(self, order: m.Order) -> bool:
-        """See ``Peer``; after a ``Refused`` the line ends."""
+        """See ``Peer``. After a ``Refused`` the line ends."""
         if self.closing:
             return True
         if not self._link.put(self.line, order):
@@ -60,12 +60,12 @@ class RelayedStream:
 
 
 class RelayLink:
-    """Splits a relay's frames into reports of its ranks, and joins their orders into frames.
+    """Splits a relay's frames into reports of its ranks, and joins orders for the ranks into frames.
 
     Args:
         driver: receives the reports.
-        cancel: ends the stream even if its peer does not read.
-        peer: address of the relay, as gRPC names it.
+        cancel: ends the stream even if the relay does not read.
+        peer: address of the relay, as gRPC writes it.
     """
 
     def __init__(self, driver: Driver, cancel: Callable[[], object], peer: str = "") -> None:
@@ -81,7 +81,7 @@ class RelayLink:
     # --------------------------------------------------------------------------------------------------------- inwards
 
     async def read(self, frames: AsyncIterator[bytes]) -> None:
-        """Feed the driver with every frame until the stream ends."""
+        """Feed the driver with the reports of every frame until the stream ends."""
         try:
             async for data in frames:
                 frame, problems = parse_frame(data)
@@ -91,9 +91,9 @@ class RelayLink:
         except WireError as problem:
             log.warning("a relay is not understood, its stream is ended: %s", problem)
         except (grpc.RpcError, asyncio.CancelledError):
-            pass  # the stream broke; what that means for each rank is decided by the machine
+            pass  # the stream broke; the machine decides what that means for each rank
         except Exception:
-            if not self._driver.closed:  # then grpc has an exception of its own for every read
+            if not self._driver.closed:  # a closed server makes grpc raise on every read
                 log.exception("a relay could not be served; its stream is ended")
         finally:
             self.close()
@@ -104,7 +104,7 @@ class RelayLink:
                 for line in lines:
                     if line not in self._lines:
                         self._open(line, report.rank)
-            known = [self._lines[line] for line in lines if line in self._lines]  # the controller has ended others
+            known = [self._lines[line] for line in lines if line in self._lines]  # the controller has ended the others
             if report is None:
                 for ended in known:
                     del self._lines[ended.line]
@@ -131,7 +131,7 @@ class RelayLink:
     # -------------------------------------------------------------------------------------------------------- outwards
 
     def put(self, line: LineId, order: m.Order) -> bool:
-        """Queue an order for ``line``. Returns False when the relay does not read and the stream is cancelled."""
+        """Queue an order for ``line``. Return False if the relay does not read: the stream is then cancelled."""
         if len(self._orders) >= ORDERS_MAX:
             self._cancel()
             return False
@@ -140,7 +140,7 @@ class RelayLink:
         return True
 
     def end(self, line: RelayedStream) -> None:
-        """End ``line`` once everything queued for it is sent."""
+        """End ``line`` once everything queued for it has been sent."""
         self._orders.append((line.line, None))
         self._wake.set()
         asyncio.get_running_loop().call_soon(self._ended, line)
@@ -152,7 +152,7 @@ class RelayLink:
         self._driver.disconnect(line)
 
     async def orders(self) -> AsyncIterator[pb.RelayOrders]:
-        """Frames to send; each holds every order queued since the one before."""
+        """Yield frames to send; each holds every order queued since the frame before."""
         while not self._over:
             await self._wake.wait()
             self._wake.clear()

@@ -1,4 +1,6 @@
-"""The controller's gRPC server: ``ttp.wire.v1.Controller``, the manager, health and reflection, behind the token."""
+"""The controller's gRPC server: the services ``ttp.wire.v1.Controller`` and ``Manager``, health and reflection, all
+behind the access control of ``ttp.wire.access``.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class ControllerService(rpc.ControllerServicer):
         self._driver = driver
 
     async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.ControllerOrder]:
-        """See the proto. Reports come in as bytes, see ``RawReports``."""
+        """See the proto. Reports arrive as bytes, see ``RawReports``."""
         task = asyncio.current_task()
         assert task is not None
         connection = self._driver.connect(task.cancel, context.peer())
@@ -81,16 +83,16 @@ class ControllerService(rpc.ControllerServicer):
             log.warning("stream %s is refused: %s", connection.id, problem)
             connection.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, str(problem)))
         except (grpc.RpcError, asyncio.CancelledError):
-            pass  # the stream broke; what that means is decided by the machine
+            pass  # the stream broke; the machine decides what that means
         except Exception:
-            if not self._driver.closed:  # then grpc has an exception of its own for every read
+            if not self._driver.closed:  # a closed server makes grpc raise on every read
                 log.exception("a report could not be handled; its stream is closed")
         finally:
             self._driver.disconnect(connection)
             connection.end()
 
     async def Relay(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.RelayOrders]:
-        """See the proto. Frames come in as bytes, see ``RawReports``."""
+        """See the proto. Frames arrive as bytes, see ``RawReports``."""
         problem = mismatch(context.invocation_metadata(), f"the relay at {context.peer()}")
         if problem:
             log.warning("refused: %s", problem)
@@ -165,14 +167,14 @@ class ControllerService(rpc.ControllerServicer):
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
 
     def _recovered(self, host: str) -> pb.ReportFaultResponse:
-        """A host is well again: by its name, or the short form of it."""
+        """Let a drained host start ranks again. ``host`` is its name or the short form of it."""
         hosts = {name for name in self._driver.machine.drained_hosts if host in (name, name.partition(".")[0])}
         self._driver.feed(ce.HostsDrained(frozenset(hosts), drained=False))
         text = f"{host} may start ranks again" if hosts else f"{host} is not drained; nothing was done"
         return pb.ReportFaultResponse(text=text)
 
     def _are_of_this_launch(self, pid_of: Mapping[Rank, int]) -> bool:
-        """Whether no reported rank has joined with another pid. One that has not joined may have ended before."""
+        """Return whether no reported rank has joined with another pid. A rank may end before it joins."""
         members = self._driver.machine.job.members
         return all(rank not in members or members[rank].hello.pid == pid for rank, pid in pid_of.items())
 
@@ -197,7 +199,7 @@ class ControllerService(rpc.ControllerServicer):
 
 
 def status_of(driver: Driver) -> pb.GetStatusResponse:
-    """The job, its ranks and the last incident, as they are now."""
+    """Return the status of the job, its ranks and the last incident, as they are now."""
     machine, now = driver.machine, time.monotonic()
     job = machine.job
     response = pb.GetStatusResponse(
@@ -226,7 +228,7 @@ def status_of(driver: Driver) -> pb.GetStatusResponse:
 
 
 def rank_state(machine: ControllerMachine, rank: Rank) -> str:
-    """How a rank is, in the word that ``ttp status`` and metrics have for it."""
+    """Return a rank's state in the word that ``ttp status`` and the metrics use."""
     member = machine.job.members.get(rank)
     if member is None:
         return "missing"
@@ -271,10 +273,10 @@ def _incident_status(incident: Incident, *, open_now: bool, now: float) -> pb.In
 
 
 class RawReports(grpc.aio.ServerInterceptor):
-    """Hands reports to the handler as bytes, so that it can check them first and answer a bad one on its own stream."""
+    """Passes reports to the handler as bytes, so that it can check them and answer a bad one on its own stream."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """See grpc.aio."""
+        """Replace the handlers of ``RAW`` by ones that do not parse their requests."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method not in RAW:
             return handler
@@ -282,7 +284,7 @@ class RawReports(grpc.aio.ServerInterceptor):
 
 
 async def start_server(driver: Driver, config: Config, port: int) -> grpc.aio.Server:
-    """Start a server on ``port``; ``ttp.wire.access`` says on which address and who may call it.
+    """Start a server on ``port``; ``ttp.wire.access`` decides on which address and who may call it.
 
     Raises:
         RuntimeError: the port cannot be bound.
@@ -304,9 +306,9 @@ async def start_server(driver: Driver, config: Config, port: int) -> grpc.aio.Se
 
 
 async def stop_server(server: grpc.aio.Server, driver: Driver) -> None:
-    """Deliver what is queued, then stop.
+    """Deliver what is queued, then stop the server.
 
-    Waits for the handlers to return: gRPC logs an exception for each one that is unfinished when the loop ends.
+    Waits for the handlers to return, because gRPC logs an exception for each one that is unfinished when the loop ends.
     """
     driver.close()
     with contextlib.suppress(Exception):

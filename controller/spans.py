@@ -1,7 +1,7 @@
-"""Sends incidents as traces once they are over, and the restore after them; see ``ttp.cli.spans``.
+"""Sends each incident that is over as a trace, and the restore that follows it; see ``ttp.cli.spans``.
 
-A process of its own for each: the SDK is heavy, exporters wait and retry, and none of it may be felt by a controller
-that watches over a job. It is given its story in memory, so storage that fails does not keep it from being told.
+A separate process sends each trace: the SDK is heavy, exporters wait and retry, and none of it may slow a controller
+that watches over a job. The process gets the events in memory, so it works even when storage fails.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ log = logging.getLogger("ttp.controller")
 OVER = ("closed", "thawed")
 SENDING_S = 60.0
 LEAVING_S = 3.0
-"""How long a controller that ends waits for its last incident to be handed over."""
+"""Seconds that a controller that ends waits for its last trace to be sent."""
 
 
 def wanted(environ: Mapping[str, str]) -> bool:
-    """Whether there is a collector: by the variables that OpenTelemetry has for it."""
+    """Return whether a trace collector is configured, by OpenTelemetry's own variables."""
     named = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     return bool(named) and environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
 
 
 class SpanSender:
-    """Watches a controller's events and sends what is over.
+    """Watches a controller's events and sends a trace for each incident or restore that is over.
 
     Args:
-        history: the controller's events; the last one is the one that is observed.
+        history: the controller's events; the last one is the event that ``take`` is called for.
     """
 
     def __init__(self, history: Sequence[Happening]) -> None:
@@ -46,7 +46,7 @@ class SpanSender:
         self._said: set[str] = set()
 
     def take(self, kind: str, facts: Mapping[str, Any], now: float, unix_s: float) -> None:
-        """An event of the controller, as it is recorded. Never blocks."""
+        """Take an event of the controller as it is recorded. Never blocks."""
         incident = self._history[-1].incident
         if kind in OVER and incident:
             story = [happening for happening in self._history if happening.incident == incident]
@@ -62,7 +62,7 @@ class SpanSender:
         thread.start()
 
     def close(self) -> None:
-        """Wait a little for what is being sent. What takes longer goes on without this process."""
+        """Wait at most ``LEAVING_S`` in all for traces being sent. A process that takes longer goes on alone."""
         for thread in self._threads:
             thread.join(LEAVING_S / len(self._threads))
 

@@ -1,4 +1,4 @@
-"""What a controller has seen, added up for its metrics. Pure: events and time are passed in."""
+"""The sums over a controller's events that its metrics show. Pure: events and time are passed in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-"""Upper bounds of the histograms, in seconds; the last bucket has none."""
+"""Upper bounds of the histograms' buckets, in seconds; the last bucket has none."""
 SPENDING = {
     "training": "training",
     "forming": "restoring",
@@ -21,23 +21,23 @@ SPENDING = {
     "released": "down",
     "waiting": "down",
 }
-"""What time is counted as, by the stage of the job; ``finished`` as nothing."""
+"""The state that time is counted for, by the stage of the job. Time in stage ``finished`` is not counted."""
 
 
 @dataclass
 class Histogram:
-    """How often something took how long."""
+    """A histogram of durations."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     total_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.total_s += seconds
 
     def copy(self) -> Histogram:
-        """One that does not change."""
+        """Return a copy that does not change."""
         return Histogram(list(self.counts), self.total_s)
 
 
@@ -55,19 +55,19 @@ class Tally:
     saved_version: int = 0
     committed_unix_s: float = 0.0
     _at: dict[str, float] = field(default_factory=dict)
-    """When the incident reached what."""
+    """Time at which the open incident reached each of its points."""
     _cause: str = ""
     _outcome: str = ""
     _finished: int = 0
     """The newest version that a rank is known to have finished."""
     _down_since: float | None = None
     _begins_with: int | None = None
-    """The version that a launch goes on from, until all ranks have read it or one has trained further."""
+    """The version that a launch goes on from, until all ranks have read it or one rank has trained further."""
     _spending: str = ""
     _looked_at: float = 0.0
 
     def take(self, kind: str, facts: Mapping[str, Any], now: float, unix_s: float) -> None:
-        """An event of the controller, as it is recorded."""
+        """Take an event of the controller as it is recorded."""
         match kind:
             case "opened":
                 self._at, self._cause, self._outcome = {"opened": now}, "", ""
@@ -105,7 +105,7 @@ class Tally:
                 self._finished = restored
 
     def look(self, stage: str, newest: int, now: float) -> None:
-        """Look at the job from time to time: its stage, and the newest version of a rank."""
+        """Account for the time since the last call. ``stage`` is the job's, ``newest`` a rank's newest version."""
         if self._spending and (self.spent_s or self._spending != "down"):  # else nothing has begun
             self.spent_s[self._spending] += now - self._looked_at
         if self._begins_with is not None and newest > self._begins_with:
@@ -119,7 +119,7 @@ class Tally:
             self._finished = max(self._finished, newest)
 
     def copy(self) -> Tally:
-        """One that does not change, for another thread."""
+        """Return a copy that does not change, for another thread."""
         return replace(
             self,
             incidents=Counter(self.incidents),

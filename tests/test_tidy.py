@@ -71,7 +71,7 @@ def test_the_core_does_not_know_who_extends_it() -> None:
 
 
 FLOORS = (
-    {"errors", "_version"},
+    {"errors", "inbox", "_version"},
     {"core", "mindio.protocol"},
     {"store"},
     {"config", "wire", "launch", "processor"},
@@ -117,6 +117,13 @@ def test_nothing_is_imported_from_a_floor_above(name: str) -> None:
         if (target.split(".")[0] == "ttp" and target in MODULES) or target.rpartition(".")[0] in MODULES:
             above, other = floor_of(target if target in MODULES else target.rpartition(".")[0])
             assert above <= floor or (room, other) in UPWARDS, f"{name} imports {target}"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_wait_with_a_limit_ends(name: str) -> None:
+    """See ``ttp.inbox``."""
+    source = OWN[name].read_text()
+    assert not ("SimpleQueue(" in source and ".get(timeout" in source), f"{name} needs an Inbox"
 
 
 def test_frameworks_are_imported_in_adapters_and_the_launcher_only() -> None:

@@ -1,7 +1,7 @@
 """Try To Persist: when a rank of a distributed training job dies, no finished step is lost.
 
-``import ttp`` loads no torch, mindspore or grpc; each is imported when it is first needed. With ``TTP_PORT`` it exports
-what NCCL has to know before a process group is made, see ``ttp.launch.nccl``.
+``import ttp`` loads no torch, mindspore or grpc; each is imported when it is first needed. If ``TTP_PORT`` is set, the
+import also exports the settings that NCCL must know before a process group is made, see ``ttp.launch.nccl``.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ __all__ = [
 
 
 FRAMEWORKS = ("accelerate", "deepspeed", "hf", "lightning", "ray", "titan")
-"""Modules that need a package of that kind; see docs/frameworks.md."""
+"""Submodules that each need the package of one framework; see docs/frameworks.md."""
 HOMES = {"Layout": "ttp.core.layout", "one_step": "ttp.update_function"}
-"""Where public names are that are not in ``ttp.api`` or, those of the seed documents, in ``ttp.legacy``."""
+"""Modules of public names that are neither in ``ttp.api`` nor (names of the seed documents) in ``ttp.legacy``."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its home on first use."""
+    """Import a public name from its module on first use."""
     if name in FRAMEWORKS:
         return importlib.import_module(f"ttp.{name}")
     if name not in __all__:

@@ -1,4 +1,4 @@
-"""``python -m ttp``: the ``ttp`` command, where its script is not on the path."""
+"""``python -m ttp``: the ``ttp`` command, for when its script is not on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate; see docs/frameworks.md."""
+"""``protect`` for Hugging Face Accelerate; see docs/frameworks.md."""
 
 from ttp.adapters.frameworks.accelerate import protect
 

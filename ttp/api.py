@@ -1,4 +1,4 @@
-"""The public functions of ttp."""
+"""The public functions of ttp: decorate ``train()``, wrap the optimizer, restore, and mark steps and pauses."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ttp.processor.last_words import asked_for, leave_word
 log = logging.getLogger("ttp")
 
 UNDO_WAYS = ("preimage", None)
-"""What ``wrap_optimizer(undo=...)`` may be."""
+"""Valid values of ``wrap_optimizer(undo=...)``."""
 
 ACTIVITY_MAX = 80
-"""Maximum number of characters of an activity: it is part of every heartbeat."""
+"""Maximum length of an activity in characters; every heartbeat carries the activity."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,20 +34,21 @@ def ttp_to_persist(func: F) -> F: ...
 @overload
 def ttp_to_persist(*, exit_on_bad_config: bool = ...) -> Callable[[F], F]: ...
 def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) -> F | Callable[[F], F]:
-    """Decorate ``train()``: an exception is reported and the rescue waited for. The exit code says what happened.
+    """Decorate ``train()`` so that its exceptions are reported and the process stays until the job is saved.
 
-    Exit codes: 75 a checkpoint was saved, start the job again; 70 nothing consistent could be saved; 64 the
-    configuration is wrong, or the program calls ttp in a wrong way: what the job had finished is saved by then, but a
-    restart would not help. Without ``TTP_PORT`` in the environment the function runs as if it were not decorated.
+    Exit codes of the process: 75, a checkpoint was saved and the job should be started again; 70, nothing consistent
+    could be saved; 64, the configuration is wrong or the program uses ttp wrongly. With 64 the finished steps have been
+    saved, but a restart would not help. Without ``TTP_PORT`` in the environment the function runs as if it were not
+    decorated.
 
-    ``KeyboardInterrupt`` and ``sys.exit(0)`` stay the user's. When ``train()`` returns, the decorator waits until it
-    has returned on every rank, so that a rank which dies in its last step can still be saved from the others.
+    ``KeyboardInterrupt`` and ``sys.exit(0)`` behave as without ttp. When ``train()`` returns, the decorator waits until
+    it has returned on every rank, so that a rank which dies in its last step can still be saved from the others.
 
     Args:
-        func: the function; ``@ttp_to_persist`` and ``@ttp_to_persist(...)`` both work.
-        exit_on_bad_config: leave with code 64 on a ``ConfigError``, ``RefusedError`` or ``UsageError`` instead of
-            raising it; a ``UsageError`` or ``ConfigError`` after this rank has joined the job ends all its ranks with
-            64 in any case.
+        func: the training function; ``@ttp_to_persist`` and ``@ttp_to_persist(...)`` both work.
+        exit_on_bad_config: exit with code 64 on a ``ConfigError``, ``RefusedError`` or ``UsageError`` instead of
+            raising it. Whatever the value, a ``UsageError`` or ``ConfigError`` that comes after this rank has joined
+            the job ends all its ranks with 64.
     """
 
     def decorate(train: F) -> F:
@@ -92,16 +93,19 @@ def _run_once(
     except UsageError as problem:
         if not (exit_on_bad_config and current.enabled):
             raise
-        traceback.print_exc()  # where the program calls us is what has to be changed
+        traceback.print_exc()  # the traceback shows the call that has to be changed
         _leave_misconfigured(problem)
     finally:
         current.in_train = False
         if current.enabled or current.adapter is not known:
-            session.reset()  # the next one trains something else
+            session.reset()  # the next train() may train something else
 
 
 def _begin_again() -> None:
-    """This rank goes on in its process: wait until all can begin. Nothing holds what the last train() has made."""
+    """Wait until all ranks can begin the next launch in this process.
+
+    ``_run_once`` has returned by then, so nothing refers to the objects of the last ``train()`` any more.
+    """
     goes_on = continuing.current()
     assert goes_on is not None
     goes_on.await_launcher()
@@ -152,44 +156,49 @@ def wrap_optimizer(
     undo: str | None = None,
     buddy: bool = False,
 ) -> Any:
-    """Register what belongs to the training state, and protect it when ttp is switched on (``TTP_PORT``).
+    """Register the objects that make up the training state, and protect them if ttp is switched on (``TTP_PORT``).
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``, or a list of several (a GAN's two, Muon beside AdamW): all that step
-            parameters of ``model``. What was given comes back itself, with step hooks attached; wrappers and
-            containers of optimizers are looked into. A version is finished when each of several has stepped once, in
-            the order that the first iteration shows; a loop that steps them a different number of times calls
-            ``step_done()`` at the end of each iteration. Or a ``MegatronOptimizer`` (see
-            ``ttp.adapters.megatron.protect``). Or a ``mindspore.nn.Optimizer``: a wrapper cell comes back, to be used
-            in its place; with ``model`` (a Cell) it is protected now, without by the callbacks of
-            ``ttp.adapters.mindspore``.
-        model: the module that is trained, wrapped or not: a DistributedDataParallel around it, inside of it or around a
-            part of it is found.
-        scheduler: its learning-rate scheduler, or a list of several, if any.
+        optimizer: one of these:
+
+            - A ``torch.optim.Optimizer``, or a list of several (a GAN's two, Muon beside AdamW): all optimizers that
+              update parameters of ``model``. Wrappers and containers of optimizers are looked into. With several, a
+              version is finished when each has stepped once, in the order of the first iteration; a loop that steps
+              them a different number of times calls ``step_done()`` at the end of each iteration.
+            - A ``MegatronOptimizer``, see ``ttp.adapters.megatron.protect``.
+            - A ``mindspore.nn.Optimizer``. With ``model`` (a Cell) it is protected by this call, without ``model`` by
+              the callbacks of ``ttp.adapters.mindspore``.
+        model: the module that is trained. A DistributedDataParallel around it, inside it or around a part of it is
+            found.
+        scheduler: the learning-rate scheduler, or a list of several, if any.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
-        extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Captured at
-            the end of every update unless the object has ``ttp_constant = True``; a ``torch.nn.Module`` (EMA) is read
-            when a checkpoint is written.
+        extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Its state is
+            captured at the end of every update unless the object has ``ttp_constant = True``; a ``torch.nn.Module``
+            (EMA) is read when a checkpoint is written.
         scaler: a ``torch.amp.GradScaler``, if any.
-        layout: replica groups, where they cannot be told from the objects; see docs/layouts.md.
-        shard_of: for a ``layout`` in which a rank holds several shards: from the name of a parameter to its shard.
+        layout: the replica groups, where ttp cannot tell them from the objects; see docs/layouts.md.
+        shard_of: function from the name of a parameter to the name of its shard, for a ``layout`` in which a rank holds
+            several shards.
         undo: ``"preimage"`` keeps a copy of parameters and optimizer state from before each update, so that a rank can
-            go back to it when others could not make that update, or when its own was left half done. Costs exactly one
-            more copy of them in memory, and the time to make it in every step. None: nothing is kept.
-        buddy: where a shard has only one copy (ZeRO without replicas, ``fully_shard`` over one dimension) every rank
-            keeps another one in the memory of the next host, made anew every ``TTP_BUDDY_EVERY`` updates (k, default
-            10), beside the training. A rank or host that is lost then costs at most 2k - 1 finished steps, as long as a
-            copy gets through within k updates. A host needs four times the state of its ranks in ``/dev/shm``. Does
-            nothing where every shard has replicas. Equal on all ranks.
+            save that version when other ranks could not make the update, or when its own update was left half done.
+            Costs one more copy of them in memory, and the time to make it in every step. None keeps no copy.
+        buddy: True keeps a second copy of each shard that only one rank holds (ZeRO without replicas, ``fully_shard``
+            over one dimension) in the memory of the next host. The copy is made anew, beside the training, every
+            ``TTP_BUDDY_EVERY`` updates (k, default 10). Losing a rank or host then costs at most 2k - 1 finished steps,
+            as long as a copy gets through within k updates. A host needs four times the state of its ranks in
+            ``/dev/shm``. No effect where every shard has replicas. Must be equal on all ranks.
+
+    Returns:
+        The given optimizer or list, with step hooks attached; for MindSpore a wrapper cell to use in its place.
 
     Raises:
-        ConfigError: the settings or the save_dir are unusable, or there is training state that could not be saved; said
-            now rather than at the failure, and by every rank, also where one alone is wrong. What shows after the first
-            update only is a ``UsageError`` of ``optimizer.step()`` where the second one begins.
+        ConfigError: the settings or the save_dir are unusable, or there is training state that could not be saved.
+            Every rank raises it now rather than at a failure, even where only one rank is wrong. What can be seen only
+            after the first update is a ``UsageError`` of ``optimizer.step()`` at the beginning of the second.
         RefusedError: the controller does not accept this rank; the text says why.
-        UsageError: called twice, or with objects of no known framework.
+        UsageError: the function was called twice, or with objects of no known framework.
     """
-    if session.current().processor is None:  # a second call is an error of a job that has its own save_dir
+    if session.current().processor is None:  # not for a second call, which is an error
         asked_for(str(save_dir))
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
@@ -210,7 +219,7 @@ def wrap_optimizer(
 
 
 def _families(optimizer: Any) -> set[str]:
-    """Names of the packages that an object's classes come from; of several objects the common ones."""
+    """Return the names of the packages that define the optimizer's classes; of a list, the names common to all."""
     if isinstance(optimizer, (list, tuple)):
         return set.intersection(*map(_families, optimizer)) if optimizer else set()
     return {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
@@ -219,7 +228,7 @@ def _families(optimizer: Any) -> set[str]:
 def register(
     adapter: session.Adapter, save_dir: str | Path, layout: Layout | None = None, *, buddy: bool = False
 ) -> None:
-    """Register an adapter and join the job. ``wrap_optimizer`` and ``protect`` call it; errors as of the former."""
+    """Register an adapter and join the job. Raises as ``wrap_optimizer``, which calls it, as does ``protect``."""
     from ttp.launch import nccl
     from ttp.store.writable import check_places
 
@@ -238,7 +247,7 @@ def register(
 
 @contextlib.contextmanager
 def _refused_everywhere(tell: Callable[[ConfigError | UsageError, int], None]) -> Iterator[None]:
-    """Tell the other ranks of an error in this block, which may concern this rank alone: they would wait for it."""
+    """Tell the other ranks of an error in the block. It may concern this rank alone, and they would wait for it."""
     try:
         yield
     except (ConfigError, UsageError) as problem:
@@ -293,16 +302,16 @@ def _adapter_for(
 
 
 def restore() -> int:
-    """Put the newest whole checkpoint of ``save_dir`` into the registered objects.
+    """Load the newest whole checkpoint of ``save_dir`` into the registered objects.
 
-    All ranks agree on one checkpoint. Digests are verified; checkpoints that are not whole are skipped, said in the
+    All ranks agree on one checkpoint. Digests are verified. Checkpoints that are not whole are skipped, named in the
     log, and left alone.
 
     Returns:
         The restored version, i.e. the number of finished updates; 0 when there is nothing to restore.
 
     Raises:
-        ConfigError: a checkpoint that this job has committed has vanished: nobody's steps are thrown away unasked.
+        ConfigError: a checkpoint that this job has committed has vanished. Its steps are not thrown away unasked.
         RestoreError: the ranks do not see one common checkpoint; the text says who saw what.
         CheckpointError: the checkpoint belongs to another model; names and shapes are listed.
         UsageError: ``wrap_optimizer`` was not called.
@@ -313,10 +322,14 @@ def restore() -> int:
 def step_done() -> None:
     """Mark the end of a training step explicitly (optional).
 
-    For loops that change state after ``optimizer.step()`` in ways that ttp cannot see, and for those whose optimizers
-    step a different number of times in an iteration. Once called, a version counts as finished only here: everything
-    between the first ``optimizer.step()`` and this call belongs to the update. Call it from the first iteration on;
-    where one optimizer steps several times in an iteration, once in front of the loop too, right behind ``restore()``.
+    For loops that change state after ``optimizer.step()`` in ways that ttp cannot see, and for loops whose optimizers
+    step a different number of times in an iteration. Once it has been called, a version counts as finished only here:
+    everything between the first ``optimizer.step()`` and this call belongs to the update. Call it from the first
+    iteration on. Where one optimizer steps several times in an iteration, also call it once before the loop, right
+    after ``restore()``.
+
+    Raises:
+        UsageError: ``wrap_optimizer`` was not called.
     """
     adapter = session.current().adapter
     if adapter is None:
@@ -326,20 +339,20 @@ def step_done() -> None:
 
 @contextlib.contextmanager
 def paused(activity: str) -> Iterator[None]:
-    """Say that this rank does something else than training, on purpose, for as long as the block runs.
+    """Declare that this rank does something other than training, on purpose, while the block runs.
 
     For evaluation, checkpoints of your own, a long wait for data: whatever keeps a rank away from its steps for longer
-    than ``TTP_HANG_S`` and longer than it ever did before, so that it would look like a hang. No hang is raised while
-    any rank is in such a block. The other ranks may wait for it outside. ::
+    than ``TTP_HANG_S`` and longer than ever before in this job, so that it would look like a hang. No hang is raised
+    while any rank is in such a block. The other ranks may wait for it outside. ::
 
         with ttp.paused("evaluation"):
             evaluate(model)
 
-    Blocks may be nested and be entered on several threads. Also a decorator. Faults are noticed as always. Without
-    ``TTP_PORT`` nothing happens.
+    Blocks may be nested and be entered on several threads. ``paused`` is also a decorator. Other faults are noticed as
+    always. Without ``TTP_PORT`` nothing happens.
 
     Args:
-        activity: what it does, in a word or two; shown by ``ttp status``.
+        activity: what the rank does, in a word or two; shown by ``ttp status``, cut to 80 characters.
 
     Raises:
         UsageError: ``activity`` is no text, or empty.

@@ -1,4 +1,4 @@
-"""Every setting of ttp, in one place. Only this module reads the ``TTP_*`` environment."""
+"""All settings of ttp. Only this module reads the ``TTP_*`` environment."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ CONTROLLER_ADDR = "TTP_CONTROLLER_ADDR"
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"
 HCCL_WATCHDOG = "HCCL_ASYNC_ERROR_HANDLING"
-"""Setting of Ascend's collectives: with 1 a hang is noticed, with 0 it is not."""
+"""Setting of Ascend's collectives: 1 switches their watchdog for hangs on, 0 switches it off."""
 NAMES_OF_MINDIO = frozenset({
     "TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS", "TTP_ACCLINK_CHECK_PERIOD_HOURS", "TTP_ADDR", "TTP_FRAMEWORK_TYPE",
     "TTP_LOG_LEVEL", "TTP_LOG_MODE", "TTP_LOG_PATH", "TTP_LOG_STDOUT", "TTP_NORMAL_ACTION_TIME_LIMIT",
     "TTP_RETRY_TIMES", "TTP_SAVE_CKPT_TIME_LIMIT", "TTP_STOP_CLEAN_BEFORE_DUMP",
 })  # fmt: skip
-"""The original's settings. Programs for it set them; they mean nothing here, and are not a slip of the pen there."""
+"""Settings of the original MindIO TTP. Programs for it set them; with ``TTP_MINDIO`` set they are ignored here."""
 OTHER_CODES = (1, EXIT_BAD_CONFIG, EXIT_NOT_SAVED)
-"""Exit codes of ``ttp run`` that mean something else than "saved"."""
+"""Exit codes of ``ttp run`` that have a meaning other than "saved"."""
 COUNT_MAX = 2**31 - 1
-SECONDS_MAX = 1e7  # nearly four months: more is a slip, such as milliseconds
+SECONDS_MAX = 1e7  # nearly four months: more is a mistake, such as milliseconds
 NAME_MAX = 4000
-"""Characters; a little less than a message or a system call takes."""
+"""Maximum length of a name in characters; a little less than a message or a system call takes."""
 
 
 def _within(text: str, kind: type[int] | type[float], low: float, high: float, wanted: str) -> Any:
-    """``text`` as a number from ``low`` to ``high``. Raises ``ValueError(wanted)``: not Python's words, ours."""
+    """Parse ``text`` as a number from ``low`` to ``high``. Raises ``ValueError(wanted)``, not Python's text."""
     with contextlib.suppress(ValueError):
         value = kind(text)
         if low <= value <= high:
@@ -82,10 +82,10 @@ _count, _natural = _whole(1), _whole(0)
 
 
 def saved_exit_code(text: str) -> int:
-    """Parse an exit code for "saved": 1 to 255, and none that has another meaning.
+    """Parse the exit code for "saved": 1 to 255, except codes that have another meaning.
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: the text is no such number.
     """
     wanted = f"a number from 1 to 255 is wanted that means nothing else: not {', '.join(map(str, OTHER_CODES))}"
     value = int(_within(text, int, 1, 255, wanted))
@@ -95,14 +95,14 @@ def saved_exit_code(text: str) -> int:
 
 
 def _name(text: str) -> str:
-    """A path, a host: it travels in messages, and is shown."""
+    """Check a path or the name of a host. It is sent in messages and shown, so it has to be short and printable."""
     if len(text) > NAME_MAX or not text.isprintable():
         raise ValueError(f"up to {NAME_MAX} characters that can be printed are wanted")
     return text
 
 
 def _stripes(text: str) -> int:
-    """See ``ttp.core.stripes``; the whole is one part."""
+    """Parse a number of parts, auto or off; see ``ttp.core.stripes``. 1 part is the whole shard."""
     word = text.strip().lower()
     if word in ("auto", "off"):
         return AUTO if word == "auto" else WHOLE
@@ -112,7 +112,7 @@ def _stripes(text: str) -> int:
 
 
 def _token(text: str) -> str:
-    """It travels in a header, where everything else is refused or trimmed."""
+    """Check that ``TTP_TOKEN`` can be sent in a gRPC header: printable ASCII without blanks at the ends."""
     if not (text.isascii() and text.isprintable() and text == text.strip() and len(text) <= NAME_MAX):
         raise ValueError("letters, digits and signs of ASCII are wanted, without spaces around them")
     return text
@@ -163,128 +163,128 @@ def _setting(env: str, parse: Callable[[str], Any], default: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings, as the environment gave them. The environment overrides arguments."""
+    """The settings, as the environment gives them. The environment overrides arguments."""
 
     port: int | None = _setting("TTP_PORT", _port, None)
-    """Where the controller listens; its presence switches ttp on."""
+    """Port of the controller; its presence switches ttp on."""
 
     rescue_patience_s: float = _setting("TTP_OT", _seconds, 360.0)
-    """How long healthy ranks may take to save after a failure. Must outlast the slowest save: bytes / bandwidth."""
+    """Time that healthy ranks may take to save after a failure. Must outlast the slowest save: bytes / bandwidth."""
 
     freeze_patience_s: float = _setting("TTP_FREEZE_S", _seconds, 30.0)
-    """How long a running update is waited for. Must outlast the longest optimizer step, the first one included."""
+    """Time that a freeze waits for a running update. Must outlast the longest optimizer step, including the first."""
 
     answer_patience_s: float = _setting("TTP_ANSWER_S", _seconds, 5.0)
-    """How long a rank that is not updating may take to acknowledge a freeze before the rescue goes on without it."""
+    """Time that a rank outside an update may take to acknowledge a freeze; then the rescue goes on without it."""
 
     reconnect_grace_s: float = _setting("TTP_GRACE_S", _seconds, 1.0)
-    """How long a rank whose stream broke may take to come back. Only the release waits for it; the save does not."""
+    """Time that a rank whose stream broke may take to come back. Only the release waits for it; the save does not."""
 
     heartbeat_s: float = _setting("TTP_HEARTBEAT_S", _seconds, 1.0)
-    """Time between two reports of progress. Costs one message of 40 bytes per rank."""
+    """Time between two heartbeats. Each costs one message of 40 bytes per rank."""
 
     hang_s: float | None = _setting("TTP_HANG_S", _seconds_or_off, 60.0)
-    """A job in which nothing moves for so long may hang; for longer where its own steps take longer. None: never, which
-    ``HCCL_ASYNC_ERROR_HANDLING=0`` says too, as it does to Ascend's own watchdog."""
+    """Time without any movement in a job after which it counts as hanging; longer where its own steps take longer.
+    None: never. ``HCCL_ASYNC_ERROR_HANDLING=0`` sets None too, as it switches off Ascend's own watchdog."""
 
     stacks: bool = _setting("TTP_STACKS", _switch, True)
-    """Whether ranks answer a real-time signal with where their threads are."""
+    """Whether ranks answer a real-time signal with the stacks of their threads."""
 
     abandoned_s: float = _setting("TTP_ABANDONED_S", _seconds, 120.0)
-    """A controller that nobody speaks to for so long ends. Must outlast a restart: imports, rendezvous."""
+    """Time after which a controller that no rank speaks to ends. Must outlast a restart: imports, rendezvous."""
 
     restore_patience_s: float = _setting("TTP_RESTORE_S", _seconds, 600.0)
-    """How long restore() waits for the other ranks to call it too."""
+    """Time that restore() waits for the other ranks to call it too."""
 
     keep: int = _setting("TTP_KEEP", _count, 3)
-    """Whole checkpoints to keep in save_dir."""
+    """Number of whole checkpoints to keep in save_dir."""
 
     save_dir: str | None = _setting("TTP_SAVE_DIR", _name, None)
-    """Overrides the ``save_dir`` argument of ``wrap_optimizer``."""
+    """Directory that overrides the ``save_dir`` argument of ``wrap_optimizer``."""
 
     fallback_dir: str | None = _setting("TTP_FALLBACK_DIR", _absolute, None)
-    """Where to save when ``save_dir`` refuses or hangs. On other storage, and seen by every host that saves."""
+    """Directory for saves when ``save_dir`` refuses or hangs. On other storage, visible to every host that saves."""
 
     stall_s: float = _setting("TTP_STALL_S", _seconds, 60.0)
-    """A save or commit that writes nothing for so long counts as hanging. A slow disk that goes on is waited for."""
+    """Time after which a save or commit that writes nothing counts as hanging. A slow disk that goes on does not."""
 
     digest: str = _setting("TTP_DIGEST", _one_of("sample", "all", "off"), "sample")
-    """How much of its state a rank looks at when frozen, to find replicas that differ: sample, all or off."""
+    """How much of its state a rank digests when frozen, to find replicas that differ: sample, all or off."""
 
     stream_barrier: bool = _setting("TTP_STREAM_BARRIER", _switch, False)
-    """On a GPU the barrier before an update of sharded layouts is on the training's stream: the host does not wait."""
+    """Whether sharded layouts meet before an update on the GPU's training stream, so that the host does not wait."""
 
     mirror: bool = _setting("TTP_MIRROR", _switch, False)
-    """Keep a copy of every rank-local page on another host: random streams then survive the loss of a host."""
+    """Whether each rank-local page is also kept on another host: random streams then survive the loss of a host."""
 
     buddy_every: int = _setting("TTP_BUDDY_EVERY", _count, 10)
-    """Updates from one copy to the next, with ``buddy=True``. A lost rank costs up to twice as many, less one."""
+    """Number of updates between copies with ``buddy=True``. Losing a rank costs up to twice as many, less one."""
 
     stripes: int = _setting("TTP_STRIPES", _stripes, AUTO)
-    """Into how many parts a shard is cut, for as many replicas to write side by side; 0: none, -1: as many as help."""
+    """Number of parts of a shard, each written by another replica side by side; 0: no parts, -1: as many as help."""
 
     run_dir: str | None = _setting("TTP_RUN_DIR", _name, None)
-    """Where the processes of one host keep leases, logs and (without shared memory) pages."""
+    """Directory in which the processes of one host keep leases, logs and (without shared memory) pages."""
 
     token: str = _setting("TTP_TOKEN", _token, "")
     """Shared secret of the job; requests without it are refused. ``ttp run`` makes one when none is given."""
 
     token_file: str | None = _setting("TTP_TOKEN_FILE", _name, None)
-    """File of mode 0600 that holds the token, where ``TTP_TOKEN`` is not set."""
+    """File of mode 0600 that holds the token; used where ``TTP_TOKEN`` is not set."""
 
     insecure: bool = _setting("TTP_INSECURE", _switch, False)
-    """Whether a job without a token serves everybody who reaches its ports; else it listens on loopback only."""
+    """Whether a job without a token serves everyone who reaches its ports; if not, it listens on loopback only."""
 
     tls_cert: str | None = _setting("TTP_TLS_CERT", _name, None)
-    """Certificate (PEM) of this process: with it every connection of the job is encrypted, both sides known."""
+    """File with the certificate (PEM) of this process. It switches on encryption and mutual authentication (TLS)."""
 
     tls_key: str | None = _setting("TTP_TLS_KEY", _name, None)
-    """Its key (PEM)."""
+    """File with the private key (PEM) of ``tls_cert``."""
 
     tls_ca: str | None = _setting("TTP_TLS_CA", _name, None)
-    """Certificate (PEM) of the authority that has signed those of the job."""
+    """File with the certificate (PEM) of the authority that signed the certificates of the job."""
 
     tls_key_password: str | None = _setting("TTP_TLS_KEY_PASSWORD", _name, None)
-    """File that holds the password of the key; None: the key is not encrypted."""
+    """File with the password of ``tls_key``; None: the key is not encrypted."""
 
     tls_crl: str | None = _setting("TTP_TLS_CRL", _name, None)
-    """Revocation lists (PEM) of the authority and those in between; None: none are looked at."""
+    """File with the revocation lists (PEM) of the authority and intermediate authorities; None: none are checked."""
 
     mindio: str = _setting("TTP_MINDIO", _mindio, "")
-    """Whether ``ttp run`` puts the package ``mindio_ttp`` into place: 1, force (even where the original is), or not."""
+    """Whether ``ttp run`` provides a package ``mindio_ttp``: 1, force (even where the original is), or empty."""
 
     bind: str = _setting("TTP_BIND", _name, "")
-    """Address that every service of the job binds to; empty: every one of the machine, without a token loopback."""
+    """Address that every service of the job binds to; empty: all addresses of the machine, loopback without a token."""
 
     host: str = _setting("TTP_HOST", _name, "")
     """Name of this host; empty: the machine's. Ranks of one host share memory, and are lost together."""
 
     address: str = _setting("TTP_ADDRESS", _name, "")
-    """Address of this host as other hosts reach it; empty: that of the interface towards MASTER_ADDR."""
+    """Address at which other hosts reach this one; empty: the address of the interface towards MASTER_ADDR."""
 
     controller_addr: str = _setting(CONTROLLER_ADDR, _name, "")
-    """Host of the controller, where that is not the one of MASTER_ADDR: ``RankEnv.master_addr`` is this one then."""
+    """Host of the controller if it is not MASTER_ADDR; it then replaces MASTER_ADDR in ``RankEnv.master_addr``."""
 
     standbys: int = _setting("TTP_STANDBYS", _natural, 2)
-    """Controllers that stand by on other hosts, to take over when the first one or its host is lost."""
+    """Number of standby controllers on other hosts, which take over when the first controller or its host is lost."""
 
     saved_exit_code: int = _setting("TTP_SAVED_EXIT_CODE", saved_exit_code, EXIT_SAVED)
-    """Exit code of ``ttp run`` for "saved: start me again", where a launcher takes 75 for permanent."""
+    """Exit code of ``ttp run`` for "saved: start me again", for launchers that take 75 for a permanent failure."""
 
     relay: str = _setting("TTP_RELAY", _one_of("auto", "on", "off"), "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of 64 ranks and more."""
 
     elastic: bool = _setting("TTP_ELASTIC", _switch, "off")
-    """A job that has lost a host goes on with the others; set by ``ttp run --elastic``."""
+    """Whether a job that has lost a host goes on with the others; set by ``ttp run --elastic``."""
 
     continuity: str = _setting("TTP_CONTINUITY", _one_of(*CONTINUITY_MODES), "warm")
-    """After a failure: off (new interpreters), warm (workers are forked), keep (only the dead are, others go on)."""
+    """How ranks start after a failure: off (new interpreters), warm (forked), keep (only the dead, forked)."""
 
     continue_s: float = _setting("TTP_CONTINUE_S", _seconds, 30.0)
-    """With keep: seconds that ranks have from the checkpoint to their next update, else all are started anew."""
+    """With keep: seconds from the checkpoint to the next update of the ranks; later than that, all are started anew."""
 
     continue_max: int = _setting("TTP_CONTINUE_MAX", _count, 10)
-    """With keep: how often ranks go on in their processes before all are started anew."""
+    """With keep: number of times that ranks go on in their processes before all are started anew."""
 
     keep_cuda: bool = _setting("TTP_KEEP_CUDA", _switch, False)
     """With keep: ranks whose state is on a CUDA device go on, too. For the tests on GPUs: it has never run on one."""
@@ -293,23 +293,23 @@ class Config:
     """Modules and packages that are not imported ahead for warm restarts."""
 
     reschedule_s: float = _setting("TTP_RESCHEDULE_S", _seconds, 270.0)
-    """How long hosts that start again wait for one that is missing, under a rendezvous that lets hosts in later."""
+    """Seconds that restarting hosts wait for a missing one, under a rendezvous that lets hosts in later."""
 
     metrics_port: int | None = _setting("TTP_METRICS_PORT", _port, None)
-    """Where controllers serve metrics for Prometheus; None: nowhere."""
+    """Port on which controllers serve metrics for Prometheus; None: no metrics are served."""
 
     log_level: str = _setting("TTP_LOG", _one_of(*LOG_LEVELS, like=str.upper), "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""
 
     log_format: str = _setting("TTP_LOG_FORMAT", _one_of("text", "json"), "text")
-    """Text for people, or a JSON object on each line."""
+    """Format of the log: text for people, or a JSON object on each line."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read and check ``TTP_*``.
 
         Raises:
-            ConfigError: an unknown name, with the nearest known one; or a value that does not parse.
+            ConfigError: a name is unknown (the text has the nearest known one), or a value does not parse.
         """
         environ = os.environ if environ is None else environ
         known = {f.metadata["env"]: f for f in fields(cls)}
@@ -334,13 +334,13 @@ class Config:
         return cls(**values)
 
     def resolved_run_dir(self) -> Path:
-        """The run directory: ``TTP_RUN_DIR``, or one per user and port under the temporary directory."""
+        """Return the run directory: ``TTP_RUN_DIR``, or one per user and port under the temporary directory."""
         return Path(self.run_dir or Path(tempfile.gettempdir()) / f"ttp-{os.getuid()}" / f"{self.port or 'solo'}")
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """The rank of this process, as its launcher says it."""
+    """The rank of this process, as its launcher sets it in the environment."""
 
     rank: int
     world_size: int
@@ -351,12 +351,8 @@ class RankEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RankEnv:
-        """Read ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``LOCAL_RANK`` and torchelastic's names; or those of msrun,
-        mpirun or a rank table, see ``ttp.launch.rank_names``.
-
-        Raises:
-            ConfigError: one is missing or not a number.
-        """
+        """Read ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``LOCAL_RANK`` and torchelastic's names; or the names of
+        msrun, mpirun or a rank table, see ``ttp.launch.rank_names``."""
         environ = in_torchruns_names(os.environ if environ is None else environ)
         rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
         if world_size > WORLD_SIZE_MAX:

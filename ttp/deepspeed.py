@@ -1,4 +1,4 @@
-"""DeepSpeed; see docs/frameworks.md."""
+"""``protect`` for DeepSpeed; see docs/frameworks.md."""
 
 from ttp.adapters.frameworks.deepspeed import protect
 

@@ -1,4 +1,4 @@
-"""Errors by who must act on them.
+"""The errors that ttp raises, by who must act on them, and the exit codes of a job.
 
 Exceptions of grpc, the operating system and the frameworks are mapped to these at the edges and nowhere else. An
 expected failure inside the core is a value or an event, never an exception.

@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face Transformers; see docs/frameworks.md."""
+"""Callback for the Trainer of Hugging Face Transformers; see docs/frameworks.md."""
 
 from ttp.adapters.frameworks.hf import TtpCallback, resume_directory
 

@@ -1,9 +1,9 @@
-"""The function names of the original's first generations: ``ttp_init_controller`` and so on.
+"""The function names of MindIO TTP's first generations: ``ttp_init_controller`` and so on.
 
 For programs that drive the protocol by hand, with save and rename callbacks of their own. They run on the same
 controller, processor and machines as ``wrap_optimizer``, as participants in rounds (``ttp.mindio``). Signatures and
-order of calls follow the vendor's guide for MindIO TTP; as there, functions return 0 when they worked and 1 when they
-did not, the registering ones return nothing.
+order of calls follow the vendor's guide for MindIO TTP. As there, functions return 0 when they worked and 1 when they
+did not; the functions that register a callback return nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.legacy")
 
 START_S = 120.0
-"""How long a controller may take to answer: a host on which everything starts at once is slow."""
+"""Seconds that a controller may take to answer: a host on which everything starts at once is slow."""
 RET_OK = 0
 RET_ERROR = 1
 
@@ -39,7 +39,7 @@ RenameHandler = Callable[..., Any]
 
 
 class Program:
-    """What this process' program has said so far. The callbacks own the files; the rename is the commit."""
+    """What the program of this process has registered. Its callbacks write the files; its rename is the commit."""
 
     def __init__(self) -> None:
         self.save: SaveHandler | None = None
@@ -50,7 +50,12 @@ class Program:
         self.participant: Participant | None = None
 
     def write(self, call: Call) -> None:
-        """Call the save handler, with ``(save_rank, rank_list, args)`` or ``(save_rank, step, rank_list, args)``."""
+        """Call the save handler, with ``(save_rank, rank_list, args)`` or ``(save_rank, step, rank_list, args)``.
+
+        Raises:
+            UsageError: no save handler is registered.
+            RuntimeError: the handler returned a sign of failure.
+        """
         if self.save is None:
             raise UsageError("no save handler: call ttp_register_save_ckpt_handler() before training")
         (entry,) = call.lists
@@ -60,7 +65,7 @@ class Program:
         _check(self.save(*given, **({} if four else _named(self.save, call.step))), "save")
 
     def finish(self, call: Call) -> None:
-        """Call the rename handler with the checkpoint arguments."""
+        """Call the rename handler with the checkpoint arguments. Raises the errors of ``write``."""
         if self.rename is None:
             raise UsageError("no rename handler: call ttp_register_rename_handler() before training")
         _check(self.rename(self.args, **_named(self.rename, call.step)), "rename")
@@ -70,14 +75,17 @@ _program = Program()
 
 
 def ttp_init_controller(rank: int, world_size: int, replica: int = 0, enable_local_copy: bool = False) -> int:
-    """This process will start the controller. ``replica`` and ``enable_local_copy`` are accepted and not needed."""
+    """Check the rank of the process that will start the controller. Returns 0 if it is in the world, else 1.
+
+    ``replica`` and ``enable_local_copy`` are accepted for compatibility and have no effect.
+    """
     return RET_OK if 0 <= rank < world_size else RET_ERROR
 
 
 def ttp_start_controller(bind_ip: str | None, port: int) -> int:
-    """Have a controller serve at ``bind_ip:port``, in a process of its own.
+    """Start a controller at ``bind_ip:port`` in a process of its own, unless one serves there. Returns 0 or 1 (failed).
 
-    Programs take the address from ``XDL_IP``; where nobody has set that, it is ``MASTER_ADDR``.
+    Without ``bind_ip`` the address is ``XDL_IP``, else ``MASTER_ADDR``, else loopback.
     """
     try:
         config = Config.from_env()
@@ -95,9 +103,16 @@ def ttp_start_controller(bind_ip: str | None, port: int) -> int:
 def ttp_init_processor(
     rank: int, dp_ranks: Sequence[int], dp_size: int, world_size: int, replica: int = 0, enable_local_copy: bool = False
 ) -> int:
-    """Describe this rank: ``dp_ranks`` hold the same data-parallel state; ``replica`` is the number of shards in it.
+    """Describe this rank. Returns 0, or 1 if the values do not fit.
 
-    With ``replica`` = k > 1, rank i of the group holds shard i mod k, as the original's ReplicatedOptimizer does.
+    Args:
+        rank: this rank.
+        dp_ranks: the ranks that hold the same data-parallel state.
+        dp_size: the number of ``dp_ranks``.
+        world_size: the number of ranks of the job.
+        replica: the number k of shards in the group. With k > 1 the rank at place i of the group holds shard i mod k,
+            as with the original's ReplicatedOptimizer.
+        enable_local_copy: has no effect.
     """
     ranks = [int(r) for r in dp_ranks]
     if len(ranks) != dp_size or rank not in ranks:
@@ -113,7 +128,7 @@ def ttp_init_processor(
 
 
 def ttp_start_processor(master_ip: str, port: int) -> int:
-    """Join the job at the controller."""
+    """Join the job at the controller. Returns 0 if this rank has joined, else 1."""
     if _program.replicas is None or _program.rank is None:
         log.error("ttp_start_processor: call ttp_init_processor() first")
         return RET_ERROR
@@ -139,21 +154,21 @@ def ttp_start_processor(master_ip: str, port: int) -> int:
 
 
 def ttp_register_save_ckpt_handler(handler: SaveHandler) -> None:
-    """``handler(save_rank, rank_list, args)`` writes this rank's part of the checkpoint under a temporary name.
+    """Register ``handler(save_rank, rank_list, args)``, which writes this rank's part under a temporary name.
 
-    One that takes four arguments gets ``(save_rank, step, rank_list, args)``; one that has a method ``note_args`` is
-    shown what ``ttp_set_ckpt_args`` is given.
+    A handler that takes four arguments gets ``(save_rank, step, rank_list, args)``. A method ``note_args`` of the
+    handler is called with whatever ``ttp_set_ckpt_args`` is given.
     """
     _program.save = handler
 
 
 def ttp_register_rename_handler(handler: RenameHandler) -> None:
-    """``handler(args)`` gives the finished checkpoint its name."""
+    """Register ``handler(args)``, which gives the finished checkpoint its name."""
     _program.rename = handler
 
 
 def ttp_set_ckpt_args(args: Any) -> None:
-    """What the handlers get; to be called with the state of the last finished step, once per iteration."""
+    """Set the arguments of the handlers. Call it once per iteration with the state of the last finished step."""
     note = getattr(_program.save, "note_args", None)
     if note is not None:
         note(args)
@@ -165,7 +180,7 @@ ttp_set_fm_rename_callback = ttp_register_rename_handler
 
 
 def ttp_start_updating_os(backup_step: int = -1) -> int:
-    """The optimizer is about to write. Waits while the world is frozen."""
+    """Say that the optimizer is about to write. Waits while the world is frozen. ``backup_step`` has no effect."""
     if _program.participant is None:
         return RET_ERROR
     _program.participant.begin_update()
@@ -173,7 +188,7 @@ def ttp_start_updating_os(backup_step: int = -1) -> int:
 
 
 def ttp_end_updating_os(step: int) -> int:
-    """The optimizer has written: this rank's copy is of ``step``."""
+    """Say that the optimizer has written: this rank's copy is now of ``step``."""
     if _program.participant is None:
         return RET_ERROR
     _program.participant.end_update(int(step))
@@ -181,13 +196,13 @@ def ttp_end_updating_os(step: int) -> int:
 
 
 def replica_set(dp_ranks: Sequence[int], shards: int) -> ReplicaSet:
-    """Of a data-parallel group whose rank at place i holds shard i mod ``shards``."""
+    """Return the replicas of a data-parallel group in which the rank at place i holds shard i mod ``shards``."""
     ranks, pieces = tuple(Rank(r) for r in sorted(dp_ranks)), max(1, shards)
     return ReplicaSet(ranks, max(1, len(ranks) // pieces), pieces)
 
 
 def _named(handler: Callable[..., Any], step: int) -> dict[str, int]:
-    """For handlers that want to know the step and have no place for it."""
+    """Return the step as a keyword for a handler that has a parameter ``step`` and no place for it otherwise."""
     return {"step": step} if "step" in inspect.signature(handler).parameters else {}
 
 

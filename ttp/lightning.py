@@ -1,4 +1,4 @@
-"""PyTorch Lightning; see docs/frameworks.md."""
+"""Callback and checkpoint plug-in for PyTorch Lightning; see docs/frameworks.md."""
 
 from ttp.adapters.frameworks.lightning import TtpCallback, TtpCheckpointIO
 

@@ -1,4 +1,4 @@
-"""Ray Train; see docs/frameworks.md."""
+"""Callback for Ray Train; see docs/frameworks.md."""
 
 from ttp.adapters.frameworks.ray import TtpCallback
 

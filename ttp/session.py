@@ -1,4 +1,4 @@
-"""The state of ttp in one training process: its settings, its adapter, its processor."""
+"""The state of ttp in one training process: its settings, its adapter and its processor."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ log = logging.getLogger("ttp")
 
 
 class Adapter(Protocol):
-    """A framework's objects, registered by ``wrap_optimizer``. See ``CONTRIBUTING.md`` for how to write one."""
+    """The objects of a framework, registered by ``wrap_optimizer``. See ``CONTRIBUTING.md`` for how to write one."""
 
     @property
     def source(self) -> StateSource:
-        """What the processor saves from."""
+        """The source from which the processor saves."""
 
     def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
-        """This rank cannot be registered: tell the other ranks why, if they wait for it in ``layout``."""
+        """Tell the other ranks why this rank cannot be registered, if they wait for it in ``layout``."""
 
     def layout(self, world_size: int) -> Layout:
-        """The replica groups. Called on every rank, so ranks may communicate here."""
+        """Return the replica groups. Called on every rank, so ranks may communicate here."""
 
     def attach(self, processor: Processor) -> None:
-        """This rank has joined the job: report updates to ``processor`` from now on."""
+        """Report updates to ``processor`` from now on. Called when this rank has joined the job."""
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
-        """The newest checkpoint that all ranks found, by the framework's collectives; a text: why there is none."""
+        """Return the newest checkpoint that all ranks found, agreed on by collectives, or a text why there is none."""
 
     def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
-        """Load a verified checkpoint into the registered objects of this rank. Returns its version.
+        """Load a verified checkpoint into the registered objects of this rank, and return its version.
 
         Raises:
             CheckpointError: it belongs to another model. Nothing has been changed then.
@@ -68,7 +68,7 @@ class Adapter(Protocol):
 
 
 class Session:
-    """One per process; made by the first call that needs it.
+    """The state of ttp in this process. There is one per process, made by the first call that needs it.
 
     Args:
         config: settings of the job.
@@ -90,13 +90,13 @@ class Session:
 
     @property
     def enabled(self) -> bool:
-        """Whether the environment switches ttp on."""
+        """True if the environment switches ttp on."""
         return self.config.port is not None
 
     # ----------------------------------------------------------------------------------------------------------- begin
 
     def register(self, adapter: Adapter, save_dir: Path, layout: Layout | None, *, buddy: bool = False) -> None:
-        """Take an adapter; when switched on, join the job.
+        """Register an adapter, and join the job if ttp is switched on.
 
         Raises:
             UsageError: something is registered already.
@@ -110,13 +110,13 @@ class Session:
         self.adapter, self.save_dir = adapter, save_dir
 
     def join(self) -> None:
-        """Join the job with what was registered before ttp was switched on. Errors as of ``register``."""
+        """Join the job with the adapter that was registered before ttp was switched on. Raises as ``register``."""
         assert self.adapter is not None and self.save_dir is not None and self.processor is None
         self._join(self.adapter, self.save_dir, None, False)
 
     def _join(self, adapter: Adapter, save_dir: Path, layout: Layout | None, buddy: bool) -> None:
         env = RankEnv.from_env()
-        found = adapter.layout(env.world_size)  # the ranks may have to ask each other: before the first one joins
+        found = adapter.layout(env.world_size)  # ranks may have to communicate for it: before the first one joins
         processor = self.start_processor(env, layout or found, adapter.source, save_dir, buddy=buddy)
         adapter.attach(processor)
 
@@ -133,7 +133,7 @@ class Session:
         """Join the job as ``env.rank``. ``prepare`` gets the processor before the controller can reach it.
 
         Raises:
-            ConfigError: the job has several hosts and no token; or the run directory is not this user's.
+            ConfigError: the job has several hosts and no token; or the run directory belongs to another user.
         """
         from ttp.launch.admission import admitted, spans_hosts
         from ttp.processor.liveness.signals import Preemption
@@ -158,7 +158,7 @@ class Session:
     @contextlib.contextmanager
     def paused(self, activity: str) -> Iterator[None]:
         """See ``ttp.paused``."""
-        mine = [activity]  # a list, to be told from another pause of the same name
+        mine = [activity]  # a list, so that pauses of the same name are different objects
         with self._pauses_lock:
             self._pauses.append(mine)
             self._show_pause()
@@ -177,16 +177,16 @@ class Session:
     # ------------------------------------------------------------------------------------------------------------ end
 
     def returned(self) -> None:
-        """``train()`` has returned."""
+        """Leave the job after ``train()`` has returned."""
         self._trained_in = self.processor.run_dir if self.processor is not None else None
         self._leave(GoodbyeReason.DONE)
 
     def left(self) -> None:
-        """The user has left ``train()`` on purpose."""
+        """Leave the job because the user has left ``train()`` on purpose."""
         self._leave(GoodbyeReason.LEFT)
 
     def raised(self, problem: BaseException) -> None:
-        """``train()`` has raised: report it, wait for the release. Returns only when no controller can be reached."""
+        """Report an exception of ``train()`` and wait for the release. Returns only if no controller can be reached."""
         if self.processor is None:
             return
         self._go_on(problem)
@@ -198,7 +198,7 @@ class Session:
         self.processor = None
 
     def report(self, problem: BaseException) -> None:
-        """This rank cannot train on: wait for what comes of it. Returns when it is to go on, or if nobody came."""
+        """Report that this rank cannot train on, and wait. Returns when it is to go on, or if no controller came."""
         assert self.processor is not None
         self._reported = True
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
@@ -211,7 +211,7 @@ class Session:
         self.processor.wait_released()
 
     def _go_on(self, problem: BaseException | None) -> None:
-        """If this rank was released to go on in its process: end this session, and have train() called again."""
+        """If this rank was released to go on in its process, end this session and have ``train()`` called again."""
         goes_on, processor = continuing.current(), self.processor
         if goes_on is None or not goes_on.releasing or processor is None:
             return
@@ -220,10 +220,10 @@ class Session:
         goes_on.out(problem, processor, adapter)
 
     def end_launch(self) -> None:
-        """This rank is none of this launch any more; it becomes one of the next."""
+        """Detach this process from the current launch, so that it can become a rank of the next one."""
         if self._preemption is not None:
             self._preemption.uninstall()
-        atexit.unregister(self._at_exit)  # which would hold this session, and so what it has held
+        atexit.unregister(self._at_exit)  # it would keep this session alive, and with it all that the session refers to
         self.adapter = self.processor = self._preemption = None
         self._reported = False
 
@@ -238,9 +238,9 @@ class Session:
             self.processor = None
 
     def _at_exit(self, pid: int) -> None:
-        """A program that does not decorate train() says goodbye here; one that died of an exception does not.
+        """Say goodbye for a program that does not decorate ``train()``, unless the program ends by an exception.
 
-        One that trained to its end tells the launcher: what crashes now is a library that is taken down.
+        After ``train()`` has returned, tell the launcher instead: a crash from here on is a library that is torn down.
         """
         if os.getpid() != pid or getattr(sys, "last_value", None) is not None:
             return
@@ -269,7 +269,7 @@ class Session:
         return int(version)
 
     def _load(self, checkpoint: Path, chosen: Candidate, *, verified: bool) -> Version:
-        """Where survivors go on in their processes the ranks meet, and verify it together then."""
+        """Verify and load a checkpoint. Where survivors go on in their processes the ranks verify it together."""
         from ttp.store.choice import check_chosen
 
         adapter: Any = self.adapter
@@ -285,12 +285,12 @@ class Session:
         return version
 
     def _goes_on(self) -> continuing.Continuing | None:
-        """Where survivors go on in their processes; then all ranks of the launch know it."""
+        """Return the ``Continuing`` if survivors of the last launch go on in their processes; equal on all ranks."""
         found = continuing.current() if hasattr(self.adapter, "load_going_on") else None
         return found if found is not None and found.runs and self.processor is not None else None
 
     def _share(self, directory: Path) -> Share:
-        """This rank's share of the pieces to read. Without a controller all: nobody compares what was read."""
+        """Return the pieces that this rank reads: all without a controller, since nobody compares what was read."""
         from ttp.store.share import WHOLE, share_of
 
         if self.processor is None:
@@ -299,7 +299,7 @@ class Session:
 
     @property
     def fallback_dir(self) -> Path | None:
-        """Where checkpoints go when ``save_dir`` refuses."""
+        """The directory of checkpoints for when ``save_dir`` refuses."""
         return Path(self.config.fallback_dir) if self.config.fallback_dir else None
 
     @staticmethod
@@ -315,17 +315,18 @@ class Session:
             )
 
     def _place(self) -> tuple[int, int]:
-        """Rank and world size, as the launcher says them."""
+        """Return the rank and the world size from the processor or the launcher's environment."""
         if self.processor is not None:
             return self.processor.env.rank, self.processor.env.world_size
         told = in_torchruns_names(os.environ)
         return int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
 
     def _find(self) -> tuple[Found, Candidate]:
-        """What this rank finds, and what all ranks restore.
+        """Return what this rank found and the checkpoint that all ranks restore.
 
-        Most of the time shares of the newest checkpoint are enough. Where one of them is damaged the ranks go back to
-        an older one, of which their shares are read then. Where the parts are not all of it, each rank reads it all.
+        Usually it is enough that each rank reads its share of the newest checkpoint. Where a share is damaged the ranks
+        go back to an older one, and read their shares of that. Where the shares do not cover it, each rank reads it
+        all.
         """
         from ttp.store.share import everything
 
@@ -341,7 +342,7 @@ class Session:
             if any(reading.count != 1 for reading in found.readings):
                 found = self._look_back(share, older=older, told=found)
             chosen, unread = self._agree(found)
-        while unread:  # others may not have heard yet that they are to
+        while unread:  # other ranks may not know yet that they have to read it all
             chosen, unread = self._agree(found)
         return found, chosen
 
@@ -358,7 +359,7 @@ class Session:
         return found
 
     def _agree(self, found: Found) -> tuple[Candidate, bool]:
-        """The checkpoint that all ranks restore, and whether part of it was read by no rank."""
+        """Return the checkpoint that all ranks restore, and whether some part of it was read by no rank."""
         assert self.adapter is not None
         if self.processor is not None:
             decision = self.processor.agree_on_restore(found.candidates, found.skipped, found.readings)
@@ -373,7 +374,7 @@ _session: Session | None = None
 
 
 def current() -> Session:
-    """The session of this process, made on first use.
+    """Return the session of this process; the first call makes it.
 
     Raises:
         ConfigError: the environment is wrong.
@@ -385,7 +386,7 @@ def current() -> Session:
 
 
 def begin(config: Config) -> Session:
-    """The session, with settings that the program has chosen itself; a new one if it has joined a job already."""
+    """Return a session with the program's own settings: the current one, or a new one if that has joined a job."""
     global _session
     if _session is None or _session.processor is not None:
         _session = Session(config)

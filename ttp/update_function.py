@@ -1,9 +1,9 @@
-"""``ttp.one_step``: the function of one update, and how it is called again where the loop around it is not left.
+"""``ttp.one_step``: decorate the function of one update, so that it can be called again inside the running loop.
 
-With ``TTP_CONTINUITY=keep`` the ranks that survive a death leave ``train()``, and it is called again. Those that are in
-a decorated function need not. When all of them can, they connect their process groups anew, register their objects with
-ttp once more as a rank of the next launch, restore what was just committed, and call the function again with what it
-was called with. A newcomer runs its program, and meets them in ``wrap_optimizer()``.
+With ``TTP_CONTINUITY=keep`` the ranks that survive a death leave ``train()``, and it is called again. Ranks that are in
+a decorated function need not leave it. When all of them can stay, they connect their process groups anew, register
+their objects with ttp as a rank of the next launch, restore the checkpoint that was just committed, and call the
+function again with the same arguments. A new rank runs its program and meets them in ``wrap_optimizer()``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 class _Thread(threading.local):
-    inside = False  # a call of a decorated function runs
+    inside = False  # a decorated function is running on this thread
 
 
 _thread = _Thread()
@@ -47,16 +47,18 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
             optimizer.step()
             return loss.detach()
 
-    With ``TTP_CONTINUITY=keep`` the loop around it is not left when another rank dies: where that is possible the
-    function is called again, with the same arguments, and gets from an iterator among them what it got before. What
-    it changes before ``optimizer.step()`` is put back if it belongs to the model or to what ``wrap_optimizer()`` was
-    given; it does not write to its other arguments. See docs/continuity.md. Otherwise it is a plain call.
+    With ``TTP_CONTINUITY=keep`` the loop around the function goes on when another rank dies, where that is possible:
+    the function is called again with the same arguments, and an iterator among them gives the same items again. What
+    the function changes before ``optimizer.step()`` is put back if it belongs to the model or to what
+    ``wrap_optimizer()`` was given; it must not write to its other arguments. In all other cases the decorated function
+    is called as it is. See docs/continuity.md.
 
     Args:
-        func: it finishes one update in each call, of any number of micro-batches. Called in the loop of ``train()``.
+        func: a function that finishes one update in each call, of any number of micro-batches, called in the loop of
+            ``train()``.
 
     Raises:
-        UsageError: it is no plain function; or, when it is called, it is called inside of another one.
+        UsageError: ``func`` is no plain function; or, at a call, another decorated function is running already.
     """
     if not callable(func) or isinstance(func, type) or _is_suspended(func):
         raise UsageError(
@@ -92,7 +94,7 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_suspended(func: Callable[..., object]) -> bool:
-    """Whether a call of it only makes an object that runs later."""
+    """Return whether calling the function only makes an object that runs later (a generator or coroutine)."""
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     return any(kind(func) for kind in kinds)
 
@@ -103,7 +105,7 @@ def _name(func: Callable[..., object]) -> str:
 
 @functools.cache
 def _warn_of_several(name: str, count: int) -> None:
-    """Once for each function."""
+    """Warn once for each function."""
     log.warning(
         "%s() is decorated with @ttp.one_step, and one call of it has finished %d updates: decorate the function that "
         "makes one. Nothing else comes of this",
@@ -116,7 +118,7 @@ def _warn_of_several(name: str, count: int) -> None:
 
 
 def _call(func: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any], current: session.Session) -> R:
-    """Call the function, and again when another rank has died in it and the loop need not be left."""
+    """Call the function, and call it again when another rank has died meanwhile and the loop need not be left."""
     goes_on, given = continuing.current(), _Given(args, kwargs, current)
     assert goes_on is not None
     while True:
@@ -143,7 +145,7 @@ def _call(func: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _released(current: session.Session, goes_on: continuing.Continuing, problem: Exception) -> bool:
-    """Whether the call was broken because another rank has died, and this one is to go on in its process."""
+    """Return whether the call broke because another rank has died and this rank is to go on in its process."""
     if isinstance(problem, Halted):
         return goes_on.releasing
     if not is_collective_error(problem) or (goes_on.runs and not goes_on.releasing):
@@ -154,7 +156,10 @@ def _released(current: session.Session, goes_on: continuing.Continuing, problem:
 
 
 def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: str) -> bool:
-    """Be a rank of the next launch in this loop, at the version at which the broken call began; False: leave it."""
+    """Become a rank of the next launch without leaving the loop, at the version at which the broken call began.
+
+    Returns False if the loop has to be left.
+    """
     adapter: Any = current.adapter
     start, processor = adapter.repeating, current.processor
     assert processor is not None and current.wrap_again is not None
@@ -181,11 +186,11 @@ def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: st
 
 
 class _Given:
-    """What a call is given: iterators among it are recorded, and give the same items again.
+    """The arguments of a call. Iterators among them are recorded, and can give the same items again.
 
     Args:
-        args: by position.
-        kwargs: by name.
+        args: positional arguments.
+        kwargs: keyword arguments.
         current: the session.
     """
 
@@ -205,27 +210,27 @@ class _Given:
         return self._replays[-1]
 
     def refusal(self) -> str:
-        """Why the function cannot be called again with this; empty: it can."""
+        """Return why the function cannot be called again with these arguments; empty if it can."""
         changed = any(value._version != version for value, version in self._versions)
         return "the function writes to its arguments" if changed else ""
 
     def rewind(self) -> None:
-        """The next call gets what the last one got."""
+        """Let iterators begin again, so that the next call gets what the last one got."""
         for replay in self._replays:
             replay.rewind()
 
 
 def _is_counted(value: Any, kind: Any) -> bool:
-    """Whether torch counts what is written to this argument. What learns is put back."""
+    """Return whether the argument is a tensor whose writes torch counts. Tensors that learn are put back instead."""
     return isinstance(value, kind) and not value.requires_grad and not value.is_inference()
 
 
 class _Replay:
-    """An iterator that remembers what it has given, and the random streams behind each item.
+    """An iterator that remembers the items it has given, and the random streams after each item.
 
     Args:
-        source: the program's.
-        current: the session, whose adapter knows the random streams.
+        source: the program's iterator.
+        current: the session, whose adapter reads and sets the random streams.
     """
 
     def __init__(self, source: Iterator[Any], current: session.Session) -> None:

@@ -1,4 +1,4 @@
-"""Accelerate: what ``prepare()`` has made of a training's objects, given to ``ttp.wrap_optimizer``."""
+"""Accelerate: gives the objects that ``prepare()`` has returned to ``ttp.wrap_optimizer``."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ def protect(
     extra_state: Any = None,
     **settings: Any,
 ) -> None:
-    """Protect what ``accelerator.prepare()`` has returned; call ``ttp.restore()`` behind it.
+    """Protect the objects that ``accelerator.prepare()`` has returned; call ``ttp.restore()`` after it.
 
     Objects of ``register_for_checkpointing`` are saved as ``extra_state``. So are data loaders that keep their place
-    (``DataLoaderConfiguration(use_stateful_dataloader=True)``); of others the loop skips what was seen, see
-    docs/frameworks.md.
+    (``DataLoaderConfiguration(use_stateful_dataloader=True)``); with other loaders the loop has to skip the batches
+    that were used, see docs/frameworks.md.
 
     Args:
         accelerator: the ``Accelerator``.
-        model: as it was prepared.
-        optimizer: as it was prepared; or a list.
-        scheduler: as it was prepared; None, or a list.
-        loaders: as they were prepared.
+        model: the prepared model.
+        optimizer: the prepared optimizer, or a list of them.
+        scheduler: the prepared scheduler, or a list of them, or None.
+        loaders: the prepared data loaders.
         save_dir: see ``ttp.wrap_optimizer``.
-        extra_state: more of it.
-        settings: ``undo``, ``buddy`` (where a shard is on one rank only: FSDP without replicas), ``layout``.
+        extra_state: further objects; see ``ttp.wrap_optimizer``.
+        settings: ``undo``, ``buddy`` (if a shard is on one rank only: FSDP without replicas), ``layout``; see
+            ``ttp.wrap_optimizer``.
 
     Raises:
-        ConfigError: the accelerator shards the state in a way that ttp does not know, or see ``ttp.wrap_optimizer``.
+        ConfigError: the accelerator shards the state in a way that ttp does not support, or see ``ttp.wrap_optimizer``.
     """
     kind = getattr(accelerator.distributed_type, "name", "")
     if kind in _REFUSED:
@@ -93,12 +94,12 @@ def _each(one_or_several: Any, of: Any) -> Any:
 
 
 def _registered(accelerator: Any) -> dict[str, Any]:
-    """Accelerate shows them to nobody (seen in 1.13 to 1.15)."""
+    """Return the objects of ``register_for_checkpointing``, from a private attribute (seen in 1.13 to 1.15)."""
     return {f"registered {number}": each for number, each in enumerate(getattr(accelerator, "_custom_objects", ()))}
 
 
 class _Names:
-    """Where ``save_state()`` names its directories by itself: a resumed job goes on behind the last that is there."""
+    """An extra state for automatic names of ``save_state()``: a resumed job goes on after the last directory."""
 
     def __init__(self, project: Any) -> None:
         self._project = project
@@ -113,10 +114,11 @@ class _Names:
 
 
 class _Schedule:
-    """An ``AcceleratedScheduler`` as ttp follows one.
+    """A view of an ``AcceleratedScheduler`` that shows the steps of the scheduler inside.
 
-    While gradients are accumulated it counts steps that it does not make; ``last_epoch`` counts those it makes, which
-    are as many for each update as there are processes, unless batches are split.
+    While gradients are accumulated, an ``AcceleratedScheduler`` counts steps that it does not make. So ``_step_count``
+    is hidden, and ttp reads ``last_epoch``, which counts the steps that are made: as many per update as there are
+    processes, unless batches are split.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -137,7 +139,7 @@ def _keeps_its_place(loader: Any) -> bool:
 
 
 class _Place:
-    """A prepared loader's place: its own, and the number of the epoch, by which its sampler shuffles."""
+    """An extra state of a prepared loader: its place, and the number of the epoch, by which its sampler shuffles."""
 
     def __init__(self, loader: Any) -> None:
         require("torchdata", "accelerate", TORCHDATA, extra="torchdata")
@@ -152,5 +154,5 @@ class _Place:
         loader = self._loader
         loader.set_epoch(state["epoch"])
         loader.load_state_dict(state["place"])
-        loader.dl_state_dict = state["place"]  # what it says until it gives the next batch
-        loader.base_dataloader.state_dict()  # makes its iterator before the random streams are put back: it draws
+        loader.dl_state_dict = state["place"]  # the state that it returns until it yields the next batch
+        loader.base_dataloader.state_dict()  # makes its iterator, which draws, before random streams are restored

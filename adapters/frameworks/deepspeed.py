@@ -1,14 +1,15 @@
 """DeepSpeed's engine with ZeRO 0 to 2: partitions of the fp32 weights and their moments are the shards.
 
-What counts are the flat fp32 partitions that DeepSpeed's optimizer keeps, one of each param group on each rank, and the
-moments of torch's optimizer inside of it. The weights of the model are rounded from them: they are made anew when a job
-resumes. A partition is on one rank only, hence ``buddy``. It is a stretch of the flat tensor of its group, and is saved
-as one, without the padding that makes all partitions equally long: so another number of ranks can read it.
+Saved are the flat fp32 partitions that DeepSpeed's optimizer keeps, one of each param group on each rank, and the
+moments of torch's optimizer inside of it. The weights of the model are rounded from the partitions, and are made from
+them again when a job resumes. A partition is on one rank only, hence ``buddy``. It is a range of the flat tensor of its
+group, and is saved as such, without the padding that makes all partitions equally long: so another number of ranks can
+read it.
 
-``engine.step`` is the update: torch's optimizer is stepped once for each param group in it, the schedule behind. Used
-of DeepSpeed, as seen in 0.17.6 and 0.19.8: ``engine.optimizer.optimizer``, ``single_partition_of_fp32_groups``,
-``update_lp_params``, ``round_robin_bit16_offsets`` and ``_meta``, ``real_dp_process_group``, ``loss_scaler``,
-``engine.global_steps`` and the other counts.
+``engine.step`` is the update: in it torch's optimizer is stepped once for each param group, and then the schedule.
+These parts of DeepSpeed are used, as seen in 0.17.6 and 0.19.8: ``engine.optimizer.optimizer``,
+``single_partition_of_fp32_groups``, ``update_lp_params``, ``round_robin_bit16_offsets`` and ``_meta``,
+``real_dp_process_group``, ``loss_scaler``, ``engine.global_steps`` and the other counts.
 """
 
 from __future__ import annotations
@@ -31,23 +32,25 @@ require("deepspeed", "deepspeed", TESTED)
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Of the loss: fp16."""
+"""Attributes of the loss scaler of fp16 that are saved."""
 
 
 def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: Any = None, **settings: Any) -> int:
-    """Join the job, and restore, with what ``deepspeed.initialize`` has returned. It stands for ``ttp.restore`` too.
+    """Protect the engine that ``deepspeed.initialize`` has returned, join the job, and restore.
+
+    Do not call ``ttp.restore`` besides.
 
     Args:
-        engine: of stage 0, 1 or 2, without offloading; its optimizer is one of torch.
+        engine: an engine of stage 0, 1 or 2, without offloading, with an optimizer of torch.
         save_dir: see ``ttp.wrap_optimizer``.
-        extra_state: likewise; the counts of the engine are saved in any case.
-        settings: ``buddy`` (on by default with stages 1 and 2): likewise.
+        extra_state: see ``ttp.wrap_optimizer``; the counts of the engine are saved in any case.
+        settings: further arguments of ``ttp.wrap_optimizer``; ``buddy`` is on by default with stages 1 and 2.
 
     Returns:
         Finished updates; 0: nothing was saved before.
 
     Raises:
-        ConfigError: this engine has not been tried.
+        ConfigError: ttp does not support this kind of engine.
     """
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     partitions = getattr(optimizer, "single_partition_of_fp32_groups", None)
@@ -76,13 +79,13 @@ def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: A
     version = api.restore()
     if version and partitions is not None:
         optimizer.update_lp_params()
-    api.step_done()  # from now on versions end where engine.step does
+    api.step_done()  # from now on a version ends at the end of engine.step
     _bracket(engine, counts)
     return version
 
 
 def _bracket(engine: Any, counts: _Counts) -> None:
-    """Let ``engine.step`` end a version when it has made an update."""
+    """Make ``engine.step`` end a version whenever it has made an update."""
     step = engine.step
 
     def stepped(*args: Any, **kwargs: Any) -> Any:
@@ -98,13 +101,13 @@ def _bracket(engine: Any, counts: _Counts) -> None:
 
 
 class _Partitions(nn.Module):
-    """What a rank trains; and the buffers of the model."""
+    """A module that holds the partitions that a rank trains, as parameters, and the buffers of the model."""
 
     def __init__(self, optimizer: Any, module: nn.Module) -> None:
         super().__init__()
         self._optimizer = optimizer
         for number, partition in enumerate(optimizer.single_partition_of_fp32_groups):
-            partition._is_param = True  # it is a leaf that torch's optimizer updates
+            partition._is_param = True  # lets torch register the partition, a leaf tensor, as a parameter
             self.register_parameter(f"group{number}", partition)
         for name, buffer in module.named_buffers():
             self.register_buffer(name.replace(".", "/"), buffer)
@@ -122,7 +125,7 @@ class _Partitions(nn.Module):
 
 
 def _length(optimizer: Any, number: int) -> int:
-    """Of the flat tensor of a group, without the padding behind it; before 0.19 there is none inside of it."""
+    """Return the length of a group's flat tensor without the padding at its end; before 0.19 it has none inside."""
     weights, offsets = optimizer.round_robin_bit16_meta[number], getattr(optimizer, "round_robin_bit16_offsets", None)
     if offsets is None:
         return sum(each.numel() for each in weights)
@@ -130,7 +133,7 @@ def _length(optimizer: Any, number: int) -> int:
 
 
 class _Stretch(FlatPiece):
-    """One that ends with padding."""
+    """A flat piece whose memory ends with padding."""
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.detach()[: self.count]
@@ -140,11 +143,11 @@ class _Stretch(FlatPiece):
 
 
 class _Counts:
-    """Those of the engine, as they are at the end of the update that has begun."""
+    """An extra state: the counts and loss scale of the engine, as they are at the end of the update that has begun."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.settled = True  # no update has begun
+        self.settled = True  # no update has begun, so the counts are used as they are
 
     def state_dict(self) -> dict[str, Any]:
         counts = {name: getattr(self._engine, name) for name in _COUNTS}

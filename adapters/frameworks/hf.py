@@ -1,15 +1,15 @@
-"""The Trainer of Hugging Face Transformers: its state as ttp's ``extra_state``, and a directory that it resumes from.
+"""The Trainer of Hugging Face Transformers: its state as ttp's ``extra_state``, and a directory from which it resumes.
 
 The Trainer decides where to begin before it has built anything, and takes that from a ``checkpoint-N``. So
-``resume_directory`` makes one of what ttp has saved. When optimizer and model are there (``on_train_begin``) ttp joins
-the job and restores them by itself, which checks the digests, agrees with the other ranks, and brings every bit.
+``resume_directory`` makes such a directory of ttp's checkpoint. When optimizer and model exist (``on_train_begin``),
+ttp joins the job and restores them itself: it checks the digests, agrees with the other ranks, and restores every bit.
 
-A version ends at ``on_step_end``. Logging, evaluation and saving of that step come behind it, and the end of an epoch:
-after each of these stages a *mark* is kept, with what the Trainer was then. A resumed job goes back to the last mark
+A version ends at ``on_step_end``. Logging, evaluation and saving of that step follow, and the end of an epoch: after
+each of these stages a *mark* is kept, with the Trainer's state at that moment. A resumed job goes back to the last mark
 that all ranks had, and makes again what follows it.
 
-The Trainer's state is equal on all ranks, but for the sum of its losses. Of a rank that died in the exchange of its
-gradients that sum is all that is needed: the rest is read from those that have finished the step.
+The Trainer's state is equal on all ranks, except for the sum of its losses. For a rank that died in the exchange of its
+gradients that sum is all that is needed: the rest is read from the ranks that have finished the step.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ with names_of("transformers", TESTED):
 log = logging.getLogger("ttp.adapters.frameworks")
 
 _OWN = {"log_history", "stateful_callbacks", "is_local_process_zero", "is_world_process_zero"}
-"""Fields of ``TrainerState`` that are kept in another way, or belong to one process."""
+"""Fields of ``TrainerState`` that are kept in other ways, or belong to one process."""
 
 _COUNTS = ("_globalstep_last_logged", "_total_loss_scalar", "_initial_global_step")
-"""What the Trainer logs from, beside its state: private, as seen in 4.57 to 5.23 (the last one in 5.x only)."""
+"""Private attributes from which the Trainer logs, besides its state; seen in 4.57 to 5.23 (the last in 5.x only)."""
 
 
 class TtpCallback(TrainerCallback):
@@ -57,11 +57,11 @@ class TtpCallback(TrainerCallback):
         trainer.add_callback(ttp.hf.TtpCallback("checkpoints"))
         trainer.train(resume_from_checkpoint=ttp.hf.resume_directory(trainer))
 
-    in a function that is decorated by ``ttp.ttp_to_persist``.
+    Call ``train`` in a function that is decorated by ``ttp.ttp_to_persist``.
 
     Args:
         save_dir: see ``ttp.wrap_optimizer``. Not the Trainer's ``output_dir``.
-        settings: ``undo``, ``extra_state``, ``buddy`` (for FSDP without replicas): see there too.
+        settings: ``undo``, ``extra_state``, ``buddy`` (for FSDP without replicas); see ``ttp.wrap_optimizer``.
     """
 
     def __init__(self, save_dir: Any = "checkpoints", **settings: Any) -> None:
@@ -72,7 +72,7 @@ class TtpCallback(TrainerCallback):
         self._resumed: dict[str, Any] | None = None
         self._step, self._version, self._grew = 0, 0, False
         self._marks: list[dict[str, Any]] = []
-        self._loss: Any = torch.tensor(0.0)  # of the steps since the last line of the log
+        self._loss: Any = torch.tensor(0.0)  # sum of the losses since the last line of the log
         self._carried: Tensor | None = None
         self._grad_norm: Any = None
         self._rate: Any = None
@@ -81,23 +81,28 @@ class TtpCallback(TrainerCallback):
     # ------------------------------------------------------------------------------------------------- the extra state
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank knows."""
+        """Return the state of the Trainer on this rank: step, marks, sum of losses, log."""
         history = self._trainer.state.log_history
         return {"step": self._step, "marks": self._marks, "loss": self._loss, "log": history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``_resume``: it needs the Trainer as it is at the beginning of the training."""
+        """Keep the state for ``_resume``, which needs the Trainer at the beginning of the training."""
         self._resumed = state
 
     # ---------------------------------------------------------------------------------------------------------- hooks
 
     def bind(self, trainer: Any, found: dict[str, Any]) -> None:
-        """What to resume, and whom to look at: its losses are seen where they are made."""
+        """Remember what to resume, and wrap methods of the trainer to see its losses and gradient norms.
+
+        Args:
+            trainer: the trainer to protect.
+            found: the result of ``hf_directory.choose``.
+        """
         again, self._trainer, self._found = self._trainer is trainer, trainer, found
         if again:
             return
         trainer.remove_callback(self)
-        trainer.add_callback(self)  # behind all others: they have done their part of a step
+        trainer.add_callback(self)  # after all others, so that they have done their part of a step before
         step, accelerator = trainer.training_step, trainer.accelerator
         backward, clip = accelerator.backward, accelerator.clip_grad_norm_
 
@@ -119,7 +124,7 @@ class TtpCallback(TrainerCallback):
         accelerator.backward, accelerator.clip_grad_norm_ = before_backward, clip_grad_norm_
 
     def _add(self, loss: Tensor) -> None:
-        """As the Trainer adds it."""
+        """Add a loss to the sum as the Trainer does."""
         total = self._loss.to(loss.device)
         if self._trainer.args.logging_nan_inf_filter and not bool(torch.isfinite(loss)):
             steps = self._trainer.state.global_step - getattr(self._trainer, _COUNTS[0], 0)
@@ -127,7 +132,7 @@ class TtpCallback(TrainerCallback):
         self._loss = total + loss
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Everything is built, and what the Trainer restores by itself is restored."""
+        """Join the job and restore: everything is built, and the Trainer has restored what it restores itself."""
         trainer = self._trainer
         if trainer is None:
             raise UsageError(
@@ -157,15 +162,15 @@ class TtpCallback(TrainerCallback):
                 )
             if version:
                 self._resume(control)
-        api.step_done()  # from the first update on the end of a step is said
+        api.step_done()  # from the first update on, on_step_end ends versions
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The rate of this step, before the schedule moves on."""
+        """Note the learning rate of this step, before the schedule moves on."""
         scheduler = kwargs["lr_scheduler"]
         self._rate = scheduler.get_last_lr()[0] if hasattr(scheduler, "get_last_lr") else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The version ends here."""
+        """End the version, and keep the first mark of the step."""
         if session.current().processor is None:
             return
         self._step, self._marks = state.global_step, [self._mark(state, control)]
@@ -175,32 +180,32 @@ class TtpCallback(TrainerCallback):
         self._pause_for(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What is to follow an epoch is known, and not done yet."""
+        """Keep a mark: it is known what has to follow the epoch, and none of it is done yet."""
         self._marked(state, control)
         self._pause_for(control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What followed the last step is done."""
+        """Keep a mark: all that follows the last step is done."""
         self._pause.close()
         self._marked(state, control, done=True)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What followed the last epoch is done; the next one has not drawn random numbers yet."""
+        """Keep a mark: all that follows the last epoch is done, and the next one has drawn no random numbers yet."""
         self._pause.close()
         self._marked(state, control, done=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Nothing follows."""
+        """End the pause, if one is open: nothing follows."""
         self._pause.close()
 
     def _pause_for(self, control: Any) -> None:
-        """What takes long and is no hang: ``ttp.paused`` until the next step, or the next epoch."""
+        """Declare an evaluation or a save, which is slow but no hang: ``ttp.paused`` until the next step or epoch."""
         self._pause.close()
         if session.current().processor is not None and (control.should_evaluate or control.should_save):
             self._pause.enter_context(api.paused("evaluation" if control.should_evaluate else "saving"))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """The Trainer begins a new sum of losses behind each line about the training."""
+        """Begin a new sum of losses, as the Trainer does after each log line about the training."""
         if "loss" in (logs or {}):
             self._loss, self._carried = torch.zeros_like(self._loss), None
 
@@ -226,7 +231,7 @@ class TtpCallback(TrainerCallback):
         }
 
     def _marked(self, state: Any, control: Any, *, done: bool = False) -> None:
-        """One stage more of the step that has made the last version; not of one that a scaler has left out."""
+        """Keep a further mark of the step that made the last version; none if a scaler has skipped the step."""
         if session.current().processor is not None and self._marks and self._grew and not self._marks[-1]["done"]:
             self._marks.append(self._mark(state, control, done=done))
             adapter: Any = session.current().adapter
@@ -240,13 +245,13 @@ class TtpCallback(TrainerCallback):
     # --------------------------------------------------------------------------------------------------------- resume
 
     def _resume(self, control: Any) -> None:
-        """The Trainer, its callbacks and this rank's losses as they were at the mark that all ranks had."""
+        """Set Trainer, callbacks and this rank's losses back to the last mark of all ranks; repeat what follows it."""
         trainer, found, own = self._trainer, self._found, self._resumed or {}
         mark, marks = found["mark"], own.get("marks", [])
         mine = marks[found["stage"]] if own.get("step") == found["step"] and len(marks) > found["stage"] else None
         loss = mine["loss"] if mine is not None else own.get("loss", torch.tensor(0.0))
         if mine is not None and mine["rng"] and len(marks) > found["stage"] + 1:
-            RngState().restore(mine["rng"])  # what the stages behind it have drawn is drawn again
+            RngState().restore(mine["rng"])  # the stages after the mark draw their random numbers again
         self._step, self._marks, self._version = (
             found["step"],
             [*marks[: found["stage"]], mine or mark],
@@ -278,7 +283,7 @@ class TtpCallback(TrainerCallback):
             setattr(control, name, value)
 
     def _make_again(self, mark: dict[str, Any], control: Any) -> None:
-        """Log, evaluate and save as the Trainer would have behind the mark. All ranks come here, or none."""
+        """Log, evaluate and save as the Trainer would have done after the mark. All ranks call it, or none."""
         trainer = self._trainer
         if self._found["stage"] == 0:
             self._log_save_evaluate(mark)
@@ -295,7 +300,7 @@ class TtpCallback(TrainerCallback):
             return int(trainer.state.max_steps)
 
     def _log_save_evaluate(self, mark: dict[str, Any]) -> None:
-        """By the Trainer's private method, as seen in 4.57 to 5.23."""
+        """Log, save and evaluate by the Trainer's private method, as seen in 4.57 to 5.23."""
         trainer = self._trainer
         follow = trainer._maybe_log_save_evaluate
         rate = {"learning_rate": mark["rate"]} if "learning_rate" in inspect.signature(follow).parameters else {}
@@ -305,16 +310,20 @@ class TtpCallback(TrainerCallback):
 
 
 def resume_directory(trainer: Any) -> str | None:
-    """What to give to ``trainer.train(resume_from_checkpoint=...)``. Every rank calls it, right before.
+    """Return the directory for ``trainer.train(resume_from_checkpoint=...)``. Every rank calls it right before.
 
-    Rank 0 makes a ``checkpoint-N`` of the newest whole checkpoint of ttp, in ``save_dir/trainer``. From the beginning
-    of the training on it is one that the Trainer alone resumes from as well. Where a checkpoint that the Trainer itself
-    has made is of a later step, that one is taken. None: there is nothing, the training begins.
+    Rank 0 makes a ``checkpoint-N`` of the newest whole checkpoint of ttp, in ``save_dir/trainer``. When the training
+    has begun, the Trainer can resume from it without ttp, too. If a checkpoint of the Trainer itself is of a later
+    step, that one is taken.
+
+    Returns:
+        The directory; None: nothing was saved, so the training begins anew.
 
     Raises:
         UsageError: the trainer has no ``TtpCallback``.
-        ConfigError: its arguments want something that ttp cannot protect.
+        ConfigError: its arguments ask for something that ttp cannot protect.
         CheckpointError: there are checkpoints, and none is whole.
+        RestoreError: rank 0 could not make the directory (raised on the other ranks).
     """
     callback = next((each for each in trainer.callback_handler.callbacks if isinstance(each, TtpCallback)), None)
     if callback is None:

@@ -1,4 +1,4 @@
-"""Makes a ``checkpoint-N`` that a Trainer resumes from, of a checkpoint of ttp."""
+"""Makes a ``checkpoint-N``, from which a Trainer resumes, of a checkpoint of ttp."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from ttp.store.manifest import Manifest
 log = logging.getLogger("ttp.adapters.frameworks")
 
 NAME = "ttp.hf"
-"""Of the extra state."""
+"""Name of the Trainer's state among the extra states."""
 
 _FSDP_MODEL = "pytorch_model_fsdp"
 
 
 def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
-    """The newest of what ttp and the Trainer itself have saved. For rank 0.
+    """Choose the newest checkpoint of ttp and of the Trainer itself, and make a directory of it. For rank 0.
 
     Returns:
-        ``version`` and, where there is something, ``directory``; of a checkpoint of ttp also ``step``, ``stage`` and
-        ``mark``, see ``hf``; of the Trainer's own ``foreign``.
+        ``version`` and, if there is a checkpoint, ``directory``; for one of ttp also ``step``, ``stage`` and ``mark``,
+        see ``hf``; for one of the Trainer itself ``foreign``.
 
     Raises:
         CheckpointError: there are checkpoints of ttp, and none is whole.
@@ -55,14 +55,14 @@ def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
 
 
 def _newest_of_trainer(output_dir: str) -> Path | None:
-    """The last that it has finished: its state is what it writes last."""
+    """Return the last checkpoint that the Trainer has finished, by the file that it writes last; None: none."""
     found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
     steps = [(int(path.name.rpartition("-")[2]), path) for path in found if path.name.rpartition("-")[2].isdigit()]
     return max(steps)[1] if steps else None
 
 
 def _agreed(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
-    """Where all ranks were: the step that the version ends, and the last mark of it that each of them had."""
+    """Return where all ranks were: the step that ends the version, and the last mark of it that every rank had."""
     locals_ = [read_local_state(checkpoint, manifest.pieces, rank) for rank in range(manifest.world_size)]
     states = [decode(each.extra[NAME]) for each in locals_ if each is not None and NAME in each.extra]
     states = [each for each in states if each["marks"]]
@@ -82,7 +82,7 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
     for old in place.glob("checkpoint-*"):
         shutil.rmtree(
             old, ignore_errors=True
-        )  # made of a checkpoint of ttp, which stays; there may not be room for two
+        )  # it was made of a checkpoint of ttp, which stays; there may be no room for two
     draft.mkdir(parents=True)
     if fsdp_plugin(trainer) is None:
         _write_model(trainer, draft, _model(checkpoint))
@@ -96,7 +96,7 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
 
 
 def fsdp_plugin(trainer: Any) -> Any:
-    """How Accelerate is to shard; None: not."""
+    """Return the plugin that says how Accelerate shards; None: it does not shard."""
     return getattr(getattr(trainer, "accelerator", None) and trainer.accelerator.state, "fsdp_plugin", None)
 
 
@@ -106,7 +106,7 @@ def _model(checkpoint: Path) -> dict[str, Any]:
 
 
 def _write_for_fsdp(trainer: Any, directory: Path, checkpoint: Path) -> None:
-    """As ``accelerate.utils.load_fsdp_model`` reads it: one file, or what DCP reads, which a checkpoint of ttp is."""
+    """Write the model for ``accelerate.utils.load_fsdp_model``: one file, or a link to ``checkpoint`` for DCP."""
     if "FULL" in str(fsdp_plugin(trainer).state_dict_type):
         torch.save(_model(checkpoint), directory / f"{_FSDP_MODEL}.bin")
     else:
@@ -115,7 +115,7 @@ def _write_for_fsdp(trainer: Any, directory: Path, checkpoint: Path) -> None:
 
 
 def _write_model(trainer: Any, directory: Path, saved: dict[str, Any]) -> None:
-    """By the model's own method where it has one: it knows which weights are tied, and how they are called on disk."""
+    """Write the model, by its own method if it has one, which knows tied weights and the names on disk."""
     model = trainer.model
     named = {name: saved[name] for name in model.state_dict() if name in saved}
     if hasattr(model, "save_pretrained"):
@@ -135,7 +135,7 @@ def _write_model(trainer: Any, directory: Path, saved: dict[str, Any]) -> None:
 
 
 def _trainer_state(facts: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ``TrainerState``, as it writes them."""
+    """Return the fields of ``TrainerState`` in the form in which the Trainer writes them."""
     mark = facts["mark"]
     callbacks: dict[str, Any] = {}
     for name, kept in [*mark["callbacks"], ["TrainerControl", {"args": mark["control"], "attributes": {}}]]:
@@ -145,10 +145,11 @@ def _trainer_state(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete(directory: str, trainer: Any) -> None:
-    """What the Trainer alone would resume from beside model and state. ttp has brought it to this process already.
+    """Add the files that the Trainer needs to resume without ttp: random streams, scheduler, scaler, optimizer.
 
-    The random streams of each process are read by the Trainer where it begins to train. The rest is larger, and a full
-    disk is no reason not to train: it is said.
+    ttp has restored this state in the process already. The Trainer itself reads the random streams of each process when
+    it begins to train. If the other, larger files cannot be written (a full disk), training goes on and the log says
+    so.
     """
     args, scaler = trainer.args, getattr(trainer.accelerator, "scaler", None)
     states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
@@ -175,9 +176,10 @@ def _save(state: Any, path: Path) -> None:
 
 
 def complete_shards(directory: str, trainer: Any) -> None:
-    """Of all ranks, by Accelerate; nothing without FSDP. Before an evaluation, behind which FSDP2 has whole weights.
+    """Write the shards of all ranks by Accelerate; without FSDP do nothing.
 
-    What ttp has saved will be removed one day, so the model does not stay a link to it.
+    Call it before an evaluation, after which FSDP2 has whole weights. The link to the checkpoint of ttp, which will be
+    removed some day, is replaced by a copy of the model.
     """
     plugin = fsdp_plugin(trainer)
     if plugin is None:

@@ -1,11 +1,11 @@
 """PyTorch Lightning: a callback that protects ``fit``, and ``ckpt_path="ttp://last"``.
 
-A version ends with the optimizer's step, as everywhere. What Lightning does behind it belongs to the version too, up to
-the last callback's ``on_train_batch_end``: when that has returned, what is kept of this rank is taken again. Validation
-and the end of an epoch come behind that; a job that is killed in them makes them anew, from what was before.
+A version ends with the optimizer's step, as everywhere. What Lightning does after it belongs to the version too, up to
+the last callback's ``on_train_batch_end``: when that has returned, the rank-local state is captured again. Validation
+and the end of an epoch follow; a job that is killed in them makes them anew from that state.
 
-Where the loops are is the same on all ranks. A rank that died before the end of its batch takes that from one that has
-come to it, and what has changed there, between the gate and the end of the batch, in the states of callbacks.
+The positions of the loops are the same on all ranks. A rank that died before the end of its batch takes two things from
+a rank that reached it: the positions, and what changed in the states of callbacks between the gate and the batch's end.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ LAST = "ttp://last"
 """The ``ckpt_path`` that begins where the newest checkpoint of ttp ends, or anew where there is none."""
 
 _OWN_NAME = "lightning"
-"""Of Lightning's state among the extra states."""
+"""Name of Lightning's state among the extra states."""
 
 _STRATEGIES = (DDPStrategy, SingleDeviceStrategy, FSDPStrategy, ModelParallelStrategy)
 
 
 class TtpCheckpointIO(TorchCheckpointIO):
-    """Lets ``fit(ckpt_path="ttp://last")`` be; other paths are read and written as Lightning does.
+    """Accepts ``fit(ckpt_path="ttp://last")``; other paths are read and written as in Lightning.
 
     Args:
-        save_dir: the one of the ``TtpCallback``.
+        save_dir: the same as that of the ``TtpCallback``.
     """
 
     def __init__(self, save_dir: str | Path = "checkpoints") -> None:
@@ -60,7 +60,11 @@ class TtpCheckpointIO(TorchCheckpointIO):
         self.restored_by_callback = False
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Of ``ttp://last`` nothing: the callback restores, when there are optimizers to restore into."""
+        """Load a file; for ``ttp://last`` load nothing, because the callback restores when there are optimizers.
+
+        Raises:
+            ConfigError: the path cannot be used here.
+        """
         if self.restored_by_callback:
             _refuse_file(path)
         if not str(path).startswith("ttp:"):
@@ -88,13 +92,13 @@ class TtpCallback(Callback):
         trainer = Trainer(callbacks=[ttp.lightning.TtpCallback(dir)], plugins=[ttp.lightning.TtpCheckpointIO(dir)])
         trainer.fit(model, ckpt_path="ttp://last")
 
-    in a function that is decorated by ``ttp.ttp_to_persist``. It becomes the first of the callbacks, so that an error
-    is reported before others react to it.
+    Call ``fit`` in a function that is decorated by ``ttp.ttp_to_persist``. This callback becomes the first of all, so
+    that it reports an error before others react to it.
 
     Args:
         save_dir: see ``ttp.wrap_optimizer``.
-        extra_state: likewise, beside what Lightning has.
-        settings: ``undo``, ``buddy`` (where a shard is on one rank only): likewise.
+        extra_state: objects besides those of Lightning; see ``ttp.wrap_optimizer``.
+        settings: ``undo``, ``buddy`` (if a shard is on one rank only); see ``ttp.wrap_optimizer``.
     """
 
     def __init__(self, save_dir: str | Path = "checkpoints", *, extra_state: Any = None, **settings: Any) -> None:
@@ -107,13 +111,13 @@ class TtpCallback(Callback):
     # ------------------------------------------------------------------------------------------------------ hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Look whether this can be protected.
+        """Check whether this training can be protected.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: it cannot be; the text says why.
         """
         files = trainer.strategy.checkpoint_io
-        files = getattr(files, "checkpoint_io", None) or files  # of AsyncCheckpointIO
+        files = getattr(files, "checkpoint_io", None) or files  # the one inside of an AsyncCheckpointIO
         if isinstance(files, TtpCheckpointIO):
             files.restored_by_callback = stage == "fit"
             _ask_first(files, trainer.strategy)
@@ -130,11 +134,13 @@ class TtpCallback(Callback):
         trainer.callbacks = [self, *others, _Last(self)]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join the job; restore."""
+        """Join the job and restore."""
         _refuse_file(trainer.ckpt_path)
         begins_once("Lightning")
         several = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
-        self._ends_with_batch = several or bool(self._settings.get("buddy"))  # a copy is of the end of a version
+        self._ends_with_batch = several or bool(
+            self._settings.get("buddy")
+        )  # second copies are made at a version's end
         self._state = state = LightningState(trainer)
         extra = self._extra if isinstance(self._extra, dict) or self._extra is None else {"extra_state": self._extra}
         api.wrap_optimizer(
@@ -149,30 +155,30 @@ class TtpCallback(Callback):
         self._handler = signal.getsignal(signal.SIGTERM) if session.current().processor is not None else None
         version = api.restore()
         state.agree(version)
-        _adapter().settled()  # what was agreed on is what this rank has, if it is lost before its first update
+        _adapter().settled()  # captures the agreed state, for the case that this rank is lost before its first update
         state.apply()
         if self._ends_with_batch:
-            api.step_done()  # from the first update on this is what ends one
+            api.step_done()  # from the first update on, only step_done() ends versions
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lightning's own handler exchanges messages with other ranks, in a signal handler: ours takes its place."""
+        """Put ttp's SIGTERM handler back: Lightning's own exchanges messages with other ranks in a signal handler."""
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A batch begins."""
+        """Note the numbers of finished versions and steps at the beginning of the batch."""
         self._before, self._steps_before = _version_now(), trainer.global_step
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report it, and wait for the rescue: behind this Lightning moves the model away from its device."""
+        """Report the exception and wait for the rescue, because next Lightning moves the model off its device."""
         if isinstance(exception, Exception):
             session.current().raised(exception)
 
     def over(self, trainer: Trainer) -> None:
-        """All callbacks have seen the end of the batch.
+        """End the version, or complete it: all callbacks have seen the end of the batch.
 
         Raises:
-            UsageError: one optimizer has made several versions in it.
+            UsageError: the optimizer has made several versions in the batch.
         """
         if self._ends_with_batch and trainer.global_step > self._steps_before:
             self.state.whole = True
@@ -192,13 +198,13 @@ class TtpCallback(Callback):
 
     @property
     def state(self) -> LightningState:
-        """Of the ``fit`` that runs."""
+        """The state of the ``fit`` that runs."""
         assert self._state is not None
         return self._state
 
 
 class _Last(Callback):
-    """Stands behind all other callbacks."""
+    """The last of all callbacks; it passes calls on to the first one and its state."""
 
     def __init__(self, first: TtpCallback) -> None:
         self._first = first
@@ -219,7 +225,7 @@ class _Last(Callback):
 
 
 def _ask_first(files: TtpCheckpointIO, strategy: Any) -> None:
-    """Strategies that shard read checkpoints by themselves: ``ttp://`` is none that they know."""
+    """Let ``files`` load ``ttp://`` paths, because strategies that shard read checkpoints themselves."""
     theirs = strategy.load_checkpoint
 
     def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,16 +266,16 @@ def _adapter() -> TorchAdapter:
 
 
 def _version_now() -> int:
-    """Finished updates; without ttp 0."""
+    """Return the number of finished updates; 0 if ttp is switched off."""
     processor = session.current().processor
     return 0 if processor is None else int(processor.gate.version)
 
 
 class LightningState:
-    """What Lightning has beside weights, optimizers and schedules, as an extra state of one rank.
+    """The state of Lightning besides weights, optimizers and schedules, as an extra state of one rank.
 
     Args:
-        trainer: in ``fit``.
+        trainer: a trainer in ``fit``.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -282,7 +288,7 @@ class LightningState:
         """Whether all callbacks have seen the end of the batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As it is at the end of the batch, as far as that is known already."""
+        """Return the state at the end of the batch, as far as it is known already."""
         if self._held is not None:
             return self._held
         trainer = self._trainer
@@ -306,19 +312,19 @@ class LightningState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it: all ranks agree first."""
+        """Keep the state until all ranks have agreed; see ``agree`` and ``apply``."""
         self._held = state
 
     # ----------------------------------------------------------------------------------------------------- restore
 
     def agree(self, version: int) -> None:
-        """Ranks that have not come to the end of their batch take over what others have. All ranks call it.
+        """Complete the state of ranks that were not at the end of their batch by that of others. All ranks call it.
 
         Args:
-            version: that was restored.
+            version: the restored version; 0: none.
 
         Raises:
-            RestoreError: no rank has it.
+            RestoreError: no rank has a state of Lightning.
         """
         mine = self._held
         assert mine is not None
@@ -345,7 +351,7 @@ class LightningState:
         self._held = self._restored = mine
 
     def apply(self) -> None:
-        """Give everything that was restored to its owner; the loops go on from there in ``reenter``."""
+        """Load the agreed state into callbacks, module, data module and loops; ``reenter`` lets the loops go on."""
         state, trainer = self._restored, self._trainer
         if state is None:
             return
@@ -362,26 +368,26 @@ class LightningState:
     # ----------------------------------------------------------------------------------------------------- training
 
     def reenter(self) -> None:
-        """Behind the batch after which the state was saved."""
+        """Let the loops go on after the batch at which the state was saved."""
         if self._restored is not None:
             state, self._restored = self._restored, None
             self._loops.reenter(state["should_stop"], self._epoch)
 
     def epoch_begins(self) -> None:
-        """Its random numbers are about to be drawn."""
+        """Note the random streams before the epoch draws from them."""
         self._epoch = EpochStart.now(self._loops.generators())
 
     def begun(self) -> None:
-        """The next batch has begun: from now on the state is that of its version."""
+        """Note that the next batch has begun: from now on ``state_dict`` describes its version."""
         self._held = None
 
 
 def _completed(mine: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """The state of a rank that had begun its update, with what another rank shows of the rest of the batch."""
+    """Complete the state of a rank that was in its update by what changed on another rank until the batch's end."""
     before, callbacks = decode(whole["at_gate"]), dict(mine["callbacks"])
     for key, state in whole["callbacks"].items():
         known = before.get(key, {})
         late = {name: value for name, value in state.items() if encode(value) != encode(known.get(name))}
         callbacks[key] = callbacks.get(key, {}) | late
-    loops = whole["loops"] | {"state_dict": mine["loops"]["state_dict"]}  # where loaders are is one's own
+    loops = whole["loops"] | {"state_dict": mine["loops"]["state_dict"]}  # each rank keeps the place of its own loaders
     return whole | {"loops": loops, "epoch": mine["epoch"], "callbacks": callbacks}

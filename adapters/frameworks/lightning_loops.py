@@ -1,10 +1,10 @@
-"""Lightning's loops: where they are, and how to go on from there.
+"""Captures the positions of Lightning's loops, and lets the loops go on from there.
 
-Lightning itself resumes from a checkpoint in the middle of an epoch with what it has (the validation that was due, the
-end of the epoch, the order of the data may be lost). Here the loops are put where they were, and what follows is called
-in the order in which they would have.
+When Lightning itself resumes in the middle of an epoch, a due validation, the end of the epoch and the order of the
+data may be lost. Here the loops are put back to where they were, and the calls that follow are made in the order in
+which the loops would have made them.
 
-**All that is used of Lightning's private parts stands in this file**, as seen in 2.5 and 2.6: ``FitLoop._data_fetcher``
+**All uses of Lightning's private parts are in this file**, as seen in 2.5 and 2.6: ``FitLoop._data_fetcher``
 (and ``_combined_loader``); ``_Loop._restarting``; ``_EvaluationLoop._restart_stage``; ``_set_sampler_epoch``;
 ``_TrainingEpochLoop._should_check_val_fx``; ``Trainer._accelerator_connector``; the keys of ``FitLoop.state_dict()``.
 """
@@ -28,11 +28,11 @@ _MANUAL = "epoch_loop.manual_optimization.optim_step_progress"
 
 @dataclass(frozen=True)
 class EpochStart:
-    """What the order of the data follows from: loaders draw from it when an epoch begins.
+    """The random streams at the beginning of an epoch, when loaders draw from them the order of the data.
 
     Args:
         streams: the global random streams, for ``RngState``.
-        generators: states of the generators that loaders have of their own.
+        generators: states of the loaders' own generators.
     """
 
     streams: bytes
@@ -40,25 +40,25 @@ class EpochStart:
 
     @classmethod
     def now(cls, generators: Iterable[torch.Generator]) -> EpochStart:
-        """Of this moment."""
+        """Capture the streams of this moment."""
         return cls(b"".join(RngState().capture()), tuple(each.get_state() for each in generators))
 
     def state_dict(self) -> dict[str, Any]:
-        """The arguments of this class."""
+        """Return the arguments of this class."""
         return {"streams": self.streams, "generators": self.generators}
 
     def back(self, generators: Iterable[torch.Generator] = ()) -> None:
-        """Draw again what was drawn from here on."""
+        """Set the streams back, so that the numbers drawn since are drawn again."""
         for generator, state in zip(generators, self.generators, strict=False):
             generator.set_state(state)
         RngState().restore(self.streams)
 
 
 class Loops:
-    """Those of one ``fit``.
+    """The loops of one ``fit``.
 
     Args:
-        trainer: whose.
+        trainer: the trainer in ``fit``.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -68,7 +68,7 @@ class Loops:
         self._max_steps = -1
 
     def at_end_of_batch(self) -> dict[str, Any]:
-        """Where they are when the batch that runs is over."""
+        """Return the positions of the loops at the end of the batch that runs."""
         found: dict[str, Any] = self._fit.state_dict()
         batches = found[_BATCHES]
         for count in (batches["total"], batches["current"]):
@@ -79,7 +79,7 @@ class Loops:
         return found
 
     def generators(self) -> list[torch.Generator]:
-        """Those that loaders of the training data have of their own."""
+        """Return the generators that the loaders of the training data have of their own."""
         found: dict[int, torch.Generator] = {}
         for loader in self._loaders():
             for owner in (loader, getattr(loader, "sampler", None)):
@@ -88,13 +88,18 @@ class Loops:
         return list(found.values())
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put them there. The loaders are made next; what they draw is put back by ``reenter``."""
+        """Load the positions. Lightning makes the loaders next; ``reenter`` puts back the numbers that they draw."""
         self._streams = b"".join(RngState().capture())
         self._fit.load_state_dict(state)
         self._max_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # else fit() may return before it is ended
 
     def reenter(self, should_stop: bool, start: EpochStart) -> None:
-        """Go on behind the batch that was the last one. Called in ``on_train_start``."""
+        """Let the loops go on after the last finished batch. Call it in ``on_train_start``.
+
+        Args:
+            should_stop: the saved ``Trainer.should_stop``.
+            start: the random streams at the beginning of the epoch.
+        """
         trainer, fetcher = self._trainer, self._fit._data_fetcher
         self._epoch.max_steps, trainer.should_stop = self._max_steps, should_stop
         for loop in (self._fit, self._epoch, self._validation):
@@ -117,10 +122,10 @@ class Loops:
             self._validation._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
         else:
             self._epoch.on_advance_end(fetcher)
-        self._epoch._restarting = True  # it keeps its counts
+        self._epoch._restarting = True  # so that the loop keeps its counts
 
     def _skip(self, fetcher: Any, count: int, start: EpochStart) -> None:
-        """Let the loaders be where they were: those that do not know it by themselves are read up to there."""
+        """Bring the loaders to where they were: loaders without a ``state_dict()`` are read for ``count`` batches."""
         loaders = self._loaders()
         stateful = [hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in loaders]
         if all(stateful):
@@ -130,9 +135,7 @@ class Loops:
         epoch = self._fit.epoch_progress.current.processed
         for each in loaders:
             _set_sampler_epoch(each, epoch)
-        if (
-            epoch == 0
-        ):  # its iterators are made with the loaders, before the epoch begins; those of later ones after that
+        if epoch == 0:  # the first epoch's iterators are made with the loaders, before it begins; later ones after that
             iter(fetcher)
             start.back(self.generators())
         else:
@@ -140,7 +143,7 @@ class Loops:
             iter(fetcher)
         for _ in range(count):
             next(fetcher)
-        fetcher.fetched -= count  # Lightning adds it again
+        fetcher.fetched -= count  # Lightning adds the count again
 
     def _loaders(self) -> list[Any]:
         combined = self._fit._combined_loader
@@ -148,5 +151,5 @@ class Loops:
 
 
 def cluster_environment(trainer: Any) -> Any:
-    """What has started the ranks, as Lightning sees it."""
+    """Return Lightning's object for the environment that has started the ranks."""
     return trainer._accelerator_connector.cluster_environment

@@ -1,11 +1,11 @@
-"""Ray Train: ranks that are alive save before Ray ends them.
+"""Ray Train: makes Ray wait until the living ranks have saved, before it ends them.
 
-When a worker dies, Ray ends the others at once. The callback switches ttp on in each worker, and has Ray wait while
-the job saves. The function that is trained protects itself as everywhere: ``wrap_optimizer`` and ``restore``.
+When a worker dies, Ray ends the others at once. The callback switches ttp on in each worker, and makes Ray wait while
+the job saves. The training function protects itself as everywhere: ``wrap_optimizer`` and ``restore``.
 
-Ray calls its hooks in the process of its own controller, on the host of the program that has called ``fit()``. The
-controller of ttp is started from there: it outlives all workers, and the node of any of them. They are Ray's interface
-for developers (``ray.train.v2._internal.execution.callback``), seen in 2.60.
+Ray calls the hooks in the process of its own controller, on the host of the program that has called ``fit()``. The
+controller of ttp is started from there, so it outlives all workers, and the node of any of them. The hooks are Ray's
+interface for developers (``ray.train.v2._internal.execution.callback``), seen in 2.60.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.frameworks")
 
 SAVING = {"freezing", "saving", "mending", "committing", "saved"}
-"""What a controller says (``GetStatusResponse.stage``) while ranks have to live."""
+"""Stages of a controller (``GetStatusResponse.stage``) in which ranks have to live on."""
 LOOK_S = 0.1
 UNHEARD = 5
-"""How often nobody answers before it is believed that no controller is left."""
+"""Number of unanswered requests in a row after which no controller is believed to be left."""
 ANSWER_S = 5.0
 
 
 class TtpCallback(WorkerGroupCallback, ControllerCallback):
-    """For ``RunConfig(callbacks=[TtpCallback()], failure_config=FailureConfig(max_failures=...))``.
+    """Protects a training of Ray Train, for ``RunConfig(callbacks=[TtpCallback()], failure_config=...)``.
 
     A worker that dies, raises or is drained costs no finished step. A worker group that Ray ends in good health, to
     start it with another number of workers, saves first.
@@ -58,7 +58,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         settings: variables of ttp for every worker, such as ``{"TTP_OT": "600"}``.
 
     Raises:
-        ConfigError: a setting is none of ttp, or wrong.
+        ConfigError: a setting is no variable of ttp, or has a wrong value.
     """
 
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
@@ -76,7 +76,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
     # ------------------------------------------------------------------------------------------------- called by Ray
 
     def after_worker_group_start(self, worker_group: WorkerGroup) -> None:
-        """Switch ttp on in all workers. Their ranks are set by now, by Ray's backend for torch."""
+        """Switch ttp on in all workers. Ray's backend for torch has set their ranks by now."""
         self._launch += 1
         self._keep_controller()
         words = {"TORCHELASTIC_RUN_ID": self._run, "TORCHELASTIC_RESTART_COUNT": str(self._launch)}
@@ -85,19 +85,19 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
 
     @contextlib.contextmanager
     def on_worker_group_shutdown(self) -> Iterator[None]:
-        """The first that Ray does when it ends workers: what its backend does to their process group comes later."""
+        """Wait while the job saves. Ray calls this first when it ends workers, before its backend ends their group."""
         self._hold()
         yield
 
     def before_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
-        """The user wants the end at once: nobody is waited for."""
+        """Do not wait for a save: the user wants the end at once."""
         self._around = ()
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        """Workers are about to be started again: not if that cannot help, whatever ``max_failures`` allows.
+        """Wait while the job saves, and refuse a new launch that cannot help, whatever ``max_failures`` allows.
 
         Raises:
-            TtpError: the program is wrong (64), or launch after launch has brought no new version (70).
+            TtpError: the program is wrong (64), or several launches in a row have brought no new version (70).
         """
         self._hold()
         self._around = ()
@@ -105,7 +105,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
             raise TtpError(f"ttp: no further launch: {reason}")
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """A node is drained: save now, while its ranks are there."""
+        """Report that ranks are preempted when Ray drains their node, so that the job saves while they live."""
         info = getattr(current_state, "preemption_info", None)
         if info is None or getattr(previous_state, "preemption_info", None) is not None:
             return
@@ -113,14 +113,14 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         self._tell(ranks, "Ray drains its node")
 
     def after_controller_finish(self, result: Any) -> None:
-        """The training is over."""
+        """Stop the controller of ttp: the training is over."""
         if self._keeper is not None:
             self._keeper.stop()
 
     # ------------------------------------------------------------------------------------------------------- private
 
     def _keep_controller(self) -> None:
-        """One of ttp serves on this host, with the settings that the workers get; if it dies, another one does."""
+        """Keep a controller of ttp running on this host, with the workers' settings; a dead one is started again."""
         if self._keeper is None:
             self._settings.setdefault(CONTROLLER_ADDR, str(ray.util.get_node_ip_address()))
             with hold_port() as port:
@@ -128,10 +128,10 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
                 config = Config.from_env(self._settings)
                 os.environ.update({name: value for name, value in self._settings.items() if name != "TTP_PORT"})
                 self._keeper = ControllerKeeper(config, config.resolved_run_dir())
-        self._keeper.start(self._settings[CONTROLLER_ADDR])  # it may have ended with a job that was over
+        self._keeper.start(self._settings[CONTROLLER_ADDR])  # the controller may have ended with a job that was over
 
     def _hold(self) -> None:
-        """Return when nobody saves any more; at the latest after ``TTP_OT``."""
+        """Return when no rank saves any more; at the latest after ``TTP_OT``. A job in good health is asked to save."""
         ends, unheard = time.monotonic() + self._patience_s, 0
         while self._around and unheard < UNHEARD:
             found = reigning(self._around, self._token)
@@ -190,11 +190,11 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
 
 
 def hopeless(save_dir: Path, run_id: str) -> str:
-    """Why the job is not to be started again, as its launches have left it; empty: nothing speaks against it.
+    """Return why the job should not be started again, by the records of its launches; empty: no reason is known.
 
     Args:
-        save_dir: of the job; where this process cannot see it nothing speaks against it.
-        run_id: of the job.
+        save_dir: the job's ``save_dir``; if this process cannot see it, no reason is known.
+        run_id: the job's run id.
     """
     launches = [launch for launch in read_launches(save_dir) if launch.run_id == run_id]
     if not launches:
@@ -204,5 +204,5 @@ def hopeless(save_dir: Path, run_id: str) -> str:
 
 
 def _switch_on(words: dict[str, str]) -> None:
-    """Run in a worker."""
+    """Set these environment variables. Runs in a worker."""
     os.environ.update(words)

@@ -1,6 +1,6 @@
-"""torchtitan: a checkpoint manager that protects the training, beside what torchtitan's own does.
+"""torchtitan: a checkpoint manager that protects the training, in addition to what torchtitan's own manager does.
 
-The Trainer gives its checkpoint manager all that belongs to the training state, and calls ``load()`` when ``train()``
+The Trainer gives its checkpoint manager all objects of the training state, and calls ``load()`` when ``train()``
 begins: there ttp joins the job and restores. The container of optimizers is an optimizer, whose step is the update.
 """
 
@@ -21,18 +21,18 @@ with names_of("torchtitan", TESTED):
 
 
 class TtpCheckpointManager(CheckpointManager):
-    """The ``checkpoint`` of a Trainer's config. What it inherits (``enable``, ``interval``) stays what it is.
+    """A checkpoint manager, for ``checkpoint`` in a Trainer's config; inherited settings (``enable``, ...) work too.
 
-    ``Trainer.train`` is to be called in a function that is decorated by ``ttp.ttp_to_persist``.
+    ``Trainer.train`` has to be called in a function that is decorated by ``ttp.ttp_to_persist``.
 
     Args:
         config: see ``Config``.
-        model_parts: one; several (a pipeline) have not been tried.
-        optimizers: of the model.
-        lr_schedulers: of these.
-        dataloader: its place is saved with each step.
-        states: likewise; the Trainer itself is among them.
-        others: as torchtitan's own takes them.
+        model_parts: the model, as a list of one; several parts (a pipeline) are not supported.
+        optimizers: the container of the model's optimizers.
+        lr_schedulers: the container of their schedulers.
+        dataloader: the data loader, whose place is saved with each step; None: there is none.
+        states: further objects that are saved with each step; the Trainer itself is among them.
+        others: further arguments of torchtitan's own manager.
 
     Raises:
         ConfigError: the model has several parts.
@@ -40,16 +40,16 @@ class TtpCheckpointManager(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """Torchtitan's settings, and those of ``ttp.wrap_optimizer``."""
+        """The settings of torchtitan's manager, and those of ``ttp.wrap_optimizer``."""
 
         save_dir: str = "ttp_checkpoints"
-        """Where ttp saves; not in the ``folder`` of torchtitan's own checkpoints, which purges."""
+        """Where ttp saves. Not the ``folder`` of torchtitan's own checkpoints, where it deletes old ones."""
 
         buddy: bool = False
-        """Where no rank has a copy of another's shard: plain FSDP, without replicas."""
+        """Whether to keep second copies on other hosts; for plain FSDP, where each shard is on one rank only."""
 
         undo: str | None = None
-        """``"preimage"``: a rank can go back one update."""
+        """``"preimage"``: a rank can go back one update. None: it cannot."""
 
     def __init__(
         self,
@@ -70,9 +70,12 @@ class TtpCheckpointManager(CheckpointManager):
         super().__init__(config, model_parts=model_parts, **given, **others)
 
     def load(self, step: int = -1) -> bool:
-        """Join the job. Restore what ttp has saved; if that is nothing, what torchtitan has.
+        """Join the job and restore the newest checkpoint of ttp; if there is none, what torchtitan has saved.
 
-        Torchtitan's own method asks only whether its checkpoints are enabled; ttp restores in any case.
+        Torchtitan's own method restores only if its checkpoints are enabled; ttp restores in any case.
+
+        Returns:
+            Whether anything was restored.
         """
         model, optimizers, schedulers = self._parts
         config = self._config

@@ -1,4 +1,4 @@
-"""One Megatron training: the model's chunks, the optimizer and the scheduler, registered by ``protect``."""
+"""The adapter for one Megatron training: model chunks, optimizer and scheduler, registered by ``protect``."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ log = logging.getLogger("ttp.adapters.megatron")
 
 
 class MegatronAdapter(TorchAdapter):
-    """See ``ttp.session.Adapter``.
+    """The adapter for Megatron; see ``ttp.session.Adapter`` for the contract.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` gave.
-        model: the chunks of this rank, wrapped as the training loop has them.
+        optimizer: the optimizer that ``get_megatron_optimizer`` returned.
+        model: the model chunks of this rank, wrapped as in the training loop.
         scheduler: Megatron's ``OptimizerParamScheduler``, or None.
         args: Megatron-LM's namespace, or None.
         extra_state: see ``ttp.wrap_optimizer``.
@@ -100,7 +100,7 @@ class MegatronAdapter(TorchAdapter):
         self._syncs = ParamSyncs(self._chunks)
 
     def layout(self, world_size: int) -> Layout:
-        """The replica groups, as the ranks have announced them."""
+        """Return the replica groups, as the ranks have announced them."""
         layout = self._held.layout
         if layout.world_size != world_size:
             raise ConfigError(f"the job has {world_size} ranks, its process group {layout.world_size}")
@@ -113,11 +113,11 @@ class MegatronAdapter(TorchAdapter):
         return layout
 
     def sharding(self, world_size: int) -> Any:
-        """All that this rank holds; found when the objects were registered."""
+        """Return what this rank holds, found when the objects were registered."""
         return self._held
 
     def attach(self, processor: Processor) -> None:
-        """Hook into the inner optimizers; report to ``processor``."""
+        """Register hooks on the inner optimizers; updates are reported to ``processor`` from now on."""
         self._processor, source = processor, self._source
         self._note_increment()
         self._post_step = source.post_step = PostStepState(self._held.stepping, scheduler=self._scheduler)
@@ -149,12 +149,12 @@ class MegatronAdapter(TorchAdapter):
             barrier.wait()
 
     def detach(self) -> None:
-        """Take the hooks away again; ``attach`` puts them back."""
+        """Remove the hooks; ``attach`` registers them again."""
         super().detach()
         self._syncs.detach()
 
     def _note_increment(self) -> None:
-        """By how much the scheduler is stepped is the loop's choice; needed where its step is made up for."""
+        """Note by how much the loop steps the scheduler, for the case that a restore has to make its step."""
         now = getattr(self._scheduler, "num_steps", 0)
         if now > self._noted:
             self._source.increment = now - self._noted
@@ -163,10 +163,10 @@ class MegatronAdapter(TorchAdapter):
     # --------------------------------------------------------------------------------------------------- restoring
 
     def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
-        """Put a checkpoint that was verified into the registered objects.
+        """Load a verified checkpoint into the registered objects.
 
         Raises:
-            CheckpointError: it belongs to another model, or cannot be read. Nothing has been changed then.
+            CheckpointError: the checkpoint belongs to another model, or cannot be read. Nothing has been changed then.
         """
         manifest = Manifest.load(checkpoint)
         job = restore_into(checkpoint, manifest, self._held)
@@ -186,12 +186,12 @@ class MegatronAdapter(TorchAdapter):
         return Version(job.version)
 
     def _load_scheduler(self, job: JobState) -> list[str]:
-        """The scheduler and the param groups that it writes into; then the step that was due."""
+        """Restore scheduler and param groups, then make a scheduler step that was due. Returns notes for the log."""
         scheduler = self._scheduler
         if scheduler is None or job.scheduler is None:
             restore_groups(self._held, job)
             return [] if scheduler is None else ["it has no state of an LR scheduler: that begins anew"]
-        scheduler.num_steps = 0  # loading adds to it
+        scheduler.num_steps = 0  # load_state_dict() adds the saved steps to it
         scheduler.load_state_dict(job.scheduler)
         restore_groups(self._held, job)
         increment = job.extra[JOB_KEY]["increment"]
@@ -203,7 +203,7 @@ class MegatronAdapter(TorchAdapter):
         return []
 
     def _number(self, rank: int, world_size: int) -> int:
-        """Nothing: Megatron's own seeds tell apart the ranks that may differ."""
+        """Return 0, because Megatron's own seeds distinguish the ranks that may draw different numbers."""
         return 0
 
     def _same_places(self, manifest: Manifest, world_size: int) -> bool:

@@ -1,8 +1,8 @@
-"""A checkpoint of a Megatron job as ``ttp convert`` reads it: one whole model, named as Megatron's own modules name it.
+"""Reads a checkpoint of a Megatron job for ``ttp convert``, as one whole model with the names of Megatron's modules.
 
-In the checkpoint all layers of a kind are one tensor, and so are all experts of a layer. The names that ranks have
-count layers and experts from the first of their own place. Both together give the names that the model has on one rank:
-the numbers in a rank's name become those at which its part lies in the checkpoint's tensor.
+In the checkpoint all layers of a kind are one tensor, and so are all experts of a layer. In the names on a rank, layers
+and experts are numbered from that rank's first one. Both together give the names of the model on a single rank: the
+numbers in a rank's name are replaced by the positions of its part in the checkpoint's tensor.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Weight:
     """One tensor of the whole model.
 
     Args:
-        view: where all of it is in the checkpoint.
-        group: kind of the optimizer that updates it, and the number of its param group there; None: none does.
+        view: where the whole tensor is in the checkpoint.
+        group: kind of the optimizer that updates it, and number of its param group there; None: no optimizer does.
     """
 
     view: TensorView
@@ -45,13 +45,13 @@ class Weight:
 
 
 def read_megatron(path: Path) -> WholeState:
-    """What the checkpoint at ``path`` holds; its digests have been verified.
+    """Read the checkpoint at ``path``, whose digests have been verified. Its tensors are read later, one at a time.
 
     ``optim`` has the moments and the fp32 copy (``param`` or ``fp32_param``) of each weight, and Megatron's param
     groups with the names of their parameters.
 
     Raises:
-        CheckpointError: it does not say what its tensors are called, or cannot be read.
+        CheckpointError: the checkpoint does not say how its tensors are named in the model, or cannot be read.
     """
     stored = MegatronCheckpoint(path)
     weights, stacked = _weights(stored, stored.rank_layouts())
@@ -69,7 +69,7 @@ def read_megatron(path: Path) -> WholeState:
 
 
 def _weights(stored: MegatronCheckpoint, layouts: Iterable[RankLayout]) -> tuple[dict[str, Weight], list[str]]:
-    """By name, sorted; and the names under which several layers or experts are one tensor."""
+    """Return the weights by name, sorted; and the names under which several layers or experts are one tensor."""
     found: dict[str, Weight] = {}
     stacked: dict[str, None] = {}
     for layout in sorted(layouts, key=lambda each: (each.place.pp, each.place.tp, each.place.ep)):
@@ -86,9 +86,9 @@ def _weights(stored: MegatronCheckpoint, layouts: Iterable[RankLayout]) -> tuple
 
 
 def _global_name(local: str, view: TensorView) -> tuple[str, tuple[int, ...]]:
-    """The name in the whole model, and where in front of the checkpoint's tensor it lies.
+    """Return the name in the whole model, and the index of the tensor along the first dimensions of the checkpoint's.
 
-    Where the numbers in the name are not those dimensions, the tensor stays as it is in the checkpoint.
+    If the numbers in the name do not correspond to those dimensions, the checkpoint's tensor is taken whole.
     """
     front = view.offsets[: len(view.shape) - len(view.sizes)]
     steps = local.split(".")
@@ -101,7 +101,7 @@ def _global_name(local: str, view: TensorView) -> tuple[str, tuple[int, ...]]:
 
 
 def _order(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Layer 2 comes before layer 10."""
+    """Return a sort key by which layer 2 comes before layer 10."""
     return tuple((step.isdecimal(), int(step) if step.isdecimal() else 0, step) for step in name.split("."))
 
 
@@ -136,7 +136,7 @@ def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Itera
 
 
 def _count(saved: Mapping[str, Any]) -> float | None:
-    """Updates that an optimizer has counted; one for all of its parameters."""
+    """Return the updates that an optimizer has counted, one number for all of its parameters; None: it has not."""
     if saved["step"] is not None:
         return float(saved["step"])
     return max((float(group["step"]) for group in saved["groups"] if "step" in group), default=None)
@@ -169,22 +169,22 @@ def _notes(stored: MegatronCheckpoint, stacked: Iterable[str]) -> Iterator[str]:
         yield "the step of the LR scheduler after the last update had not been made: its state is of before it"
 
 
-# ---------------------------------------------------------------------------------------------- what a checkpoint holds
+# ------------------------------------------------------------------------------------- the contents of a checkpoint
 #
-# A checkpoint of a Megatron job as programs read it that are no ranks of a job: what is in it, and who held what.
+# Access to a checkpoint of a Megatron job, for programs that are no ranks of a job: its contents, and the rank layouts.
 
 
 FRAMEWORK = "megatron"
 
 
 class MegatronCheckpoint:
-    """The checkpoint at ``path``; its digests have been verified. Nothing but values of its own is loaded.
+    """A checkpoint of a Megatron job, whose digests have been verified. Nothing is unpickled.
 
     Args:
-        path: the directory.
+        path: the directory of the checkpoint.
 
     Raises:
-        CheckpointError: it was not written by a Megatron job, or its shards do not fit together.
+        CheckpointError: the checkpoint was not written by a Megatron job, or its shards do not fit together.
     """
 
     def __init__(self, path: Path) -> None:
@@ -192,7 +192,7 @@ class MegatronCheckpoint:
         if self.manifest.framework != FRAMEWORK:
             raise CheckpointError(f"{path} was written by the {self.manifest.framework} adapter, not by a Megatron job")
         items = items_of(self.manifest.pieces)
-        build_metadata(items, StorageMeta())  # that boxes cover every tensor exactly once
+        build_metadata(items, StorageMeta())  # checks that boxes cover every tensor exactly once
         self.items: dict[str, list[IndexEntry]] = {}
         for item in items:
             self.items.setdefault(item.key, []).append(item)
@@ -202,11 +202,11 @@ class MegatronCheckpoint:
 
     @property
     def optimizers(self) -> Sequence[Mapping[str, Any]]:
-        """Param groups and counts of steps, of each optimizer."""
+        """The saved param groups and counts of steps of each optimizer."""
         return list(self.job.extra[JOB_KEY]["optimizers"])
 
     def rank_layouts(self) -> list[RankLayout]:
-        """Of the ranks that have written.
+        """Return the layouts of the ranks that have written shards.
 
         Raises:
             CheckpointError: there are none, or they cannot be read.
@@ -221,23 +221,23 @@ class MegatronCheckpoint:
         return found
 
     def _value(self, item: IndexEntry) -> Any:
-        """A plain value, which Megatron puts into lists of one."""
+        """Read a plain value, which Megatron puts into a list of one."""
         (found,) = read_value(self.path, item)
         return found
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of a tensor that is there."""
+        """Return the element type of the tensor ``key``."""
         return self.items[key][0].torch_dtype
 
     def read(self, view: TensorView, prefix: str) -> Tensor:
-        """A tensor, whole.
+        """Read one tensor, whole.
 
         Args:
-            view: where it is, as a tensor of its own.
-            prefix: what stands before its name: nothing for a weight, else the name of the optimizer's state.
+            view: where it is in the checkpoint, seen as a tensor of its own.
+            prefix: prefix of its name: empty for a weight, else that of a value of the optimizer's state.
 
         Raises:
-            CheckpointError: something is missing, or cannot be read.
+            CheckpointError: elements are missing, or a file cannot be read.
         """
         target = torch.empty(view.sizes, dtype=self.dtype(prefix + view.key))
         parts = view.parts(0, target.numel()) if target.numel() else ()
@@ -246,12 +246,12 @@ class MegatronCheckpoint:
 
 
 def whole_view(key: str, shape: Sequence[int], index: Sequence[int]) -> TensorView:
-    """Of a checkpoint's tensor that holds one of each layer or expert: that of one of them, as a tensor of its own.
+    """Return a view of the part of one layer or expert in a checkpoint's tensor, as a tensor of its own.
 
     Args:
-        key: of the checkpoint's tensor.
-        shape: of it.
-        index: which, along as many dimensions in front.
+        key: name of the checkpoint's tensor.
+        shape: its shape.
+        index: index of the part along the first dimensions, one number for each of them.
     """
     sizes = tuple(shape[len(index) :])
     strides = tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

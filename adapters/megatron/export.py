@@ -1,4 +1,4 @@
-"""Shows a checkpoint of ttp to Megatron-LM's ``--load`` under the names and in the format that it looks for."""
+"""Makes a checkpoint of ttp available to Megatron-LM's ``--load``, under the names that it looks for."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def offer_to_megatron(checkpoint: str | Path, load_dir: str | Path, *, ckpt_format: str = "torch_dist") -> Path:
-    """Make ``load_dir/iter_0000012`` out of ``checkpoint``, and the one that Megatron-LM loads.
+    """Make a link ``load_dir/iter_0000012`` to ``checkpoint``, and make it the one that Megatron-LM loads.
 
     For a job that goes on without ttp, in any layout: ``--load load_dir --ckpt-format torch_dist --no-load-rng``.
-    Nothing is copied, the directory is a link. The number is that of the version: finished updates.
+    Nothing is copied. The number in the name is the version: finished updates.
 
     Args:
-        checkpoint: written by a Megatron job under ttp.
-        load_dir: for Megatron's ``--load``; made if it is not there.
-        ckpt_format: ``torch_dist``; Megatron-LM itself makes its legacy format of that.
+        checkpoint: a checkpoint that a Megatron job has written under ttp.
+        load_dir: the directory for Megatron's ``--load``; it is made if it does not exist.
+        ckpt_format: must be ``torch_dist``; Megatron-LM itself can make its legacy format of that.
 
     Returns:
-        the link.
+        The link.
 
     Raises:
-        CheckpointError: it is no such checkpoint.
-        OSError: the directory refused.
-        UsageError: another format.
+        CheckpointError: the checkpoint is none of a Megatron job.
+        OSError: the link cannot be made.
+        UsageError: another format was asked for.
     """
     source, target = Path(checkpoint).absolute(), Path(load_dir)
     if ckpt_format != "torch_dist":

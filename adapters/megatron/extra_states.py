@@ -1,9 +1,9 @@
-"""What ``get_extra_state()`` of Megatron's modules gives: with Transformer Engine the history and the scales of FP8.
+"""Captures the extra states (``get_extra_state()``) of Megatron's modules: FP8 scales with Transformer Engine.
 
-It changes in the forward and the backward pass and is equal on all replicas of a shard (Megatron reduces it), so it is
-taken at the gate of each update, as that of the version which the update makes, and written with the shard. Nothing is
-sent and nothing is encoded until a checkpoint is written. A module may ask its device for it, as Transformer Engine
-does: then every update waits for the device once, which is said in the log.
+An extra state changes in the forward and the backward pass and is equal on all replicas of a shard (Megatron reduces
+it). So it is captured at the gate of each update, as that of the version which the update makes, and written with the
+shard. Nothing is sent, and nothing is encoded until a checkpoint is written. A module may read the state from its
+device, as Transformer Engine does: then every update waits for the device once, and the log says so.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from ttp.errors import CheckpointError, ConfigError
 log = logging.getLogger("ttp.adapters.megatron")
 
 _KEPT = 4
-"""Versions: a host may be some updates ahead of its device."""
+"""Number of versions whose states are kept, because a host may be some updates ahead of its device."""
 _LEARNING = 4
-"""Updates after which a module that never had a state is asked only when a checkpoint is written."""
+"""Number of captures in which every module is asked for its state."""
+_PARTS = 16
+"""After that, modules that never had a state are asked in turns, one of so many parts of them in each capture."""
 
 
 class ExtraStates:
-    """Of the modules of one rank.
+    """The extra states of the modules of one rank.
 
     Args:
-        owners: by name in the checkpoint.
-        written: names of those that this rank writes, where several parts of the model hold the same.
-        on_device: the state may lie on an accelerator.
+        owners: the modules, by the name of their extra state in the checkpoint.
+        written: names of the states that this rank writes, as several parts of the model may hold the same.
+        on_device: whether the states may lie on an accelerator.
     """
 
     def __init__(self, owners: Mapping[str, nn.Module], written: Iterable[str], *, on_device: bool = False) -> None:
         self._owners, self._written, self._on_device = dict(owners), set(written), on_device
-        self._asked = dict(owners)
         self._kept: dict[int, dict[str, Any]] = {}
-        self._left = _LEARNING
-        self._seen: set[str] = set()  # names that ever had one
+        self._captures = 0
+        self._seen: set[str] = set()  # names of modules that ever had an extra state
         self._complained = False
 
     def take(self, version: int) -> None:
-        """Keep the states of this moment as those of ``version``, beside those of some before.
+        """Keep the states of this moment as those of ``version``, besides those of some versions before.
 
         Raises:
-            ConfigError: a module gives something that has no form on disk.
+            ConfigError: a state has no form on disk.
         """
         try:
-            found = {key: copy.deepcopy(value) for key, value in _states(self._asked).items()}
+            found = {key: copy.deepcopy(value) for key, value in self._find().items()}
         except Exception:
             if not self._complained:
                 self._complained = True
@@ -62,12 +63,24 @@ class ExtraStates:
         self._look_at_new(found)
         before = sorted(known for known in self._kept if known < version)[1 - _KEPT :]
         self._kept = {known: self._kept[known] for known in before} | {version: found}
-        self._left -= 1
-        if self._left == 0:
-            self._asked = {key: owner for key, owner in self._asked.items() if key in self._seen}
+
+    def _find(self) -> dict[str, Any]:
+        """Return the states there are now, without asking every module that never had one (see ``_PARTS``).
+
+        Programs switch FP8 on after some steps, and for many modules at once: once one has a state, all are asked.
+        """
+        turn, self._captures = self._captures, self._captures + 1
+        if turn < _LEARNING:
+            return _states(self._owners)
+        without = [key for key in self._owners if key not in self._seen]
+        asked = {key: self._owners[key] for key in (*self._seen, *without[turn % _PARTS :: _PARTS])}
+        found = _states(asked)
+        if found.keys() <= self._seen:
+            return found
+        return found | _states({key: self._owners[key] for key in without if key not in asked})
 
     def _look_at_new(self, found: Mapping[str, Any]) -> None:
-        """Say once what it costs, and at once what cannot be saved."""
+        """Log once what the captures cost, and refuse a new state that cannot be saved."""
         if found and not self._seen and self._on_device:
             log.warning(
                 "get_extra_state() of %d modules is called at each update: it may wait for the device", len(found)
@@ -82,7 +95,7 @@ class ExtraStates:
                 )
 
     def of(self, version: int) -> dict[str, tuple[Any]]:
-        """What this rank writes of ``version``, in the form that Megatron gives such values."""
+        """Return the states of ``version`` that this rank writes, in Megatron's form for such values."""
         known = max((each for each in self._kept if each <= version), default=min(self._kept, default=None))
         if known != version:
             log.warning("the extra states in the checkpoint of version %s are those of %s", version, known)
@@ -90,10 +103,14 @@ class ExtraStates:
         return {key: (states.get(key),) for key in self._owners if key in self._written}
 
     def restore(self, path: Path, saved: Mapping[str, Sequence[IndexEntry]]) -> list[str]:
-        """Give every module its state back. Returns notes on what could not be.
+        """Restore the state of every module. Returns notes on states that were not saved.
+
+        Args:
+            path: the directory of the checkpoint.
+            saved: its entries, by name.
 
         Raises:
-            CheckpointError: it cannot be read, or a module does not take it.
+            CheckpointError: a state cannot be read, or its module refuses it.
         """
         lost = []
         for key, owner in self._owners.items():
@@ -117,5 +134,5 @@ def _states(owners: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a module says by this that it has none."""
+    """Return whether a module with this result of ``get_extra_state()`` has no extra state."""
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)

@@ -1,8 +1,8 @@
-"""Where each tensor of the model lies in the tensors of a Megatron checkpoint.
+"""Finds where each tensor of the model lies in the tensors of a Megatron checkpoint.
 
-Megatron's modules say it themselves: ``sharded_state_dict()`` names, for every tensor of this rank, the tensor of the
-checkpoint that it is a part of, and its place there. Layers of a pipeline, tensor parallel slices, experts and the two
-halves of a gated layer all become boxes of larger tensors, so a checkpoint says nothing about who wrote it.
+Megatron's modules tell this themselves: ``sharded_state_dict()`` names, for every tensor of this rank, the checkpoint's
+tensor that it is a part of, and its place there. Layers of a pipeline, tensor parallel slices, experts and the two
+halves of a gated layer all become boxes of larger tensors, so a checkpoint does not depend on the layout of the job.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.errors import ConfigError
 
 _EXTRA_STATE = "_extra_state"
-"""What torch calls a module's own state in a state dict."""
+"""Torch's name for a module's own state in a state dict."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBox:
-    """A box of a tensor of the checkpoint that lies in the memory of one tensor of this rank.
+    """A box of a checkpoint's tensor that lies in the memory of one tensor of this rank.
 
     Args:
         key: name of the checkpoint's tensor.
-        shape: of the checkpoint's tensor.
-        offsets: where the box begins in it.
-        sizes: of the box.
-        box: the same in the memory of the rank's tensor; dimensions that the checkpoint puts in front are absent.
-        flexible: the checkpoint's tensor may be larger or smaller: it is padded.
+        shape: shape of the checkpoint's tensor.
+        offsets: where the box begins in the checkpoint's tensor.
+        sizes: sizes of the box.
+        box: the same box in the memory of the rank's tensor, without the dimensions that the checkpoint puts in front.
+        flexible: whether the checkpoint's tensor may be larger or smaller, because it is padded.
     """
 
     key: str
@@ -44,20 +44,20 @@ class CheckpointBox:
     flexible: bool
 
     def view(self, memory: Tensor, begin: int) -> Tensor:
-        """The elements, of ``sizes``, in a vector ``memory`` that holds the tensor's memory from ``begin`` on."""
+        """Return the elements in shape ``sizes``; ``memory`` is a vector with the tensor's memory from ``begin`` on."""
         found = self.box.of(memory, begin)
         while found.dim() < len(self.sizes):
             found = found.unsqueeze(0)
         return found
 
     def chunk(self, memory: Tensor, begin: int) -> Chunk:
-        """The elements, as they are written."""
+        """Return the elements as a chunk to be written; see ``view`` for the arguments."""
         return Chunk(self.view(memory, begin), self.shape, self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor of the checkpoint, or a box of it, that is a view of one tensor of this rank; see ``CheckpointBox``."""
+    """A checkpoint's tensor, or a box of it, that is a view of one tensor of this rank; see ``CheckpointBox``."""
 
     key: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class TensorView:
     flexible: bool
 
     def parts(self, begin: int, end: int) -> Iterator[CheckpointBox]:
-        """What of it lies in a stretch of the memory of the rank's tensor."""
+        """Yield the boxes of the view that lie in the elements ``begin .. end`` of the rank's tensor's memory."""
         front = len(self.shape) - len(self.sizes)
         for box in boxes(self.sizes, self.strides, self.first, begin, end):
             inner = tuple(a + b for a, b in zip(self.offsets[front:], box.offsets, strict=True))
@@ -78,14 +78,14 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """One tensor of this rank.
+    """The description of one tensor of this rank.
 
     Args:
-        name: for people.
+        name: its name, for messages.
         tensor: the live parameter or buffer.
-        views: what it is made of in the checkpoint.
-        first: whether this rank is the one of several with other parts of the model (tensor or pipeline parallel) that
-            writes it; those hold it as well as a copy that is kept equal.
+        views: its parts in the checkpoint.
+        first: whether this rank writes the tensor. Ranks with other parts of the model (tensor or pipeline parallel)
+            may hold a copy that is kept equal; one of them writes it.
     """
 
     name: str
@@ -94,23 +94,23 @@ class Described:
     first: bool
 
     def parts(self, begin: int, end: int) -> tuple[CheckpointBox, ...]:
-        """The parts of a stretch of its memory."""
+        """Return the boxes of the elements ``begin .. end`` of its memory."""
         return tuple(part for view in self.views for part in view.parts(begin, end))
 
     @property
     def whole(self) -> tuple[CheckpointBox, ...]:
-        """The parts of all of it."""
+        """The boxes of the whole tensor."""
         return self.parts(0, self.tensor.numel())
 
 
 @dataclass
 class Geometry:
-    """All of a rank's model.
+    """The description of a rank's whole model.
 
     Args:
-        tensors: by identity of the live tensor.
-        owners: by the name in the checkpoint of what their ``get_extra_state()`` gives, modules of this rank.
-        written: of these names those that this rank writes, as ``Described.first`` says it of tensors.
+        tensors: the descriptions of its tensors, by the identity of the live tensor.
+        owners: the modules of this rank with an extra state, by the name of that state in the checkpoint.
+        written: those of these names that this rank writes; see ``Described.first``.
     """
 
     tensors: dict[int, Described] = field(default_factory=dict)
@@ -119,13 +119,13 @@ class Geometry:
 
 
 def describe(chunks: Sequence[nn.Module]) -> Geometry:
-    """Ask the model. All ranks do so at the same point of their programs.
+    """Describe the model by its ``sharded_state_dict()``. All ranks call it at the same point of their programs.
 
     Args:
-        chunks: the stages of this rank, unwrapped.
+        chunks: the model chunks of this rank, unwrapped.
 
     Raises:
-        ConfigError: a module describes its tensors in a way that cannot be followed.
+        ConfigError: a module describes its tensors in a way that ttp does not support.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_items_iter
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -145,7 +145,7 @@ def describe(chunks: Sequence[nn.Module]) -> Geometry:
 
 
 def _owner(chunk: nn.Module, name: str) -> nn.Module:
-    """Of a plain value in the state dict of the chunk."""
+    """Return the module whose extra state ``name`` is in the state dict of the chunk."""
     path, _, last = name.rpartition(".")
     try:
         if last == _EXTRA_STATE:
@@ -164,7 +164,7 @@ def _described(name: str, entry: Any) -> Described:
 
     tensor = entry.data
     if isinstance(entry, ShardedTensorFactory):
-        # Built from a tensor without memory, only to see which part of it becomes what.
+        # Build the entries from a tensor without memory, only to see which part becomes which entry.
         outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         built = list(nested_values({"": entry.build_fn(entry.key, outline, entry.replica_id, None)}))
     else:
@@ -192,7 +192,7 @@ def _tensor_view(name: str, tensor: Tensor, entry: Any, *, is_view: bool) -> Ten
 
 
 def _is_first(replica_id: Any) -> bool:
-    """Whether this is no copy for the sake of tensor or pipeline parallelism; the last number counts replicas."""
+    """Return whether this rank writes the entry: all numbers but the last (the data-parallel replica) are 0."""
     return not isinstance(replica_id, tuple | list) or all(number == 0 for number in replica_id[:-1])
 
 

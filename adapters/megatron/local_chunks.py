@@ -1,8 +1,8 @@
-"""A stretch of a tensor's memory as boxes of the tensor.
+"""Divides a range of a tensor's memory into boxes of the tensor.
 
-Megatron's distributed optimizer cuts a buffer of all parameters into equal stretches, without regard to where a tensor
-or one of its rows begins. Checkpoints are made of boxes (offsets and sizes per dimension). A stretch of a tensor of n
-dimensions is at most 2n - 1 boxes: a part of the first row, whole rows, a part of the last one.
+Megatron's distributed optimizer cuts a buffer of all parameters into equal ranges, without regard to where a tensor or
+one of its rows begins. Checkpoints are made of boxes (offsets and sizes per dimension). A range of a tensor of n
+dimensions consists of at most 2n - 1 boxes: a part of the first row, whole rows, a part of the last one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LocalChunk:
-    """A box of a tensor, and where in the memory it lies.
+    """A box of a tensor, and its place in memory.
 
     Args:
-        offsets: of its first element in the tensor, one number per dimension.
-        sizes: one number per dimension.
-        strides: of the tensor, in elements.
-        start: of its first element in the memory, in elements.
+        offsets: position of its first element in the tensor, one number per dimension.
+        sizes: its sizes, one number per dimension.
+        strides: strides of the tensor, in elements.
+        start: position of its first element in the memory, in elements.
     """
 
     offsets: tuple[int, ...]
@@ -31,19 +31,19 @@ class LocalChunk:
     start: int
 
     def of(self, memory: Tensor, begin: int) -> Tensor:
-        """The elements of this box as a view of ``memory``, a vector whose first element lies at ``begin``."""
+        """Return the elements of this box as a view of ``memory``, a vector whose first element lies at ``begin``."""
         return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.start - begin)
 
 
 def boxes(sizes: Sequence[int], strides: Sequence[int], first: int, begin: int, end: int) -> Iterator[LocalChunk]:
-    """What of a tensor lies in ``begin .. end`` of the memory, in ascending order.
+    """Yield the boxes of a tensor that lie in the range ``begin .. end`` of the memory, in ascending order.
 
     Args:
-        sizes: of the tensor.
-        strides: in elements, of which each spans all dimensions behind it.
-        first: where the tensor's first element lies.
-        begin: of the stretch.
-        end: behind its last element.
+        sizes: sizes of the tensor.
+        strides: strides of the tensor, in elements; each must span all dimensions after its own.
+        first: position of the tensor's first element in the memory, in elements.
+        begin: first position of the range.
+        end: position after the last one of the range.
 
     Raises:
         ValueError: the tensor does not lie in the memory in the order of its elements.
@@ -67,14 +67,14 @@ def _check_order(sizes: Sequence[int], strides: Sequence[int]) -> None:
 def _cut(
     sizes: tuple[int, ...], strides: tuple[int, ...], first: int, begin: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the boxes; equal neighbours along the first dimension are one."""
+    """Yield offsets and sizes of the boxes; whole rows that follow each other are one box."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if begin >= first + span or end <= first:
         return
     if begin <= first and first + span <= end:
         yield (0,) * len(sizes), sizes
         return
-    inner = span - (sizes[0] - 1) * strides[0]  # what one row spans
+    inner = span - (sizes[0] - 1) * strides[0]  # elements that one row spans
     low = max(0, -(-(begin - first) // strides[0]))  # rows low .. high - 1 lie inside with all of their elements
     high = min(sizes[0], (end - first - inner) // strides[0] + 1)
     if low < high:
@@ -89,7 +89,7 @@ def _cut(
 def _rows(
     low: int, high: int, sizes: tuple[int, ...], strides: tuple[int, ...], first: int, begin: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes of single rows."""
+    """Yield the boxes of the single rows ``low .. high``."""
     for row in range(max(0, low), min(high, sizes[0])):
         for offsets, part in _cut(sizes[1:], strides[1:], first + row * strides[0], begin, end):
             yield (row, *offsets), (1, *part)

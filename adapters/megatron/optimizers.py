@@ -1,9 +1,9 @@
-"""What Megatron's optimizers of a rank update: which stretch of which parameter, through which fp32 copy.
+"""Finds what Megatron's optimizers of a rank update: which range of which parameter, through which fp32 copy.
 
 Below every ``MegatronOptimizer`` there is a plain optimizer (Apex, Transformer Engine, torch) that knows nothing of the
-rest. What it updates may be the model's parameter itself (fp32), an fp32 copy of all of it (fp16, bf16), or of the
-stretch of it that falls to this rank (distributed optimizer). A model with experts has several, whose parameters are
-replicated over different groups of ranks.
+rest. It may update the model's parameter itself (fp32), an fp32 copy of the whole parameter (fp16, bf16), or an fp32
+copy of the range of the parameter that this rank owns (distributed optimizer). A model with experts has several plain
+optimizers, whose parameters are replicated over different groups of ranks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from ttp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What of one parameter this rank updates.
+    """The range of one parameter that this rank updates.
 
     Args:
         described: the model's parameter.
-        main: what the inner optimizer updates and keeps its state by: the parameter, or the fp32 copy of the stretch.
-        begin: of the stretch, in elements of the parameter's memory.
-        end: behind its last element.
-        parts: of the stretch in a checkpoint.
+        main: the tensor that the inner optimizer updates and uses as key of its state: the parameter, or the fp32 copy
+            of the range.
+        begin: first position of the range, in elements of the parameter's memory.
+        end: position after its last element.
+        parts: the boxes of the range in a checkpoint.
     """
 
     described: Described
@@ -41,17 +42,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """One plain optimizer.
+    """One plain optimizer of this rank.
 
     Args:
         megatron: the optimizer of Megatron around it.
-        optimizer: the plain one, whose ``step()`` is the update.
+        optimizer: the plain optimizer, whose ``step()`` is the update.
         kind: ``dense`` or ``expert``.
-        main_key: what Megatron calls the fp32 copy in a checkpoint; empty: there is none beside the parameter.
-        holdings: of its parameters.
-        part: which of ``parts`` equal stretches of every buffer is this rank's.
-        parts: 1 unless the state is distributed.
-        fixed: what no optimizer updates (frozen parameters, buffers) and this rank writes beside the holdings.
+        main_key: Megatron's name of the fp32 copy in a checkpoint; empty: there is no copy besides the parameter.
+        holdings: what it updates.
+        part: number, from 0, of this rank's range among the ``parts`` equal ranges of every buffer.
+        parts: number of these ranges; 1 unless the state is distributed.
+        fixed: tensors that no optimizer updates (frozen parameters, buffers) and that this rank writes in addition.
     """
 
     megatron: Any
@@ -65,22 +66,22 @@ class Inner:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to write: all that fell to this rank is padding."""
+        """Whether there is nothing to write: this rank's range is padding only."""
         return not (self.holdings or self.fixed)
 
     @property
     def expert(self) -> bool:
-        """Whether its parameters are experts', which other ranks replicate than the rest of the model."""
+        """Whether its parameters are those of experts, which other ranks replicate than the rest of the model."""
         return self.kind == "expert"
 
 
 def inner_optimizers(optimizer: Any, geometry: Geometry) -> list[Inner]:
-    """The plain optimizers below ``optimizer``, in the order in which they step; stubs without parameters left out.
+    """Return the plain optimizers below ``optimizer``, in the order of their steps, without those that are stubs.
 
-    The first also gets what is not trained, dealt out to the ranks over which its state is distributed.
+    The first also gets the tensors that are not trained, divided among the ranks over which its state is distributed.
 
     Raises:
-        ConfigError: one is of a kind that cannot be saved, or there is none on this rank.
+        ConfigError: an optimizer is of a kind that cannot be saved, or there is none on this rank.
     """
     inners = [_inner(each, geometry) for each in unchained(optimizer) if each.optimizer is not None]
     if not inners:
@@ -90,14 +91,18 @@ def inner_optimizers(optimizer: Any, geometry: Geometry) -> list[Inner]:
 
 def _dealt(inners: Sequence[Inner], geometry: Geometry) -> tuple[Described, ...]:
     updated = {id(holding.described.tensor) for inner in inners for holding in inner.holdings}
-    # What is trained and not updated here lies in the stretches of other ranks.
+    # Trained parameters that this rank does not update lie in the ranges of other ranks.
     fixed = [d for key, d in geometry.tensors.items() if key not in updated and not d.tensor.requires_grad]
     first = inners[0]
     return tuple(d for number, d in enumerate(fixed) if d.first and number % first.parts == first.part)
 
 
 def unchained(optimizer: Any) -> Iterator[Any]:
-    """The Megatron optimizers that are no chain of others."""
+    """Yield the Megatron optimizers in a chain, or the optimizer itself if it is no chain.
+
+    Raises:
+        ConfigError: a layer-wise distributed optimizer cannot be protected.
+    """
     if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
         raise ConfigError(f"a layer-wise distributed optimizer cannot be protected; {_KNOWN}")
     if hasattr(optimizer, "chained_optimizers"):
@@ -108,7 +113,7 @@ def unchained(optimizer: Any) -> Iterator[Any]:
 
 
 _Pair = tuple[Tensor, Tensor, int, int]
-"""A parameter, what is updated for it, and the stretch."""
+"""A parameter, the tensor that is updated for it, and begin and end of the range."""
 
 
 def _inner(megatron: Any, geometry: Geometry) -> Inner:
@@ -160,7 +165,7 @@ def _holding(geometry: Geometry, parameter: Tensor, main: Tensor, begin: int, en
 
 
 def _distributed(megatron: Any) -> Iterator[_Pair]:
-    # By these lists and not by Megatron's index of param groups, which is wrong where a group mixes dtypes.
+    # Use these lists and not Megatron's index of param groups, which is wrong if a group mixes dtypes.
     halves: Sequence[tuple[Any, Any]] = (
         (megatron.model_float16_groups, megatron.shard_fp32_from_float16_groups),
         (megatron.model_fp32_groups, megatron.shard_fp32_groups),
@@ -179,10 +184,10 @@ def _float16(megatron: Any) -> Iterator[_Pair]:
 
 
 def with_counts(optimizers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Saved optimizers (``groups``, ``step``) with one count of updates in all param groups, as Megatron keeps it.
+    """Return saved optimizers (``groups``, ``step``) with one count of updates in all param groups, as in Megatron.
 
-    A fused optimizer does not count in a group of which nothing is on its rank; what such a group has is missing, or
-    from before a restart. Where nothing of an optimizer is here, its count is that of those it is stepped with.
+    A fused optimizer does not count in a group that has no parameters on its rank: there the count is missing, or from
+    before a restart. An optimizer with no parameters on this rank gets the count of the others.
     """
     counts = [_latest(group.get("step") for group in each["groups"]) for each in optimizers]
     steps = [each["step"] for each in optimizers]

@@ -1,11 +1,11 @@
-"""Keeps the all-gather of parameters out of an update.
+"""Keeps the all-gather of parameters out of an update with several optimizers.
 
-Where a model has experts, its optimizers step one after the other, and Megatron gathers the parameters of the first
-before it steps the second. A rank whose peer dies in that gather would stand half-way through its update for ever.
+If a model has experts, its optimizers step one after the other, and Megatron gathers the parameters of the first before
+it steps the second. A rank whose peer dies in that gather would stand half-way through its update for ever.
 
-Every gather is of all parameters of a chunk, so all but the last are made in vain: the last optimizer, whose inner step
-ends the update, gathers again. For the others ``overlap_param_gather`` is true while the update runs: then Megatron
-leaves the gather to what comes later. The values are the same, and no method of Megatron is replaced.
+Each gather is of all parameters of a chunk, so all but the last are superfluous: the last optimizer, whose inner step
+ends the update, gathers again. So ``overlap_param_gather`` is set to True while the update runs: then Megatron leaves
+the gather of the other optimizers to a later point. The values are the same, and no method of Megatron is replaced.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 
 class ParamSyncs:
-    """Of the chunks of one rank.
+    """Switches the all-gathers of the chunks of one rank.
 
     Args:
-        chunks: Megatron's ``DistributedDataParallel``; others are left alone.
+        chunks: the model chunks; those that are not Megatron's ``DistributedDataParallel`` are left alone.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -31,14 +31,17 @@ class ParamSyncs:
         self._handles: list[Any] = []
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Watch these, which are stepped in this order. After the hooks that end the update; one needs nothing."""
+        """Register hooks on the optimizers, in the order of their steps. With one optimizer nothing is needed.
+
+        Call it after the hooks that end the update have been registered.
+        """
         if len(optimizers) < 2:
             return
         self._handles.append(optimizers[0].register_step_pre_hook(self._begins))
         self._handles.append(optimizers[-1].register_step_post_hook(self._ended))
 
     def detach(self) -> None:
-        """Leave everything as it was."""
+        """Remove the hooks and restore the settings."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -25,15 +25,15 @@ def protect(
     Nothing of Megatron is replaced: step hooks are attached to the plain optimizers below Megatron's.
 
     Args:
-        model: what the training loop calls: one chunk, or the list of those of an interleaved pipeline.
-        optimizer: what ``get_megatron_optimizer`` returned for them.
+        model: the model that the training loop calls: one chunk, or the list of chunks of an interleaved pipeline.
+        optimizer: the optimizer that ``get_megatron_optimizer`` returned for them.
         opt_param_scheduler: Megatron's ``OptimizerParamScheduler``, if any.
-        args: Megatron-LM's namespace. Its counters of iterations and samples are saved and put back, and it becomes
-            part of the stock checkpoint. Without it the program counts for itself: see ``extra_state``.
+        args: Megatron-LM's namespace. Its counters of iterations and samples are saved and restored, and it becomes
+            part of the stock checkpoint. Without it the program has to keep its counters itself: see ``extra_state``.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
         extra_state: see ``ttp.wrap_optimizer``.
         undo: see ``ttp.wrap_optimizer``.
-        buddy: see ``ttp.wrap_optimizer``; for state that one rank holds alone, where there is one instance only.
+        buddy: see ``ttp.wrap_optimizer``; for shards that one rank holds alone, because there is one instance only.
 
     Raises:
         ConfigError: the settings, the save_dir, or the kind of optimizer cannot be used; the text says what can.

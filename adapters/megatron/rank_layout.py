@@ -1,8 +1,9 @@
-"""What the model of one rank calls the tensors of a checkpoint, and which param groups they are in.
+"""Describes how the model of one rank names the tensors of a checkpoint, and which param groups they are in.
 
-A ``torch_dist`` checkpoint does not say who held what: that makes it independent of the layout. In it all layers of a
-kind are one tensor, and so are all experts of a layer. ``ttp convert`` wants the names that the model itself has, so
-every saver puts this description of its rank into its file: text, a few hundred bytes per tensor, made once at start.
+A ``torch_dist`` checkpoint does not say which rank held what: that makes it independent of the layout. In it all layers
+of a kind are one tensor, and so are all experts of a layer. ``ttp convert`` needs the names that the model itself uses,
+so every saver puts this description of its rank into its file: text, a few hundred bytes per tensor, made once at
+start.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ttp.store.json_text import parse_json
 log = logging.getLogger("ttp.adapters.megatron")
 
 FORMAT = 2
-"""Format 1 also had what Megatron's legacy layout needs; of that nothing is read any more."""
+"""Format 1 also had data for Megatron's legacy layout, which is not read any more."""
 
 RANK_LAYOUT_PREFIX = "ttp.outline."
-"""Of the name in the shard file; what follows is named as Megatron names plain values."""
+"""Prefix of the entry's name in the shard file; the rest follows Megatron's names of plain values."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
-    """Where in the model a rank is: rank and size of each kind of parallelism that cuts it."""
+    """The place of a rank in the model: its rank, and the size, of each kind of parallelism that cuts the model."""
 
     tp: tuple[int, int]
     pp: tuple[int, int]
@@ -44,7 +45,7 @@ class OptimizerGroups:
 
     Args:
         kind: ``dense`` or ``expert``.
-        groups: tensor numbers of each param group, as far as this rank updates them.
+        groups: numbers of the tensors of each param group that this rank updates.
     """
 
     kind: str
@@ -53,13 +54,13 @@ class OptimizerGroups:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Of one rank.
+    """The description of one rank.
 
     Args:
-        place: of the rank.
-        tensors: by number, where each begins in the checkpoint: the first of its views.
+        place: its place in the model.
+        tensors: by number of the tensor, where it begins in the checkpoint: the first of its views.
         chunks: for each chunk of the model, name in its ``state_dict()`` -> number of the tensor.
-        optimizers: in the order of their steps.
+        optimizers: its plain optimizers, in the order of their steps.
     """
 
     place: ModelPlace
@@ -69,17 +70,17 @@ class RankLayout:
 
     @property
     def key(self) -> str:
-        """Of the item in the shard file."""
+        """The name of the entry in the shard file."""
         place = self.place
         return f"{RANK_LAYOUT_PREFIX}tp{place.tp[0]}-pp{place.pp[0]}-ep{place.ep[0]}/shard_0_1"
 
     def to_json(self) -> str:
-        """For the shard file."""
+        """Encode the description for the shard file."""
         return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> RankLayout:
-        """Inverse of ``to_json``; reads format 1 too.
+        """Decode a description: inverse of ``to_json``. Reads format 1 too.
 
         Raises:
             CheckpointError: the text is something else, or of a newer ttp.
@@ -97,7 +98,7 @@ class RankLayout:
 
 
 def rank_layout_text(geometry: Geometry, chunks: Sequence[nn.Module], inners: Sequence[Inner]) -> dict[str, list[str]]:
-    """The layout of this rank as what goes into a shard's file; empty: it cannot be told, and a save does without."""
+    """Return this rank's description as an entry for shard files; empty: it cannot be made, and saves do without."""
     try:
         made = describe_rank(geometry, chunks, inners)
         return {made.key: [made.to_json()]}
@@ -110,8 +111,8 @@ def describe_rank(geometry: Geometry, chunks: Sequence[nn.Module], inners: Seque
     """Describe this rank.
 
     Args:
-        geometry: of its model.
-        chunks: of the model, unwrapped.
+        geometry: the description of its model.
+        chunks: the model chunks, unwrapped.
         inners: its plain optimizers.
     """
     from megatron.core import parallel_state as state

@@ -1,8 +1,8 @@
-"""What Megatron keeps beside weights and moments: counters of samples, the loss scale, random streams.
+"""Captures Megatron's state besides weights and moments: counters of samples, the loss scale, random streams.
 
-Taken at the end of every update, when Megatron's training loop has not yet counted the iteration that made it: that is
-added here, so that what is kept belongs to the finished version. An iteration whose gradients overflowed makes no
-version; it is counted by Megatron, and after a resume made again.
+It is captured at the end of every update, when Megatron's training loop has not yet counted the iteration that made the
+update: that count is added here, so that the captured state belongs to the finished version. An iteration whose
+gradients overflowed makes no version; Megatron counts it, and after a resume it is made again.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 log = logging.getLogger("ttp.adapters.megatron")
 
 PROGRESS, STREAMS = "megatron.progress", "megatron.streams"
-"""Names of what the adapter adds to the user's ``extra_state``."""
+"""Names of the objects that the adapter adds to the user's ``extra_state``."""
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-"""Of Megatron-LM's ``args``, as far as they are there."""
+"""Counters in Megatron-LM's ``args``, as far as they are there."""
 
 
 class Progress:
-    """Counters in ``args``, and the loss scale of each optimizer: extra state that is equal on all ranks.
+    """An extra state that is equal on all ranks: counters in ``args``, and the loss scale of each optimizer.
 
     Args:
-        args: Megatron-LM's namespace; None: the program counts by itself.
-        optimizers: Megatron's, no chains.
+        args: Megatron-LM's namespace; None: the program keeps its counters itself.
+        optimizers: Megatron's optimizers, without chains.
     """
 
     def __init__(self, args: Any, optimizers: Sequence[Any]) -> None:
@@ -37,7 +37,7 @@ class Progress:
         self._read: dict[tuple[int, str], tuple[Tensor, int, Any]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the version that the update just made."""
+        """Return the state of the version that the last update has made."""
         state: dict[str, Any] = {
             "scalers": [
                 {key: self._number((place, key), value) for key, value in scaler.state_dict().items()}
@@ -57,10 +57,10 @@ class Progress:
         return state | {"counters": counters}
 
     def _number(self, place: tuple[int, str], value: Any) -> Any:
-        """A number of a scaler. One on a device is waited for only when it is another one than the last time.
+        """Return a number of a scaler. One on a device is read, which waits, only if its tensor has changed.
 
-        Megatron makes a new tensor of the scale when that changes, seldom, and just after it has itself waited for the
-        device to know whether gradients overflowed.
+        Megatron seldom makes a new tensor of the scale, and only just after it has itself waited for the device to know
+        whether gradients overflowed.
         """
         if not isinstance(value, Tensor):
             return value
@@ -70,7 +70,7 @@ class Progress:
         return known[2]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put it back."""
+        """Restore the state."""
         for scaler, numbers in zip(self._scalers, state["scalers"], strict=False):
             scale = {"scale": torch.tensor([numbers["scale"]], device=scaler.scale.device)} if numbers else {}
             scaler.load_state_dict(numbers | scale)
@@ -83,9 +83,9 @@ class Progress:
 
 
 def _batch_size(args: Any) -> tuple[int, int]:
-    """Samples of one iteration, of all ranks: those that are computed, and those left out as no rank has room for them.
+    """Return the samples of one iteration over all ranks: those that are computed, and those that are left out.
 
-    Megatron leaves some out where a batch cannot be dealt out evenly (``--decrease-batch-size-if-needed``).
+    Megatron leaves some out if a batch cannot be divided evenly (``--decrease-batch-size-if-needed``).
     """
     calculator = _calculator()
     if calculator is not None:
@@ -94,28 +94,46 @@ def _batch_size(args: Any) -> tuple[int, int]:
     return int(getattr(args, "global_batch_size", 0) or 0), 0
 
 
+def samples_after(steps: int, batch_size: int) -> int:
+    """Return the samples that the first ``steps`` iterations have consumed, and set the size of the next batch.
+
+    Args:
+        steps: finished iterations.
+        batch_size: samples of an iteration, where batches do not grow (``--rampup-batch-size``).
+    """
+    calculator = _calculator()
+    if calculator is None:
+        return steps * batch_size
+    consumed = 0
+    for _ in range(steps):  # how far the batches have grown depends on what was consumed before
+        calculator.update_num_microbatches(consumed, consistency_check=False)
+        consumed += int(calculator.get_current_running_global_batch_size())
+    calculator.update_num_microbatches(consumed, consistency_check=False)
+    return consumed
+
+
 def _resize_batches(args: Any) -> None:
-    """The number of microbatches follows the samples consumed where batches grow."""
+    """Set the number of microbatches by the consumed samples, because batches may grow during training."""
     calculator = _calculator()
     if calculator is not None:
         calculator.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
 
 def _calculator() -> Any:
-    """Megatron's module that knows the size of a batch; None: the program has not set it up."""
+    """Return Megatron's module that knows the size of a batch; None: the program has not set it up."""
     module = sys.modules.get("megatron.core.num_microbatches_calculator")
     return module if getattr(module, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None else None
 
 
 class TrackedStreams:
-    """The named random streams of Megatron's tracker, which every rank has for itself."""
+    """An extra state of this rank: the named random streams of Megatron's tracker."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of them, and for which place in the model they are."""
+        """Return all streams, and the place in the model to which they belong."""
         return {"place": _place(), "streams": {name: _bytes_of(state) for name, state in _tracker_states().items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put them back; in another place of the model they are left as this job has made them from its seed."""
+        """Restore the streams; at another place in the model they stay as this job has made them from its seed."""
         if list(state["place"]) != _place():
             log.warning(
                 "the job that saved was laid out otherwise: Megatron's random streams are those this job began with"
@@ -145,7 +163,7 @@ def _bytes_of(state: Any) -> Tensor:
 
 
 def _place() -> list[int]:
-    """Sizes and coordinates of this rank in the model."""
+    """Return this rank, the world size, and the sizes of the kinds of parallelism."""
     from megatron.core import parallel_state as state
 
     return [

@@ -1,8 +1,8 @@
-"""Which ranks hold the same: every rank says what it holds, and those that hold the same are replicas.
+"""Finds the replica groups: every rank announces what it holds, and ranks that hold the same are replicas.
 
-What a rank holds of an optimizer is a list of boxes of the checkpoint's tensors; a digest of it is gathered from every
-rank. So nothing here depends on how Megatron builds its process groups, on its order of ranks, or on which kinds of
-parallelism there are. With several instances of the distributed optimizer, stretches come out equal and make replicas.
+What a rank holds of an optimizer is a list of boxes of the checkpoint's tensors; a digest of this list is gathered from
+every rank. So nothing here depends on how Megatron builds its process groups, on its order of ranks, or on which kinds
+of parallelism there are. With several instances of the distributed optimizer, their ranges are equal and make replicas.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.core.layout import Layout, Rank, Shard
 
 IDLE = Shard("nothing")
-"""Held by every rank; there because some rank holds nothing else (padding only), and a layout has no such ranks."""
+"""An empty shard that every rank holds. It exists if a rank holds only padding: in a layout each rank holds a shard."""
 
 
 def announce(inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
-    """The layout of the job, and the shard of each of these optimizers.
+    """Return the layout of the job, and the shard of each of these optimizers.
 
-    All ranks call it at the same point of their programs.
+    A collective call: all ranks make it at the same point of their programs.
     """
     mine = [[_name(inner), _digest(inner)] for inner in inners if not inner.empty]
     everyone = [json.loads(data) for data in gather_bytes(json.dumps(mine).encode())]
@@ -40,7 +40,7 @@ def announce(inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
 
 
 def _named(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Shard]:
-    """Names by place in the model; where several have one place, numbered in the order of their lowest ranks."""
+    """Name shards by their place in the model; shards of one place are numbered in the order of their lowest ranks."""
     count: dict[str, int] = {}
     named: dict[tuple[str, str], Shard] = {}
     for name, digest in keys:
@@ -50,7 +50,7 @@ def _named(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Shard]:
 
 
 def _name(inner: Inner) -> str:
-    """For people: where in the model it is."""
+    """Return a readable name for the shard of an optimizer: its place in the model."""
     from megatron.core import parallel_state as state
 
     parts = [inner.kind]

@@ -1,14 +1,14 @@
-"""Checkpoints of ``ReplicatedOptimizer``: what ``mindio_ttp.megatron_ttp`` calls saving, renaming and loading. ::
+"""Saves, renames and loads checkpoints of ``ReplicatedOptimizer``, by functions that ``mindio_ttp`` names. ::
 
     <save>/iter_0000012/mp_rank_00/shard_0_of_2.pt     weights in fp32, moments and hyperparameters of a shard
                                    shard_0_of_2.json   its size and digest, written when it is durable
-                                   common.pt           random streams, scheduler, loss scale, what is not trained
+                                   common.pt           random streams, scheduler, loss scale, untrained tensors
     <save>/latest_checkpointed_iteration.txt           as Megatron writes it
 
 Every chosen rank writes its own shard, on a thread of the processor and without a collective: the training threads may
-hang in one. Names ending in ``_tmp`` are drafts. The rename comes when all shards of all places in the model are there
-and durable. Loading verifies digests, never unpickles objects, and walks back to the newest checkpoint that every rank
-finds whole; shards are put together by name, so another number of data-parallel ranks may load them.
+hang in one. Names ending in ``_tmp`` are drafts. A draft is renamed when all shards of all places in the model are
+durable. Loading verifies digests, never unpickles objects, and walks back to the newest checkpoint that every rank
+finds whole; shards are merged by name, so another number of data-parallel ranks may load them.
 
 Random streams are those of the rank that wrote ``common.pt``: Megatron gives all data-parallel ranks the same ones.
 """
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ttp import session
 from ttp.adapters.megatron.optimizers import unchained
+from ttp.adapters.megatron.rank_state import samples_after
 from ttp.adapters.megatron.replicated_optimizer import ReplicatedOptimizer
 from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.errors import CheckpointError, ConfigError, UsageError
@@ -53,7 +54,7 @@ class SaveHandler:
         self._increment = 0
 
     def note_args(self, args: Any) -> None:
-        """The program has finished an iteration: how far its scheduler is by then."""
+        """Note how far the scheduler is when the program has finished an iteration; ``args``: see ``__call__``."""
         iteration, _, _, scheduler = args
         if scheduler is None:
             return
@@ -66,15 +67,15 @@ class SaveHandler:
 
         Args:
             save_rank: this rank.
-            rank_list: all that save, in the order of the shards.
+            rank_list: all ranks that save, in the order of the shards.
             args: ``(iteration, model, optimizer, opt_param_scheduler)``, as given to ``ttp_set_ckpt_args``.
-            step: finished updates of the state; None: as many as the optimizer has counted.
+            step: finished updates of the state; None: the optimizer's count.
 
         Returns:
             0.
 
         Raises:
-            OSError: the disk refused.
+            OSError: the storage failed.
             UsageError: the optimizer is no ``ReplicatedOptimizer``, or not at ``step``.
         """
         _, model, optimizer, scheduler = args
@@ -96,7 +97,7 @@ class SaveHandler:
         return state | {"scheduler": None if scheduler is None else self._scheduler(step, scheduler)}
 
     def _scheduler(self, step: int, scheduler: Any) -> dict[str, Any]:
-        """Its state after ``step``: a save may come between the update and the step of the scheduler."""
+        """Return the scheduler's state after ``step``: a save may come between the update and the scheduler's step."""
         state = dict(scheduler.state_dict())
         if self._noted is not None and step == self._noted[0] + 1 and scheduler.num_steps == self._noted[1]:
             if not self._increment:
@@ -109,21 +110,21 @@ ttp_save_checkpoint = SaveHandler()
 
 
 def rename_save_result(args: Any, *, step: int | None = None) -> int:
-    """Give the checkpoint that all have written its name.
+    """Rename the draft that all savers have written to the final name of the checkpoint.
 
     Args:
-        args: what ``ttp_set_ckpt_args`` was given, or the iteration.
-        step: finished updates of the state; None: as ``args`` say.
+        args: the arguments of ``ttp_set_ckpt_args``, or the iteration.
+        step: finished updates of the state; None: taken from ``args``.
 
     Returns:
-        0, or 1 when it is not whole; the log says what lacks.
+        0; or 1 if the draft is not whole or the storage failed, and then the log says why.
     """
     root = save_directory()
     if step is None:
         step = args if isinstance(args, int) else replicated(args[2]).current_step
     draft, final = _iteration_dir(root, step, draft=True), _iteration_dir(root, step)
     if final.exists() and not draft.exists():
-        return 0  # asked again
+        return 0  # renamed by an earlier call
     try:
         _check_whole(draft, _model_places(), quick=True)
         draft.rename(final)
@@ -136,13 +137,13 @@ def rename_save_result(args: Any, *, step: int | None = None) -> int:
 
 
 def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None, *_: Any, **__: Any) -> int:
-    """Put the newest checkpoint that all ranks find whole into model, optimizer and scheduler.
+    """Load the newest checkpoint that all ranks find whole into model, optimizer and scheduler. A collective call.
 
     Returns:
-        Its iteration; 0 when there is none.
+        Its iteration; 0: there is none.
 
     Raises:
-        CheckpointError: it is of another model.
+        CheckpointError: the checkpoint belongs to another model.
     """
     own = replicated(optimizer)
     root = save_directory(loading=True)
@@ -167,7 +168,7 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None,
 
 
 def replicated(optimizer: Any) -> ReplicatedOptimizer:
-    """The one below ``optimizer``.
+    """Return the ``ReplicatedOptimizer`` in ``optimizer``.
 
     Raises:
         UsageError: there is none, or there are several.
@@ -181,14 +182,14 @@ def replicated(optimizer: Any) -> ReplicatedOptimizer:
     return found[0]
 
 
-# -------------------------------------------------------------------------------------------------------------- places
+# --------------------------------------------------------------------------------------------------------------- paths
 
 
 def save_directory(*, loading: bool = False) -> Path:
-    """Where Megatron's arguments say; where the program has none, ``TTP_SAVE_DIR``.
+    """Return the directory of checkpoints: ``TTP_SAVE_DIR``, or else Megatron's ``--save`` (``--load`` when loading).
 
     Raises:
-        ConfigError: neither says it.
+        ConfigError: none of them is set.
     """
     given = session.current().config.save_dir
     args = _megatron_args()
@@ -209,7 +210,7 @@ def _megatron_args() -> Any:
 def _tell_counters(step: int) -> None:
     args = _megatron_args()
     if args is not None and getattr(args, "global_batch_size", None):
-        args.consumed_train_samples = step * args.global_batch_size
+        args.consumed_train_samples = samples_after(step, args.global_batch_size)
 
 
 def _iteration_dir(root: Path, step: int, *, draft: bool = False) -> Path:
@@ -217,7 +218,7 @@ def _iteration_dir(root: Path, step: int, *, draft: bool = False) -> Path:
 
 
 def _place(directory: Path) -> Path:
-    """Of this rank, as Megatron names it."""
+    """Return this rank's subdirectory, with Megatron's name for its place in the model."""
     tensor, pipeline = parallel_state.get_tensor_model_parallel_rank(), ""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         pipeline = f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
@@ -245,7 +246,7 @@ def _plain(value: Any) -> bool:
 
 
 def _fixed(model: Any, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Frozen parameters and buffers."""
+    """Yield frozen parameters and buffers, by name."""
     for number, chunk in enumerate(model if isinstance(model, (list, tuple)) else [model]):
         for name, value in (*chunk.named_parameters(), *chunk.named_buffers()):
             if f"{number}.{name}" not in trained and value is not None:
@@ -266,11 +267,11 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def _check_whole(directory: Path, places: int | None = None, *, quick: bool = False) -> None:
-    """See that all is there; ``quick``: without reading it.
+    """Check that a checkpoint is whole; ``quick``: by names and sizes, without recomputing digests.
 
     Raises:
-        CheckpointError: something lacks or is damaged.
-        OSError: it cannot be read.
+        CheckpointError: files are missing or damaged.
+        OSError: a file cannot be read.
     """
     found = sorted(directory.glob("mp_rank_*"))
     if not found or places not in (None, len(found)):
@@ -295,7 +296,7 @@ def _check_file(path: Path, quick: bool) -> None:
 
 
 def _agree(root: Path) -> int:
-    """The newest step that every rank finds whole; 0: none. All ranks of the job call it."""
+    """Return the newest step that every rank finds whole; 0: none. A collective call of all ranks of the job."""
     bound = sys.maxsize
     while True:
         mine = _newest_whole(root, bound)
@@ -351,7 +352,7 @@ def _at(value: Any, main: Tensor) -> Any:
 
 
 def _group(number: int, shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Hyperparameters; a shard without parameters of a group has not counted its steps."""
+    """Return a group's hyperparameters, from the shard that has counted the most steps: empty groups do not count."""
     versions = [shard["groups"][number] for shard in shards if number < len(shard["groups"])]
     counted = [v for v in versions if "step" in v]
     merged = dict(max(counted, key=lambda v: float(v["step"])) if counted else versions[0] if versions else {})

@@ -1,13 +1,14 @@
 """Megatron's ZeRO-1 with copies: ``dp // 2`` shards of the optimizer's state, each on two data-parallel ranks.
 
-For programs written for ``mindio_ttp.megatron_ttp.ReplicatedOptimizer``: it is put where Megatron has its
-``DistributedOptimizer``, and takes the same arguments. Gradients are reduced over the whole data-parallel group (let
-``DistributedDataParallelConfig.use_distributed_optimizer`` be False), the two copies of a shard get the same ones and
-make the same update, and the ranks of a block bring each other the parameters that they updated. Who holds what is
-``ttp.adapters.torch.sharding.partition``; where the group is odd the rank that is left over joins the last block.
+It is for programs written for ``mindio_ttp.megatron_ttp.ReplicatedOptimizer``: it replaces Megatron's
+``DistributedOptimizer`` and takes the same arguments. Gradients are reduced over the whole data-parallel group
+(``DistributedDataParallelConfig.use_distributed_optimizer`` has to be False), the two copies of a shard get the same
+gradients and make the same update, and the ranks of a block send each other the parameters that they updated.
+``ttp.adapters.torch.sharding.partition`` says which rank holds what; in an odd group the last rank joins the last
+block.
 
-A rank's update is finished when the inner optimizer's ``step()`` is; what the exchange after it writes are parameters
-of other shards, so a rank that dies in it leaves nobody torn.
+A rank's update is finished when the inner optimizer's ``step()`` is. The exchange after it writes only to parameters of
+other shards, so the death of a rank in it leaves no copy torn.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ COPIES = 2
 
 
 class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
-    """See above. All parameters of a model are given to it; it keeps the state of one shard of them.
+    """A Megatron optimizer that gets all parameters of a model and keeps the state of one shard of them.
 
     Args:
-        optimizer: the plain one, of all parameters; those of other shards are taken out of it.
-        config: Megatron's.
-        grad_scaler: Megatron's, or None.
-        init_state_fn: as Megatron calls it.
-        model_chunks: what is trained, for the names in checkpoints.
-        data_parallel_group: the copies of the model; None: Megatron's, all of it. Megatron gives its part of an
-            instance; it is not looked at.
-        **megatron: what else Megatron gives its ``DistributedOptimizer``; not needed.
+        optimizer: the plain optimizer of all parameters; those of other shards are removed from it.
+        config: Megatron's ``OptimizerConfig``.
+        grad_scaler: Megatron's scaler, or None.
+        init_state_fn: the function of this name in Megatron's optimizers.
+        model_chunks: the trained model chunks, for the names in checkpoints.
+        data_parallel_group: ignored; Megatron's whole data-parallel group is used.
+        **megatron: further arguments of Megatron's ``DistributedOptimizer``; ignored.
 
     Raises:
-        ConfigError: the data-parallel group has less than two ranks, or the model reduces gradients in parts.
+        ConfigError: the data-parallel group has less than two ranks, the model reduces gradients in parts, or a setting
+            of ``config`` is not supported.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
     # ----------------------------------------------------------------------------------------------------- the update
 
     def increase_step(self) -> None:
-        """The program says that the inner optimizer has made one more update."""
+        """Count one more update, and remember the random streams. The program calls it after each update."""
         self.current_step += 1
         self.note_streams()
 
@@ -111,18 +112,18 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         self.streams |= {"tracked": self._tracked.state_dict()}
 
     def restore_streams(self, streams: dict[str, Any]) -> list[str]:
-        """Put back what ``note_streams`` noted; notes on what this process does not have."""
+        """Restore streams that ``note_streams`` has remembered. Returns notes on those that this process lacks."""
         notes = self._streams.restore(streams["random"].numpy().tobytes())
         here = self._tracked.state_dict()["place"]  # ranks of one place in the model draw the same numbers
         self._tracked.load_state_dict({**streams["tracked"], "place": here})
         return notes
 
     def get_grad_stats_parallel_group(self) -> Any:
-        """Every rank has all gradients: statistics go over the model-parallel ranks only."""
+        """Return the model-parallel group: every rank has all gradients, so statistics need no other ranks."""
         return parallel_state.get_model_parallel_group()
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Of all shards, in the order in which the plain optimizer would have them."""
+        """Return the gradients of all shards, in the order in which the plain optimizer would have them."""
         tp = getattr(self, "tp_group", None)
         unshared = (
             p
@@ -141,14 +142,14 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         return grad.float() * self.grad_scaler.inv_scale
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Also where no parameter fell to this rank: the others wait for it."""
+        """Clip the gradients; without parameters, just compute the norm with the others, who wait for this rank."""
         if self.get_parameters():
             return float(super().clip_grad_norm(clip_grad))
         group = self.get_grad_stats_parallel_group()
         return float(get_grad_norm_fp32(self.get_main_grads_for_grad_norm(), grad_stats_parallel_group=group))
 
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
-        """What is not finite in one shard stops the update of all."""
+        """Unscale the gradients; a value that is not finite in one shard stops the update of all shards."""
         super()._unscale_main_grads_and_check_for_nan()
         dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=self.data_parallel_ranks)
         return bool(self.found_inf.item() > 0)
@@ -161,16 +162,16 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
 
     @property
     def held(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """By name: parameters of this rank's shard, and the fp32 copies that are updated for them."""
+        """For each name in this rank's shard: the parameter, and the fp32 copy that is updated for it."""
         return {self.names[parameter]: (parameter, main) for parameter, main in self._main.items()}
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """Parameters of all shards by name."""
+        """The trained parameters of all shards, by name."""
         return {self.names[p]: p for p in chain.from_iterable(self._trained)}
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> Any:
-        """Not in Megatron's distributed format.
+        """Refuse to save in Megatron's distributed format.
 
         Raises:
             ConfigError: always.

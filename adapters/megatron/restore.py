@@ -1,7 +1,8 @@
-"""Puts a checkpoint back into a live Megatron model and its optimizers, bit for bit, in whatever layout they are.
+"""Loads a checkpoint into a live Megatron model and its optimizers, bit for bit, in any layout.
 
-Every rank asks for the boxes that it holds, and finds them in whatever boxes were written: another number of tensor or
-pipeline parallel ranks asks for other boxes of the same tensors. Nothing is communicated and nothing is unpickled.
+Every rank looks for the boxes that it holds, and finds their elements in any boxes that were written: with another
+number of tensor or pipeline parallel ranks it looks for other boxes of the same tensors. Nothing is communicated or
+unpickled.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MAIN_KEYS = ("param", "fp32_param")
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A box of a tensor of the checkpoint, and where its elements go."""
+    """A wanted box of a checkpoint's tensor, and the tensor into which its elements are copied."""
 
     key: str
     part: CheckpointBox
@@ -43,15 +44,16 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
     """Load weights, fp32 copies and moments, in place.
 
     Args:
-        path: the checkpoint; its digests have been verified.
-        manifest: of it.
+        path: the directory of the checkpoint, whose digests have been verified.
+        manifest: its manifest.
         held: what this rank holds.
 
     Returns:
-        what is equal on all ranks; the caller puts the rest of it back.
+        The job state, which is equal on all ranks; the caller restores scheduler and param groups from it.
 
     Raises:
-        CheckpointError: it belongs to another model (then nothing has been changed), or a piece cannot be read.
+        CheckpointError: the checkpoint belongs to another model (then nothing has been changed), or a piece cannot be
+            read.
     """
     job = read_job_state(path, manifest.pieces)
     if job.version != manifest.version or JOB_KEY not in job.extra:
@@ -68,7 +70,7 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
 
 
 def items_by_key(manifest: Manifest) -> dict[str, list[IndexEntry]]:
-    """What there is in a checkpoint."""
+    """Return the entries of a checkpoint, by the name of the tensor."""
     saved: dict[str, list[IndexEntry]] = {}
     for item in items_of(manifest.pieces):
         saved.setdefault(item.key, []).append(item)
@@ -76,20 +78,20 @@ def items_by_key(manifest: Manifest) -> dict[str, list[IndexEntry]]:
 
 
 def restore_groups(held: Held, job: JobState) -> None:
-    """Put the hyperparameters of the version back, and Adam's count of steps where it is among them.
+    """Restore the hyperparameters of the version, and Adam's count of steps if it is among them.
 
-    After the scheduler: loading it changes them, to values that need not be those of the version.
+    Call it after the scheduler was loaded, because loading sets values that need not be those of the version.
     """
     for inner in held.inners:
         groups = [group for each in _saved_of(inner, job) for group in each["groups"]]
         _install_groups(inner.optimizer.param_groups, groups)
 
 
-# ------------------------------------------------------------------------------------------------------- what is wanted
+# --------------------------------------------------------------------------------------------------------- wanted boxes
 
 
 def _weights(held: Held) -> Iterable[Want]:
-    """All of the model's tensors here, as it computes with them; a copy for tensor parallelism too."""
+    """Yield the boxes of all tensors of this rank's model, also of copies that tensor parallelism keeps."""
     for described in held.geometry.tensors.values():
         memory = described.tensor.detach().view(-1)
         for part in described.whole:
@@ -99,7 +101,7 @@ def _weights(held: Held) -> Iterable[Want]:
 def _moments(
     inner: Inner, saved: Mapping[str, Sequence[IndexEntry]], wants: list[Want]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Room for the optimizer's state of each parameter; what goes there is added to ``wants``."""
+    """Allocate the optimizer's state of each parameter; the boxes to load there are added to ``wants``."""
     fresh: dict[Tensor, dict[str, Tensor]] = {}
     for holding in inner.holdings:
         main_key = _main_key(holding, saved)
@@ -116,13 +118,13 @@ def _moments(
 
 
 def _main_key(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> str:
-    """Before the name of a parameter that of its fp32 copy; nothing: the weight itself is all there is."""
+    """Return the prefix that makes a parameter's name that of its fp32 copy; empty: only the weight was saved."""
     names = (f"{STATE_PREFIX}{key}." for key in _MAIN_KEYS)
     return next((name for name in names if name + holding.described.views[0].key in saved), "")
 
 
 def _state_names(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> list[str]:
-    """What the checkpoint keeps for a parameter: ``exp_avg`` and so on."""
+    """Return the names of the values that the checkpoint has for a parameter: ``exp_avg`` and so on."""
     end = "." + holding.described.views[0].key
     found = [key[len(STATE_PREFIX) : -len(end)] for key in saved if key.startswith(STATE_PREFIX) and key.endswith(end)]
     return [name for name in found if "." not in name and name not in _MAIN_KEYS]
@@ -151,12 +153,12 @@ def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Seque
 
 
 def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEntry]]) -> None:
-    """Put what the checkpoint has into all targets. Every stored box is read once, and only one at a time is in memory.
+    """Fill all targets from the checkpoint. Every stored box is read once, and only one at a time is in memory.
 
     Args:
-        path: the checkpoint.
-        wants: what goes where.
-        saved: what there is, by name.
+        path: the directory of the checkpoint.
+        wants: the wanted boxes and their targets.
+        saved: the entries of the checkpoint, by name.
 
     Raises:
         CheckpointError: a file cannot be read, or elements are missing.
@@ -183,7 +185,7 @@ def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEn
 def _check_filled(path: Path, wants: Sequence[Want], missing: Sequence[int]) -> None:
     for want, count in zip(wants, missing, strict=True):
         if count and want.part.flexible:
-            continue  # padding of a vocabulary, which is longer here
+            continue  # the vocabulary is padded to a larger size in this job
         if count:
             raise CheckpointError(f"{path}: {count} elements of {want.key} are in none of its pieces")
 
@@ -192,13 +194,13 @@ def _check_filled(path: Path, wants: Sequence[Want], missing: Sequence[int]) -> 
 
 
 def _saved_of(inner: Inner, job: JobState) -> Sequence[Mapping[str, Any]]:
-    """What was saved of optimizers of its kind; of any, where there was none."""
+    """Return the saved optimizers of the same kind; all saved ones if there is none of that kind."""
     saved: Sequence[Mapping[str, Any]] = job.extra[JOB_KEY]["optimizers"]
     return [each for each in saved if each["kind"] == inner.kind] or saved
 
 
 def _install(inner: Inner, states: dict[Tensor, dict[str, Tensor]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Moments, and the count of steps that torch's Adam has for each parameter."""
+    """Put in place the moments, and the count of steps that torch's Adam keeps for each parameter."""
     step = next((each["step"] for each in saved if each["step"] is not None), None)
     for main, values in states.items():
         inner.optimizer.state[main] = dict(values)
@@ -217,7 +219,7 @@ def _install_groups(live: Sequence[dict[str, Any]], groups: Sequence[Mapping[str
 
 
 def _step_tensor(step: float, main: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """One for each parameter: the optimizer counts in place."""
+    """Make a new tensor of the count of steps; each parameter needs its own, because the optimizer counts in place."""
     device = main.device if group.get("capturable") or group.get("fused") else "cpu"
     return torch.tensor(step, dtype=torch.float32, device=device)
 

@@ -1,7 +1,7 @@
-"""What one rank of a Megatron job writes: boxes of the tensors of a stock ``torch_dist`` checkpoint.
+"""Writes the state of one rank of a Megatron job, as boxes of the tensors of a stock ``torch_dist`` checkpoint.
 
-Weights are written from the fp32 copy that the update was made on, cast to the model's dtype. The parameters that the
-model computes with are never read: after the update they are brought together by an all-gather that may be torn.
+Weights are written from the fp32 copy that was updated, cast to the model's dtype. The parameters with which the model
+computes are never read: an all-gather, which may be torn, collects them after the update.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ STATE_PREFIX = "optimizer.state."
 
 @dataclass(frozen=True)
 class Held:
-    """All that a rank holds, found once.
+    """All state that a rank holds, found once.
 
     Args:
-        geometry: of its model.
+        geometry: the description of its model.
         inners: its plain optimizers, in the order of their steps.
-        shards: of each of them.
-        layout: of the job.
-        extra_states: of its modules.
-        rank_layout: of this rank, for the files of its shards; see ``rank_layout.rank_layout_text``.
+        shards: the shard of each of them.
+        layout: the replica groups of the job.
+        extra_states: the extra states of its modules.
+        rank_layout: the description of this rank for shard files; see ``rank_layout.rank_layout_text``.
     """
 
     geometry: Geometry
@@ -62,24 +62,24 @@ class Held:
 
     @property
     def stepping(self) -> tuple[Optimizer, ...]:
-        """Whose steps make an update."""
+        """The plain optimizers, whose steps make an update."""
         return tuple(inner.optimizer for inner in self.inners)
 
     def inner_of(self, shard: Shard) -> Inner | None:
-        """What is saved as ``shard``; None: it is empty."""
+        """Return the plain optimizer whose state is saved as ``shard``; None: the shard is empty."""
         return next((inner for inner, name in zip(self.inners, self.shards, strict=True) if name == shard), None)
 
 
 class MegatronSource(TorchSource):
-    """See ``StateSource``.
+    """The state source of a Megatron training; see ``StateSource`` for the contract.
 
     Args:
         chunks: the model of this rank, as one module.
-        names: of it.
-        optimizer: all inner optimizers, as one.
-        capture: of rank-local state.
-        extra: the user's objects, and Megatron's.
-        devices: where the state lies; none: on the host.
+        names: the names of its tensors.
+        optimizer: all inner optimizers, combined.
+        capture: captures the rank-local state.
+        extra: the user's objects of ``extra_state``, and Megatron's.
+        devices: the devices on which the state lies; empty: it lies on the host.
         held: what this rank holds.
         args: Megatron-LM's namespace, for stock checkpoints; or None.
     """
@@ -102,7 +102,7 @@ class MegatronSource(TorchSource):
         self.held = held
         self._args = args
         self.increment = 0
-        """By how much the scheduler was last stepped."""
+        """The increment with which the scheduler was last stepped, in samples."""
 
     # ------------------------------------------------------------------------------------------------------ the shards
 
@@ -118,8 +118,10 @@ class MegatronSource(TorchSource):
         return replace(job, extra=job.extra | {JOB_KEY: {"optimizers": optimizers, "increment": self.increment}})
 
     def _step(self, inner: Inner, version: Version) -> float | None:
-        """The count that torch's own Adam keeps for each parameter; those of Apex and of Transformer Engine, and of
-        Megatron's checkpoints, have one for all."""
+        """Return the count of steps that torch's Adam keeps for each parameter; None: the optimizer keeps no such one.
+
+        Apex, Transformer Engine and Megatron's checkpoints have one count for all parameters, in the param group.
+        """
         assert self._processor is not None
         for holding in inner.holdings:
             kept = inner.optimizer.state.get(holding.main, {})
@@ -131,7 +133,7 @@ class MegatronSource(TorchSource):
         return None
 
     def _state(self, pages: Pages, job: JobState, image: Image | None, shards: Sequence[Shard]) -> dict[str, Any]:
-        """What all shards are made of; ``_state_of`` picks."""
+        """Return the values from which ``_state_of`` makes the state of each shard."""
         assert self._processor is not None
         if image is None and not self.on_device and self._processor.gate.version != job.version:
             raise CheckpointError(f"this rank holds version {self._processor.gate.version}, not {job.version}")
@@ -156,7 +158,7 @@ class MegatronSource(TorchSource):
         return result | {key: tuple(chunks) for key, chunks in found.items()}
 
     def _fixed(self, inner: Inner, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Chunk]]:
-        """What is not trained; buffers as they were when the version was finished."""
+        """Yield the tensors that are not trained; buffers as they were when the version was finished."""
         captured = {id(live): buffers[name] for name, live in self._model.named_buffers() if name in buffers}
         for described in inner.fixed:
             memory = captured.get(id(described.tensor), described.tensor).detach().contiguous().view(-1)
@@ -164,7 +166,7 @@ class MegatronSource(TorchSource):
                 yield part.key, part.chunk(memory, 0)
 
     def _agreed(self) -> Callable[[StatePath], bool]:
-        """All but buffers, in which healthy replicas may differ."""
+        """Return a function that says whether replicas agree on an entry: all do but buffers, which may differ."""
         fixed = self.held.inners[0].fixed
         apart = {part.key for d in fixed if not isinstance(d.tensor, nn.Parameter) for part in d.whole}
         return lambda path: path[0] not in apart
@@ -173,13 +175,13 @@ class MegatronSource(TorchSource):
         return [list(_leaves_of(inner)) if (inner := self.held.inner_of(shard)) else [] for shard in shards]
 
     def finalise(self, directory: Path, order: Commit) -> list[Piece]:
-        """See ``StateSource``: with the files of Megatron's own formats."""
+        """See ``StateSource``: add ``.metadata`` and the files of Megatron's own format."""
         stock = write_stock_files(directory, order, self.held.inners, self._args)
         return [*super().finalise(directory, order), *stock]
 
 
 def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
-    """Weights, their fp32 copies and the optimizer's tensors of the stretches that this rank updates."""
+    """Yield weights, their fp32 copies and the optimizer's tensors of the ranges that this rank updates."""
     for holding in inner.holdings:
         if not holding.described.first:
             continue
@@ -197,7 +199,7 @@ def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
 
 
 def is_stretched(holding: Holding, value: Any) -> bool:
-    """Whether an optimizer's value has an element for each one of the stretch, and is no count."""
+    """Return whether an optimizer's value has one element for each of the range, so that it is no count."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == holding.end - holding.begin
 
 

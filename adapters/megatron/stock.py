@@ -1,7 +1,7 @@
-"""The files by which unmodified Megatron reads a checkpoint of ttp: ``metadata.json`` and ``common.pt``.
+"""Writes the files by which unmodified Megatron reads a checkpoint of ttp: ``metadata.json`` and ``common.pt``.
 
-The tensors need nothing: they have the names of Megatron's ``torch_dist`` format in its ``fully_reshardable`` form.
-Nothing of what is here is read by ttp itself.
+The tensors need no such files: they have the names of Megatron's ``torch_dist`` format in its ``fully_reshardable``
+form. ttp itself does not read these files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ttp.store.encoding import decode
 log = logging.getLogger("ttp.adapters.megatron")
 
 JOB_KEY = "megatron"
-"""Where in the job state the state of Megatron is that is equal on all ranks."""
+"""Key, in ``JobState.extra``, of Megatron's state that is equal on all ranks."""
 STOCK_KIND = "stock"
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -37,14 +37,23 @@ CONTENT = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
-"""What Megatron asks a checkpoint before it describes the state that it wants."""
+"""The content metadata that Megatron reads from a checkpoint before it describes the state that it wants."""
 
 
 def write_stock_files(draft: Path, order: Commit, inners: Sequence[Inner], args: Any) -> list[Piece]:
-    """Write both files, durably. What cannot be written is left out: ttp does not need it.
+    """Write both files, durably. If ``common.pt`` cannot be made, none is written: ttp does not need them.
+
+    Args:
+        draft: the directory of the checkpoint, with the pieces of ``order`` in it.
+        order: the order to commit.
+        inners: the plain optimizers of this rank.
+        args: Megatron-LM's namespace, or None.
+
+    Returns:
+        The files as pieces.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the storage failed.
     """
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     files = {"metadata.json": json.dumps(backend | {"common_backend": "torch", "common_backend_version": 1}).encode()}
@@ -68,7 +77,7 @@ def _saved(state: dict[str, Any]) -> bytes:
 
 
 def progress_of(draft: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Counters and loss scales of the version, which every rank has kept in its page; empty: all pages are lost."""
+    """Read counters and loss scales of the version, which every rank keeps in its page; empty: all pages are lost."""
     for rank in ranks_kept(pieces):
         local = read_local_state(draft, pieces, rank)
         if local is not None and PROGRESS in local.extra:
@@ -77,7 +86,7 @@ def progress_of(draft: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _common(job: JobState, progress: dict[str, Any], inners: Sequence[Inner], args: Any) -> dict[str, Any]:
-    """What is not cut into shards, as Megatron-LM's ``generate_state_dict`` has it."""
+    """Return the state that is not cut into shards, in the form of Megatron-LM's ``generate_state_dict``."""
     saved, scalers = job.extra[JOB_KEY]["optimizers"], iter(progress.get("scalers", ()))
     optimizers = [_optimizer(inner, each) for inner, each in zip(inners, saved, strict=True)]
     for inner, state in zip(inners, optimizers, strict=True):
@@ -100,7 +109,7 @@ def _common(job: JobState, progress: dict[str, Any], inners: Sequence[Inner], ar
 
 
 def _optimizer(inner: Inner, saved: dict[str, Any]) -> dict[str, Any]:
-    """The part of an optimizer's state that Megatron keeps in ``common.pt``; each kind has a form of its own."""
+    """Return the part of an optimizer's state that Megatron keeps in ``common.pt``; each kind has a form of its own."""
     groups, step = [dict(group) for group in saved["groups"]], saved["step"]
     if inner.main_key == "param":
         for group in groups:

@@ -22,12 +22,12 @@ def install(
     buddy: bool = False,
     training: Any = None,
 ) -> None:
-    """Protect what ``megatron.training.pretrain`` trains. Call it once, before ``pretrain``.
+    """Protect the training of ``megatron.training.pretrain``. Call it once, before ``pretrain``.
 
-    ``setup_model_and_optimizer`` of Megatron's training module registers what it has made, and restores the newest
-    checkpoint of ttp over what Megatron may have loaded: before data iterators are built from the samples consumed.
-    ``train`` is run under ``ttp_to_persist``. What was restored of random streams is put back when it begins: building
-    a data iterator has drawn from them, and an unbroken training did not do so there.
+    ``setup_model_and_optimizer`` of Megatron's training module is wrapped: it registers the objects that it has made,
+    and restores the newest checkpoint of ttp over what Megatron may have loaded, before data iterators are built from
+    the consumed samples. ``train`` is run under ``ttp_to_persist``. The restored random streams are set again when it
+    begins, because building a data iterator draws from them, which an unbroken training did not do at that point.
 
     Args:
         save_dir: see ``protect``; None: ``--save`` of Megatron, else ``checkpoints``.
@@ -44,20 +44,20 @@ def install(
 
 
 class _Streams:
-    """All random streams of this rank, as they were at one moment."""
+    """Keeps all random streams of this rank, as they were at one moment."""
 
     def __init__(self) -> None:
         self._rng: bytes | None = None
         self._tracked: dict[str, Any] = {}
 
     def keep(self) -> None:
-        """Those of now."""
+        """Keep the streams of this moment."""
         self._rng = b"".join(bytes(part) for part in RngState().capture())
         tracked = TrackedStreams().state_dict()
         self._tracked = tracked | {"streams": {name: state.clone() for name, state in tracked["streams"].items()}}
 
     def put_back(self) -> None:
-        """The kept ones, once."""
+        """Set the streams to the kept ones, at the first call only."""
         if self._rng is not None:
             TrackedStreams().load_state_dict(self._tracked)
             RngState().restore(self._rng)

@@ -1,4 +1,4 @@
-"""MindSpore: the power-off checkpoint, and what can be made of checkpoints. See docs/mindspore.md.
+"""MindSpore: the power-off checkpoint, and tools for its checkpoint files. See docs/mindspore.md.
 
 MindSpore is imported when a name is first used; torch never is.
 """

@@ -1,4 +1,4 @@
-"""One MindSpore training: its network and optimizer, registered by a callback, ``restore`` or ``wrap_optimizer``."""
+"""The adapter for one MindSpore training, registered by a callback, ``restore`` or ``wrap_optimizer``."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ NEWER = (
 
 
 class MindSporeAdapter:
-    """See ``ttp.session.Adapter``.
+    """The adapter for MindSpore; see ``ttp.session.Adapter`` for the contract.
 
     Args:
-        network: all that is trained, the optimizer's state included: ``Model.train_network``, or the network itself.
-        optimizer: wrapped.
+        network: the cell with everything that is trained and the optimizer's state: ``Model.train_network``, or the
+            network itself.
+        optimizer: the optimizer, as an ``OptTTPWrapper``.
         replicas: see ``layout_of``.
         strategy: see ``layout_of``.
         compiled: see ``layout_of``.
@@ -92,19 +93,21 @@ class MindSporeAdapter:
         self._driven = False
         self._updated = False
         self.position = Position()
-        """Where in the data the last finished version was finished, or where the running step will be."""
+        """The position in the data at which the last version was finished, or at which the running step will end."""
         self._begins_with: Version | None = None
+        self.between_trainings = contextlib.ExitStack()
+        """What ends when the next ``Model.train`` begins: no hang is seen where nobody trains."""
 
     @property
     def source(self) -> MindSporeSource:
-        """What the processor saves from."""
+        """The source that the processor calls to save the state."""
         return self._source
 
     def layout(self, world_size: int) -> Layout:
-        """The replica groups.
+        """Find the replica groups.
 
         Raises:
-            ConfigError: they cannot be told, or the job has none; the text says what to change.
+            ConfigError: they cannot be found, or the job has none; the text says what to change.
         """
         check_world(world_size)
         known = self._compiled or getattr(self.network, "parameter_layout_dict", None)
@@ -113,7 +116,7 @@ class MindSporeAdapter:
         return found
 
     def says(self, replicas: RankGroups | None, strategy: str | Path | None) -> None:
-        """What a callback knows of the layout and ``restore`` did not."""
+        """Take over what a callback knows of the layout and ``restore`` did not; None: nothing. See ``layout_of``."""
         self._replicas = replicas if replicas is not None else self._replicas
         self._strategy = strategy if strategy is not None else self._strategy
 
@@ -132,7 +135,7 @@ class MindSporeAdapter:
             self._barrier = UpdateBarrier(env.rank, env.world_size, host, processor, gather, processor.config)
 
     def detach(self) -> None:
-        """Report nothing any more."""
+        """Stop reporting updates."""
         if self._barrier is not None:
             self._barrier.close()
             self._barrier = None
@@ -145,11 +148,11 @@ class MindSporeAdapter:
 
     @property
     def begun(self) -> bool:
-        """Whether somebody has said which version training begins with."""
+        """Whether it is known with which version training begins."""
         return self._begins_with is not None
 
     def begin(self, version: Version, position: Position) -> None:
-        """Training goes on from ``version``, whoever has loaded it. Training thread, and not while a graph runs."""
+        """Note that training goes on from ``version``, which is loaded. Training thread, and not while a graph runs."""
         self._begins_with, self.position = version, position
         processor = self._processor
         if processor is None:
@@ -160,15 +163,16 @@ class MindSporeAdapter:
         self._capture.capture(version, position, final=True)
 
     def begin_by_hand(self, position: Position, said: int, made: int = 0) -> None:
-        """Training begins, and ``restore`` has loaded nothing: the program itself may have.
+        """Note that training begins after ``restore`` has loaded nothing; the program itself may have loaded a state.
 
-        The version is what the optimizer has counted, if its state was loaded; else what somebody ``said``. It never
-        falls behind what this process has reached before, so that what it saves next is never taken for older.
+        The version is the optimizer's count, if its state was loaded; else the number that the program ``said``. It is
+        never less than the version that this process has reached before, so that its next checkpoint does not count as
+        older.
 
         Args:
-            position: in the data, now.
-            said: steps made before, by the program's word; 0: it said nothing.
-            made: updates that this training has made before the job was joined, at most.
+            position: the position in the data, now.
+            said: steps made before, as the program said; 0: it said nothing.
+            made: the most updates that this training has made before it joined the job.
         """
         counted = int(self.version)
         before = max(counted - made, 0)
@@ -179,7 +183,7 @@ class MindSporeAdapter:
             _warn_of_newer(self._processor.save_dir, version)
 
     def step_done(self) -> None:
-        """A version is finished with the optimizer's last write; ``ttp.step_done`` changes nothing here."""
+        """Do nothing: with MindSpore a version ends with the optimizer's last write, not with ``ttp.step_done``."""
 
     # ------------------------------------------------------------------------------------------- the training thread
 
@@ -192,9 +196,9 @@ class MindSporeAdapter:
             log.error(LEFT, processor.gate.version)
             processor.leave_update()
         left = processor.gate.left
-        version = processor.gate.version + left  # what was left half made has used up its number
+        version = processor.gate.version + left  # an update that was left half made has used up its number
         self._capture.capture(version + 1, self._here(version + 1), final=False)
-        if self._preimage is not None and not left:  # and is nothing to go back to
+        if self._preimage is not None and not left:  # nobody can go back to a half-made update
             self._preimage.take(version)
         processor.mark += 1
         if self._barrier is not None:
@@ -216,7 +220,7 @@ class MindSporeAdapter:
         processor.end_update()
 
     def step_begins(self, position: Position) -> None:
-        """``Model.train`` makes the step that ends at ``position``."""
+        """Note that ``Model.train`` begins the step that ends at ``position``."""
         self._driven, self._updated = True, False
         self.position = position
         processor = self._processor
@@ -225,7 +229,7 @@ class MindSporeAdapter:
             self._capture.capture(processor.gate.version + 1, position, final=False)
 
     def step_ends(self) -> None:
-        """The step is over, with or without an update."""
+        """Note that the step of ``Model.train`` is over, with or without an update."""
         processor = self._processor
         if processor is None:
             return
@@ -235,24 +239,24 @@ class MindSporeAdapter:
         self._source.in_step = False
 
     def _here(self, version: int) -> Position:
-        """Without ``Model.train`` an update is a step."""
+        """Return the position of ``version`` in the data; without ``Model.train`` each update counts as a step."""
         return self.position if self._driven else Position(step=version)
 
     def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
-        """Ranks of MindSpore wait for nobody before they join; the launcher sees this one's exit code."""
+        """Do nothing: no rank waits for others before it joins, and the launcher sees this rank's exit code."""
 
     # --------------------------------------------------------------------------------------------------- restoring
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
-        """What this rank finds. Without ttp nobody compares: ``save_dir`` is to be seen by all ranks."""
+        """Choose a checkpoint by this rank alone. Without ttp ranks cannot compare: all must see one ``save_dir``."""
         return agree([RestoreView(Rank(0), found, skipped)])
 
     def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
-        """Put a checkpoint that was verified into the network and the optimizer.
+        """Load a verified checkpoint into the network and the optimizer.
 
         Raises:
-            CheckpointError: it belongs to another network or another layout, or cannot be read. Nothing has been
-                changed then.
+            CheckpointError: the checkpoint belongs to another network or another layout, or cannot be read. Nothing has
+                been changed then.
         """
         manifest = Manifest.load(checkpoint)
         for note in load_into(self._memory, self._capture, checkpoint, manifest, rank, world_size):
@@ -269,14 +273,14 @@ class MindSporeAdapter:
 
     @property
     def version(self) -> Version:
-        """Finished updates, as the optimizer counts them. Not while a graph runs."""
+        """The number of finished updates, as the optimizer counts them. Do not read it while a graph runs."""
         return Version(int(self.optimizer.global_step.asnumpy().item()))
 
     def loaded_by(self, load: Callable[[], Any]) -> Version:
-        """Let the program's ``ckpt_load_fn`` find the state; returns its version.
+        """Load the state that the program's ``ckpt_load_fn`` finds; returns its version.
 
         Raises:
-            UsageError: it did not return a dict with ``step_num``.
+            UsageError: the function did not return a dict with ``step_num``.
         """
         found = load()
         values = found[0] if isinstance(found, tuple) else found
@@ -292,7 +296,7 @@ class MindSporeAdapter:
 
 
 def _warn_of_newer(save_dir: Path, version: Version) -> None:
-    """What is saved under a lower number than what is there counts as older: nobody would restore it."""
+    """Warn if ``save_dir`` has a newer version: what is saved now counts as older, and is not restored."""
     with contextlib.suppress(OSError):
         newest = max((parse_checkpoint_name(path.name) or 0 for path in save_dir.iterdir()), default=0)
         if newest > version:

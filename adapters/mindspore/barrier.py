@@ -1,19 +1,22 @@
 """A barrier of all ranks between the reduced gradients and the update, for layouts of several slices.
 
 With one slice any replica will do, and no barrier is needed. With several, the ranks of one slice could begin an update
-whose gradients those of another never get; then no version is whole in every slice (docs/concepts.md). Behind the
+whose gradients those of another never get; then no version is whole in every slice (docs/concepts.md). After the
 barrier every rank holds its final gradients.
 
-A collective of MindSpore cannot be left once it hangs, and whoever hangs there with its gradients can neither make the
-update (redo) nor say that it could. So ranks meet over streams of their own, and look at the gate while they wait: who
-is frozen stands at the gate there, and may be told to make the update without the others. Who hears that a peer is gone
-reports it and does the same.
+A collective of MindSpore cannot be left once it hangs, and a rank that hangs there with its gradients can neither make
+the update (redo) nor report that it could. So ranks meet over streams of their own, and look at the gate while they
+wait: a rank that is frozen in the barrier counts as standing at the gate, and may be told to make the update without
+    the
+others. A rank that hears that a peer is gone reports this and waits for the same order.
 
-The meeting is a dissemination barrier: in round k a rank tells the one 2^k behind it, and hears from the one 2^k before
-it. Whoever has heard in every round knows that all have come; that takes log2(ranks) small messages from each.
+The meeting is a dissemination barrier: in round k a rank tells the rank 2^k after it, and hears from the rank 2^k
+before it. A rank that has heard in every round knows that all have come; that takes log2(ranks) small messages from
+each.
 
-The streams are gRPC's, behind the same door as every service of the job (``ttp.wire.access``). Besides, who comes has
-to say what the called rank has told the others in this launch: a rank of an older one is sent away.
+The streams are gRPC's, with the same access checks as every service of the job (``ttp.wire.access``). In addition, a
+caller has to know the secret that the called rank gave to the others in this launch: ranks of an older launch are
+refused.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import grpc
 from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
+from ttp.inbox import Inbox
 from ttp.processor.gate.gate import Gate
 from ttp.wire import access, tls
 from ttp.wire.address import target
@@ -40,44 +44,44 @@ from ttp.wire.v1 import barrier_pb2 as pb
 from ttp.wire.v1 import barrier_pb2_grpc as rpc
 
 LOOK_MS = 1
-"""Between two looks at the gate while nothing is heard."""
+"""Milliseconds between two looks at the gate while nothing is heard."""
 FREEZE_S = 30.0
-"""How long a rank whose barrier broke waits to be frozen. Outlasts the loss of a controller."""
+"""How long, in seconds, a rank whose barrier broke waits to be frozen. Outlasts the loss of a controller."""
 CONNECT_S = 120.0
-"""How long ranks that have told their addresses may take to connect."""
+"""How long, in seconds, ranks may take to connect after they have exchanged their addresses."""
 SPARE_THREADS = 8
-"""For those that come and are sent away."""
+"""Threads for callers that are refused."""
 GONE = "a rank is gone"
 
 _RECORD = struct.Struct("!64sH16s")
-"""Host, port, and what is to be said there."""
+"""The record that ranks exchange: host, port, and the secret that callers have to send."""
 
 Gather = Callable[[bytes], Sequence[bytes]]
-"""What every rank gives, in the order of the ranks; all of them call it at the same time."""
+"""A collective function that takes this rank's record and returns those of all ranks, in the order of the ranks."""
 
 
 class Frozen(Protocol):
-    """The processor, as the barrier needs it."""
+    """The part of the processor that the barrier uses."""
 
     gate: Gate
 
     def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
-        """This rank cannot train on."""
+        """Report to the controller that this rank cannot train on."""
 
 
 class UpdateBarrier:
-    """To be made by all ranks at the same point of their programs.
+    """The barrier before an update. All ranks construct it at the same point of their programs.
 
     Args:
-        rank: this one.
-        world_size: ranks of the job; all of them take part.
-        host: address of this host for the others.
-        processor: of this rank.
+        rank: this rank.
+        world_size: number of ranks of the job; all of them take part.
+        host: address of this host for the other ranks.
+        processor: the processor of this rank.
         gather: see ``Gather``.
-        config: where this rank listens, and what it asks whoever calls.
+        config: says where this rank listens, and which token and certificates callers need.
 
     Raises:
-        ConfigError: the ranks cannot reach each other; the text says what to look at.
+        ConfigError: the ranks cannot reach each other; the text says what to check.
     """
 
     def __init__(
@@ -105,10 +109,10 @@ class UpdateBarrier:
             raise
 
     def wait(self) -> None:
-        """Return when every rank holds its final gradients, or this one is to make the update without them.
+        """Return when every rank holds its final gradients, or when this rank is to make the update without the others.
 
         Raises:
-            RuntimeError: a rank is gone, and nobody came to the rescue: like any collective of the program.
+            RuntimeError: a rank is gone and no rescue came; a collective of the program would raise the same.
         """
         gate = self._processor.gate
         self._count, self._told = self._count + 1, 0
@@ -123,7 +127,7 @@ class UpdateBarrier:
         self._leave()
 
     def close(self) -> None:
-        """Who comes to the barrier later finds it broken."""
+        """Close the streams. Ranks that come to the barrier later find it broken."""
         for told in self._to:
             told.close()
         self._from.close()
@@ -131,7 +135,7 @@ class UpdateBarrier:
     # --------------------------------------------------------------------------------------------------- the meeting
 
     def _meet(self, gate: Gate) -> bool:
-        """Whether all have come; False: this rank is to go on without them."""
+        """Return True when all ranks have come, False if this rank is to go on without them."""
         for source in self._from.sources.values():
             self._tell()
             if not self._hears(source, gate):
@@ -143,15 +147,15 @@ class UpdateBarrier:
         self._to[self._told - 1].say(self._count)
 
     def _leave(self) -> None:
-        """The update is made without the others; should training go on after all, they are to make it too."""
+        """Tell all that this rank has come, as it left early: if training goes on, the others make the update too."""
         while self._told < len(self._to):
             with suppress(EOFError):
                 self._tell()
 
     def _hears(self, source: _Source, gate: Gate) -> bool:
-        """Whether the peer has come; False: this rank is to go on without it."""
+        """Return True when the peer has come, False if this rank is to go on without it."""
         count = 0
-        while count < self._count:  # what was sent to this rank when it had left is of the past
+        while count < self._count:  # skip messages for barriers that this rank has left early
             try:
                 count = source.next(LOOK_MS / 1000)
             except queue.Empty:
@@ -162,17 +166,17 @@ class UpdateBarrier:
         return True
 
     def _rescued(self, text: str) -> bool:
-        """The barrier broke, the gradients are whole: whether the update is to be made all the same."""
+        """Report the broken barrier and wait for the freeze. Returns whether this rank is to make the update anyway."""
         self._processor.report(FaultKind.COLLECTIVE, text)
         gate, deadline = self._processor.gate, time.monotonic() + FREEZE_S
         while not gate.closed and time.monotonic() < deadline:
             time.sleep(LOOK_MS / 1000)
         return gate.closed and gate.stand_aside()
 
-    # ------------------------------------------------------------------------------------------------- at the beginning
+    # ------------------------------------------------------------------------------------------------------- connecting
 
     def _wait_for_all(self, before: Sequence[int], behind: Sequence[int], deadline: float) -> None:
-        """Until each peer has come here, and none has sent this rank away."""
+        """Wait until each peer has connected to this rank; raise ConfigError if one refuses this rank or is late."""
         while missing := [peer for peer in before if not self._from.sources[peer].here]:
             for peer, told in zip(behind, self._to, strict=True):
                 if told.problem:
@@ -186,17 +190,17 @@ class UpdateBarrier:
 
 
 class _Told:
-    """A rank that this one tells when it has come.
+    """A stream to a rank that this rank tells when it has come.
 
     Raises:
-        ConfigError: it cannot be reached.
+        ConfigError: that rank cannot be reached.
     """
 
     def __init__(
         self, rank: int, peer: int, host: bytes, port: int, secret: bytes, config: Config, deadline: float
     ) -> None:
         where = host.rstrip(b"\0").decode()
-        self._outbox: queue.SimpleQueue[pb.Arrival | None] = queue.SimpleQueue()
+        self._outbox: Inbox[pb.Arrival | None] = Inbox()
         self._outbox.put(pb.Arrival(rank=rank, secret=secret))
         self._channel = tls.open_channel(target(where, port), CLIENT_OPTIONS)
         try:
@@ -214,13 +218,13 @@ class _Told:
 
     @property
     def problem(self) -> str:
-        """Why the peer hears this rank no more; empty: it does."""
+        """Why the peer does not hear this rank any more; empty: it does."""
         if not self._call.done():
             return ""
         return (self._call.details() or "") if not self._call.cancelled() else "the barrier was closed"
 
     def say(self, count: int) -> None:
-        """This rank has come to that update.
+        """Tell the peer that this rank has come to the update number ``count``.
 
         Raises:
             EOFError: the peer is gone.
@@ -230,42 +234,42 @@ class _Told:
         self._outbox.put(pb.Arrival(update=count))
 
     def close(self) -> None:
-        """Say nothing any more."""
+        """End the stream."""
         self._call.cancel()
         self._outbox.put(None)
         self._channel.close()
 
 
 class _Source:
-    """What one peer says."""
+    """The messages of one peer."""
 
     def __init__(self) -> None:
         self.here = False
-        self._counts: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._counts: Inbox[int | None] = Inbox()
 
     def put(self, count: int | None) -> None:
-        """It has come to that update; None: it is gone."""
+        """Note that the peer has come to the update number ``count``; None: the peer is gone."""
         self._counts.put(count)
 
     def next(self, timeout_s: float) -> int:
-        """The update that it has come to next.
+        """Return the number of the update to which the peer has come next, within ``timeout_s`` seconds.
 
         Raises:
             queue.Empty: nothing was heard in time.
-            EOFError: it is gone.
+            EOFError: the peer is gone.
         """
         count = self._counts.get(timeout=timeout_s)
         if count is None:
-            self._counts.put(None)  # for good
+            self._counts.put(None)  # so that later calls raise too
             raise EOFError(GONE)
         return count
 
 
 class _Heard(rpc.BarrierServicer):
-    """Those that tell this rank when they have come.
+    """The service at which other ranks tell this rank when they have come.
 
     Raises:
-        ConfigError: it cannot listen.
+        ConfigError: this rank cannot listen.
     """
 
     def __init__(self, peers: Sequence[int], config: Config) -> None:
@@ -282,7 +286,7 @@ class _Heard(rpc.BarrierServicer):
         self._server.start()
 
     def Come(self, request_iterator: Iterator[pb.Arrival], context: Any) -> pb.BarrierOver:
-        """See the proto."""
+        """Serve the stream of one peer; see the proto."""
         first = next(request_iterator, pb.Arrival())
         source = self.sources.get(first.rank)
         if not secrets.compare_digest(first.secret, self.secret) or source is None or source.here:
@@ -293,11 +297,11 @@ class _Heard(rpc.BarrierServicer):
             for arrival in request_iterator:
                 source.put(arrival.update)
         except grpc.RpcError:
-            pass  # gone
+            pass  # the peer is gone
         finally:
             source.put(None)
         return pb.BarrierOver()
 
     def close(self) -> None:
-        """Hear nobody any more."""
+        """Stop the service."""
         self._server.stop(grace=None)

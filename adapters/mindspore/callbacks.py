@@ -25,17 +25,17 @@ from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.errors import ConfigError, UsageError
 
 DEFAULT_PORT = 30051
-"""Of the controller, where neither the program nor the launcher says one; that of the original's example."""
+"""Port of the controller if neither program nor launcher gives one; that of the example in MindSpore's documents."""
 
 PORT_MIN, PORT_MAX = 1024, 65535
 
 
 class Protection(Callback):
-    """What both callbacks do; see there.
+    """The common part of ``TFTRegister`` and ``TrainFaultTolerance``.
 
     Args:
         ckpt_save_path: directory of checkpoints, seen by all hosts.
-        initial_step: steps made before this ``Model.train``, where neither ``restore`` nor what was loaded tells.
+        initial_step: steps made before this ``Model.train``; used if neither ``restore`` nor the loaded state tells.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.
     """
@@ -56,7 +56,7 @@ class Protection(Callback):
         self._save_fn: SaveFunction | None = None
         self._adapter: MindSporeAdapter | None = None
         self._base = 0
-        self._counts = False  # whether ``_base`` is that of this training
+        self._counts = False  # whether ``_base`` belongs to this training
         self._late = False
         self._pauses = contextlib.ExitStack()
 
@@ -64,7 +64,7 @@ class Protection(Callback):
         """Check the constraints, and join the job.
 
         Raises:
-            ConfigError: the job does not fulfil one; the text says what to change.
+            ConfigError: the job violates a constraint; the text says what to change.
             UsageError: the optimizer is not wrapped.
         """
         tell_launcher_of_mistakes()
@@ -79,7 +79,7 @@ class Protection(Callback):
             self._join(cb_params)
 
     def _meet(self) -> None:
-        """Say where the controller is."""
+        """Set the address of the controller; subclasses do."""
 
     def _join(self, cb_params: Any) -> None:
         optimizer = _optimizer_of(cb_params)
@@ -87,10 +87,12 @@ class Protection(Callback):
             cb_params.train_network, optimizer, self._save_path, replicas=self._replicas, strategy=self._strategy
         )
         adapter.source.save_fn, adapter.source.cb_params = self._save_fn, cb_params
+        adapter.between_trainings.close()
 
     def _begin(self, adapter: MindSporeAdapter, cb_params: Any, made: int = 0) -> None:
-        """Say which version training begins with; ``made`` steps are made already. In the first step, not before:
-        only there MindSpore tells the epoch.
+        """Tell the adapter with which version training begins, ``made`` steps before now.
+
+        Call it in the first step, not before: only there MindSpore tells the epoch.
         """
         size = cb_params.train_dataset.get_dataset_size()
         start = adapter.position.step
@@ -103,7 +105,7 @@ class Protection(Callback):
             adapter.begin_by_hand(position, self._initial_step or start, made)
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        """Say where in the data the step is."""
+        """Tell the adapter the position of the step in the data."""
         if self._adapter is not None:
             cb_params = run_context.original_args()
             if not self._counts:
@@ -111,7 +113,7 @@ class Protection(Callback):
             self._adapter.step_begins(self._position(cb_params))
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Say that the step is over."""
+        """Tell the adapter that the step is over; join the job now if the layout was unknown before."""
         if self._adapter is not None:
             self._adapter.step_ends()
         elif self._late:  # the network has been compiled by now, and knows its layout
@@ -122,23 +124,31 @@ class Protection(Callback):
                 self._begin(self._adapter, cb_params, made=1)
 
     def on_eval_begin(self, run_context: Any) -> None:
-        """Nobody hangs who evaluates."""
+        """Declare the evaluation by ``ttp.paused``, so that it does not count as a hang."""
         self._pauses.enter_context(api.paused("evaluation"))
 
     def on_eval_end(self, run_context: Any) -> None:
-        """Training goes on."""
+        """End the pause: training goes on."""
         self._pauses.close()
 
     def on_train_end(self, run_context: Any) -> None:
-        """Wait until every rank is done, so that one that dies in its last step can still be saved from the others."""
-        if self._adapter is not None:
+        """Wait until every rank is done, so that one that dies in its last step can still be saved from the others.
+
+        In a function that is decorated with ``ttp.ttp_to_persist`` more may follow, and this rank stays in the job.
+        """
+        if self._adapter is None:
+            return
+        if _decorated():
+            self._adapter.between_trainings.enter_context(api.paused("between trainings"))
+            self._adapter = None
+        else:
             session.current().returned()
             self._forget()
 
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What ``Model.train`` raises is reported, and the rescue is waited for: the process ends in here."""
+        """Report an exception of ``Model.train`` and wait for the rescue, which ends the process in here."""
         self._pauses.close()
         if problem is None or self._adapter is None:
             return
@@ -153,7 +163,7 @@ class Protection(Callback):
         if self._adapter is not None:
             self._adapter.detach()
             self._adapter = None
-        if not (session.current().enabled and session.current().in_train):
+        if not _decorated():
             session.reset()
 
     def _position(self, cb_params: Any) -> Position:
@@ -171,16 +181,16 @@ class TFTRegister(Protection):
     Args:
         ctrl_rank_id: worker on whose host the controller runs.
         ctrl_ip: address of that host.
-        ctrl_port: where the controller listens. Where ``TTP_PORT`` is set, as ``ttp run`` does, the launcher has the
-            controller on host 0, and all three are not asked.
+        ctrl_port: port at which the controller listens. If ``TTP_PORT`` is set, as ``ttp run`` does, the launcher runs
+            the controller on host 0, and these three arguments are ignored.
         ckpt_save_path: directory of checkpoints, seen by all hosts. ``TTP_SAVE_DIR`` overrides it.
         replicas: which ranks hold the same slices, one list per slice: for ``layerwise_parallel`` parameters.
-        strategy: file of ``strategy_ckpt_config``, for semi-automatic and automatic parallelism; of a pipeline the
-            directory with those of all stages.
+        strategy: file of ``strategy_ckpt_config``, for semi-automatic and automatic parallelism; for a pipeline the
+            directory with the files of all stages.
 
     Raises:
-        ConfigError: ``MS_ENABLE_TFT`` or ``MINDIO_FOR_MINDSPORE`` is missing, or an argument is none; or
-            ``ctrl_rank_id`` runs on another host than ``ctrl_ip``, or is no rank of the job.
+        ConfigError: ``MS_ENABLE_TFT`` or ``MINDIO_FOR_MINDSPORE`` is missing, an argument is invalid, or
+            ``ctrl_rank_id`` runs on another host than ``ctrl_ip`` or is no rank of the job.
     """
 
     def __init__(
@@ -213,22 +223,22 @@ class TrainFaultTolerance(Protection):
     The controller is found by ``TTP_PORT`` and ``MASTER_ADDR``, or by ``MS_TFT_IP`` and ``MS_TFT_PORT``.
 
     Args:
-        ckpt_save_path: see ``TFTRegister``; may be None where ``ckpt_save_fn`` is given.
-        ckpt_save_fn: ``save(cb_params, append_dict)`` writes the checkpoint itself, on a thread beside training, and
-            is preferred. One rank of each slice is asked to. ``append_dict`` has ``epoch_num``, ``step_num``,
-            ``batch_num``, ``cur_rank`` and ``loss_scale``, but for those that are parameters of the network, as
-            ``global_step`` is: it is made for ``save_checkpoint(cb_params.train_network, ..., append_dict=)``. The
-            files are its own: nothing is verified, there is no manifest. In PyNative mode reading a Parameter there
-            waits for the collective that hangs.
-        ckpt_load_fn: ``load()`` returns what ``ckpt_save_fn`` saved, and ``remove_redundancy``, as MindSpore's does;
-            for ``restore(..., ckpt_load_fn=)``.
-        initial_step: steps made before, where ``restore`` does not tell.
+        ckpt_save_path: see ``TFTRegister``; may be None if ``ckpt_save_fn`` is given.
+        ckpt_save_fn: ``save(cb_params, append_dict)`` writes the checkpoint itself, instead of ttp, on a thread other
+            than training's. It is called on one rank of each slice. ``append_dict``, which is made for
+            ``save_checkpoint(cb_params.train_network, ..., append_dict=)``, has ``epoch_num``, ``step_num``,
+            ``batch_num``, ``cur_rank`` and ``loss_scale``, without those that are parameters of the network, as
+            ``global_step`` is. ttp does not verify these files and writes no manifest. In PyNative mode, reading a
+            Parameter in this function waits for the collective that hangs.
+        ckpt_load_fn: ``load()`` returns what ``ckpt_save_fn`` saved, and ``remove_redundancy``, as MindSpore's function
+            does; give it to ``restore(..., ckpt_load_fn=)``.
+        initial_step: steps made before; used if ``restore`` does not tell.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.
 
     Raises:
         ConfigError: ``MS_ENABLE_TFT`` or ``MINDIO_FOR_MINDSPORE`` is missing.
-        UsageError: there is neither a path nor a function.
+        UsageError: neither a path nor a function was given, or a function is none.
     """
 
     def __init__(
@@ -253,7 +263,7 @@ class TrainFaultTolerance(Protection):
 
     @classmethod
     def get_optimizer_wrapper(cls, origin_opt_cls: Any) -> Any:
-        """For ``TrainFaultTolerance.get_optimizer_wrapper(nn.SGD)(parameters, 1e-2)``: that optimizer, wrapped."""
+        """Return a function that makes a wrapped optimizer: ``get_optimizer_wrapper(nn.SGD)(parameters, 1e-2)``."""
 
         def wrapped(*arguments: Any, **named: Any) -> OptTTPWrapper:
             return OptTTPWrapper(origin_opt_cls(*arguments, **named))
@@ -262,6 +272,12 @@ class TrainFaultTolerance(Protection):
 
     def _meet(self) -> None:
         meet_at(os.environ.get("MS_TFT_IP", ""), _port(os.environ.get("MS_TFT_PORT", str(DEFAULT_PORT))))
+
+
+def _decorated() -> bool:
+    """Whether this is a part of a function that ``ttp.ttp_to_persist`` protects, here and now."""
+    current = session.current()
+    return current.enabled and current.in_train
 
 
 def _port(text: str) -> int:
@@ -283,17 +299,20 @@ def _optimizer_of(cb_params: Any) -> Any:
 
 
 def _place(step: int, size: int) -> Position:
-    """After ``step`` steps of epochs of ``size``. ``Model.train`` counts epochs from its own beginning, or sinks."""
+    """Return the position after ``step`` steps, in epochs of ``size`` steps.
+
+    The epochs of ``Model.train`` are not used: it counts them from its own beginning, or counts sinks.
+    """
     return Position((step - 1) // size + 1 if step else 0, step, size)
 
 
 def _init_step(dataset: Any) -> int:
-    """Where in the data training begins, as ``set_init_step`` was told."""
+    """Return the step of the data at which training begins, as given to ``set_init_step``; 0: not given."""
     return int(dataset.get_init_step() or 0) if hasattr(dataset, "get_init_step") else 0
 
 
 def _sink_size(cb_params: Any) -> int | None:
-    """Steps between two callbacks. On CPU MindSpore makes single steps whatever it is asked for."""
+    """Return the number of steps between two callbacks; None: one. On CPU MindSpore always makes single steps."""
     if cb_params.get("sink_size", None):
         return int(cb_params.sink_size) if cb_params.sink_size > 0 else int(cb_params.batch_num)
     size = cb_params.train_dataset.get_dataset_size()

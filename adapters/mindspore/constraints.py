@@ -1,4 +1,4 @@
-"""What a job must be for its last step to be saved; said at its start, with what to change."""
+"""Checks, at the start of a job, the constraints under which its last step can be saved."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ from mindspore.communication import GlobalComm, get_group_size
 from ttp.errors import ConfigError
 
 SLICING = ("semi_auto_parallel", "auto_parallel")
-"""Modes in which compiling the network cuts its parameters into slices."""
+"""Parallel modes in which compiling the network cuts its parameters into slices."""
 
 SHARD_SIZE = 2
-"""``optimizer_weight_shard_size`` with which optimizer states keep replicas."""
+"""The ``optimizer_weight_shard_size`` with which optimizer states keep replicas."""
 
 
 def parallel_mode() -> str:
-    """``stand_alone``, ``data_parallel``, ``hybrid_parallel``, ``semi_auto_parallel`` or ``auto_parallel``."""
+    """Return ``stand_alone``, ``data_parallel``, ``hybrid_parallel``, ``semi_auto_parallel`` or ``auto_parallel``."""
     return str(context.get_auto_parallel_context("parallel_mode"))
 
 
 def world_size() -> int:
-    """Ranks of this job, as MindSpore sees it; 1 before ``init()``."""
+    """Return the number of ranks of this job, as MindSpore sees it; 1 before ``init()``."""
     return int(get_group_size()) if GlobalComm.INITED else 1
 
 
 def gather(record: bytes) -> list[bytes]:
-    """What every rank gives, as long everywhere, in the order of the ranks; a collective: all of them call it."""
-    mine = Tensor(np.frombuffer(record, np.uint8).astype(np.float32))  # few types are for collectives everywhere
+    """Return the records of all ranks, in the order of the ranks. All ranks call it with records of the same length."""
+    mine = Tensor(np.frombuffer(record, np.uint8).astype(np.float32))  # collectives take few types on all devices
     found = ops.AllGather()(mine).asnumpy().reshape(world_size(), -1)
     return [row.astype(np.uint8).tobytes() for row in found]
 
 
 def check_world(ranks: int) -> None:
-    """Raises:
-    ConfigError: there is only one rank, or MindSpore and the launcher disagree on their number.
+    """Check that several ranks train one model.
+
+    Args:
+        ranks: number of ranks by the launcher.
+
+    Raises:
+        ConfigError: they do not: there is one rank, ``init()`` was not called, MindSpore and the launcher disagree on
+            the number of ranks, or the parallel mode is ``stand_alone``.
     """
     if not GlobalComm.INITED:
         raise ConfigError(
@@ -60,8 +66,13 @@ def check_world(ranks: int) -> None:
 
 
 def check_sink(sink_size: int | None) -> None:
-    """Raises:
-    ConfigError: several steps are made without a word in between.
+    """Check that there is a callback after every step.
+
+    Args:
+        sink_size: steps between two callbacks; None: one.
+
+    Raises:
+        ConfigError: several steps are made between two callbacks.
     """
     if sink_size is not None and sink_size > 1:
         raise ConfigError(
@@ -71,8 +82,10 @@ def check_sink(sink_size: int | None) -> None:
 
 
 def check_optimizer_parallel() -> None:
-    """Raises:
-    ConfigError: optimizer states are cut over all ranks, so that each part exists once.
+    """Check that optimizer parallelism, if it is on, leaves replicas.
+
+    Raises:
+        ConfigError: optimizer states are cut over so many ranks that some parts have no replica.
     """
     if not context.get_auto_parallel_context("enable_parallel_optimizer"):
         return

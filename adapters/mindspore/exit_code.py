@@ -1,4 +1,4 @@
-"""Exit code 64 for a program that nobody decorates: what is wrong with it, a restart does not mend."""
+"""Makes an undecorated program exit with 64 after a configuration error, which a restart would not cure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _MISTAKES = (ConfigError, RefusedError, UsageError)
 
 
 def tell_launcher_of_mistakes() -> None:
-    """From now on an uncaught error that asks for another configuration ends this process with 64 instead of 1.
+    """Make uncaught configuration and usage errors end this process with 64 instead of 1, from now on.
 
-    To be called wherever such an error may follow: MindSpore's ``init()`` puts a hook of its own in the place of
-    others.
+    Call it wherever such an error may follow, because MindSpore's ``init()`` replaces ``sys.excepthook`` by its own.
     """
     before = sys.excepthook
     if isinstance(before, _Hook):

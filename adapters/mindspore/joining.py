@@ -1,4 +1,4 @@
-"""Registers a training once, whoever comes first: ``restore``, or the callback at the beginning of ``Model.train``."""
+"""Registers a training once, from ``restore`` or from the callback at the beginning of ``Model.train``."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ log = logging.getLogger("ttp.adapters.mindspore")
 
 
 def meet_at(address: str, port: int, rank: int | None = None) -> None:
-    """Where the controller listens, as the program says it. What the launcher has said (``TTP_PORT``) stays.
+    """Set address and port of the controller as the program gives them, unless the launcher has (``TTP_PORT``).
 
     Args:
-        address: of its host; empty: the program does not say.
-        port: of the controller.
+        address: address of the controller's host; empty: the program does not say.
+        port: port of the controller.
         rank: a worker on that host; None: the program does not say.
 
     Raises:
-        ConfigError: ``rank`` is on another host, or there is no such one.
+        ConfigError: ``rank`` is on another host, or no rank of the job.
     """
     current = session.current()
     if current.config.port is None:
@@ -42,10 +42,10 @@ def meet_at(address: str, port: int, rank: int | None = None) -> None:
 
 
 def _home(address: str, rank: int | None) -> str:
-    """The program's word; of a loopback address, which each host takes for itself, the launcher's, if it has one."""
+    """Return the address that the program gives; for a loopback address, which is every host's own, the launcher's."""
     try:
         told = in_torchruns_names(os.environ)
-    except ConfigError:  # whoever needs to know its rank will say so
+    except ConfigError:  # reported later, where the rank is needed
         told = dict(os.environ)
     if rank is not None and told.get("WORLD_SIZE", "").isdecimal() and rank >= int(told["WORLD_SIZE"]):
         raise ConfigError(f"ctrl_rank_id={rank} is no rank: the job has {told['WORLD_SIZE']} workers, counted from 0")
@@ -68,7 +68,7 @@ def join(
     strategy: str | Path | None = None,
     compiled: Mapping[str, Any] | None = None,
 ) -> MindSporeAdapter:
-    """The adapter of this process, made and registered on the first call; joins the job where ttp is switched on.
+    """Return the adapter of this process, made and registered on the first call; join the job if ttp is switched on.
 
     Raises:
         UsageError: the optimizer is not wrapped, or another training is registered.

@@ -1,7 +1,7 @@
-"""Who holds a copy of what, as MindSpore's parallel modes tell it.
+"""Finds the replica groups of a job from MindSpore's parallel modes and files.
 
-A shard here is all that one rank holds: ranks that hold the same slice of every parameter form its replica group, and
-one of them writes its whole file, as the original does. That is what MindSpore's own tools read.
+A shard here is everything that one rank holds: ranks that hold the same slice of every parameter form its replica
+group, and one of them writes its whole file, as with MindSpore's TFTRegister. MindSpore's own tools read such files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ttp.mindspore_files.strategy_file import read_stages
 RANK = "{rank}"
 
 RankGroups = Sequence[Sequence[int]]
-"""Ranks that hold the same, one entry per shard."""
+"""The ranks that hold each shard, one entry per shard."""
 
 
 def layout_of(
@@ -31,19 +31,19 @@ def layout_of(
     replicas: RankGroups | None,
     strategy: str | Path | None,
 ) -> Layout:
-    """The replica groups of a job.
+    """Find the replica groups of a job.
 
     Args:
-        known: the ``parameter_layout_dict`` of the training network, which it has when it is compiled.
-        parameters: of the network.
-        world_size: ranks of the job.
-        replicas: as the user says them; None: found.
-        strategy: a strategy file (``strategy_ckpt_config``), or a directory of those of all stages, where the network
-            does not know the layout of all ranks; or, with ``{rank}`` in it, the ``group_info.pb`` of each rank
-            (``GROUP_INFO_FILE``).
+        known: the ``parameter_layout_dict`` of the training network, which it has when it is compiled; else None.
+        parameters: the parameters of the network.
+        world_size: number of ranks of the job.
+        replicas: the groups as the user gives them; None: they are found.
+        strategy: a strategy file (``strategy_ckpt_config``), or a directory with the files of all stages, if the
+            network does not know the layout of all ranks; or, with ``{rank}`` in it, the path of each rank's
+            ``group_info.pb`` (``GROUP_INFO_FILE``).
 
     Raises:
-        ConfigError: it cannot be told, or does not fit the job; the text says what to give.
+        ConfigError: the groups cannot be found, or do not fit the job; the text says which argument to give.
     """
     if replicas is not None:
         return of_groups(replicas, world_size)
@@ -75,10 +75,10 @@ def layout_of(
 
 
 def of_strategy(path: Path, world_size: int) -> Layout:
-    """From the strategy file, or from a directory of the files of all stages of a pipeline.
+    """Find the layout in a strategy file, or in a directory with the files of all stages of a pipeline.
 
     Raises:
-        ConfigError: it cannot be read, or is of a job of another size.
+        ConfigError: a file cannot be read, or belongs to a job of another size.
     """
     try:
         stages = read_stages(path)
@@ -88,10 +88,10 @@ def of_strategy(path: Path, world_size: int) -> Layout:
 
 
 def of_group_infos(pattern: str, world_size: int) -> Layout:
-    """From the ``group_info.pb`` of every rank, as MindSpore writes it; ``{rank}`` in ``pattern`` stands for the rank.
+    """Find the layout in MindSpore's ``group_info.pb`` of every rank; ``{rank}`` in ``pattern`` stands for the rank.
 
     Raises:
-        ConfigError: one is absent or damaged, or they contradict each other.
+        ConfigError: a file is absent or damaged, or the files contradict each other.
     """
     told: dict[int, tuple[int, ...]] = {}
     for rank in range(world_size):
@@ -110,7 +110,7 @@ def of_group_infos(pattern: str, world_size: int) -> Layout:
 
 
 def of_groups(groups: RankGroups, world_size: int) -> Layout:
-    """A layout in which each group holds one slice.
+    """Return the layout in which each group holds one slice.
 
     Raises:
         ConfigError: a rank is missing, or in two groups, or alone.
@@ -131,7 +131,15 @@ def of_groups(groups: RankGroups, world_size: int) -> Layout:
 
 
 def of_redundancy(redundancy: Mapping[str, Iterable[Iterable[int]]], world_size: int) -> Layout:
-    """From MindSpore's ``get_parameter_redundancy``: for each parameter, the ranks that hold equal slices of it."""
+    """Find the layout in the result of MindSpore's ``get_parameter_redundancy``.
+
+    Args:
+        redundancy: for each parameter, the groups of ranks that hold equal slices of it.
+        world_size: number of ranks of the job.
+
+    Raises:
+        ConfigError: the groups do not fit a job of this size, or a slice has no replica.
+    """
     held: dict[int, list[tuple[str, int]]] = {rank: [] for rank in range(world_size)}
     for name, groups in sorted(redundancy.items()):
         for index, group in enumerate(groups):

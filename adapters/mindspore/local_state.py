@@ -1,11 +1,11 @@
-"""What only one rank has, of one version, as a page: place in the data, random streams, state beside the optimizer.
+"""Writes the rank-local state of a version to a page: place in the data, random streams, state beside the optimizer.
 
 State *beside the optimizer* are parameters of the training network that the optimizer neither trains nor owns:
 BatchNorm's moving averages, the loss scale and its counters, accumulated gradients. They change in the forward pass,
 before the gate, so their memory is ahead of the version while the rank waits; and BatchNorm's differ between ranks. So
 they are copied into the page when the version is finished, and the checkpoint is written from there.
 
-The image: a header, a description (msgpack), the sections. No pickle.
+The image consists of a header, a description (msgpack), and the sections. It holds no pickle.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 
 _MAGIC = b"TTPM\x01"
 _HEADER = struct.Struct("<5sxI5I3q")
-"""Magic; bytes of the description, of python's stream, its spare number, numpy's, its spare number, MindSpore's; epoch,
-step, batches of an epoch."""
+"""Magic; sizes in bytes of the description, Python's stream, its spare number, numpy's stream, its spare number, and
+MindSpore's stream; epoch, step, and batches of an epoch."""
 
 _LARGE = 64 << 10
-"""Bytes from which a parameter is copied only when its digest has changed."""
+"""A parameter of at least so many bytes is copied only if its digest has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where in the data a version was finished.
+    """The position in the data at which a version was finished.
 
     Args:
-        epoch: in which its step lay, from 1; 0 where nobody said.
+        epoch: the epoch of its step, from 1; 0: not known.
         step: steps made since the beginning of the first epoch, skipped updates included.
-        batch_num: steps of an epoch; 0 where nobody said.
+        batch_num: number of steps of an epoch; 0: not known.
     """
 
     epoch: int = 0
@@ -50,18 +50,18 @@ class Position:
 
     @property
     def step_in_epoch(self) -> int:
-        """From 1; the number in the checkpoint's name."""
+        """The step in its epoch, from 1: the number in the checkpoint's name."""
         return (self.step - 1) % self.batch_num + 1 if self.batch_num and self.step else self.step
 
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """A page, read.
+    """The decoded contents of a page.
 
     Args:
-        position: in the data.
-        host: python's and numpy's streams, see ``HostStreams``.
-        stream: MindSpore's.
+        position: the position in the data.
+        host: Python's and numpy's streams, see ``HostStreams``.
+        stream: MindSpore's stream.
         beside: the state beside the optimizer: type, shape and bytes by name.
     """
 
@@ -75,7 +75,7 @@ class LocalCapture:
     """Writes the page of this rank. Training thread only; never raises.
 
     Args:
-        memory: of the training network.
+        memory: the parameters of the training network.
         beside: names of the parameters that are neither trained nor owned by the optimizer.
     """
 
@@ -93,11 +93,11 @@ class LocalCapture:
         self._page = page
 
     def read_stream(self) -> None:
-        """Look at MindSpore's random stream; not while a graph runs."""
+        """Read MindSpore's random stream, for later captures. Do not call it while a graph runs."""
         self._stream = ms.get_rng_state().asnumpy().tobytes()
 
     def capture(self, version: int, position: Position, *, final: bool) -> None:
-        """Put the state of this moment into the page as that of ``version``."""
+        """Write the state of this moment to the page as that of ``version``; ``final``: after its update."""
         if self._page is None:
             return
         host = self._host.capture()
@@ -116,10 +116,10 @@ class LocalCapture:
             self.on_written(version, final)
 
     def restore(self, state: LocalState, *, streams: bool) -> list[str]:
-        """Put back what a page kept; random streams only where they are this rank's own. Returns notes.
+        """Restore the state of a page; random streams only if ``streams``. Returns notes on streams that are missing.
 
         Raises:
-            CheckpointError: it does not fit this network.
+            CheckpointError: the state does not fit this network, or the streams cannot be restored.
         """
         for name, (dtype, shape, data) in state.beside.items():
             held = self._memory.held.get(name)
@@ -137,24 +137,24 @@ class LocalCapture:
         return notes
 
     def close(self, unlink: bool) -> None:
-        """Stop capturing; the page goes with ``unlink``."""
+        """Stop capturing. With ``unlink`` the page is removed."""
         page, self._page = self._page, None
         if page is not None:
             page.close(unlink)
 
 
 def put(memory: Memory, name: str, data: bytes) -> None:
-    """Set a parameter to these bytes."""
+    """Set the parameter ``name`` to these bytes."""
     parameter = memory.parameter(name)
     array = np.frombuffer(data, parameter.asnumpy().dtype).reshape(tuple(parameter.shape))
     parameter.set_data(ms.Tensor(array.copy(), parameter.dtype))
 
 
 def decode(data: bytes) -> LocalState:
-    """What ``LocalCapture`` put into a page.
+    """Decode the contents of a page that ``LocalCapture`` has written.
 
     Raises:
-        CheckpointError: these bytes are something else.
+        CheckpointError: the bytes are something else.
     """
     try:
         return _decode(data)

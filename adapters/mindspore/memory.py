@@ -1,12 +1,12 @@
-"""Parameters as plain memory of the host, so that any thread can read them whatever the training thread hangs in.
+"""Gives access to parameters as plain memory of the host, for any thread, even while the training thread hangs.
 
-In PyNative mode nearly everything that is asked of a Parameter first waits for the launched kernels, a collective that
-will never end among them. But on CPU ``Parameter.asnumpy()`` is a view of the very memory that the kernels write to. So
-the views are taken while training goes on, and read when it does not. MindSpore may move a parameter (it does so when a
-network is first run): addresses are looked at again after updates.
+In PyNative mode nearly every method of a Parameter first waits for the launched kernels, among them perhaps a
+collective that will never end. But on CPU ``Parameter.asnumpy()`` is a view of the very memory that the kernels write
+to. So the views are taken while training goes on, and read when it does not. MindSpore may move a parameter (it does so
+when a network is first run), so addresses are checked again after updates.
 
 On other devices ``asnumpy()`` is a copy; there parameters are copied when they are saved, on a stream of their own, as
-MindSpore's own ``TrainFaultTolerance`` does. That was written for Ascend and not run.
+MindSpore's own ``TrainFaultTolerance`` does. That was written for Ascend and has not been run.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mindspore import Parameter, Tensor, context, hal
 from ttp.errors import ConfigError
 
 _LOOKS = 3
-"""Updates after which every address is looked at; later a few per update."""
+"""Number of first updates after which every address is checked; later a few addresses are checked per update."""
 _SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One parameter as it lies in memory.
+    """One parameter and its memory.
 
     Args:
-        name: of it, as in MindSpore's checkpoints.
+        name: its name, as in MindSpore's checkpoints.
         dtype: MindSpore's name of its type, such as ``Float32``.
-        shape: of it.
-        array: its elements.
+        shape: its shape.
+        array: its elements, as a numpy array.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Held:
 
 
 class Memory:
-    """The parameters of a training network. ``look`` and ``again`` belong to the training thread.
+    """The memory of the parameters of a training network. ``look`` and ``again`` are for the training thread.
 
     Args:
-        parameters: all of them.
+        parameters: all parameters of the network.
 
     Raises:
-        ConfigError: one has no plain memory.
+        ConfigError: a parameter has no plain memory, or two have the same name.
     """
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
@@ -74,7 +74,7 @@ class Memory:
 
     @property
     def on_host(self) -> bool:
-        """Whether views show what the kernels write."""
+        """Whether the views show the memory that the kernels write to."""
         return self._on_host
 
     def look(self) -> None:
@@ -82,7 +82,7 @@ class Memory:
         self.held = {name: self._take(parameter) for name, parameter in self._parameters.items()}
 
     def again(self) -> None:
-        """After an update: take the views again if parameters have moved."""
+        """Take the views again if parameters have moved. Call it after each update."""
         if not self._on_host:
             return
         self._looks += 1
@@ -94,14 +94,14 @@ class Memory:
             self.look()
 
     def of(self, name: str) -> Held:
-        """The parameter now, from any thread."""
+        """Return the parameter ``name`` as it is now. For any thread."""
         held = self.held[name]
         if self._on_host:
             return held
         return Held(name, held.dtype, held.shape, _from_device(self._parameters[name]))
 
     def parameter(self, name: str) -> Parameter:
-        """The live one."""
+        """Return the live parameter."""
         return self._parameters[name]
 
     def _take(self, parameter: Parameter) -> Held:
@@ -116,7 +116,7 @@ def _address(array: Any) -> int:
 
 
 def _from_device(parameter: Parameter) -> Any:
-    """A copy, past the stream on which training may hang."""
+    """Return a copy on the host, made on another stream than the one on which training may hang."""
     stream = hal.Stream()
     with hal.StreamCtx(stream):
         copied = Tensor(parameter.move_to("CPU", False))

@@ -1,4 +1,4 @@
-"""A copy of what an update writes, from before it: with it a rank can go back (docs/concepts.md, undo)."""
+"""Keeps a copy of the state from before an update, with which a rank can go back (docs/concepts.md, undo)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ttp.errors import CheckpointError
 
 
 class PreImage:
-    """Exactly one more copy of parameters and optimizer state.
+    """One copy of parameters and optimizer state, from before the last update.
 
     Args:
-        memory: of the training network.
-        names: of what the update writes.
+        memory: the parameters of the training network.
+        names: names of the parameters that an update writes.
     """
 
     def __init__(self, memory: Memory, names: Sequence[str]) -> None:
         self._memory, self._names = memory, [name for name in names if name in memory.held]
         self._copies: dict[str, Any] = {}
         self.version: int | None = None
-        """Of which version the copy is; None: of none."""
+        """The version of the copy; None: there is no copy."""
 
     def take(self, version: int) -> None:
-        """Copy the state, which is of ``version``. Training thread, before the first write."""
+        """Copy the state, which is that of ``version``. For the training thread, before the update's first write."""
         self.version = None
         for name in self._names:
             array = self._memory.of(name).array
@@ -37,15 +37,15 @@ class PreImage:
         self.version = version
 
     def of(self, version: Version) -> Mapping[str, memoryview]:
-        """The bytes of ``version``.
+        """Return the bytes of the state of ``version``, by name.
 
         Raises:
-            CheckpointError: the copy is of another one.
+            CheckpointError: the copy is of another version.
         """
         if self.version != version:
             raise CheckpointError(f"version {version} cannot be gone back to: the copy is of {self.version}")
         return {name: memoryview(copy.reshape(-1).view(np.uint8)) for name, copy in self._copies.items()}
 
     def forget(self) -> None:
-        """The state was replaced."""
+        """Drop the copy: the state was replaced."""
         self.version = None

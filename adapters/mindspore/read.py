@@ -1,4 +1,4 @@
-"""A power-off checkpoint back into a network: the replica that was saved for this rank, and what only the rank had."""
+"""Loads a power-off checkpoint into a network: the replica that was saved for this rank, and its rank-local state."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ttp.store.plain_file import read_plain
 
 
 def file_for(manifest: Manifest, rank: int, world_size: int) -> str:
-    """The file of the replica that was saved for ``rank``, relative to the checkpoint.
+    """Return the file of the replica that was saved for ``rank``, relative to the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is no MindSpore one, or is cut for another number of ranks.
+        CheckpointError: MindSpore did not write the checkpoint, or it is cut for another number of ranks.
     """
     if manifest.framework != "mindspore":
         raise CheckpointError(f"version {manifest.version} was written by {manifest.framework}, not by MindSpore")
     shards = [shard for shard, ranks in manifest.groups.items() if rank in ranks]
     if len(manifest.groups) == 1:
-        shards = list(manifest.groups)  # whole, so for any rank of any world
+        shards = list(manifest.groups)  # the whole state, which any rank of any number of ranks can load
     elif world_size != manifest.world_size or len(shards) != 1:
         raise CheckpointError(
             f"version {manifest.version} was saved by {manifest.world_size} ranks in {len(manifest.groups)} slices, "
@@ -42,10 +42,10 @@ def file_for(manifest: Manifest, rank: int, world_size: int) -> str:
 
 
 def position_of(checkpoint: Path, manifest: Manifest) -> Position:
-    """Where in the data the checkpoint's version was finished.
+    """Return the position in the data at which the checkpoint's version was finished.
 
     Raises:
-        CheckpointError: it does not say so.
+        CheckpointError: the checkpoint does not say.
     """
     files = [p.file for p in manifest.pieces if p.kind == JOB_KIND]
     try:
@@ -58,10 +58,10 @@ def position_of(checkpoint: Path, manifest: Manifest) -> Position:
 def load_into(
     memory: Memory, capture: LocalCapture, checkpoint: Path, manifest: Manifest, rank: int, world_size: int
 ) -> list[str]:
-    """Set every parameter. Returns notes on what is not as it was.
+    """Set every parameter and the rank-local state. Returns notes on what differs from the saved state.
 
     Raises:
-        CheckpointError: it does not fit; nothing has been changed then.
+        CheckpointError: the checkpoint does not fit the network; nothing has been changed then.
     """
     file = checkpoint / file_for(manifest, rank, world_size)
     try:

@@ -1,4 +1,4 @@
-"""``restore``: the newest whole checkpoint into model and dataset."""
+"""Provides ``restore``, which loads the newest whole checkpoint into model and dataset."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger("ttp.adapters.mindspore")
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where training goes on.
+    """The point at which training goes on.
 
     Args:
         version: finished updates, as ``global_step`` counts them; 0: nothing was found.
-        step: finished steps of the data, from the first epoch on.
-        initial_epoch: for ``Model.train``.
+        step: finished steps of the data, counted from the first epoch on.
+        initial_epoch: the argument of this name of ``Model.train``.
     """
 
     version: int
@@ -43,10 +43,10 @@ def restore(
     strategy: str | Path | None = None,
     ckpt_load_fn: Callable[[], Any] | None = None,
 ) -> Resumed:
-    """Load the newest whole checkpoint into ``model.train_network``, and let ``dataset`` go on where it was.
+    """Load the newest whole checkpoint into ``model.train_network``, and make ``dataset`` go on where it was.
 
     Weights, moments, ``global_step``, loss scale and this rank's random streams are restored, bit for bit. All ranks
-    agree on one checkpoint; ones that are not whole are skipped, said in the log, and left alone. To be called after
+    agree on one checkpoint; those that are not whole are skipped, named in the log, and left alone. Call it after
     ``Model(...)`` and before ``Model.train(epochs, dataset, initial_epoch=...)``::
 
         resumed = restore(model, dataset, "./ttp_checkpoints/")
@@ -54,12 +54,12 @@ def restore(
 
     Args:
         model: a ``mindspore.Model`` with a wrapped optimizer.
-        dataset: what will be given to ``Model.train``; the same pipeline and seed as before. In semi-automatic and
+        dataset: the dataset for ``Model.train``, with the same pipeline and seed as before. In semi-automatic and
             automatic parallelism the network is compiled with it, by ``model.infer_train_layout``, if it is not yet.
-        ckpt_save_path: as given to ``TFTRegister``. ``TTP_SAVE_DIR`` overrides it.
+        ckpt_save_path: the same as for ``TFTRegister``. ``TTP_SAVE_DIR`` overrides it.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.
-        ckpt_load_fn: as for ``TrainFaultTolerance``: finds the state itself, instead of all this.
+        ckpt_load_fn: see ``TrainFaultTolerance``: a function that finds the state, instead of ttp.
 
     Raises:
         CheckpointError: the checkpoint belongs to another network, or to another number of slices.
@@ -90,12 +90,14 @@ def restore(
 
 
 def optimizer_of(model: Any) -> Any:
-    """The optimizer of a ``Model``; of its network, where that is a training step of its own."""
+    """Return the optimizer of a ``Model``, or of its network if that is a training step itself."""
     return model._optimizer or getattr(model._network, "optimizer", None)
 
 
 def _compiled(model: Any, dataset: Any) -> Mapping[str, Any] | None:
-    """How parameters are cut, by name; None where none is. Before it is compiled a network has them whole.
+    """Return how parameters are cut, by name; None: none is. Compiles the network if that is needed to know.
+
+    Before it is compiled, a network has its parameters whole.
 
     Raises:
         ConfigError: the network is not compiled, and cannot be compiled here.
@@ -119,7 +121,7 @@ def _compiled(model: Any, dataset: Any) -> Mapping[str, Any] | None:
 
 
 def _here(saved: Position, size: int) -> Position:
-    """``saved`` in a dataset of ``size`` batches. Another number of ranks or another batch size makes another size."""
+    """Convert ``saved`` to a dataset of ``size`` batches, which changes with the number of ranks or the batch size."""
     if size in (0, saved.batch_num) or not saved.batch_num:
         return saved
     whole_epochs, rest = divmod(saved.step, saved.batch_num)

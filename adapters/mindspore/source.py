@@ -1,4 +1,4 @@
-"""What one rank of a MindSpore job writes: its file as ``mindspore.save_checkpoint`` would, pages, the job's state."""
+"""Saves the state of one rank of a MindSpore job: a file as of ``mindspore.save_checkpoint``, pages, the job state."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ GROUP_KIND = "group_info"
 
 
 SCALES = ("scale_sense", "loss_scale")
-"""What MindSpore's step cells call a dynamic loss scale."""
+"""Names of the dynamic loss scale in MindSpore's step cells."""
 
 SaveFunction = Callable[[Any, dict[str, Any]], Any]
 """``ckpt_save_fn(cb_params, append_dict)`` of ``TrainFaultTolerance``."""
 
 
 class MindSporeSource(PagedSource):
-    """See ``StateSource``. Made by ``MindSporeAdapter``.
+    """The state source of a MindSpore training; see ``StateSource``. Made by ``MindSporeAdapter``.
 
     Args:
-        memory: of the training network.
-        capture: of rank-local state.
-        replicated: names of what replicas must have in common: parameters and the optimizer's state.
+        memory: the parameters of the training network.
+        capture: captures the rank-local state.
+        replicated: names of the parameters, also of the optimizer's state, that must be equal on replicas.
     """
 
     framework = "mindspore"
@@ -63,14 +63,14 @@ class MindSporeSource(PagedSource):
         self._memory, self._capture, self._replicated = memory, capture, tuple(replicated)
         self._inspector: Inspector | None = None
         self.in_step = False
-        """Whether the last update's step has not come to its end yet."""
+        """Whether the step of the last update is still running."""
         self.preimage: Any = None
         self.save_fn: SaveFunction | None = None
         self.cb_params: Any = None
         self.loss_scale = 1.0
 
     def connect(self, processor: Processor) -> None:
-        """Updates are reported to ``processor`` from now on."""
+        """Take the processor of this rank, to which updates are reported from now on."""
         self._processor = processor
         if processor.config.digest != "off":
             self._inspector = Inspector(processor.config.digest)
@@ -88,7 +88,7 @@ class MindSporeSource(PagedSource):
         return bool(self.preimage.version == state.version - (state.phase is not Phase.TORN))
 
     def gradient_ready(self) -> bool:
-        """Whoever stands at the gate holds the reduced gradients of all that it updates."""
+        """Return whether this rank stands at the gate: there it holds the reduced gradients of all that it updates."""
         return self._processor is not None and self._processor.gate.state().parked
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
@@ -106,7 +106,7 @@ class MindSporeSource(PagedSource):
         return tuple(ShardDigest(shard, digest, size) for shard in shards), bad
 
     def post_step_done(self) -> bool:
-        """Whether the step of the last update has come to its end."""
+        """Return whether the step of the last update has ended."""
         return not self.in_step
 
     def write_pieces(
@@ -146,10 +146,10 @@ class MindSporeSource(PagedSource):
     # ----------------------------------------------------------------------------------------------------- details
 
     def _local(self, version: Version) -> LocalState:
-        """What this rank had when the version was finished.
+        """Return the rank-local state of this rank when the version was finished.
 
         Raises:
-            CheckpointError: its page is gone: nobody can tell where in the data the version was finished.
+            CheckpointError: its page is gone, so the position of the version in the data is unknown.
         """
         assert self._processor is not None
         rank = Rank(self._processor.env.rank)
@@ -185,13 +185,13 @@ class MindSporeSource(PagedSource):
         return Piece(file, size, digest, SHARD_KIND, shard, rank)
 
     def _write_group(self, draft: Path, shard: Shard, rank: Rank) -> Piece:
-        """Who may load this rank's file, in the form in which MindSpore says it where it compiles a parallel graph."""
+        """Write which ranks may load this rank's file, as the ``group_info.pb`` that MindSpore makes in compilation."""
         assert self._processor is not None
         replicas = encode_group_info(self._processor.layout.groups[shard])
         return write_piece(draft, f"rank_{rank}/{NAME}", replicas, GROUP_KIND, rank)
 
     def _entries(self, version: Version, local: LocalState, undo: bool) -> Iterator[TensorToWrite]:
-        """Live memory of what the update writes; what is beside it as it was when the version was finished.
+        """Yield the parameters: the live memory (or the copy, to undo) of what updates write; the rest from the page.
 
         Raises:
             CheckpointError: the memory is not of ``version``.
@@ -212,7 +212,7 @@ class MindSporeSource(PagedSource):
             yield TensorToWrite(name, held.dtype, held.shape, memory)
 
     def _numbers(self, rank: int, version: int, local: LocalState) -> list[TensorToWrite]:
-        """What the original adds; what a parameter is called is that parameter: the optimizer's global_step."""
+        """Return the numbers that MindSpore's TFTRegister adds, without names of parameters (``global_step``)."""
         found = append_dict(rank, version, local.position) | {"loss_scale": self._loss_scale(local)}
         return [number(name, value) for name, value in found.items() if name not in self._memory.held]
 
@@ -232,7 +232,7 @@ class MindSporeSource(PagedSource):
 
 
 def append_dict(rank: int, version: int, position: Position) -> dict[str, Any]:
-    """The keys of the original beside the tensors. ``step_num`` counts from the first epoch on, as MindSpore's does."""
+    """Return the numbers that MindSpore's TFTRegister saves too; ``step_num`` counts from the first epoch on."""
     return {
         "epoch_num": position.epoch,
         "step_num": position.step,
@@ -251,9 +251,9 @@ def _job_state(version: int, position: Position) -> bytes:
 
 # ----------------------------------------------------------------------------------------------------------- inspection
 #
-# Whether replicas still agree: a digest of what must be equal on them, and which tensors hold NaN or Inf.
+# Comparison of replicas: a digest of what must be equal on them, and the names of tensors that hold NaN or Inf.
 #
-# A state of up to 64 MiB is looked at whole; of a larger one evenly spaced blocks, other ones at each version. Digests
+# A state of up to 64 MiB is read whole; of a larger one evenly spaced blocks are read, others at each version. Digests
 # can be compared at the same version and in the same mode only.
 
 
@@ -265,7 +265,7 @@ _BAD_MAX = 8
 
 
 class Inspector:
-    """Looks at memory of the host.
+    """Computes digests of memory of the host.
 
     Args:
         mode: ``sample`` or ``all``.
@@ -275,7 +275,10 @@ class Inspector:
         self._mode = mode
 
     def look(self, held: Iterable[Held], version: int) -> tuple[str, tuple[str, ...]]:
-        """Digest of the state of ``version``, and names of what is not finite. Nobody changes it meanwhile."""
+        """Return a digest of the state of ``version``, and names of parameters with NaN or Inf.
+
+        Nobody may change the state meanwhile.
+        """
         known = sorted(held, key=lambda h: h.name)
         total = sum(h.array.nbytes for h in known)
         whole = self._mode == "all" or total <= WHOLE_BYTES
@@ -293,7 +296,7 @@ class Inspector:
 
 
 def _blocks(flat: Any, share: int, version: int) -> Iterator[Any]:
-    """All of it, or blocks of about ``share`` bytes together."""
+    """Yield the whole array, or evenly spaced blocks of about ``share`` bytes together."""
     if flat.nbytes <= share:
         yield flat
         return

@@ -1,4 +1,4 @@
-"""What switches the power-off checkpoint on: the two variables of MindSpore's documentation."""
+"""Reads the two environment variables of MindSpore's documentation that switch the power-off checkpoint on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def require_switched_on(environ: Mapping[str, str] | None = None) -> None:
 
 
 def may_be_protected(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether an optimizer that is wrapped now may have somebody to report to."""
+    """Return whether ttp may be switched on, so that an optimizer that is wrapped now has to report updates."""
     environ = os.environ if environ is None else environ
     return bool(environ.get("TTP_PORT")) or bool(_TTP_ON.search(environ.get(TFT, "")))
 

@@ -1,18 +1,19 @@
-"""The optimizer's wrapper: reports after the gradients are final and before the first write, and after the last.
+"""The optimizer's wrapper: reports each update, after the gradients are final and again after the last write.
 
 Theory of operation
 -------------------
-The wrapper adds nothing to the arithmetic: the gradients go into the wrapped optimizer as they came, and its result
-comes back as it is.
+The wrapper adds nothing to the arithmetic: the gradients go into the wrapped optimizer unchanged, and its result is
+returned unchanged.
 
 **Graph mode** compiles ``construct``; a Python call in it would run once, at compile time. So the two reports are
 operators (``ops.Custom`` with a Python function) that the graph runs in every step. Their order is data flow, which no
-pass of the compiler may break: the first one takes a value that depends on *all* gradients, the optimizer takes
-gradients that depend on the first one's result, the second one takes a value that depends on the optimizer's result,
-and the step's result depends on the second one's. ``side_effect_mem`` keeps them from being dropped or merged as equal.
+pass of the compiler may break: the first report takes a value that depends on *all* gradients, the optimizer takes
+gradients that depend on the first report's result, the second report takes a value that depends on the optimizer's
+result, and the step's result depends on the second report's. ``side_effect_mem`` keeps the compiler from dropping the
+reports or merging them as equal.
 
 **PyNative** runs ``construct`` as Python. Kernels are launched asynchronously there; reading ``global_step`` to the
-host waits for what was launched before it.
+host waits for the kernels that were launched before.
 
 With a sliced layout an update may only begin when every rank can make it (docs/concepts.md). MindSpore's own
 ``OptTFTWrapper`` has an AllReduce there; here the first report waits for all ranks (``barrier.py``).
@@ -38,24 +39,24 @@ _STATE = (
     "_parameters decay_flags dynamic_decay_flags weight_decay exec_weight_decay cache_enable reciprocal_scale "
     "need_scale global_step_increase_tensor param_length enable_tuple_broaden _unique _target "
 )
-"""What MindSpore looks for at an optimizer; shared with the wrapped one, never copied."""
+"""Attributes that MindSpore reads from an optimizer; the wrapper shares them with the wrapped one, without copies."""
 
 
 class Reporter(Protocol):
-    """Who hears of updates. Called on the training thread; may wait, may not raise."""
+    """An object that is told of updates. Its methods run on the training thread; they may wait, but not raise."""
 
     def begin_update(self) -> None:
-        """All gradients are final; nothing has been written."""
+        """Note that an update begins: all gradients are final, and nothing has been written."""
 
     def end_update(self) -> None:
-        """The last write is done."""
+        """Note that the last write of the update is done."""
 
 
 class OptTTPWrapper(nn.Optimizer):
     """An ``nn.Optimizer`` whose updates are reported to ttp. ``OptTFTWrapper`` is another name for it.
 
-    Losses and weights are those of the optimizer alone, bit for bit. Nothing is reported, and nothing is added to the
-    graph, where ttp is not switched on (``MS_ENABLE_TFT='{TTP:1}'`` or ``TTP_PORT``) when the wrapper is made.
+    Losses and weights are those of the optimizer alone, bit for bit. If ttp is not switched on when the wrapper is made
+    (``MS_ENABLE_TFT='{TTP:1}'`` or ``TTP_PORT``), nothing is reported, and nothing is added to the graph.
 
     Args:
         opt: a MindSpore optimizer.
@@ -88,7 +89,7 @@ class OptTTPWrapper(nn.Optimizer):
         self.reporter: Reporter | None = None
         self.ttp_reports = reports
         self.ttp_reached = 0
-        """The version at which a training of this process has ended; a later one goes on from there."""
+        """The version at which an earlier training of this process has ended; the next one counts on from there."""
         self.ttp_by_python = context.get_context("mode") == context.PYNATIVE_MODE
         self.ttp_one = Tensor([1], ms.float32)
         self.ttp_depend = ops.Depend()
@@ -96,7 +97,7 @@ class OptTTPWrapper(nn.Optimizer):
             self.ttp_begin, self.ttp_end = _operator(self._begins), _operator(self._ends)
 
     def construct(self, gradients: Any) -> Any:
-        """Report, update, report."""
+        """Report that the update begins, make it, and report that it has ended."""
         if not self.ttp_reports:
             return self.opt(gradients)
         if self.ttp_by_python:
@@ -136,9 +137,9 @@ _ONE = np.array([1], np.float32)
 
 
 def _operator(function: Any) -> Any:
-    """``function`` as an operator of the graph, on the host."""
+    """Return ``function`` as an operator of the graph, which runs on the host."""
     custom = ops.Custom(function, out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
     custom.add_prim_attr("side_effect_mem", True)
     if context.get_context("device_target") != "CPU":
-        custom.set_device("CPU")  # not run: no such device was at hand
+        custom.set_device("CPU")  # never tried: no such device was at hand
     return custom

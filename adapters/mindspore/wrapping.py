@@ -24,7 +24,7 @@ def wrap(
     buddy: bool,
     others: Mapping[str, Any],
 ) -> OptTTPWrapper:
-    """The optimizer, wrapped; protected now where ``model`` is given. Arguments as of ``ttp.wrap_optimizer``.
+    """Wrap the optimizer, and protect the training now if ``model`` is given. For the arguments see ``wrap_optimizer``.
 
     Raises:
         UsageError: an argument has no meaning for MindSpore.

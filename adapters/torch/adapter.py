@@ -52,20 +52,20 @@ log = logging.getLogger("ttp.adapters.torch")
 
 _LISTED_MAX = 4
 _POLL_S = 5e-5
-"""Between two looks of a training thread that stays where it is until the world is thawed."""
+"""Seconds between two looks at the gate of a training thread that waits until the job is thawed."""
 
 
 class TorchAdapter(Restoring):
-    """See ``ttp.session.Adapter``.
+    """The adapter for torch; see ``ttp.session.Adapter`` for the contract.
 
     Args:
-        optimizer: updates the parameters of ``model``; or a list of several.
+        optimizer: the optimizer that updates the parameters of ``model``, or a list of several.
         model: wrapped or not.
-        scheduler: its LR scheduler, or None, or a list of them.
+        scheduler: the LR scheduler, or None, or a list of them.
         extra_state: see ``ttp.wrap_optimizer``.
         scaler: a GradScaler, or None.
         undo: ``"preimage"`` or None; see ``ttp.wrap_optimizer``.
-        layout: the replica groups, where the user says them.
+        layout: the replica groups, if the user gives them; None: they are found.
         shard_of: the shard of a parameter in ``layout``, by its name; None: every rank holds one shard.
         buddy: see ``ttp.wrap_optimizer``.
 
@@ -104,7 +104,7 @@ class TorchAdapter(Restoring):
         self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, devices)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
-        self._looked = False  # at what the optimizers keep
+        self._looked = False  # whether the optimizers were checked for state that cannot be saved
         self._followers: Followers | None = None
         self._following: list[Tensor] = []  # parameters that no optimizer has and that the program moves
         self._source.may_follow = lambda: self._followers is not None
@@ -112,11 +112,11 @@ class TorchAdapter(Restoring):
         self._post_step: PostStepState | None = None
         self._resumed = False
         self.repeating: Repeating | None = None
-        """The calls of a function that ``ttp.one_step`` decorates; None: not attached."""
+        """Follows the calls of a function that ``ttp.one_step`` decorates; None: not attached."""
 
     @property
     def source(self) -> TorchSource:
-        """What the processor calls to save the state."""
+        """The source that the processor calls to save the state."""
         return self._source
 
     def layout(self, world_size: int) -> Layout:
@@ -135,7 +135,7 @@ class TorchAdapter(Restoring):
         return self.sharding(world_size).layout
 
     def _try(self) -> bytes:
-        """See ``trial``."""
+        """Try to write the state, and raise ConfigError if it cannot be saved. The result is empty; see ``trial``."""
         try_before_training(self._source.everything(), self._model, self._names, self._capture.skipped)
         if why := hook_refusal(ddps_of(self._model)):
             raise ConfigError(why)
@@ -145,19 +145,19 @@ class TorchAdapter(Restoring):
         """Tell the other ranks, which wait in ``layout``, that this rank cannot be protected.
 
         Args:
-            problem: why; it is raised on all ranks.
+            problem: the reason; it is raised on all ranks.
             world_size: ranks of the job.
         """
         refuse_everywhere(problem, world_size)
 
     def sharding(self, world_size: int) -> Sharding:
-        """How the state is spread over the ranks. Found once; all ranks must ask at the same point of their programs.
+        """Return how the state is spread over the ranks. All ranks make the first call at the same point.
 
         Args:
             world_size: ranks of the job.
 
         Raises:
-            ConfigError: that cannot be found out, or cannot be saved; the text says what to do.
+            ConfigError: the sharding cannot be found out, or cannot be saved; the text says what to do.
         """
         if self._sharding is None:
             modules = self._extra.modules
@@ -232,16 +232,16 @@ class TorchAdapter(Restoring):
         trial = Trial(members_of(self._optimizer), self._model, self._names, self._source.everything)
         buckets = self._buckets
         trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
-        if not is_sharded(self._optimizer):  # else it deals out itself what is added
+        if not is_sharded(self._optimizer):  # else the optimizer itself spreads new parameters over the ranks
             mine = processor.layout.shards_of(Rank(processor.env.rank))
             trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
         return trial
 
     def _calls(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> Calls:
-        """What is to be done around an update."""
+        """Return the functions to call around an update."""
         owners = [[owner for owner in members_of(self._optimizer) if owner in _owners(taker)] for taker in takers]
         if is_sharded(self._optimizer):
-            owners = [[]]  # what it exchanges behind the step is no part of what could be kept
+            owners = [[]]  # the weights that it exchanges after the step could not be kept
         between = self._source.between = BetweenSteps(
             turns, owners, whole, lambda: self._make_preimage(self._optimizer, reserve=False)
         )
@@ -257,7 +257,7 @@ class TorchAdapter(Restoring):
             self._followers.at_gate()
         goes_on = None if self._processor is None else self._processor.goes_on
         if goes_on is not None and goes_on.runs:
-            goes_on.over()  # others may make this update while this rank is left here, and it alone has its shards
+            goes_on.over()  # others may make this update while this rank stays here and alone holds its shards
         if self._barrier is not None:
             self._barrier.wait()
         elif goes_on is not None:  # no update is queued behind a collective that may have to be aborted
@@ -282,11 +282,11 @@ class TorchAdapter(Restoring):
         if not self._looked:
             self._looked = True
             if (goes_on := current()) is not None:
-                goes_on.why_no_loop()  # the loop has begun, decorated or not: nothing is listened to any more
+                goes_on.why_no_loop()  # the loop has begun, decorated or not, so stop listening
             refuse_unsaved(self._given, self._extra.objects)
 
     def _stay_redone(self) -> None:
-        """After an update that was made by order, do not enter an exchange with ranks that may be dead."""
+        """Wait after an update that was redone by order, so as not to enter an exchange with ranks that may be dead."""
         assert self._processor is not None
         gate = self._processor.gate
         while gate.redone and gate.closed:
@@ -304,7 +304,7 @@ class TorchAdapter(Restoring):
         return barrier
 
     def _why_wait(self) -> str:
-        """Why the host has to wait in the barrier before an update, and not the device; empty: the device may."""
+        """Return why the host, not the device, has to wait in the barrier before an update; empty: the device may."""
         if self._processor is not None and self._processor.goes_on is not None:
             return "survivors go on in their processes, so that no update may be queued behind a collective"
         if len(self._source.runtimes) > 1 or self._source.has_state_on_host():
@@ -344,13 +344,18 @@ class TorchAdapter(Restoring):
             self._attachment.step_done()
 
     def settled(self) -> None:
-        """What follows the last update is done; for adapters of frameworks that know it."""
+        """Note that what follows the last update is done; for adapters of frameworks that know it."""
         if self._attachment is not None:
             self._attachment.settled()
 
 
 def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """The given optimizers without repetitions."""
+    """Return the given optimizers without repetitions.
+
+    Raises:
+        UsageError: there is none.
+        ConfigError: an optimizer that shards its state stands beside others.
+    """
     given = list({id(each): each for each in listed(optimizer)}.values())
     if not given:
         raise UsageError("wrap_optimizer() was given no optimizer")
@@ -365,7 +370,7 @@ def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def _names(takers: Sequence[Sequence[Optimizer]]) -> list[str]:
-    """A name of each optimizer for messages."""
+    """Return a name of each optimizer for messages."""
     return [f"optimizer {number} ({type(taker[0]).__name__})" for number, taker in enumerate(takers, 1)]
 
 
@@ -385,7 +390,7 @@ def _tell_forgotten(names: Sequence[str]) -> None:
 
 
 def _schedulers(given: Any) -> list[Any]:
-    """All schedulers. A container of schedulers (torchtitan's) is replaced by what is in it: each state is saved."""
+    """Return all schedulers, those inside a container (torchtitan's) in its place, because each state is saved."""
     found: list[Any] = []
     for each in listed(given):
         inside = getattr(each, "schedulers", None)

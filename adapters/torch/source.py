@@ -62,12 +62,12 @@ class TorchSource(Standing):
     """Writes what one rank can save. Made by ``TorchAdapter``; see ``StateSource`` for the contract.
 
     Args:
-        model: the registered one.
-        names: of it.
+        model: the registered model.
+        names: the names of its tensors.
         optimizer: the registered optimizer.
-        capture: of rank-local state.
-        extra: the user's objects.
-        devices: where the state lies; none: on the host.
+        capture: captures the rank-local state.
+        extra: the user's objects of ``extra_state``.
+        devices: the devices on which the state lies; empty: it lies on the host.
     """
 
     framework = "torch"
@@ -89,8 +89,8 @@ class TorchSource(Standing):
         self._copying = threading.Lock()
         self._inspector: Inspector | None = None
         self.sharding: Sharding | None = None
-        self.stopped: Look | None = None  # the state when it was compared with other replicas last
-        self.exchanges = False  # the optimizer's step() goes on when the update is finished
+        self.stopped: Look | None = None  # what the state was when it was last compared with other replicas
+        self.exchanges = False  # after the update is finished, the optimizer's step() still exchanges weights
         self.post_step: PostStepState | None = None
         self.buckets: LayoutWatch | None = None
 
@@ -100,7 +100,7 @@ class TorchSource(Standing):
         All memory is allocated and all kernels are loaded here: after a failure both may block.
 
         Args:
-            processor: of this rank.
+            processor: the processor of this rank.
             attachment: the hooks.
             sharding: how the state is spread over the ranks.
         """
@@ -112,9 +112,9 @@ class TorchSource(Standing):
     # ------------------------------------------------------------------------------------------------ StateSource
 
     def post_step_done(self) -> bool:
-        """Whether scheduler, scaler and averages have followed the last update.
+        """Return whether scheduler, scaler and averages have followed the last update.
 
-        Where an exchange stands between it and them, which may hang, it is enough to know what will follow.
+        If an exchange that may hang comes between the update and them, it is enough to know what will follow.
         """
         return self.post_step is None or self.post_step.done() or (self.exchanges and self.post_step.foreseen())
 
@@ -138,10 +138,14 @@ class TorchSource(Standing):
         return looks, tuple(bad)
 
     def keep(self, incident: str) -> Kept:
-        """References to the state, for the same rank when it goes on. For the training thread, out of its loop.
+        """Return references to the state, for this rank when it goes on. For the training thread, outside of its loop.
+
+        Args:
+            incident: id of the incident in which the state was saved.
 
         Raises:
-            UnlikeError: it may not be what was saved in that incident, or cannot be kept; the text says why.
+            UnlikeError: the state may differ from what was saved in that incident, or cannot be kept; the text says
+                why.
         """
         assert self._processor is not None and self.sharding is not None
         now, stopped = self._processor.gate.state(), self.stopped
@@ -175,7 +179,7 @@ class TorchSource(Standing):
         if order.shards:
             self._check_stands(version, image)
         pages = self.read_pages(order.pages or (order.rank,), version)
-        # A rank that was stopped before its update of this version brings its own pages, and knows no schedule of it.
+        # A rank that stopped before its update to this version adds its own pages, but has no schedule of this version.
         job = self._job_state(version) if order.shards or order.job_state else None
         state = self._state(pages, job, image, order.shards) if job is not None and order.shards else {}
         with all_or_nothing(draft) as pieces:
@@ -193,7 +197,7 @@ class TorchSource(Standing):
         return pieces
 
     def finalise(self, directory: Path, order: Commit) -> list[Piece]:
-        """See ``StateSource``: what readers other than ttp need."""
+        """See ``StateSource``: add the metadata that readers other than ttp need."""
         return finalise(directory, order.pieces, writer=order.rank)
 
     def close(self) -> None:
@@ -207,13 +211,13 @@ class TorchSource(Standing):
     # ----------------------------------------------------------------------------------------------------- details
 
     def everything(self) -> dict[str, Any]:
-        """References to all that this rank may have to write, as it is now. May be called on any thread."""
+        """Return references to all state that this rank may have to write, as it is now. Any thread may call it."""
         state = {"model": model_state(self._names, {}), "optim": optimizer_state(self._names, self._optimizer)}
         modules = self._extra.modules
         return state | {"extra": {name: _module_state(module, None) for name, module in modules.items()}}
 
     def _image(self, how: How, version: Version) -> Image | None:
-        """What was kept of ``version``, where the order is to undo an update; None: the live state is of it.
+        """Return the copy that was kept of ``version`` if the order is to undo an update; None: use the live state.
 
         Raises:
             CheckpointError: the update cannot be undone.
@@ -226,13 +230,13 @@ class TorchSource(Standing):
         return preimage.image(version)
 
     def _check_stands(self, version: Version, image: Image | None) -> None:
-        """Before the first byte is read and after the last one: what is read in between is of ``version``.
+        """Check that the state is that of ``version``: before the first byte is read, and again after the last one.
 
-        A device that hangs may go on when somebody aborts a communicator: queued kernels then write what they make of
-        whatever a collective has left behind.
+        A device that hangs may go on when somebody aborts a communicator: queued kernels then write results computed
+        from whatever a collective has left behind.
 
         Raises:
-            MovedError: the state is another one.
+            MovedError: the state is no longer that of ``version``.
         """
         assert self._processor is not None
         if image is not None:
@@ -291,25 +295,25 @@ class TorchSource(Standing):
         )
 
     def _agreed(self) -> Callable[[StatePath], bool]:
-        """Of which entries of a shard replicas are known to have the same."""
+        """Return a function that says whether replicas are known to hold equal values of an entry of a shard."""
         return agreed_on(self._names)
 
     def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
-        """What of ``state`` belongs to ``shard``."""
+        """Return the part of ``state`` that belongs to ``shard``."""
         assert self.sharding is not None
         return state_of(self.sharding, shard, state, self._names)
 
     def _leaves(self, shards: Sequence[Shard]) -> list[list[ComparedTensor]]:
-        """What replicas of each of these shards have to have in common."""
+        """Return, for each of these shards, the tensors that have to be equal in all its replicas."""
         assert self.sharding is not None
         everything = replicated(self._names, self._optimizer)
         return [leaves_of(self.sharding, shard, everything, self._names) for shard in shards]
 
     def _state(self, pages: Pages, job: JobState, image: Image | None, shards: Sequence[Shard]) -> dict[str, Any]:
-        """References to the live tensors, or to those of ``image``; buffers as they were when the version was finished.
+        """Return references to the live tensors, or to those of ``image``, to be written for these shards.
 
-        The buffers of the lowest rank that has the same ones are taken: DistributedDataParallel broadcasts those of
-        rank 0.
+        Buffers are as they were when the version was finished, and are those of the lowest replica whose page is at
+        hand: DistributedDataParallel broadcasts those of rank 0.
         """
         assert self._processor is not None
         groups = self._processor.layout.groups
@@ -335,12 +339,12 @@ class TorchSource(Standing):
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         assert self._copier is not None
-        with self._copying:  # a save, and one that was left behind or a second copy that is given up
+        with self._copying:  # a save may run beside one that was left behind, or beside a second copy that is given up
             return next(self._copier.copy_to_host([tensor]))
 
 
 def _marks(listed: Sequence[Sequence[ComparedTensor]]) -> tuple[Hashable, ...]:
-    """What tells that a tensor is the one that it was, and was not written to."""
+    """Return values that change when one of the tensors is replaced by another one or written to."""
     found = ((leaf.name, leaf.tensor) for leaves in listed for leaf in leaves)
     return tuple((name, t.data_ptr(), t.shape, None if t.is_inference() else t._version) for name, t in found)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from ttp.inbox import Inbox
 from ttp.wire.v1 import recover_pb2 as pb
 
 WAIT_S = 60.0
@@ -37,7 +38,7 @@ class FakeClusterD:
 
     def __init__(self, port: int = 0, **codes: int) -> None:
         self._codes = codes
-        self._signals: queue.SimpleQueue[pb.RecoverSignal | None] = queue.SimpleQueue()
+        self._signals: Inbox[pb.RecoverSignal | None] = Inbox()
         self._heard: list[tuple[str, Any]] = []
         self._changed = threading.Condition()
         self._server = grpc.server(futures.ThreadPoolExecutor(8))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttp.launch.hold import STRAGGLER_S, Hold, HoldDecision, WorkersNow
+from ttp.launch.hold import LEAVING_S, STRAGGLER_S, Hold, HoldDecision, WorkersNow
 
 WAIT, LEFT, STOP = HoldDecision.WAIT, HoldDecision.LEFT, HoldDecision.STOP
 KILL, LATE, AGAIN = HoldDecision.KILL_HUNG, HoldDecision.OUT_OF_PATIENCE, HoldDecision.AGAIN
@@ -54,6 +54,27 @@ STORIES: dict[str, list[Look]] = {
         (0.0, {1, 2}, {3: -9}, {1: 60, 2: 60}, WAIT),
         (0.1, {1, 2}, {3: -9}, {2: 60, -1: 30}, WAIT),
         (0.2, {1, 2}, {3: -9}, {-1: 30, -2: 30}, AGAIN),
+    ],
+    "a saver stands still while the others leave": [
+        (0.0, {1, 2}, {3: -9}, {1: 60, 2: 60}, WAIT),
+        (1.0, {1, 2}, {3: -9}, {1: 60, 2: 60}, WAIT),
+        (2.0, {2}, {3: -9, 1: 75}, {2: 60}, WAIT),  # it may be on its way out
+        (2.0 + LEAVING_S, {2}, {3: -9, 1: 75}, {2: 60}, KILL),
+        (14.0, {2}, {3: -9, 1: 75}, {2: 60}, LEFT),
+    ],
+    "it had left before the first look, and its lease is still there": [
+        (0.0, {2}, {3: -9, 1: 75}, {1: 60, 2: 60}, WAIT),
+        (LEAVING_S, {2}, {3: -9, 1: 75}, {1: 60, 2: 60}, KILL),
+    ],
+    "a saver stands still while the others are to go on": [
+        (0.0, {1, 2}, {3: -9}, {1: 60, 2: 60}, WAIT),
+        (0.1, {1, 2}, {3: -9}, {-1: 30, 2: 60}, WAIT),
+        (0.1 + LEAVING_S, {1, 2}, {3: -9}, {-1: 30, 2: 60}, KILL),
+        (12.0, {1, 2}, {3: -9}, {-1: 30, 2: 60}, AGAIN),
+    ],
+    "a program that leaves with 75 by itself says nothing of the others": [
+        (0.0, {1, 2}, {3: 75}, {1: 60, 2: 60}, WAIT),
+        (50.0, {1, 2}, {3: 75}, {1: 60, 2: 60}, WAIT),
     ],
     "one went on too long": [
         (31.0, {1, 2}, {3: -9}, {-1: 30, -2: 31.5}, STOP),
@@ -144,15 +165,18 @@ looks = st.tuples(
 
 @given(st.lists(looks, max_size=12), pids)
 def test_always_ends_and_never_hurts_a_lease_holder(story: list[Any], armed: set[int]) -> None:
-    """Whatever is seen: who holds a lease is neither stopped nor killed before the patience ends."""
-    hold, now, killed = Hold(0.0, patience_s=100.0), 0.0, set[int]()
+    """Who holds a lease is neither stopped nor killed before the patience ends or the job is saved."""
+    hold, now, killed, held, saved_at = Hold(0.0, patience_s=100.0), 0.0, set[int](), set[int](), float("inf")
     for wait_s, alive, exits, deadlines in story:
         now += wait_s
         holders = {pid for pid in alive if deadlines.get(pid, 0) > now}
+        held |= (holders - killed) | (exits.keys() & deadlines.keys())
+        if any(exits.get(pid) == 75 for pid in held):
+            saved_at = min(saved_at, now)
         verdict = hold.look(now, scene(alive, exits, deadlines, frozenset(armed)))
         if verdict is KILL:
-            assert not holders - killed
-            assert hold.hung <= alive & armed
+            assert not holders - killed or now - saved_at >= LEAVING_S
+            assert hold.hung <= alive & (armed | holders)
             killed |= hold.hung
         if verdict is STOP:
             assert not holders - killed or now >= 100

@@ -80,6 +80,22 @@ def test_stopped_rank_is_killed_when_the_others_have_left(launcher: str, start: 
     assert not psutil.pid_exists(pids[2])
 
 
+@pytest.mark.slow
+def test_a_saver_that_stands_still_is_killed_when_the_others_have_left(
+    launcher: str, start: Start, controller: Controller
+) -> None:
+    """Its lease lasts 60 s more: this bound lies below that."""
+    job = start(launcher, THREE, "fake_worker.py", plan(save_s=1))
+    pids = job.pids(3)
+    os.kill(pids[1], signal.SIGKILL)
+    job.rescue()
+    job.wait_for("saving-2-0")
+    os.kill(pids[2], signal.SIGSTOP)
+    assert job.finish(timeout_s=40) == exit_code(launcher, 75)
+    assert job.has("saved-0-0") and not job.has("saved-2-0")
+    assert not psutil.pid_exists(pids[2])
+
+
 def test_lease_that_is_over_is_not_waited_for(launcher: str, start: Start, controller: Controller) -> None:
     job = start(launcher, THREE, "fake_worker.py", plan(lease_s=1, save_s=50))
     os.kill(job.pids(3)[1], signal.SIGKILL)

@@ -100,6 +100,7 @@ def test_a_forked_module_sees_what_a_fresh_one_sees(
     start: Start, imports: Any, ready: Any, environ: dict[str, str]
 ) -> None:
     environ["PYTHONSAFEPATH"] = "1"
+    environ |= {f"LARGE_{number}": "x" * 100_000 for number in range(8)}  # more than a message of a socket holds
     _same_as_cold(start("ttp-run", [*FLAGS, "-m"], "tests.launch.warm_worker", "nothing"), imports, ready)
 
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch.admission import admitted
 from ttp.launch.run_dir import allow_journal, journals_allowed
-from ttp.wire import access
+from ttp.wire import access, tls
 from ttp.wire.access import UNKNOWN, Door, listening_address, owner_of
 
 ELSEWHERE = "192.0.2.1"
@@ -162,6 +163,55 @@ def test_the_kernel_says_whose_a_connection_is(connection: tuple[socket.socket, 
     for strange in ("ipv4:192.0.2.1:80", "unix:/run/x", "ipv4:nonsense", "", "ipv6:%5B::1%5D:1"):
         assert owner_of(strange) == UNKNOWN
     assert Door(Config(token="t")).about_peer("", {}) == Door(Config(insecure=True)).about_peer("", {}) == ""
+
+
+SAME_PORT = """
+import os, socket, sys
+os.setuid(int(sys.argv[3]))
+with socket.socket() as opened:
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    opened.bind(("127.0.0.1", int(sys.argv[1])))
+    opened.connect(("127.0.0.1", int(sys.argv[2])))
+    print("connected", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_of_two_connections_from_one_port_the_one_to_this_service_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever connects from the port that a rank has, to another service, is not taken for that rank."""
+    monkeypatch.setattr("ttp.wire.tls.SERVED", served := set[tuple[str, int]]())
+    with socket.create_server(("127.0.0.1", 0)) as own, socket.create_server(("127.0.0.1", 0)) as other:
+        with socket.socket() as opened:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(("127.0.0.1", 0))
+            port = opened.getsockname()[1]
+            ports = [str(port), str(own.getsockname()[1]), str(STRANGER)]
+            with subprocess.Popen(
+                [sys.executable, "-c", SAME_PORT, *ports], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            ) as stranger:
+                assert stranger.stdin is not None and stranger.stdout is not None
+                assert stranger.stdout.readline() == b"connected\n"
+                opened.connect(other.getsockname())
+                for server, owner in ((own, STRANGER), (other, os.getuid())):
+                    served.clear()
+                    served.update({("a.name", 1), ("::1", 1), server.getsockname()})
+                    assert owner_of(f"ipv4:127.0.0.1:{port}") == owner
+                stranger.stdin.close()
+
+
+def test_of_what_is_connected_to_a_service_the_kernel_does_not_list_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(access, "_connections", lambda table, names: pytest.fail("the list is read"))
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = tls.add_port(server, "127.0.0.1:0")
+    server.start()
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as opened:
+            assert owner_of(f"ipv4:127.0.0.1:{opened.getsockname()[1]}") == os.getuid()
+    finally:
+        server.stop(0).wait()
 
 
 ASK = """

@@ -1,1 +1,1 @@
-"""Chaos: real jobs, hurt on purpose by a script or by a drawn campaign, and checked after every incident."""
+"""Chaos: injects faults into real jobs, by a script or a drawn campaign, and checks each job after every incident."""

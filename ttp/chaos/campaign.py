@@ -24,10 +24,10 @@ class Shape:
     """A kind of job.
 
     Args:
-        script: without runs.
-        weight: how often it is taken, among those that can bear a run.
-        features: of ``--include``; all of them have to be asked for.
-        apart: steps between two runs, at least; one more at most.
+        script: the job, without runs.
+        weight: how often it is drawn, relative to other shapes that can bear the same run.
+        features: features of ``--include``; all of them have to be asked for.
+        apart: minimum number of steps between two runs; the maximum is one more.
     """
 
     script: Script
@@ -62,20 +62,20 @@ SHAPES = {
 """Jobs that runs are drawn for, by name."""
 
 KINDS: tuple[Kind, ...] = (*of_saves.KINDS, *COMEBACKS)
-"""Every kind of run."""
+"""All kinds of runs."""
 
 
 def draw(
     seed: int, runs: int, include: Collection[str] = (), offers: Collection[str] = (), match: str = ""
 ) -> list[Script]:
-    """The scripts of a campaign.
+    """Return the scripts of a campaign.
 
     Args:
-        seed: of everything.
-        runs: how many.
+        seed: seed of everything that is drawn.
+        runs: number of runs.
         include: features that are off otherwise; see ``FEATURES``.
-        offers: what this machine has of ``hosts`` and ``mount``.
-        match: only kinds with this in their title.
+        offers: which of ``hosts`` and ``mount`` this machine has.
+        match: draw only kinds with this in their title.
     """
     chance = random.Random(f"chaos {seed}")
     shapes = {name: s for name, s in SHAPES.items() if s.features <= set(include) and s.script.needs <= set(offers)}
@@ -98,12 +98,12 @@ def draw(
 
 
 def _bearing(kind: Kind, shapes: Iterable[str]) -> list[str]:
-    """Names of the shapes that can bear the kind."""
+    """Return the names of the shapes that can bear the kind."""
     return [name for name in shapes if name in kind.shapes]
 
 
 def _chosen(kinds: Sequence[Kind], runs: int, chance: random.Random) -> list[Kind]:
-    """By weight, as evenly as whole numbers allow; every kind at least once where there are runs enough."""
+    """Choose kinds by weight, as evenly as whole numbers allow; every kind at least once if there are enough runs."""
     pool = [kind for kind in kinds for _ in range(kind.weight)]
     first = chance.sample(kinds, min(runs, len(kinds)))
     rest: list[Kind] = []
@@ -113,7 +113,7 @@ def _chosen(kinds: Sequence[Kind], runs: int, chance: random.Random) -> list[Kin
 
 
 def _jobs(kinds: Sequence[Kind]) -> list[list[Kind]]:
-    """Groups of runs for one job each. What costs rank-local state comes last: later bits have no reference."""
+    """Group runs into jobs. Runs that lose rank-local state come last in a job: later bits have no reference."""
     last = [kind for kind in kinds if kind.diverges]
     others = [kind for kind in kinds if not kind.diverges]
     jobs = max(len(last), -(-len(kinds) // RUNS_PER_JOB))
@@ -127,7 +127,7 @@ def _script(
     job: Script, kinds: Sequence[Kind], phases: Mapping[str, Iterator[str]], chance: random.Random, apart: int
 ) -> Script:
     runs: list[Run] = []
-    # ranks say what they import, and a process imports it before the first run
+    # ranks list their imports, and the template imports them before the first run
     first = AFTER_UPDATES if job.forks else 0
     step = chance.randint(first, first + 3) if apart == APART else apart
     for kind in kinds:

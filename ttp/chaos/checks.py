@@ -1,7 +1,7 @@
 """Checks one run. Pure: a record goes in, an outcome and findings come out.
 
-Outcomes: ``saved`` (restarted from a new checkpoint, no finished step lost), ``kept`` (restarted, and there was nothing
-newer than what was on disk), ``gone`` (restarted from what was on disk: no rank was left that had anything newer),
+Outcomes: ``saved`` (restarted from a new checkpoint, no finished step lost), ``kept`` (restarted, and nothing newer
+existed than what was on disk), ``gone`` (restarted from what was on disk: no rank was left that had anything newer),
 ``unhurt`` (never restarted), ``refused`` (steps were lost, and ttp said why it could not save), ``lost`` (steps were
 lost, and ttp did not say so), ``stuck`` (the run did not come to its end).
 """
@@ -25,17 +25,17 @@ _DEADLY = ("kill", "segv", "exit", "raise", "term", "report", "partition", "unpl
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What came of a run.
+    """The judgement of a run.
 
     Args:
         outcome: see the module.
         findings: what is wrong, in words; empty: nothing.
-        version: what the job went on from; None: it was not restarted.
-        lost_steps: steps that ranks which could still be read had finished, and that are not in the checkpoint.
+        version: version from which the job went on; None: it was not restarted.
+        lost_steps: steps that readable ranks had finished, and that are not in the checkpoint.
         detect_ms: milliseconds from the first fault to the open incident; None: there was none.
         commit_ms: milliseconds from the first fault to the first commit of the newest saved version; None: no commit.
         back_ms: milliseconds from the first fault until the job trained again.
-        diverged: rank-local state was lost for good: the bits of later steps cannot be compared.
+        diverged: rank-local state was lost for good, so the bits of later steps cannot be compared.
     """
 
     outcome: str
@@ -53,8 +53,8 @@ class Bounds:
     """The versions that a restart may resume from.
 
     Args:
-        lower: the newest that a rank which could still be read had finished.
-        upper: the newest that any rank had begun.
+        lower: the newest version that a readable rank had finished.
+        upper: the newest version that any rank had begun.
     """
 
     lower: int
@@ -82,7 +82,7 @@ def judge(evidence: Evidence) -> Judgement:
 
 
 def trained(evidence: Evidence) -> list[LifeKey]:
-    """The lives in which at least one rank began to train, in order."""
+    """Return the lives in which at least one rank began to train, in order."""
 
     def began(life: LifeKey) -> bool:
         return any(life in lives and lives[life].start is not None for lives in evidence.notes.values())
@@ -94,7 +94,7 @@ def trained(evidence: Evidence) -> list[LifeKey]:
 
 
 def bounds(evidence: Evidence, life: LifeKey) -> Bounds:
-    """Statement 1 for one group of replicas: any rank that can be read will do; across a cut, on either side."""
+    """Return the bounds for one replica group (statement 1): any readable rank will do, on either side of a cut."""
     gone, far = unreadable(evidence, life), _far_side(evidence, life)
     there = {r: lives[life] for r, lives in evidence.notes.items() if life in lives and lives[life].start is not None}
     base = max((rank_life.start or 0 for rank_life in there.values()), default=0)
@@ -109,12 +109,12 @@ def _far_side(evidence: Evidence, life: LifeKey) -> frozenset[int]:
 
 
 def unreadable(evidence: Evidence, life: LifeKey) -> frozenset[int]:
-    """Ranks whose copy nobody could read any more in this life."""
+    """Return the ranks whose copy could not be read any more in this life."""
     return frozenset(r for s in evidence.record.injections if s.life == life for r in s.unreadable)
 
 
 def _resumed(evidence: Evidence, before: LifeKey, after: LifeKey) -> tuple[int, int, list[str]]:
-    """Version, lost steps and findings of one restart."""
+    """Return version, lost steps and findings of one restart."""
     starts = {r: lives[after].start for r, lives in evidence.notes.items() if after in lives}
     known = {start for start in starts.values() if start is not None}
     if len(known) != 1:
@@ -131,7 +131,7 @@ def _resumed(evidence: Evidence, before: LifeKey, after: LifeKey) -> tuple[int, 
 
 
 def _disk_findings(evidence: Evidence) -> Iterator[str]:
-    """Every checkpoint is whole; what was said to be committed was not more than could be."""
+    """Yield findings about the disk: every checkpoint is whole, and nothing was committed that no rank had begun."""
     for found in evidence.record.found:
         for problem in found.problems:
             yield f"the checkpoint of version {found.version} is not whole: {problem}"
@@ -147,7 +147,7 @@ def _disk_findings(evidence: Evidence) -> Iterator[str]:
 
 
 def _request_findings(evidence: Evidence) -> Iterator[str]:
-    """Requests for a checkpoint that were not fulfilled."""
+    """Yield requests for a checkpoint that were not fulfilled."""
     for answer in evidence.record.answers:
         if answer["answer"] not in ("save", "again"):
             continue
@@ -166,7 +166,7 @@ def _fatal(record: Record) -> bool:
 
 
 def bit_findings(evidence: Evidence, lives: list[LifeKey]) -> list[str]:
-    """The state after every restart, and every step of this run, has the bits of the unbroken run."""
+    """Check that the state after every restart, and every step of this run, has the bits of the unbroken run."""
     if evidence.diverged:
         return []
     found: list[str] = []
@@ -181,7 +181,7 @@ def bit_findings(evidence: Evidence, lives: list[LifeKey]) -> list[str]:
 
 
 def _without_pages(evidence: Evidence, life: LifeKey) -> frozenset[int]:
-    """Ranks whose own state is not in the checkpoint that this life was restored from."""
+    """Return the ranks whose own state is not in the checkpoint from which this life was restored."""
     starts = {lives[life].start for lives in evidence.notes.values() if life in lives}
     return frozenset(r for found in evidence.record.found if found.version in starts for r in found.missing_pages)
 
@@ -200,7 +200,7 @@ def _rank_bits(evidence: Evidence, rank: int, life: RankLife, lacking: frozenset
 
 
 def _missing_pages(evidence: Evidence, before: LifeKey, after: LifeKey) -> Iterator[str]:
-    """Only a host of which no rank is left may cost rank-local state."""
+    """Yield a finding if rank-local state is missing of a host of which a rank was left."""
     missing = _without_pages(evidence, after)
     started = {lives[before].start for lives in evidence.notes.values() if before in lives}
     new = started != {lives[after].start for lives in evidence.notes.values() if after in lives}
@@ -209,7 +209,7 @@ def _missing_pages(evidence: Evidence, before: LifeKey, after: LifeKey) -> Itera
 
 
 def alone(evidence: Evidence, life: LifeKey) -> frozenset[int]:
-    """Ranks whose pages nobody could reach: no rank of their host was left, or it was cut off."""
+    """Return the ranks whose pages could not be reached: no rank of their host was left, or it was cut off."""
     script, gone = evidence.script, unreadable(evidence, life)
     hosts = [host for host in range(script.hosts) if gone.issuperset(script.ranks_of(host))]
     if script.mirrored and len(hosts) == 1:
@@ -235,7 +235,7 @@ def _outcome(evidence: Evidence, lives: list[LifeKey], version: int | None, lost
 
 
 def _exit_findings(evidence: Evidence, outcome: str) -> Iterator[str]:
-    """A launcher of ours that leaves says what came of it: 75 and 70 are what a scheduler goes by."""
+    """Yield a finding if ttp's launchers left with other codes than the outcome's: schedulers go by 75 and 70."""
     wanted = {"saved": EXIT_SAVED, "refused": EXIT_NOT_SAVED}.get(outcome)
     exits = evidence.record.exits
     if wanted is not None and exits and evidence.script.launcher == "ttp" and wanted not in exits:
@@ -243,7 +243,7 @@ def _exit_findings(evidence: Evidence, outcome: str) -> Iterator[str]:
 
 
 def expected(record: Record) -> str:
-    """What the run has to come to, by what was really done: a fault whose moment never came saves and ends nothing."""
+    """Return the expected outcome, given what was really injected: a missed fault saves and ends nothing."""
     wanted = record.run.expect
     if (
         wanted != "saved"
@@ -267,12 +267,12 @@ def _expectation(evidence: Evidence, outcome: str, lost: int) -> Iterator[str]:
 
 
 def _should_speak(evidence: Evidence) -> bool:
-    """Whether a process was left that could say why nothing was saved."""
+    """Return whether a process was left that could say why nothing was saved."""
     return bool(evidence.record.injected(*_DISK)) and not evidence.record.injected("term")
 
 
 def _times(record: Record) -> tuple[float | None, float | None, float | None]:
-    """Milliseconds from the first injection that counts to the incident, the newest version's commit, and training."""
+    """Return the milliseconds from the first relevant injection to incident, newest commit and training."""
     injections = [s for s in record.injections if s.what not in ("cont", "heal", "disk-heal")]
     deadly = [s for s in injections if s.what in _DEADLY and s.who != "controller"]
     since = min((injection.at_s for injection in deadly or injections), default=None)

@@ -32,13 +32,13 @@ IN_TRAIN = ("entered", "joined", "restored")
 
 
 def _two(s: RunDraw) -> tuple[int, int]:
-    """A rank that dies, and one that lives."""
+    """Draw a rank that dies, and one that lives."""
     one, two = s.chance.sample(range(s.job.world_size), 2)
     return one, two
 
 
 def _then_at(stage: str, what: str = "kill") -> Draw:
-    """Kill a rank; at that point of going on another one is hurt, or the one that takes the seat."""
+    """Return a draw: kill a rank; at a point of going on, hurt another rank, or the one that takes the seat."""
 
     def draw(s: RunDraw) -> tuple[Fault, ...]:
         dead, other = _two(s)
@@ -73,7 +73,7 @@ def _controller_at_event(s: RunDraw) -> tuple[Fault, ...]:
 
 
 def _then_soon(what: str, who: Callable[[RunDraw], Target]) -> Draw:
-    """Kill a rank; within the time that going on takes something else is hurt."""
+    """Return a draw: kill a rank; hurt something else within the time that going on takes."""
     return lambda s: (s.here("kill", ranks(s.rank)), s.later(s.seconds(0, 0.6), what, who(s)))
 
 
@@ -151,4 +151,4 @@ COMEBACKS: tuple[Kind, ...] = (
     _warm("what is forked from dies meanwhile", _template_dies_meanwhile, last=True),
     _warm("what is forked from stands still meanwhile", _template_stops_meanwhile, last=True),
 )
-"""Drawn with ``--include keep`` and ``--include warm``."""
+"""Kinds drawn with ``--include keep`` and ``--include warm``."""

@@ -1,4 +1,4 @@
-"""The file system that a hurt job saves to: one of its own, so that it can be filled and made read-only."""
+"""The file system that a tested job saves to: one of its own, so that it can be filled and made read-only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ttp.chaos.world import run
 
 BALLAST = ".ballast"
 QUOTA_BYTES = 1 << 20
-"""Of a rank with ``disk-quota``: enough for its notes and logs, too little for a piece of a wide model."""
+"""Bytes that a rank may write with ``disk-quota``: enough for notes and logs, too few for a piece of a wide model."""
 RETRY_S = 2.0
 
 
@@ -20,7 +20,7 @@ class Disk:
     """A file system in memory, mounted at ``path``. Mount it before the hosts are made: they inherit it.
 
     Args:
-        path: where; created.
+        path: mount point; created.
         size: bytes.
 
     Raises:
@@ -33,7 +33,7 @@ class Disk:
         run("mount", "-t", "tmpfs", "-o", f"size={size}", "chaos", str(path))
 
     def fill(self) -> None:
-        """Fill it to the last byte."""
+        """Fill the file system to the last byte."""
         ballast = os.open(self.path / BALLAST, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             chunk = 1 << 24
@@ -46,10 +46,10 @@ class Disk:
             os.close(ballast)
 
     def protect(self) -> None:
-        """Make it read-only, as soon as nobody has a file open for writing.
+        """Make it read-only, as soon as no process has a file open for writing.
 
         Raises:
-            OSError: somebody always has.
+            OSError: some process always has.
         """
         deadline = time.monotonic() + RETRY_S
         while True:
@@ -67,7 +67,7 @@ class Disk:
         (self.path / BALLAST).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount it. What was saved there is lost."""
+        """Unmount it. Everything saved on it is lost."""
         with contextlib.suppress(OSError):
             run("umount", "--lazy", str(self.path))
 

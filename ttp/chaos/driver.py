@@ -1,4 +1,4 @@
-"""Drives one script: starts the job, meets it where the script says, and judges each run when the next may begin.
+"""Drives one script: starts the job, injects faults where the script says, and judges each run before the next.
 
 One thread owns everything here; ranks and observers put entries into its inbox. All ranks are held before the first
 step of a run until the run before is over: its incident is closed, the job trains again, nothing is pending.
@@ -29,22 +29,23 @@ from ttp.chaos.switchboard import RankEnded, RankProcess, RankStarted, RankSwitc
 from ttp.chaos.vocabulary import START_PHASES
 from ttp.chaos.ways import COLD
 from ttp.config import Config
+from ttp.inbox import Inbox
 
 LOOK_S = 0.05
 RUN_S_MAX = 300.0
 LAUNCHES_MAX = 3
-"""Of one run."""
+"""Maximum number of launches in one run."""
 END_S = 120.0
 READY_S = 60.0
 SETTLE_S = 0.15
-"""Longer than an observer needs to see that a controller is gone."""
+"""Seconds, longer than an observer needs to see that a controller is gone."""
 
 Reference = Mapping[int, Mapping[int, Digests]]
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A run that is over, with its judgement."""
+    """A finished run, with its judgement."""
 
     record: Record
     judgement: Judgement
@@ -55,14 +56,14 @@ class AbortedError(Exception):
 
 
 class Driver:
-    """One job.
+    """Drives one job.
 
     Args:
         script: what to do.
-        folder: of its own: logs, notes, checkpoints.
-        place: where it runs.
+        folder: the job's own folder for logs, notes and checkpoints.
+        place: where the job runs.
         reference: digests of the unbroken run.
-        tell: called with every run that is over.
+        tell: called with every finished run.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Driver:
     ) -> None:
         self.script, self.folder, self._tell, self._reference = script, folder, tell, reference
         self.closing: list[str] = []
-        """What was wrong with the job as a whole, when it was over."""
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Findings about the job as a whole, after its end."""
+        self._inbox: Inbox[Any] = Inbox()
         self._switchboard = RankSwitchboard(self._inbox)
         self._job = HurtJob(script, place.hosts, place.disk)
         self._launches = Launches(script, folder, place, self._job, self._switchboard.path, self._inbox)
@@ -113,7 +114,7 @@ class Driver:
         now = time.monotonic()
         due = min((at for at, _ in self._timers), default=now + LOOK_S)
         with contextlib.suppress(queue.Empty):
-            self._take(self._inbox.get(timeout=min(LOOK_S, max(0.0, due - now))))
+            self._take(self._inbox.get(timeout=min(LOOK_S, due - now)))
         self._fire_timers()
         self._look_after_launchers()
         self._maybe_next_run()
@@ -162,7 +163,7 @@ class Driver:
 
     def _rank_waits(self, rank_process: RankProcess, step: int, phase: str) -> None:
         if self._is_barrier(step, phase):
-            return  # held until all are there
+            return  # held until all ranks are there
         for fault in list(self._pending):
             here = fault.phase == phase and (fault.step == step if fault.step is not None else self._armed(fault))
             if here and rank_process.rank in fault.watchers:
@@ -174,7 +175,7 @@ class Driver:
         self._let_go(rank_process)
 
     def _let_go(self, rank_process: RankProcess) -> None:
-        """Let a rank go on, unless a fault waits for others to come to the same point."""
+        """Let a rank go on, unless a fault waits for other ranks to come to the same point."""
         waits = any(
             rank_process.rank in self._arrived.get(fault.name, ()) and not fault.seconds for fault in self._pending
         )
@@ -202,7 +203,7 @@ class Driver:
     # -------------------------------------------------------------------------------------------------------- striking
 
     def _armed(self, fault: Fault) -> bool:
-        """Whether all faults before it in the script have been injected."""
+        """Return whether all faults before it in the script have been injected."""
         assert self._record is not None
         before = self._record.run.faults[: self._record.run.faults.index(fault)]
         return not any(earlier in self._pending for earlier in before)
@@ -252,7 +253,7 @@ class Driver:
         return told
 
     def _life(self, fault: Fault) -> LifeKey:
-        """Of the ranks that it hurts; some go on in their processes, and are in the next life before others."""
+        """Return the life of the ranks that a fault hurts; ranks that go on are in the next life before others."""
         there = self._job.rank_processes
         hurt = [there[rank] for rank in fault.who.numbers if rank in there] if fault.who.kind == "ranks" else []
         return max((rank_process.life for rank_process in hurt or there.values()), default=self._record_life())
@@ -264,7 +265,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------------- runs
 
     def _maybe_next_run(self) -> None:
-        """When all ranks are held: judge the run that is over, begin the next one."""
+        """Judge the last run and begin the next one, if all ranks are held."""
         waiting_at = {rank_process.waiting_at for rank_process in self._job.rank_processes.values()}
         if len(self._job.rank_processes) < self.script.world_size or len(waiting_at) != 1:
             return
@@ -292,7 +293,7 @@ class Driver:
         return phase == HOLD and nxt < len(self.script.runs) and self.script.runs[nxt].step == step
 
     def _quiet(self) -> bool:
-        """Whether nothing is pending and a controller sees the job train."""
+        """Return whether nothing is pending and a controller sees the job train."""
         since = max((at_s for stage, at_s in self._stages.values() if stage == "training"), default=None)
         if self._timers or since is None:
             return False
@@ -308,9 +309,9 @@ class Driver:
         return len(answered) >= len(record.injected("save", "again"))
 
     def _is_ready(self) -> bool:
-        """Whether the job is as one that has run a while; waits at most ``READY_S``.
+        """Return whether the job is as one that has run a while; waits at most ``READY_S``.
 
-        Its standby controllers are up, and, where it is about restarts, there is a process to fork ranks from.
+        That is: its standby controllers run, and there is a process to fork ranks from if the job is about restarts.
         """
         config = Config.from_env(dict(self.script.env))
         assert self._held_since is not None
@@ -378,7 +379,7 @@ class Driver:
         self._launches.again()
 
     def _finish(self) -> None:
-        """All ranks have passed the end: wait until the job has ended, and look for what it has left behind."""
+        """Wait until the job has ended, after all ranks have passed the end, and look for what it has left behind."""
         if not self._launches.wait(END_S):
             self.closing.append(f"the job had not ended {END_S:g} s after its last step")
         codes = self._launches.codes()

@@ -15,41 +15,41 @@ import psutil
 
 
 class Hosts(Protocol):
-    """Where a job runs."""
+    """The hosts on which a job runs."""
 
     addresses: list[str]
     names: list[str]
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Run ``command`` on a host; what it prints is appended to ``log``."""
+        """Run ``command`` on a host; its output is appended to ``log``."""
 
     def listen(self, host: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
         """Run ``command`` in a host's network only, with pipes; it outlives the host."""
 
     def processes(self, host: int) -> list[psutil.Process]:
-        """All processes of the job on a host."""
+        """Return all processes of the job on a host."""
 
     def power_off(self, host: int) -> None:
-        """The host is gone at once: nothing more is heard from it."""
+        """Take a host away at once: nothing more is heard from it."""
 
     def power_on(self, host: int) -> None:
-        """A new host takes the place of one that is gone; one that is there is joined to the others again."""
+        """Put a new host in the place of one that is gone; reconnect a host that is there."""
 
     def cut(self, host: int, *, carrier: bool) -> None:
-        """Nothing passes between a host and the others; without ``carrier`` its cable is out, too."""
+        """Cut a host off from the others; without ``carrier`` its cable is out, too."""
 
     def join(self, host: int) -> None:
         """Undo ``cut``."""
 
     def leftovers(self, host: int) -> list[str]:
-        """What a job that is over has left on a host: processes, and files in shared memory."""
+        """Return what a finished job has left on a host: processes, and files in shared memory."""
 
     def close(self) -> None:
         """End everything that runs on the hosts."""
 
 
 def commands(processes: Sequence[psutil.Process]) -> list[str]:
-    """What they run, for people; those that have ended and only wait to be collected do not count."""
+    """Return the command lines of processes, for people; zombies do not count."""
     texts = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -59,7 +59,7 @@ def commands(processes: Sequence[psutil.Process]) -> list[str]:
 
 
 def piped(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Run ``command`` with pipes for lines; what it says on stderr is dropped."""
+    """Run ``command`` with pipes for lines; its stderr is dropped."""
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(command, env=dict(env), text=True, bufsize=1, stdin=pipe, stdout=pipe, stderr=null)
 
@@ -70,14 +70,14 @@ def piped(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[st
 
 
 JOB_TAG = "CHAOS_JOB"
-"""In the environment of every process of a job; the value names the job."""
+"""Variable in the environment of every process of a job; the value names the job."""
 
 
 class ThisMachine:
     """One host that shares network, disk and processes with this machine.
 
     Args:
-        tag: names the job; its processes are found by it.
+        tag: name of the job, by which its processes are found.
     """
 
     def __init__(self, tag: str) -> None:
@@ -87,7 +87,7 @@ class ThisMachine:
         end_orphans()
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """See ``Hosts``."""
+        """See ``Hosts.start``."""
         with log.open("ab") as out:
             return subprocess.Popen(
                 list(command),
@@ -99,15 +99,15 @@ class ThisMachine:
             )
 
     def listen(self, host: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-        """See ``Hosts``."""
+        """See ``Hosts.listen``."""
         return piped(list(command), env)
 
     def processes(self, host: int) -> list[psutil.Process]:
-        """See ``Hosts``."""
+        """See ``Hosts.processes``."""
         return [process for process, tag in _tagged() if tag == self._tag]
 
     def power_off(self, host: int) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts.power_off``."""
         deadline = time.monotonic() + 10
         while (found := self.processes(host)) and time.monotonic() < deadline:
             for process in found:
@@ -116,32 +116,32 @@ class ThisMachine:
             psutil.wait_procs(found, timeout=1)
 
     def power_on(self, host: int) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts.power_on``. Does nothing: this machine is always there."""
 
     def cut(self, host: int, *, carrier: bool) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts.cut``. Raises ``OSError``: the only host cannot be cut off."""
         raise OSError("the only host cannot be cut off")
 
     def join(self, host: int) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts.join``. Does nothing."""
 
     def leftovers(self, host: int) -> list[str]:
-        """See ``Hosts``. Shared memory is not looked at: other jobs of this user may live there."""
+        """See ``Hosts.leftovers``. Shared memory is not looked at: other jobs of this user may use it."""
         return commands(self.processes(host))
 
     def close(self) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts.close``."""
         self.power_off(0)
 
 
 def new_tag() -> str:
-    """A name for a job that tells which process drives it: ``PID:START:NUMBER``."""
+    """Return a name for a job that tells which process drives it: ``PID:START:NUMBER``."""
     me = psutil.Process()
     return f"{me.pid}:{me.create_time():.2f}:{time.monotonic_ns()}"
 
 
 def end_orphans() -> list[int]:
-    """Kill what an earlier ``ttp chaos`` that was killed itself has left running; returns the processes."""
+    """Kill processes that an earlier ``ttp chaos``, killed itself, has left running; returns their ids."""
     ended = []
     for process, tag in _tagged():
         pid, start, _ = (*tag.split(":"), "", "")[:3]

@@ -1,4 +1,4 @@
-"""Fault injection: turns the target of a fault into processes, hosts and disks, and hurts them."""
+"""Fault injection: resolves the target of a fault to processes, hosts and disks, and hurts them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class MissedError(Exception):
 
 @dataclass(slots=True)
 class HurtJob:
-    """The job that is hurt, and what is known of it now. The driver keeps it up to date.
+    """The job under test, and what is known of it now. The driver keeps it up to date.
 
     Args:
         script: the job.
-        hosts: where it runs.
-        disk: what it saves to, where that is a file system of its own.
+        hosts: the hosts on which it runs.
+        disk: the file system that it saves to, if that is one of its own.
         rank_processes: connected ranks.
         launchers: the launchers' processes by host.
-        observers: processes in the hosts' networks that speak to the controller.
+        observers: processes in the hosts' networks that talk to the controller.
         latest: facts of the newest event of each kind in this run.
         cut: hosts that are cut off now.
         stopped: processes that are stopped now.
@@ -71,10 +71,10 @@ class HurtJob:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What an injected fault has done.
+    """The effects of an injected fault.
 
     Args:
-        who: whom it was done to, in words.
+        who: the target, in words.
         unreadable: ranks whose state cannot be read any more.
         cut_off: ranks on the other side of a cut network.
     """
@@ -118,7 +118,7 @@ def heal_all(job: HurtJob) -> None:
 
 
 def leading_controller(job: HurtJob) -> list[psutil.Process]:
-    """The processes of the controller that leads the job; standby controllers on other hosts are not among them."""
+    """Return the processes of the controller that leads the job, without standby controllers on other hosts."""
     return [process for process in job.hosts.processes(job.leader) if _is_controller(process)]
 
 
@@ -126,7 +126,7 @@ def leading_controller(job: HurtJob) -> list[psutil.Process]:
 
 
 def targets(fault: Fault, job: HurtJob) -> tuple[int, ...]:
-    """The ranks that a fault is meant for.
+    """Return the ranks that a fault is meant for.
 
     Raises:
         MissedError: there is no such rank now.
@@ -195,7 +195,7 @@ def _service(fault: Fault, job: HurtJob) -> Done:
 
 
 def _launchers(job: HurtJob) -> list[psutil.Process]:
-    """The launchers themselves; in a namespace they are children of what carried them there."""
+    """Return the launchers themselves; in a namespace they are children of the ``nsenter`` that started them."""
     found = []
     for process in job.launchers.values():
         with contextlib.suppress(psutil.Error):
@@ -205,7 +205,7 @@ def _launchers(job: HurtJob) -> list[psutil.Process]:
 
 
 def _templates(job: HurtJob) -> list[psutil.Process]:
-    """The processes that ranks are forked from."""
+    """Return the processes that ranks are forked from."""
     return [child for launcher in _launchers(job) for child in launcher.children() if _is_template(child)]
 
 
@@ -217,7 +217,7 @@ def _is_template(process: psutil.Process) -> bool:
 
 
 def _wake_carriers(job: HurtJob) -> None:
-    """``nsenter`` stops itself when the launcher that it has carried into a namespace stops: nobody else wakes it."""
+    """Wake ``nsenter``, which stops itself when the launcher that it has started stops: nothing else wakes it."""
     for process in job.launchers.values():
         _signal(process.pid, signal.SIGCONT)
 

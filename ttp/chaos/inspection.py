@@ -1,4 +1,4 @@
-"""What a hurt job has left: its checkpoints, and processes and files that should be gone."""
+"""Examines what a finished job has left: its checkpoints, and processes and files that should be gone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ttp.store.manifest import Manifest
 from ttp.store.verify import verify_checkpoint
 
 LEAVE_S = 20.0
-"""A controller answers questions for a moment after the job is over; one that stood by for it takes a little longer."""
+"""Seconds: a controller answers questions for a moment after the job's end; a standby takes a little longer."""
 
 
 def checkpoints(save_dirs: Sequence[Path]) -> list[Found]:
-    """Every checkpoint in these directories, read in full; by version."""
+    """Return every checkpoint in these directories, read in full; sorted by version."""
     found = []
     for path in (path for save_dir in save_dirs if save_dir.is_dir() for path in sorted(save_dir.iterdir())):
         version = names.parse_checkpoint_name(path.name)
@@ -38,7 +38,7 @@ def _missing_pages(path: Path) -> tuple[int, ...]:
 
 
 def closing_words(save_dirs: Sequence[Path], hosts: Hosts, numbers: Iterable[int]) -> list[str]:
-    """What is wrong with a job that is over: what ``ttp verify`` says, what still runs, what lies around."""
+    """Return what is wrong with a finished job: the findings of ``ttp verify``, running processes, left files."""
     words = []
     for save_dir in (save_dir for save_dir in save_dirs if checkpoints([save_dir])):
         command = [sys.executable, "-m", "ttp", "verify", str(save_dir)]

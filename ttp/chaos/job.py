@@ -1,11 +1,11 @@
-"""The job that is hurt: a small, deterministic DDP training, ``python -m ttp.chaos.job``.
+"""The job under test: a small, deterministic DDP training, ``python -m ttp.chaos.job``.
 
 Its ranks differ in everything that ranks differ in: dropout, data, BatchNorm statistics, the random streams of Python
 and numpy. After each step and after a restore every rank writes down, with one write that survives a SIGKILL, a digest
-of what is equal on all ranks and one of what is its own.
+of the state that is equal on all ranks and one of its own state.
 
-Environment: ``CHAOS_DIR`` (for notes), ``CHAOS_SAVE_DIR``, ``CHAOS_STEPS``, ``CHAOS_WIDTH``,
-``CHAOS_STEP_MS``, and what ``ttp.chaos.rank_connection`` reads.
+Environment: ``CHAOS_DIR`` (for notes), ``CHAOS_SAVE_DIR``, ``CHAOS_STEPS``, ``CHAOS_WIDTH``, ``CHAOS_STEP_MS``, and
+what ``ttp.chaos.rank_connection`` reads.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def life() -> tuple[int, int]:
-    """Which start of the job, and of its ranks, this is: a process that goes on after a failure has several lives."""
+    """Return which start of the job, and of its ranks, this is. A process that goes on has several lives."""
     return int(os.environ.get(LAUNCH, "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Here:
-    """Where this rank is, and what is done to it there. ``now`` is the one of this life."""
+    """The position of this rank in its life, and its connection to the driver, which can hurt it there."""
 
     _now: ClassVar[Here | None] = None
 
@@ -51,7 +51,7 @@ class Here:
 
     @classmethod
     def now(cls) -> Here:
-        """A process that goes on after a failure has one after the other."""
+        """Return the object of the present life: a process that goes on after a failure has one after the other."""
         before = cls._now
         if before is None or before.life != life():
             cls._now = Here()
@@ -61,7 +61,7 @@ class Here:
         return cls._now
 
     def at(self, phase: str) -> None:
-        """Come to ``phase`` of the current step."""
+        """Come to ``phase`` of the current step, and do what the driver orders there."""
         match self.line.at(self.step, phase):
             case "raise":
                 raise ValueError("a wrong turn in the training loop")
@@ -81,14 +81,14 @@ def deadlock() -> None:
 
 
 class Watched(nn.Module):
-    """Passes tensors through; forward and backward are points of the step."""
+    """A module that passes tensors through; its forward and backward are points of the step."""
 
     def __init__(self, here: Here) -> None:
         super().__init__()
         self._here = here
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
+        """Return ``x``; the forward pass and, by a hook, the backward pass come to their points here."""
         if self.training:
             self._here.at("forward")
         if x.requires_grad:
@@ -98,7 +98,7 @@ class Watched(nn.Module):
 
 
 class TwoHalves(torch.optim.AdamW):
-    """AdamW that can be met half-way through its update."""
+    """AdamW with a point half-way through its update."""
 
     here: Here
 
@@ -118,13 +118,13 @@ class TwoHalves(torch.optim.AdamW):
 
 
 class Schedule(torch.optim.lr_scheduler.LambdaLR):
-    """A schedule that can be met in its step."""
+    """A schedule with a point in its step."""
 
     here: ClassVar[Here | None] = None
-    """Of the class: what an instance has belongs to its state."""
+    """Kept on the class: attributes of an instance belong to its state."""
 
     def step(self, epoch: int | None = None) -> None:
-        """The next learning rate."""
+        """Set the next learning rate."""
         if Schedule.here is not None:
             Schedule.here.at("scheduler")
         super().step(epoch)
@@ -134,19 +134,19 @@ class Losses:
     """The loss curve, as extra state."""
 
     here: ClassVar[Here | None] = None
-    """See ``Schedule``."""
+    """See ``Schedule.here``."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return the state for a checkpoint."""
         if Losses.here is not None:
             Losses.here.at("extra_state")
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Load the state of a checkpoint."""
         self.values = list(state["values"])
 
 
@@ -199,7 +199,7 @@ class Training:
         return nn.functional.cross_entropy(self.model(data), target) / ACCUMULATION
 
     def evaluate(self) -> None:
-        """All ranks together, without a gradient."""
+        """Evaluate on all ranks together, without a gradient."""
         net = self.model.module
         with ttp.paused("evaluation"), torch.no_grad():
             self.here.at("evaluation")
@@ -208,7 +208,7 @@ class Training:
             net.train()
 
     def digests(self) -> tuple[str, str]:
-        """Two digests: of the weights, moments and schedule; and of the state that is this rank's own."""
+        """Return two digests: of the weights, moments and schedule; and of this rank's own state."""
         moments = self.optimizer.state_dict()["state"]
         shard = [*self.model.module.parameters(), *(v for s in moments.values() for _, v in sorted(s.items()))]
         schedule = repr(self.schedule.get_last_lr()).encode()
@@ -222,7 +222,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def digest(parts: Iterable[Any], last: bytes) -> str:
-    """One digest of all parts, in their order, and of ``last``."""
+    """Return one digest of all parts, in their order, and of ``last``."""
     h = xxhash.xxh3_128()
     for part in (*parts, last):
         h.update(part)
@@ -238,7 +238,7 @@ def note(kind: str, value: int, *more: str) -> None:
 
 @ttp.ttp_to_persist
 def train(steps: int, width: int) -> None:
-    """The training loop; what a user of ttp writes is in it: three lines."""
+    """Train: the loop of a user, with the three lines of ttp."""
     here = Here.now()
     here.at("entered")
     training = Training(here, width)
@@ -267,7 +267,7 @@ def train(steps: int, width: int) -> None:
 
 
 def meet_where_it_goes_on() -> None:
-    """A rank can be met where it goes on in its process after a failure, or takes the seat of a dead one."""
+    """Add points where a rank goes on in its process after a failure, or takes the seat of a dead one."""
     goes_on: Any = continuing.current()
     if goes_on is None:
         return
@@ -289,7 +289,7 @@ def _met(stock: Any, phase: str) -> Any:
 
 
 def main() -> int:
-    """One rank's life."""
+    """Run one rank."""
     torch.set_num_threads(1)
     meet_where_it_goes_on()
     dist.init_process_group("gloo")

@@ -22,9 +22,9 @@ class RunDraw:
 
     Args:
         job: the script, without runs.
-        step: where the first fault comes.
-        phase: of the step.
-        prefix: of the names of the faults.
+        step: step of the first fault.
+        phase: phase of that step.
+        prefix: prefix of the names of the faults.
         chance: the random numbers.
     """
 
@@ -40,16 +40,16 @@ class RunDraw:
         return self.chance.randrange(self.job.world_size)
 
     def several(self, least: int, most: int) -> tuple[int, ...]:
-        """From ``least`` to ``most`` random ranks."""
+        """Draw from ``least`` to ``most`` random ranks."""
         count = self.chance.randint(least, most)
         return tuple(sorted(self.chance.sample(range(self.job.world_size), count)))
 
     def seconds(self, least: float, most: float) -> float:
-        """A random time in seconds."""
+        """Draw a random time in seconds."""
         return round(self.chance.uniform(least, most), 3)
 
     def here(self, what: str, who: Target, name: str = "first", seconds: float = 0.0) -> Fault:
-        """A fault at this step and phase."""
+        """Make a fault at this step and phase."""
         seen_by = None if who.kind == "ranks" else self._rank_on_another_host(who)
         return Fault(f"{self.prefix} {name}", what, who, self.step, self.phase, seen_by, seconds=seconds)
 
@@ -58,15 +58,15 @@ class RunDraw:
         return self.chance.choice(others)
 
     def at_event(self, event: str, what: str, who: Target, name: str = "second") -> Fault:
-        """A fault at an event of the controller."""
+        """Make a fault at an event of the controller."""
         return Fault(f"{self.prefix} {name}", what, who, event=event)
 
     def later(self, seconds: float, what: str, who: Target, name: str = "second", after: str = "first") -> Fault:
-        """A fault some seconds after another one."""
+        """Make a fault some seconds after another one."""
         return Fault(f"{self.prefix} {name}", what, who, after=f"{self.prefix} {after}", seconds=seconds)
 
     def next_start(self, phase: str, what: str, who: Target, name: str = "second", seen_by: int | None = None) -> Fault:
-        """A fault at the next start of the job."""
+        """Make a fault at the next start of the job."""
         return Fault(f"{self.prefix} {name}", what, who, phase=phase, seen_by=seen_by)
 
 
@@ -76,13 +76,13 @@ class Kind:
 
     Args:
         title: its name in the report.
-        faults: draws them.
+        faults: draws its faults.
         expect: the outcome that it has to have.
         weight: how often it is drawn.
-        phases: where in a step it may begin.
+        phases: phases of a step at which it may begin.
         shapes: names of the jobs that it can be drawn for.
         needs: what the machine has to offer for it.
-        features: of ``--include``.
+        features: features of ``--include``.
         diverges: it comes last in its job: rank-local state is lost in it, so that later bits cannot be compared, or
             ranks do not come back as before.
     """
@@ -103,7 +103,7 @@ class Kind:
 
 
 def ranks(*numbers: int) -> Target:
-    """The ranks with these numbers."""
+    """Return the target of the ranks with these numbers."""
     return Target("ranks", numbers)
 
 
@@ -112,12 +112,12 @@ SAVER, COMMITTER, BYSTANDER = Target("saver"), Target("committer"), Target("byst
 
 
 def kill_one(s: RunDraw) -> tuple[Fault, ...]:
-    """Kill a rank at the point."""
+    """Draw: kill a rank at the point."""
     return (s.here("kill", ranks(s.rank)),)
 
 
 def kill_any_moment(s: RunDraw) -> tuple[Fault, ...]:
-    """Kill a rank up to 20 ms after the point."""
+    """Draw: kill a rank up to 20 ms after the point."""
     return (s.here("kill", ranks(s.rank), seconds=s.seconds(0.0005, 0.02)),)
 
 
@@ -126,18 +126,18 @@ def _one(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
 
 
 def kill_several(s: RunDraw) -> tuple[Fault, ...]:
-    """Kill from two ranks to all but one at once."""
+    """Draw: kill from two ranks to all but one at once."""
     most = s.job.world_size - 1
     return (s.here("kill", ranks(*s.several(min(2, most), most))),)
 
 
 def kill_all(s: RunDraw) -> tuple[Fault, ...]:
-    """Kill all at once."""
+    """Draw: kill all ranks at once."""
     return (s.here("kill", ranks(*range(s.job.world_size))),)
 
 
 def kill_then(event: str, who: Target) -> Callable[[RunDraw], tuple[Fault, ...]]:
-    """Kill a rank, and ``who`` at an event of the controller."""
+    """Return a draw: kill a rank, and ``who`` at an event of the controller."""
     return lambda s: (s.here("kill", ranks(s.rank)), s.at_event(event, "kill", who))
 
 
@@ -214,7 +214,7 @@ def _disk_for_a_moment(s: RunDraw) -> tuple[Fault, ...]:
 
 
 def _host(what: str, number: int | None = None) -> Callable[[RunDraw], tuple[Fault, ...]]:
-    """This host, or any but the first, on which the controller is."""
+    """Return a draw: hurt host ``number``, or (None) any but the first, on which the controller is."""
 
     def draw(s: RunDraw) -> tuple[Fault, ...]:
         host = s.chance.randrange(1, s.job.hosts) if number is None else number
@@ -291,7 +291,7 @@ def _host_then_controller(s: RunDraw) -> tuple[Fault, ...]:
 
 
 def _flaps(s: RunDraw) -> tuple[Fault, ...]:
-    """Several short losses of one host's network."""
+    """Draw: several short losses of one host's network."""
     host, faults, before = Target("host", (s.chance.randrange(s.job.hosts),)), [], "first"
     for number in range(s.chance.randint(1, 3)):
         cut = s.chance.choice(("partition", "unplug"))
@@ -303,7 +303,7 @@ def _flaps(s: RunDraw) -> tuple[Fault, ...]:
 
 
 def _stopped_while_cut(s: RunDraw) -> tuple[Fault, ...]:
-    """The controller, or all of a host, stands still while the network of another host is lost."""
+    """Draw: stop the controller, or a whole host, while the network of another host is lost."""
     cut, host = Target("host", (s.chance.randrange(1, s.job.hosts),)), Target("host", (0,))
     stopped = s.chance.choice((CONTROLLER, host))
     return (

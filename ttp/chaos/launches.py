@@ -1,10 +1,9 @@
-"""The scheduler of a hurt job: starts its launchers, starts them again when all have left, hears its controller."""
+"""The scheduler of a job under test: starts its launchers, again when all have left, and listens to its controller."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import re
 import secrets
 import subprocess
@@ -18,11 +17,12 @@ from ttp.chaos import launching
 from ttp.chaos.injection import HurtJob, heal_all
 from ttp.chaos.place import Place
 from ttp.chaos.script import Script
+from ttp.inbox import Inbox
 from ttp.launch.warm.starter import STATUS_FILE
 
 _REASON = re.compile(r"((?:restarts are cold|ranks do not go on in their processes): .*)")
 GIVE_UP_S = 5.0
-"""How long launchers may take to leave after another one has; then their hosts are taken away."""
+"""Seconds for launchers to leave after one of them has; then their hosts are taken away."""
 
 
 class Launches:
@@ -30,11 +30,11 @@ class Launches:
 
     Args:
         script: the job.
-        folder: of the job.
+        folder: folder of the job.
         place: where it runs.
         job: gets the processes of launchers and observers.
-        socket_path: where ranks call in.
-        inbox: gets what observers say.
+        socket_path: socket to which ranks connect.
+        inbox: gets what observers report.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Launches:
         place: Place,
         job: HurtJob,
         socket_path: Path,
-        inbox: queue.SimpleQueue[Any],
+        inbox: Inbox[Any],
     ) -> None:
         self.of_run = 0
         """Starts since the current run began."""
@@ -56,16 +56,16 @@ class Launches:
 
     @property
     def save_dir(self) -> Path:
-        """Where the job saves."""
+        """The directory to which the job saves."""
         return (self._place.disk.path if self._place.disk is not None else self._folder) / "checkpoints"
 
     @property
     def save_dirs(self) -> list[Path]:
-        """Where the job's checkpoints are: its ``save_dir`` and its fallback directory."""
+        """The directories of the job's checkpoints: its ``save_dir`` and its fallback directory."""
         return [self.save_dir, self._folder / launching.FALLBACK]
 
     def can_fork(self) -> bool:
-        """Whether every host has a process to fork ranks from."""
+        """Return whether every host has a process to fork ranks from."""
         with contextlib.suppress(OSError, ValueError, LookupError):
             states = [json.loads((self._run_dir(n) / STATUS_FILE).read_text()) for n in range(self._script.hosts)]
             return all(state["state"] == "ready" for state in states)
@@ -100,7 +100,7 @@ class Launches:
         self._count, self.of_run, self._left_at = self._count + 1, self.of_run + 1, None
 
     def again(self) -> None:
-        """Start the job once more. Where there are several hosts they are replaced: some may not even be in reach."""
+        """Start the job once more. If there are several hosts they are replaced: some may be out of reach."""
         if self._script.hosts > 1:
             for host in range(self._script.hosts):
                 self._place.hosts.power_off(host)
@@ -109,7 +109,7 @@ class Launches:
         self.start()
 
     def over(self) -> bool:
-        """Whether all launchers have left, or have had the time to."""
+        """Return whether all launchers have left, or have had the time to."""
         running = [host for host, process in self._job.launchers.items() if process.poll() is None]
         if not running:
             return True
@@ -120,7 +120,7 @@ class Launches:
         return time.monotonic() > self._left_at + GIVE_UP_S
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all launchers leave within ``timeout_s``."""
+        """Wait up to ``timeout_s`` seconds for all launchers to leave; returns whether they have."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(subprocess.TimeoutExpired):
             for process in self._job.launchers.values():
@@ -129,18 +129,18 @@ class Launches:
         return False
 
     def reasons(self) -> list[str]:
-        """Why launchers started ranks as new interpreters, or all of them anew, in their words, so far."""
+        """Return the reasons that launchers have logged so far for starting ranks as new interpreters, or all anew."""
         logs = [self._folder / f"launcher-{host}.log" for host in range(self._script.hosts)]
         return [line[1] for log in logs if log.exists() for line in _REASON.finditer(log.read_text(errors="replace"))]
 
     def codes(self) -> list[int | None]:
-        """Exit codes of the launchers by host; None: it still runs."""
+        """Return exit codes of the launchers by host; None: it still runs."""
         return [process.poll() for process in self._job.launchers.values()]
 
     # -------------------------------------------------------------------------------------------------------- observers
 
     def _observe(self, host: int) -> None:
-        """Listen to the controller on a host: the one that leads, or one that stands by."""
+        """Listen to the controller on a host: the one that leads, or a standby."""
         command = [sys.executable, "-m", "ttp.chaos.observe", "127.0.0.1", str(self._place.port)]
         env = launching.clean_environment() | {"TTP_TOKEN": self._token, "GRPC_VERBOSITY": "NONE"}
         observer = self._place.hosts.listen(host, command, env)

@@ -1,4 +1,4 @@
-"""How the hurt job is started: on which host, by which command, with which environment."""
+"""Starts the job under test: command, environment and host."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ MASTER_PORT = 29500
 CONTROLLER_PORT = 23456
 MAX_RESTARTS = 1000
 FALLBACK = "fallback"
-"""Below the job's folder: its TTP_FALLBACK_DIR, if the script says that it has one."""
+"""Folder below the job's for its TTP_FALLBACK_DIR, if the script has one."""
 _FOREIGN = ("TTP_", "TORCHELASTIC", "PET_", "CHAOS_")
 _FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 PATIENCE = {"TTP_OT": "60", "TTP_ANSWER_S": "2"}
-"""A run that waits for the usual six minutes teaches nothing more."""
+"""Shorter patience: a run that waits for the usual six minutes teaches nothing more."""
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment of this process, without the variables that are meant for another job."""
+    """Return the environment of this process, without the variables that are meant for another job."""
     return {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
 
 
 def environment(
     script: Script, folder: Path, save_dir: Path, socket_path: Path, launch: int, *, port: int, token: str
 ) -> dict[str, str]:
-    """The environment of the launchers on all hosts. ``on_host`` adds what differs between hosts."""
+    """Return the environment of the launchers on all hosts. ``on_host`` adds what differs between hosts."""
     fallback = {"TTP_FALLBACK_DIR": str(folder / FALLBACK)} if script.fallback else {}
     return {
         **clean_environment(),
@@ -49,18 +49,18 @@ def environment(
 
 
 def on_host(env: Mapping[str, str], run_dir: Path, interface: str) -> dict[str, str]:
-    """``env`` with what differs between hosts."""
+    """Return ``env`` with the variables that differ between hosts."""
     network = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     return {**env, **network, "TTP_RUN_DIR": str(run_dir)}
 
 
 def command(script: Script, host: int, address: str) -> list[str]:
-    """The command line of the launcher on one host.
+    """Return the command line of the launcher on one host.
 
     Args:
         script: the job.
         host: number of the host.
-        address: of the first host.
+        address: address of the first host.
     """
     program = ["-m", "ttp", "run"] if script.launcher == "ttp" else ["-m", "torch.distributed.run"]
     flags = ["--standalone"]
@@ -73,14 +73,14 @@ def command(script: Script, host: int, address: str) -> list[str]:
 
 
 def unbroken(script: Script, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of the same training on one host, without ttp and without anybody hurting it."""
+    """Return command and environment of the same training on one host, without ttp and without faults."""
     plain = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(script.world_size)]
     env = clean_environment() | _of_job(script, folder, folder / "checkpoints")
     return [sys.executable, *plain, "-m", "ttp.chaos.job"], env
 
 
 def _of_job(script: Script, folder: Path, save_dir: Path) -> dict[str, str]:
-    """What ``ttp.chaos.job`` reads, however it is started."""
+    """Return the variables that ``ttp.chaos.job`` reads, however it is started."""
     return {
         "CHAOS_DIR": str(folder),
         "CHAOS_SAVE_DIR": str(save_dir),

@@ -26,7 +26,7 @@ class Namespaces:
     Args:
         network: number of the job; no two that run at the same time may share it.
         count: number of hosts.
-        folder: for the file of their names.
+        folder: folder for the file of their names.
     """
 
     def __init__(self, network: int, count: int, folder: Path) -> None:
@@ -46,7 +46,7 @@ class Namespaces:
             self.power_on(host)
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """See ``Hosts``."""
+        """See ``Hosts.start``."""
         with log.open("ab") as out:
             return subprocess.Popen(
                 [*self.enter(host, "--net", "--uts", "--mount", "--pid", "--ipc"), f"--wd={log.parent}", *command],
@@ -58,17 +58,17 @@ class Namespaces:
             )
 
     def listen(self, host: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-        """See ``Hosts``."""
+        """See ``Hosts.listen``."""
         return piped([*self.enter(host, "--net"), *command], env)
 
     def processes(self, host: int) -> list[psutil.Process]:
-        """See ``Hosts``."""
+        """See ``Hosts.processes``."""
         wanted = _namespace(self._pids[host]) if self._pids[host] else ""
         found = [p for p in psutil.process_iter() if wanted and _namespace(p.pid) == wanted]
         return [p for p in found if p.pid != self._pids[host]]
 
     def power_off(self, host: int) -> None:
-        """See ``Hosts``. First the cable: a host without power sends no last words."""
+        """See ``Hosts.power_off``. The cable goes first: a host without power sends nothing more."""
         with contextlib.suppress(OSError):
             run("ip", "link", "set", self._ports[host], "down")
         init = self._inits[host]
@@ -81,7 +81,7 @@ class Namespaces:
             run("ip", "link", "del", self._ports[host])
 
     def power_on(self, host: int) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts.power_on``."""
         if self._inits[host] is not None:
             self.join(host)
             return
@@ -112,33 +112,33 @@ class Namespaces:
         run(*inside, "link", "set", "eth0", "up")
 
     def cut(self, host: int, *, carrier: bool) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts.cut``."""
         if carrier:
             run("bridge", "link", "set", "dev", self._ports[host], "state", "0")
         else:
             run("ip", "link", "set", self._ports[host], "down")
 
     def join(self, host: int) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts.join``."""
         if self._inits[host] is None:
             return
         run("ip", "link", "set", self._ports[host], "up")
         run("bridge", "link", "set", "dev", self._ports[host], "state", "3")
 
     def leftovers(self, host: int) -> list[str]:
-        """See ``Hosts``."""
+        """See ``Hosts.leftovers``."""
         files = [path.name for path in Path(f"/proc/{self._pids[host]}/root/dev/shm").iterdir()]
         return [*commands(self.processes(host)), *(f"/dev/shm/{name}" for name in sorted(files))]
 
     def close(self) -> None:
-        """See ``Hosts``."""
+        """See ``Hosts.close``."""
         for host in range(len(self.names)):
             self.power_off(host)
         with contextlib.suppress(OSError):
             run("ip", "link", "del", self._bridge)
 
     def enter(self, host: int, *which: str) -> list[str]:
-        """What a command begins with that is to run in these namespaces of a host (options of ``nsenter``)."""
+        """Return the words that run a command in these namespaces of a host (options of ``nsenter``)."""
         return ["nsenter", "--target", str(self._pids[host]), *which]
 
 

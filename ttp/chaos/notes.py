@@ -1,4 +1,4 @@
-"""What the ranks wrote down: which versions they began, finished, and with which bits."""
+"""The notes of the ranks: which versions they began and finished, and with which bits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LifeKey = tuple[int, int]
-"""Which start of the job: launches by the scheduler, restarts by the launcher since."""
+"""A start of the job: number of launches by the scheduler, and of restarts by the launcher since."""
 
 Digests = tuple[str, str]
-"""Of what is equal on all ranks, and of what is a rank's own."""
+"""Digests of the state that is equal on all ranks, and of a rank's own state."""
 
 
 @dataclass(slots=True)
@@ -24,20 +24,20 @@ class RankLife:
     finished: int = 0
     """The newest version that it finished; the start if none."""
     states: dict[int, Digests] = field(default_factory=dict)
-    """At the end of each step, by version."""
+    """Digests at the end of each step, by version."""
 
 
 Notes = Mapping[int, Mapping[LifeKey, RankLife]]
-"""By rank, then by life."""
+"""Notes by rank, then by life."""
 
 
 def read(folder: Path, ranks: int) -> Notes:
-    """The notes of all ranks of a job."""
+    """Return the notes of all ranks of a job."""
     return {rank: parse(_lines(folder / f"rank{rank}.log")) for rank in range(ranks)}
 
 
 def parse(lines: Iterable[str]) -> dict[LifeKey, RankLife]:
-    """The notes of one rank. A last line that was cut off by a crash is ignored."""
+    """Parse the notes of one rank. A last line that was cut off by a crash is ignored."""
     lives: dict[LifeKey, RankLife] = {}
     for line in lines:
         words = line.split()
@@ -67,7 +67,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def reference(notes: Notes) -> dict[int, dict[int, Digests]]:
-    """From the notes of an unbroken run: the digests of every version, by rank."""
+    """Return the digests of every version, by rank, from the notes of an unbroken run."""
     known: dict[int, dict[int, Digests]] = {}
     for rank, lives in notes.items():
         (life,) = lives.values()

@@ -1,8 +1,8 @@
 """``python -m ttp.chaos.observe ADDRESS PORT``: a controller's events as JSON lines on stdout; orders on stdin.
 
-A process of its own, because it has to live in the network of a host. Lines: ``{"event": kind, ...}``,
-``{"stage": ..., "live": n}`` whenever that changes (``stage`` is empty while there is no controller),
-``{"answer": order, ...}``. Orders: ``{"order": "save"}`` or ``again``, ``{"order": "report", "ranks": [2]}``.
+A process of its own, because it has to run in the network of a host. Lines: ``{"event": kind, ...}``, ``{"stage": ...,
+"live": n}`` whenever that changes (``stage`` is empty while there is no controller), ``{"answer": order, ...}``.
+Orders: ``{"order": "save"}`` or ``again``, ``{"order": "report", "ranks": [2]}``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def say(**words: Any) -> None:
-    """Print one line of JSON on stdout. Ends the process when nobody reads stdout any more."""
+    """Print one line of JSON on stdout. Ends the process when stdout is closed."""
     try:
         with _lock:
             sys.stdout.write(json.dumps(words) + "\n")
@@ -74,7 +74,7 @@ def _tell(now: tuple[str, int, int], last: tuple[str, int, int] | None) -> tuple
 
 
 def obey(order: dict[str, Any], address: str, port: int, token: str) -> None:
-    """Carry out one order."""
+    """Carry out one order, and print its answer."""
     words: dict[str, Any] = {"answer": order["order"]}
     try:
         with open_channel(address, port) as channel:

@@ -1,4 +1,4 @@
-"""Where a job runs: its hosts, its disk where it needs one of its own, its port. All is taken down in the end."""
+"""The place of a job: its hosts, its disk where it needs one of its own, its port. All is taken down in the end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ttp.launch.ports import hold_port
 
 BYTES_PER_WIDTH = 1_000
 CHECKPOINTS = 6
-"""Kept ones, drafts and the one that is being written."""
+"""Number of checkpoints that a disk has room for: kept ones, drafts and the one that is being written."""
 SPARE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one job runs."""
+    """Hosts, disk and port of one job."""
 
     hosts: Hosts
     disk: Disk | None
@@ -42,7 +42,7 @@ class Places:
 
     @contextlib.contextmanager
     def place(self, script: Script, folder: Path) -> Iterator[Place]:
-        """A place for one job, whose files go to ``folder``.
+        """Yield a place for one job, whose files go to ``folder``.
 
         Raises:
             ConfigError: this machine cannot offer what the script needs.
@@ -62,7 +62,7 @@ class Places:
 
 
 def missing(script: Script) -> str:
-    """What the script needs and only a world of our own can offer, in words; empty: nothing."""
+    """Return what the script needs and only a chaos world can offer, in words; empty: nothing."""
     words = {"hosts": "several hosts", "mount": "a disk that can be filled"}
     return " and ".join(words[need] for need in sorted(script.needs))
 

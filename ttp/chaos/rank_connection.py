@@ -1,7 +1,7 @@
-"""A rank's connection to the driver that hurts its job: a socket, one JSON text per line.
+"""A rank's connection to the driver of its job: a socket, one JSON text per line.
 
-A rank reports the steps and phases that it was told to report, and waits there for an answer. What is done to it from
-outside is done meanwhile. Without ``CHAOS_SOCKET`` in the environment there is no connection, and nothing is reported.
+A rank reports the steps and phases that it was told to report, and waits there for an answer. Faults from outside are
+injected meanwhile. Without ``CHAOS_SOCKET`` in the environment there is no connection, and nothing is reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 SOCKET = "CHAOS_SOCKET"
 LAUNCH = "CHAOS_LAUNCH"
-"""How often the scheduler has started the job."""
+"""Variable: how often the scheduler has started the job."""
 
 HOLD, END = "hold", "end"
 """Phases beside those of a step: ``hold`` before a run begins, ``end`` after the last step of the job."""
@@ -25,7 +25,7 @@ class RankConnection:
 
     Args:
         rank: number of this rank.
-        life: which start of the job this process belongs to.
+        life: the start of the job to which this process belongs.
     """
 
     def __init__(self, rank: int, life: tuple[int, int]) -> None:
@@ -42,7 +42,7 @@ class RankConnection:
             self._phases = set(told["phases"])
 
     def at(self, step: int, phase: str) -> str:
-        """This rank has come to ``phase`` of ``step``; returns what it has to do to itself, ``go`` for nothing."""
+        """Report that this rank has come to ``phase`` of ``step``; returns what to do to itself, ``go`` for nothing."""
         if (step, phase) not in self._points and phase not in self._phases:
             return "go"
         return str(self._ask({"step": step, "phase": phase})["do"])
@@ -53,7 +53,10 @@ class RankConnection:
             self._file.close()
 
     def _ask(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Send one line and wait for the answer. If the driver is gone, this process ends: nobody waits for its job."""
+        """Send one line and wait for the answer.
+
+        If the driver is gone, this process ends: nobody needs its job any more.
+        """
         try:
             self._file.write(json.dumps(said) + "\n")
             self._file.flush()

@@ -1,4 +1,4 @@
-"""From the text of a script to a ``Script``; every mistake is named, with what was probably meant."""
+"""Parses the text of a script to a ``Script``; every mistake is named, with what was probably meant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ else:
 
 
 def _plain(kind: type) -> dict[str, type]:
-    """The fields of a dataclass that are numbers or texts, or may be None, with their types."""
+    """Return the fields of a dataclass that are numbers or texts, or may be None, with their types."""
     hints = {name: (get_args(hint) or (hint,))[0] for name, hint in get_type_hints(kind).items()}
     return {name: hint for name, hint in hints.items() if hint in (bool, float, int, str)}
 
@@ -52,10 +52,10 @@ _OF_STEPS = (*STEP_PHASES, *CALLED_PHASES)
 
 
 def read(path: Path) -> Script:
-    """The script in a file.
+    """Read the script in a file.
 
     Raises:
-        ConfigError: it cannot be read, is no TOML, or says what makes no sense; the text names the place.
+        ConfigError: the file cannot be read, is no TOML, or makes no sense; the text names the place.
     """
     try:
         return parse(path.read_text(encoding="utf-8"), str(path))
@@ -64,7 +64,7 @@ def read(path: Path) -> Script:
 
 
 def parse(text: str, name: str = "script") -> Script:
-    """The script in ``text``; ``name`` says in errors which one it is. Raises as ``read``."""
+    """Parse a script; ``name`` names it in errors. Raises as ``read``."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
@@ -115,7 +115,7 @@ def _check_job(script: Script) -> None:
 
 
 def _fault(table: Any, index: int, script: Script) -> tuple[Fault, dict[str, str]]:
-    """The fault, and what it says about its run."""
+    """Return a fault, and what its table says about its run."""
     where = f"fault {index + 1}"
     if not isinstance(table, dict):
         raise ConfigError(f"{where} has to be a table: [[fault]]")
@@ -232,7 +232,7 @@ def _check_keys(table: Mapping[str, Any], known: Mapping[str, type], where: str)
 
 
 def check_known(word: str, known: Collection[str], kind: str, where: str) -> None:
-    """Raise ConfigError unless ``word`` is one of ``known``; name the nearest."""
+    """Raise ``ConfigError`` unless ``word`` is one of ``known``; name the nearest."""
     if word in known:
         return
     close = difflib.get_close_matches(word, known, n=1)

@@ -1,4 +1,4 @@
-"""What is known of one run when it is over: the injected faults, the controller's events, the checkpoints on disk."""
+"""The facts about one finished run: the injected faults, the controller's events, the checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Injection:
     """One fault that was injected.
 
     Args:
-        name: of the fault.
-        what: the word for what was done.
-        who: whom it was done to, in words; ranks by number.
-        at_s: when, in seconds of the monotonic clock.
-        life: in which life of the job.
+        name: name of the fault.
+        what: the word for its kind.
+        who: the target, in words; ranks by number.
+        at_s: time of the injection, in seconds of the monotonic clock.
+        life: life of the job at that time.
         unreadable: ranks whose state cannot be read any more in that life.
         cut_off: ranks that cannot be reached by the others; either side may be the one that goes on.
     """
@@ -59,13 +59,13 @@ class Record:
 
     Args:
         run: what was planned.
-        lives: of the job while the run lasted, in order; the first is the one that was hurt.
+        lives: lives of the job while the run lasted, in order; the first is the one that was hurt.
         injections: the faults that were injected.
         missed: faults whose moment never came, with the reason.
-        seen: what controllers told meanwhile.
-        found: checkpoints after it.
-        answers: of the controller to requests.
-        exits: codes of launchers that ended meanwhile.
+        seen: events that controllers sent meanwhile.
+        found: checkpoints after the run.
+        answers: answers of the controller to requests.
+        exits: exit codes of launchers that ended meanwhile.
         processes: of each life, by rank: process id, and whether it was forked.
         reasons: why launchers started ranks as new interpreters, or all of them anew, in their words.
         trouble: what made the run end before it was over; empty: nothing.
@@ -86,11 +86,11 @@ class Record:
     back_s: float | None = None
 
     def injected(self, *words: str) -> list[Injection]:
-        """The injected faults with one of these words."""
+        """Return the injected faults with one of these words."""
         return [injection for injection in self.injections if injection.what in words]
 
     def told(self, kind: str) -> list[Seen]:
-        """Events of this kind, in order."""
+        """Return the events of this kind, in order."""
         return [seen for seen in self.seen if seen.kind == kind]
 
 
@@ -101,10 +101,10 @@ class Evidence:
     Args:
         script: the job.
         record: the run.
-        notes: of all ranks.
+        notes: notes of all ranks.
         reference: digests of an unbroken run, by rank and version.
         cold: a launcher has said in an earlier run of this job that it starts ranks as new interpreters.
-        diverged: an earlier run of this job has cost rank-local state: later bits cannot be the reference's.
+        diverged: an earlier run of this job has lost rank-local state: later bits cannot be the reference's.
     """
 
     script: Script

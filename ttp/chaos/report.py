@@ -40,9 +40,9 @@ class Occasion:
     """The campaign that the page reports.
 
     Args:
-        command: what repeats it.
-        machine: what it ran on.
-        took_s: how long it took, in seconds.
+        command: command that repeats it.
+        machine: the machine it ran on.
+        took_s: its duration in seconds.
     """
 
     command: str
@@ -51,14 +51,14 @@ class Occasion:
 
 
 def machine() -> str:
-    """What this machine is, without a name."""
+    """Return what this machine is, without a name."""
     memory = round(psutil.virtual_memory().total / 2**30)
     cores = len(os.sched_getaffinity(0))
     return f"{cores} cores ({platform.machine()}), {memory} GiB, Linux {platform.release().split('-')[0]}"
 
 
 def page(results: Sequence[Result], occasion: Occasion) -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page, as Markdown."""
     parts = [
         "# Reliability",
         _summary(results, occasion),
@@ -95,7 +95,7 @@ The same seed draws the same runs; moments differ.
 
 
 def coverage(results: Iterable[Result]) -> tuple[int, int]:
-    """Runs that had to be saved and were, and runs that had to be saved."""
+    """Return the number of runs that had to be saved and were, and of all runs that had to be saved."""
     coverable = [result for result in results if result.expect == "saved"]
     return sum(result.outcome in COVERED for result in coverable), len(coverable)
 
@@ -105,7 +105,7 @@ def _restarted(results: Iterable[Result]) -> int:
 
 
 def by_title(results: Sequence[Result]) -> str:
-    """Outcomes and times of every kind of run."""
+    """Return a table of outcomes and times of every kind of run."""
     present = [o for o in OUTCOMES if any(result.outcome == o for result in results)]
     head = ["fault", "runs", *present, "detected, ms: median / p99 / max", "committed, ms: median / p99 / max"]
     rows = []
@@ -123,7 +123,7 @@ def _row(name: str, results: Sequence[Result], outcomes: Sequence[str]) -> list[
 
 
 def manner(result: Result) -> str:
-    """What kind of sign a fault gives: those of one kind are noticed in about the same time."""
+    """Return the kind of sign that a fault gives: signs of one kind are noticed in about the same time."""
     done = {fault.split()[0] for fault in result.faults}
     if done & {"partition", "unplug"} or any(fault.startswith("kill host") for fault in result.faults):
         return "all silent hosts"
@@ -131,7 +131,7 @@ def manner(result: Result) -> str:
 
 
 def by_phase(results: Sequence[Result]) -> str:
-    """Which fault was met where, with which outcome: ``3 saved`` for three runs."""
+    """Return a table of faults by phase, with outcomes: ``3 saved`` for three runs."""
     phases = sorted({result.phase for result in results}, key=_phase_order)
     rows = []
     for title in sorted({result.title for result in results}):
@@ -144,7 +144,7 @@ def by_phase(results: Sequence[Result]) -> str:
 
 
 def findings(results: Sequence[Result]) -> str:
-    """Every run that was not as it should be, with what repeats it."""
+    """Return a list of every run with findings."""
     bad = [result for result in results if not result.good]
     missed = sum(bool(result.missed) for result in results)
     lines = [f"- {r.title}, {r.phase}, `{r.folder}`: {'; '.join(r.findings)}" for r in bad] or ["None."]
@@ -157,13 +157,13 @@ def findings(results: Sequence[Result]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as Markdown."""
+    """Return a table as Markdown."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def spread(values: Iterable[float | None]) -> str:
-    """``median / p99 / max``; empty if there are none."""
+    """Return ``median / p99 / max``; empty if there are no values."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return ""
@@ -171,7 +171,7 @@ def spread(values: Iterable[float | None]) -> str:
 
 
 def _places(count: int) -> tuple[int, int, int]:
-    """Of the median, of the 99th percentile and of the largest among so many sorted values."""
+    """Return the indices of the median, the 99th percentile and the largest among ``count`` sorted values."""
     return count // 2, round((count - 1) * 0.99), count - 1
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a run: one line of JSON, enough for the report and to repeat it."""
+"""The lasting result of a run: one line of JSON, enough for the report and to repeat it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Result:
         job: number of the job that it belonged to.
         folder: name of the job's folder.
         title: the kind of run.
-        phase: where it was met first.
-        step: in which it was met.
+        phase: phase of the first fault.
+        step: step of the first fault.
         faults: what was done, in words.
         world: like ``1x3``: hosts, ranks on each.
-        launcher: of the job.
+        launcher: launcher of the job.
         expect: see ``ttp.chaos.vocabulary.OUTCOMES``.
         outcome: see ``ttp.chaos.checks``.
         findings: what is wrong; empty: nothing.
         missed: faults whose moment never came.
-        version: that the job went on from; None: it was not restarted.
+        version: version from which the job went on; None: it was not restarted.
         lost_steps: see ``Judgement``.
         detect_ms: see ``Judgement``.
         commit_ms: see ``Judgement``.
         back_ms: see ``Judgement``.
-        freezes: how many incidents there were, thawed ones too.
+        freezes: number of incidents, thawed ones too.
         ways: how each restart came about, and why not in a better way; see ``ttp.chaos.ways``.
         kept_processes: how often the survivors went on in their processes.
     """
@@ -68,16 +68,16 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Nothing was wrong."""
+        """True if nothing was wrong."""
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
-        """As a line of ``results.jsonl``."""
+        """Return the result as a dict, for a line of ``results.jsonl``."""
         return dataclasses.asdict(self)
 
 
 def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
-    """What is kept of a run that was judged."""
+    """Return the result of a judged run."""
     run, judgement = judged.record.run, judged.judgement
     return Result(
         job=job,
@@ -98,16 +98,16 @@ def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
 
 
 def write(path: Path, result: Result) -> None:
-    """Append one line."""
+    """Append one line to a file of results."""
     with path.open("a") as file:
         file.write(json.dumps(result.to_json()) + "\n")
 
 
 def read(path: Path) -> list[Result]:
-    """All lines of a file.
+    """Read all lines of a file of results.
 
     Raises:
-        ConfigError: it cannot be read, or is something else.
+        ConfigError: the file cannot be read, or is something else.
     """
     try:
         return list(_results(path.read_text().splitlines()))

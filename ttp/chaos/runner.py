@@ -26,7 +26,7 @@ class Runner:
     """Runs scripts.
 
     Args:
-        folder: everything goes below it.
+        folder: folder for everything that is written.
         tell: called with every result, from the thread of its job.
         keep: keep checkpoints of jobs without findings, too.
     """
@@ -40,7 +40,7 @@ class Runner:
     _places: Places = field(default_factory=Places)
 
     def run(self, scripts: Sequence[Script], jobs: int, first: int = 0) -> None:
-        """All of them, ``jobs`` at a time; returns when the last is over. ``first``: number of the first."""
+        """Run all scripts, ``jobs`` at a time; returns when the last is over. ``first``: number of the first."""
         pool = ThreadPoolExecutor(jobs, thread_name_prefix="chaos")
         try:
             steps = {kind: max(s.steps for s in scripts if _kind(s) == kind) for kind in map(_kind, scripts)}
@@ -54,7 +54,7 @@ class Runner:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _job(self, index: int, script: Script, reference_steps: int) -> None:
-        """One script. What is left of it when its job is lost is done by another job."""
+        """Run one script. If its job is lost, the remaining runs are done by another job."""
         reference = self._reference(replace(script, steps=reference_steps))
         attempt = 0
         while script.runs:
@@ -64,7 +64,7 @@ class Runner:
             attempt += 1
 
     def _attempt(self, index: int, script: Script, folder: Path, reference: Reference) -> int:
-        """Returns the number of runs that are over, at least one."""
+        """Run a script until its job ends; returns the number of finished runs, at least one."""
         folder.mkdir(parents=True)
         (folder / SCRIPT_FILE).write_text(to_toml(script))
         results: list[Result] = []
@@ -93,7 +93,7 @@ class Runner:
     # -------------------------------------------------------------------------------------------------------- reference
 
     def _reference(self, script: Script) -> Reference:
-        """The unbroken run of the same training; each kind is run once."""
+        """Return the unbroken run of the same training; each kind of training is run once."""
         with self._reference_lock:
             if _kind(script) not in self._references:
                 self._references[_kind(script)] = self._unbroken(script)
@@ -113,5 +113,5 @@ class Runner:
 
 
 def _kind(script: Script) -> tuple[int, int]:
-    """Jobs of one kind train the same; later steps do not change earlier ones."""
+    """Return the kind of a job's training. Jobs of one kind train the same; later steps do not change earlier ones."""
     return script.world_size, script.width

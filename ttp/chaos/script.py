@@ -1,9 +1,9 @@
-"""A chaos script: one job, and what is done to it when. Read from TOML, checked, and written as TOML.
+"""A chaos script: one job, and which faults it gets when. Read from TOML, checked, and written as TOML.
 
-A fault says when, ``who`` and ``what``. When: ``step`` and ``phase``; or ``phase`` alone, ``joined`` or ``restored``:
-at the next start; or ``event``: when the controller tells it; or ``after`` another fault; each with ``seconds`` of
-delay. A fault with a ``step`` of its own begins a *run*: one incident with its checks. The faults that follow it belong
-to the same run, up to the next one with another step.
+A fault says when, ``who`` and ``what``. When is one of: ``step`` and ``phase``; ``phase`` alone, such as ``joined`` or
+``restored``, at the next start; ``event``, when the controller sends it; ``after`` another fault. Each can have
+``seconds`` of delay. A fault with a ``step`` of its own begins a *run*: one incident with its checks. The faults that
+follow it belong to the same run, up to the next one with another step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ttp.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is done to the job; see the module.
+    """One fault that is injected into the job; see the module.
 
     Args:
         name: for ``after``, and for the report.
@@ -27,7 +27,7 @@ class Fault:
         step: counted from 0; None: not bound to a step.
         phase: one of ``STEP_PHASES`` or ``START_PHASES``; empty: not bound to one.
         seen_by: the rank whose arrival at the phase counts, where the target is no rank; None: the lowest one.
-        event: what the controller tells; empty: not bound to an event.
+        event: an event of the controller; empty: not bound to an event.
         after: name of the fault that this one follows; empty: none.
         seconds: delay. The rank that reached the phase does not wait for it.
     """
@@ -51,7 +51,7 @@ class Fault:
 
     @property
     def moment(self) -> str:
-        """When it happens, in a word or two, for tables."""
+        """The moment of the fault, in a word or two, for tables."""
         if self.event:
             return f"at {self.event}"
         if self.after:
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Where the job is held until the run before is over."""
+        """The step before which the job is held until the run before is over."""
         assert self.faults[0].step is not None
         return self.faults[0].step
 
@@ -85,13 +85,13 @@ class Script:
     """A job and its runs.
 
     Args:
-        hosts: number of hosts, each with an address of its own where there are several.
-        ranks_per_host: number of ranks on each.
-        steps: of the training.
+        hosts: number of hosts, each with an address of its own if there are several.
+        ranks_per_host: number of ranks on each host.
+        steps: number of steps of the training.
         launcher: ``ttp`` (run) or ``torchrun``.
-        restart: who starts it again: ``agent`` (in place) or ``scheduler``.
-        step_ms: sleep after each step.
-        width: of the model's wide layer; weights and moments take about ``0.6 kB * width``.
+        restart: what starts the job again: ``agent`` (in place) or ``scheduler``.
+        step_ms: milliseconds of sleep after each step.
+        width: width of the model's wide layer; weights and moments take about ``0.6 kB * width``.
         fallback: whether the job has a second directory to save to.
         seed: for targets that are ``random``.
         env: ``TTP_*`` settings of the job, as pairs.
@@ -112,52 +112,52 @@ class Script:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all hosts."""
+        """Number of ranks of all hosts."""
         return self.hosts * self.ranks_per_host
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Of all runs."""
+        """The faults of all runs."""
         return tuple(fault for run in self.runs for fault in run.faults)
 
     @property
     def needs(self) -> frozenset[str]:
-        """What of ``hosts`` and ``mount`` this machine has to offer."""
+        """Which of ``hosts`` and ``mount`` this machine has to offer."""
         wanted = {FAULT_WORDS[fault.what].needs for fault in self.faults} | {"hosts" if self.hosts > 1 else ""}
         return frozenset(wanted - {""})
 
     @property
     def forks(self) -> bool:
-        """Whether the job is about how ranks come back: it says so, and waits for a process to fork them from."""
+        """True if the job is about how ranks come back: then a process to fork them from is waited for."""
         return dict(self.env).get("TTP_CONTINUITY", "off") != "off"
 
     @property
     def mirrored(self) -> bool:
-        """Whether rank-local state is kept on another host, too."""
+        """True if rank-local state is kept on another host, too."""
         return Config.from_env(dict(self.env)).mirror
 
     def host_of(self, rank: int) -> int:
-        """The host that a rank runs on."""
+        """Return the host that a rank runs on."""
         return rank // self.ranks_per_host
 
     def ranks_of(self, host: int) -> tuple[int, ...]:
-        """The ranks of a host."""
+        """Return the ranks of a host."""
         return tuple(range(host * self.ranks_per_host, (host + 1) * self.ranks_per_host))
 
     def only(self, runs: tuple[Run, ...]) -> Script:
-        """The same job with these runs alone."""
+        """Return the same job with only these runs."""
         return replace(self, runs=runs)
 
 
 def settled(fault: Fault, seed: int, index: int, world_size: int) -> Fault:
-    """``fault`` with a random target drawn; the same seed draws the same."""
+    """Return ``fault`` with a random target drawn; the same seed draws the same."""
     if fault.who.kind != "random":
         return fault
     return replace(fault, who=Target("ranks", (random.Random(f"{seed}/{index}").randrange(world_size),)))
 
 
 def to_toml(script: Script) -> str:
-    """The script as ``read`` takes it."""
+    """Return the script as TOML, which ``read`` accepts."""
     keys = ("hosts", "ranks_per_host", "steps", "launcher", "restart", "step_ms", "width", "fallback", "seed")
     blocks = ["\n".join(f"{key} = {_value(getattr(script, key))}" for key in keys)]
     if script.env:
@@ -186,7 +186,7 @@ def _value(value: Any) -> str:
 
 
 def usual_outcome(faults: tuple[Fault, ...], ranks: int) -> str:
-    """What to expect of a run whose script does not say: ``saved`` if somebody is left to save, and so on."""
+    """Return the default expectation of a run: ``saved`` if a rank is left to save, and so on."""
     done = {fault.what for fault in faults}
     if {"disk-full", "disk-ro"} & done:
         return "any"

@@ -1,11 +1,10 @@
-"""The driver's end of the connections to the ranks. One thread per rank puts what it says into the driver's inbox."""
+"""The driver's end of the connections to the ranks. One thread per rank puts its messages into the driver's inbox."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import queue
 import shutil
 import socket
 import struct
@@ -19,6 +18,7 @@ from typing import Any
 
 from ttp.chaos import world
 from ttp.chaos.notes import LifeKey
+from ttp.inbox import Inbox
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -29,9 +29,9 @@ class RankProcess:
 
     Args:
         rank: its number.
-        life: which start of the job it belongs to.
+        life: the start of the job to which it belongs.
         pid: its process id, as the driver sees it.
-        forked: from the process that its launcher keeps for that; else it was started.
+        forked: forked from the process that its launcher keeps for that; False: started.
         reply: sends it an answer.
         waiting_at: step and phase at which it waits for an answer; None: it does not wait.
     """
@@ -73,7 +73,7 @@ NAME = "line"
 
 
 def _place() -> Path | None:
-    """Where sockets are made; None: among the temporary files."""
+    """Return the directory for sockets; None: that of temporary files."""
     return world.SOCKETS if world.inside() else None
 
 
@@ -102,10 +102,10 @@ class RankSwitchboard:
     """Accepts the connections of ranks, on a socket in a directory of its own: paths of sockets have to be short.
 
     Args:
-        inbox: gets a ``Call`` for each thing that a rank says.
+        inbox: gets a ``Call`` for each message of a rank.
     """
 
-    inbox: queue.SimpleQueue[Any]
+    inbox: Inbox[Any]
     _folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place())))
     _server: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
 
@@ -121,7 +121,7 @@ class RankSwitchboard:
         threading.Thread(target=self._accept, name="chaos-switchboard", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more. Ranks that are still connected notice when they call the next time."""
+        """Stop listening. Ranks that are still connected notice at their next message."""
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()

@@ -1,4 +1,4 @@
-"""The words of a chaos script: where a step can be met, what an incident tells, who can be hurt, and how."""
+"""The words of a chaos script: points of a step, events of an incident, targets, and kinds of faults."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STEP_PHASES = (
 """Points of a step at which a rank can be met, in their order; ``in_step``: half-way through ``optimizer.step()``."""
 
 CALLED_PHASES = ("extra_state", "evaluation")
-"""Points of a step beside the training itself: ``extra_state`` is asked for its state; in an evaluation."""
+"""Points of a step beside the training itself: while ``extra_state`` is asked for its state; in an evaluation."""
 
 START_PHASES = ("leaving", "seated", "regrouping", "entered", "joined", "restored", "updating")
 """Points of a start, in their order.
 
-Of ranks that go on in their processes, or take the seat of a dead one: out of ``train()``, waiting for the others, and
-before its process groups are exchanged. Of every rank: in ``train()``, after ``wrap_optimizer()``, after ``restore()``.
-``updating``: where a rank that goes on begins its first update.
+For ranks that go on in their processes, or take the seat of a dead one: out of ``train()``, waiting for the others, and
+before the process groups are exchanged. For every rank: in ``train()``, after ``wrap_optimizer()``, after
+``restore()``. ``updating``: where a rank that goes on begins its first update.
 """
 
 EVENTS = (
@@ -70,13 +70,13 @@ EVENTS = (
 
 LAUNCHERS = ("ttp", "torchrun")
 RESTARTS = ("agent", "scheduler")
-"""Who starts a job again: the launcher, in place; or the scheduler, after the launchers have left."""
+"""What starts a job again: the launcher, in place; or the scheduler, after the launchers have left."""
 
 OUTCOMES = ("saved", "unhurt", "refused", "any")
-"""What a run may be expected to come to; see ``ttp.chaos.checks``."""
+"""Outcomes that a script may expect of a run; see ``ttp.chaos.checks``."""
 
 FEATURES = ("fallback", "hang", "keep", "mirror", "soak", "standby", "warm")
-"""What is drawn only when asked for, with ``--include``."""
+"""Features that are drawn only if asked for with ``--include``."""
 
 _PROCESSES = ("ranks", "all", "saver", "committer", "bystander")
 
@@ -117,7 +117,7 @@ FAULT_WORDS: dict[str, FaultWord] = {
     "again": FaultWord(("controller",)),
     "report": FaultWord(_PROCESSES),
 }
-"""Every word for ``what``."""
+"""All words for ``what``."""
 
 ALONE = ("all", "bystander", "committer", "controller", "disk", "launcher", "random", "saver", "template")
 """Words for ``who`` that need no number."""
@@ -125,7 +125,7 @@ ALONE = ("all", "bystander", "committer", "controller", "disk", "launcher", "ran
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom a fault is for. ``numbers``: of ranks (kind ``ranks``) or of the one host (kind ``host``); else empty."""
+    """The target of a fault. ``numbers``: of ranks (kind ``ranks``) or of the one host (kind ``host``); else empty."""
 
     kind: str
     numbers: tuple[int, ...] = ()
@@ -141,7 +141,7 @@ _NUMBERED = re.compile(r"(ranks?|host)((?:[ ,]+\d+)+)")
 
 
 def parse_target(text: str) -> Target | None:
-    """``rank 2``, ``ranks 0 3``, ``host 1``, or one of ``ALONE``; None for anything else."""
+    """Parse ``rank 2``, ``ranks 0 3``, ``host 1``, or one of ``ALONE``; None for anything else."""
     if text in ALONE:
         return Target(text)
     match = _NUMBERED.fullmatch(text)

@@ -1,7 +1,7 @@
-"""How the ranks of a job came back, and whether it was said why they did not come back in a better way. Pure.
+"""Tells how the ranks of a job came back, and whether a reason is logged if they could have come back faster. Pure.
 
 Ways, from the best: ``kept`` (survivors went on in their processes), ``forked`` (all were forked from a process that
-had imported what they import), ``started`` (as new interpreters).
+had their imports), ``started`` (as new interpreters).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ COLD, _ANEW = "restarts are cold: ", "ranks do not go on in their processes: "
 
 
 def ways(record: Record) -> tuple[str, ...]:
-    """One word for each life after the first; then every reason that was told."""
+    """Return one word for each life after the first; then every reason that was told."""
     whys = [str(seen.facts["why_not_again"]) for seen in record.told("released") if seen.facts.get("why_not_again")]
     return (*(way(record, life) for life in _later(record)), *whys, *record.reasons)
 
 
 def way(record: Record, life: LifeKey) -> str:
-    """How the ranks of this life came about; see the module."""
+    """Return how the ranks of this life came about; see the module."""
     lives = sorted(record.processes)
     before = {item for other in lives[: lives.index(life)] for item in _pids(record, other)}
     if before & _pids(record, life):
@@ -31,7 +31,7 @@ def way(record: Record, life: LifeKey) -> str:
 
 
 def way_findings(evidence: Evidence) -> Iterator[str]:
-    """The checkpoint comes first; and whoever looks is told why ranks were started in a worse way than they could."""
+    """Yield a finding for each rank released before the checkpoint or back in a worse way without a logged reason."""
     record = evidence.record
     yield from _early(record)
     if not evidence.script.forks or evidence.script.restart != "agent":
@@ -52,7 +52,7 @@ def way_findings(evidence: Evidence) -> Iterator[str]:
 
 
 def _early(record: Record) -> Iterator[str]:
-    """Nobody is sent out of its loop before the checkpoint is there."""
+    """Yield a finding if ranks were released to go on before the checkpoint was committed."""
     committed: set[str] = set()
     for seen in record.seen:
         if seen.kind == "committed":

@@ -1,9 +1,9 @@
-"""A world of our own: the whole of ``ttp chaos`` runs inside namespaces, so that nothing of it can be left behind.
+"""A world for ``ttp chaos``: all of it runs inside namespaces, so that nothing can be left behind.
 
-Network, mounts and processes of the hurt jobs belong to one tree of namespaces. When its first process ends, by
-whatever death, the kernel ends all others, takes down the network and unmounts the file systems. The first process dies
-with the one that the user started. This needs Linux, ``iproute2`` and ``util-linux``, and root, or a system that lets
-users make namespaces.
+Network, mounts and processes of the tested jobs belong to one tree of namespaces. When its first process ends, for
+whatever reason, the kernel ends all others, takes down the network and unmounts the file systems. The first process
+dies with the one that the user started. This needs Linux, ``iproute2`` and ``util-linux``, and root, or a system that
+lets users make namespaces.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 INSIDE = "CHAOS_WORLD"
 TOOLS = ("ip", "bridge", "mount", "nsenter", "setpriv", "sh", "unshare")
 SOCKETS = Path("/run")
-"""Where sockets go inside of a world: nothing of it is seen outside, and hosts inherit it."""
+"""Directory for sockets inside a world: invisible outside, and inherited by hosts."""
 PACKAGES = "iproute2, mount and util-linux"
 _NAMESPACES = ("--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child=KILL", "--mount-proc")
 
 
 def inside() -> bool:
-    """Whether this process is in a world of its own already."""
+    """Return whether this process is in a world already."""
     return os.environ.get(INSIDE) == "1"
 
 
 def obstacle() -> str:
-    """Why there can be no world here, in words; empty: there can."""
+    """Return why there can be no world here, in words; empty: there can."""
     if not sys.platform.startswith("linux"):
         return "namespaces are a feature of Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -46,13 +46,16 @@ def obstacle() -> str:
 
 
 def enter(arguments: Sequence[str], module: str = "ttp") -> int:
-    """Run ``python -m MODULE ARGUMENTS`` inside a new world. Returns its exit code; nothing of it is left then."""
+    """Run ``python -m MODULE ARGUMENTS`` inside a new world and return its exit code.
+
+    Nothing of the world is left then.
+    """
     command = _command([sys.executable, "-m", module, *arguments])
     process = subprocess.Popen(command, env={**os.environ, INSIDE: "1"})
     signal.signal(signal.SIGTERM, _interrupted)
     try:
         return process.wait()
-    except KeyboardInterrupt:  # it was told too, by the terminal or by the line below
+    except KeyboardInterrupt:  # the child was told too, by the terminal or by the line below
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         return 128 + signal.SIGINT
@@ -74,14 +77,14 @@ def settle() -> None:
     """Make a new world habitable: it has no network yet, and its names are unknown."""
     run("ip", "link", "set", "lo", "up")
     run("mount", "-t", "tmpfs", "chaos", str(SOCKETS))
-    signal.signal(signal.SIGTERM, _interrupted)  # the first process of a world gets only what it asks for
+    signal.signal(signal.SIGTERM, _interrupted)  # the first process of a world gets only signals that it handles
 
 
 def run(*command: str, timeout_s: float = 20) -> str:
-    """Run a tool; returns what it says.
+    """Run a tool; returns its output.
 
     Raises:
-        OSError: it failed; with its own words.
+        OSError: it failed; with the tool's own message.
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:

@@ -1,1 +1,1 @@
-"""The ``ttp`` command. Nothing here is imported by a training process."""
+"""The ``ttp`` command. A training process imports nothing from this package."""

@@ -13,7 +13,7 @@ from ttp.store.digest import Watch
 
 @contextmanager
 def bars() -> Iterator[Watch]:
-    """Show a bar for every phase while the block runs; nothing where stderr is no terminal."""
+    """Show a progress bar on stderr for every phase while the block runs; show nothing if stderr is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = aside()
     with Progress(

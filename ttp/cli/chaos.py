@@ -1,4 +1,4 @@
-"""``ttp chaos``: injects faults into real jobs on this machine and checks what happens."""
+"""``ttp chaos``: injects faults into real jobs on this machine and checks the results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Board:
 
     Args:
         total: number of runs.
-        results: of the runs that are over.
+        results: results of the finished runs.
     """
 
     total: int
@@ -58,7 +58,7 @@ class Board:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Board]:
-        """A bar on a terminal; elsewhere a line per run."""
+        """Show a progress bar on a terminal, elsewhere one line per run."""
         console = aside()
         words = (TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*words, console=console, disable=not console.is_terminal) as self._progress:
@@ -66,7 +66,7 @@ class Board:
             yield self
 
     def tell(self, result: Result) -> None:
-        """Add the result of a run that is over, and show it."""
+        """Add the result of a finished run, and show it."""
         self.results.append(result)
         assert self._progress is not None and self._task is not None
         self._progress.update(self._task, advance=1)
@@ -89,12 +89,12 @@ def chaos(
     keep: Keep = False,
     json: Json = False,
 ) -> None:
-    """Hurt real jobs on this machine and check what comes of it: kills, stops, partitions, disk faults, double faults.
+    """Inject faults into real jobs on this machine and check the results: kills, stops, partitions, disk faults.
 
-    Without --script a campaign is drawn from --seed. After every run every checkpoint is verified, the version that the
-    job goes on from is compared with what its ranks had finished, and its bits with those of an unbroken run. Several
-    hosts are made of namespaces, which takes root (or a system that lets users make them); without it there is one
-    host, and its disk stays whole. Nothing is left running, however this ends.
+    Without --script a campaign is drawn from --seed. After every run every checkpoint is verified, the version from
+    which the job goes on is compared with what its ranks had finished, and its bits with those of an unbroken run.
+    Several hosts are made of namespaces, which takes root (or a system that lets users make them); without it there is
+    one host, and its disk stays whole. No process is left running, however the command ends.
 
     Exits with 0 if nothing was found, with 1 if something was. JSON: a list of runs with job, folder, title, phase,
     step, faults, world, launcher, expect, outcome, findings, missed, version, lost_steps, detect_ms, commit_ms,
@@ -187,7 +187,7 @@ def _run(
 
     def tell(result: Result) -> None:
         board.tell(result)
-        if report is not None:  # every time: what an hour has shown survives whatever ends it
+        if report is not None:  # after every run: a campaign that is cut off leaves a report
             took_s = time.monotonic() - began
             reports.write(report, board.results, reports.Occasion(again, reports.machine(), took_s))
 

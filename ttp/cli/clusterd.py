@@ -1,4 +1,4 @@
-"""``ttp clusterd``: lets MindCluster's ClusterD decide with the job's controller, in the place of MindIO."""
+"""``ttp clusterd``: connects MindCluster's ClusterD to the job's controller, in the place of MindIO."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ttp.cli.suspects import OF_OTHERS
 from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import CheckpointError, TtpError, UsageError
+from ttp.inbox import Inbox
 from ttp.store.names import INCIDENTS
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ Every = Annotated[float, typer.Option("--every", min=0.05, help="Seconds between
 PORT = 8899
 ROLE = "master agent"
 HANDLERS = "handlers"
-"""How ranks call themselves whose program saves and repairs with handlers of its own."""
+"""``framework`` of ranks whose program saves and repairs with handlers of its own."""
 KILL = "killMaster"
 SWITCHED_OFF = 403
 CALL_S = 5.0
@@ -54,12 +55,12 @@ def clusterd(
 ) -> None:
     """Speak with ClusterD, MindCluster's service that decides what becomes of a job, in the place of MindIO.
 
-    Run one beside rank 0. What ClusterD knows to be broken is reported to the job, which saves its newest step and
-    ends with 75; ranks that die are reported to ClusterD. It is offered the strategies dump and exit, and told whether
-    the dump is on disk. To a job whose program has handlers of MindIO's every word is passed on, in both directions:
-    it can retry, recover and pause, too. The job needs process-recover-enable=on. It runs until ClusterD sends
-    killMaster (0), is found to have that switched off (1), or is stopped. Without a job, or without ClusterD, it waits
-    for both.
+    Run one beside rank 0. Faults that ClusterD knows of are reported to the job, which saves its newest step and ends
+    with 75; ranks that die are reported to ClusterD. ClusterD is offered the strategies dump and exit, and told whether
+    the dump is on disk. If the job's program has handlers of MindIO's, every message is passed on in both directions:
+    such a job can also retry, recover and pause. The job needs process-recover-enable=on. The command runs until
+    ClusterD sends killMaster (exit code 0), is found to have process-recover-enable switched off (1), or is stopped.
+    Without a job, or without ClusterD, it waits for both.
     """
     from ttp.mindio.clusterd import Accuse, Bridge
 
@@ -89,27 +90,27 @@ def clusterd(
 
 
 class Eyes:
-    """Looks at the job through its controller, and through its save_dir when that has ended."""
+    """Observes the job through its controller, and through its save_dir when the controller has ended."""
 
     def __init__(self, address: str | None, port: int | None, token: str | None) -> None:
         self._asked = (address, port, token)
-        find(*self._asked)  # bad usage is said at once
+        find(*self._asked)  # raises bad usage at once
         self._closing = contextlib.ExitStack()
         self._client: Client | None = None
         self._save_dir: Path | None = None
         self._read: IncidentLog | None = None
         self._saw = False
         self.has_handlers = False
-        """The job's program saves and repairs with handlers of its own."""
+        """True if the job's program saves and repairs with handlers of its own."""
         self._complain = Complaints()
 
     def look(self) -> Seen | None:
-        """The job now. None: nobody can be asked, and it has not left how it ended."""
+        """Return the state of the job. None: no controller answers, and the last one has not left how the job ended."""
         from ttp.mindio.clusterd import Seen
 
         try:
             now = self._connected().status()
-        except TtpError as problem:  # there is no job yet, or no more; or the token is wrong
+        except TtpError as problem:  # the job has not started or has ended; or the token is wrong
             self._complain(str(problem))
             self.close()
             return self._left()
@@ -136,7 +137,7 @@ class Eyes:
         return self._with_file(seen) if seen.over else seen
 
     def _with_file(self, seen: Seen) -> Seen:
-        """What its file says of an incident that is over: it may have come and gone between two looks."""
+        """Add what the incident's file says if the incident is over: it may have come and gone between two calls."""
         if self._read is None or self._read.id != seen.incident or self._read.last("released", "thawed") is None:
             try:
                 path = self._save_dir and self._save_dir / INCIDENTS / f"{seen.incident}.jsonl"
@@ -156,7 +157,7 @@ class Eyes:
         )
 
     def _left(self) -> Seen | None:
-        """How the last incident ended, by what a controller that is gone has left."""
+        """Return how the last incident ended, read from the save_dir of a controller that has ended; None: unknown."""
         from ttp.mindio.clusterd import Seen
 
         try:
@@ -170,7 +171,7 @@ class Eyes:
         return replace(seen, stage="closed") if over else None
 
     def accuse(self, accusation: Accuse) -> bool:
-        """Report ranks as broken; what the controller answers is said. Whether it has heard that."""
+        """Report ranks as broken, and print the controller's answer. Returns True if the controller accused any."""
         try:
             answer = self._connected().report_fault(list(accusation.ranks), "", accusation.text)
         except TtpError as problem:
@@ -181,7 +182,7 @@ class Eyes:
         return bool(answer.accused)
 
     def close(self) -> None:
-        """Close the connection; the next look opens one."""
+        """Close the connection; the next call opens a new one."""
         self._client = None
         self._closing.close()
 
@@ -192,10 +193,10 @@ class Eyes:
 
 
 class Words:
-    """Speaks for ClusterD to the controller of a job that has handlers, as its manager.
+    """Speaks for ClusterD, as a manager, to the controller of a job that has handlers.
 
     Args:
-        job_id: of the job, as ClusterD knows it.
+        job_id: id of the job in ClusterD.
         asked: address, port and token of the controller, as far as they were given.
     """
 
@@ -203,12 +204,12 @@ class Words:
         from ttp.mindio.clusterd_manager import Interpreter
 
         self._interpreter, self._asked = Interpreter(job_id), asked
-        self._said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._said: Inbox[Message] = Inbox()
         self._manager: Manager | None = None
         self._heard = False
 
     def pass_on(self, signal: Any, seen: Seen | None) -> list[Message]:
-        """Tell the controller what ClusterD says, if it says anything. What ClusterD is to be told."""
+        """Pass ClusterD's signal, if there is one, to the controller. Returns the messages to send to ClusterD."""
         if self._manager is None:
             self._manager = self._attend()
         if not self._heard and self._manager.wait_attached(0.0):
@@ -224,7 +225,7 @@ class Words:
         return found
 
     def close(self) -> None:
-        """The controller decides by itself again."""
+        """Stop managing the job, so that its controller decides by itself again."""
         if self._manager is not None:
             self._manager.close()
 
@@ -244,7 +245,7 @@ class Words:
 
 
 class ClusterLink:
-    """The connection to ClusterD, which comes and goes. Its own fields and method names, see ``recover.proto``."""
+    """The connection to ClusterD, opened again when it breaks. ``recover.proto`` has its fields and method names."""
 
     def __init__(self, where: str, job_id: str) -> None:
         import grpc
@@ -255,17 +256,17 @@ class ClusterLink:
         self._me = pb.RecoverClient(job_id=job_id, role=ROLE)
         keepalive = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
         self._channel = grpc.insecure_channel(where, options=[*keepalive, ("grpc.enable_http_proxy", 0)])
-        self._signals: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._signals: Inbox[Any] = Inbox()
         self._unsent: deque[Message] = deque()
         self._closed = threading.Event()
         self._complain = Complaints()
         threading.Thread(target=self._listen, name="ttp-clusterd", daemon=True).start()
 
     def next(self, patience_s: float) -> Any:
-        """The next signal; None: there was none for so long.
+        """Wait up to ``patience_s`` seconds for the next signal of ClusterD, and return it; None: there was none.
 
         Raises:
-            TtpError: ClusterD does not look after this job.
+            TtpError: process-recover-enable is off, so ClusterD does not look after this job.
         """
         self._send()
         try:
@@ -277,7 +278,7 @@ class ClusterLink:
         return found
 
     def say(self, message: Message) -> None:
-        """Report something, now or as soon as ClusterD can be reached."""
+        """Send a message now, or as soon as ClusterD can be reached."""
         self._unsent.append(message)
         self._send()
 

@@ -1,4 +1,4 @@
-"""Finds the controller of a job and asks it. Errors of gRPC become messages that say what to do."""
+"""Find the controller of a job and send it requests. Errors of gRPC become messages that say what to do."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class UnreachableError(TtpError):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a controller is.
+    """The location of a controller.
 
     Args:
         address: its host.
         port: its port.
-        token: the job's secret; may be empty.
+        token: the secret of the job; may be empty.
         others: places (``host:port``) of other controllers that may lead the job by now.
-        run_dir: where the job's processes on this host leave word, if it has any here.
+        run_dir: the run directory of the job on this host.
     """
 
     address: str
@@ -78,11 +78,15 @@ class Where:
 
 
 def find(address: str | None, port: int | None, token: str | None) -> Where:
-    """Where the controller of the meant job is.
+    """Return where the controller of the job is.
 
-    What is not given comes from the environment, then from the run directories of this user's jobs on this host.
+    Values that are not given come from the environment, then from the run directories of this user's jobs on this host.
+    Unless an address is given, the run directory also names the other controllers of the job.
 
-    A run directory of the job on this host says where its other controllers are, unless an address is given.
+    Args:
+        address: host of the controller; None: to be found.
+        port: port of the controller; None: to be found.
+        token: secret of the job; None: to be found.
 
     Raises:
         ConfigError: nothing says which port, or the environment is wrong.
@@ -106,7 +110,7 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
 
 
 def _on_this_host(config: Config, address: str, port: int) -> str:
-    """The address of a job without a token: its controller is on loopback, whatever the host is called."""
+    """Return the address of the controller of a job without a token: loopback, whatever the host's name."""
     from ttp.launch.admission import admitted
     from ttp.launch.presence import listens
 
@@ -117,7 +121,7 @@ def _on_this_host(config: Config, address: str, port: int) -> str:
 
 
 def _port_of(config: Config) -> int | None:
-    """The port of the job whose run directory the environment names; None: it names none."""
+    """Return the port of the job whose run directory the environment names; None: it names none."""
     from ttp.launch.ring import read_ring
     from ttp.wire.address import split
 
@@ -127,7 +131,7 @@ def _port_of(config: Config) -> int | None:
 
 def _only_local_job(address: str) -> int:
     running = [port for port in known_ports() if _runs_here(port)] if address == LOCAL else []
-    if os.environ.get("TTP_RUN_DIR"):  # of a job that is meant; it is none of those that are found by their ports
+    if os.environ.get("TTP_RUN_DIR"):  # it names one job, and none that is found by its port
         raise ConfigError("which port? TTP_RUN_DIR does not say it: use --port, or set TTP_PORT as the job has it")
     if len(running) == 1:
         return running[0]
@@ -137,7 +141,7 @@ def _only_local_job(address: str) -> int:
 
 
 def _runs_here(port: int) -> bool:
-    """Whether the job that left a run directory for this port goes on, led from here or from another host."""
+    """Return whether a controller still leads the job of this port, on this host or on another one."""
     from ttp.launch.presence import listens
     from ttp.launch.ring import read_ring
     from ttp.wire.address import split
@@ -149,7 +153,7 @@ def _runs_here(port: int) -> bool:
 
 
 def known_ports() -> list[int]:
-    """Ports of this user's jobs on this host, by their run directories; see ``Config.resolved_run_dir``."""
+    """Return the ports of this user's jobs on this host, from the names of their run directories."""
     folder = Path(tempfile.gettempdir()) / f"ttp-{os.getuid()}"
     try:
         return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
@@ -158,9 +162,13 @@ def known_ports() -> list[int]:
 
 
 class Client:
-    """Asks a controller; make one with ``connected``. Every method raises ``ConfigError`` or ``UnreachableError``.
+    """Sends requests to a controller; make one with ``connected``. Every method may raise the errors below.
 
     Where a job has several controllers, the first request, and each one after a failure, looks for the one that leads.
+
+    Raises:
+        ConfigError: the controller refuses the request, or it is no controller of ttp; the text says what to do.
+        UnreachableError: no controller answers.
     """
 
     def __init__(self, where: Where) -> None:
@@ -172,14 +180,20 @@ class Client:
         self._metadata = metadata(where.token)
 
     def status(self) -> pb.GetStatusResponse:
-        """The state of the job now."""
+        """Return the current state of the job."""
         from ttp.wire.v1 import controller_pb2 as pb
 
         with self._asking(ANSWER_S) as stub:
             return stub.GetStatus(pb.GetStatusRequest(), timeout=ANSWER_S, metadata=self._metadata)
 
     def save(self, reason: str, timeout_s: float, *, again: bool = False) -> pb.SaveNowResponse:
-        """A checkpoint now, with ``again`` for ranks to go on from; returns when it is committed or refused."""
+        """Have a checkpoint written now; returns when it is committed or refused.
+
+        Args:
+            reason: why, in words.
+            timeout_s: seconds to wait for the answer.
+            again: the ranks then go on from it in their processes, as after a death.
+        """
         from ttp.wire.v1 import controller_pb2 as pb
 
         with self._asking(timeout_s) as stub:
@@ -189,20 +203,34 @@ class Client:
     def report_fault(
         self, ranks: list[int], host: str, reason: str, *, drain: bool = False, recovered: bool = False
     ) -> pb.ReportFaultResponse:
-        """Report these ranks, or all ranks of a host, as broken.
+        """Report ranks, or all ranks of a host, as broken.
 
         Args:
-            ranks: by number.
-            host: its name.
-            reason: in words.
-            drain: their launchers do not start again.
-            recovered: nobody is broken: the host is well again, and may start ranks.
+            ranks: the ranks; may be empty if ``host`` is given.
+            host: name of the host; may be empty.
+            reason: what is wrong, in words.
+            drain: the launcher of the host does not start again.
+            recovered: report instead that the host is well again and may start ranks.
         """
         from ttp.wire.v1 import controller_pb2 as pb
 
         request = pb.ReportFaultRequest(ranks=ranks, host=host, reason=reason, drain=drain, recovered=recovered)
         with self._asking(ANSWER_S) as stub:
             return stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
+
+    def move(self, host: str) -> tuple[bool, str]:
+        """Have the ranks of this host moved to one that stands by while all train; whether they are, or why not."""
+        from ttp.wire.v1 import rounds_pb2 as rounds
+        from ttp.wire.v1.rounds_pb2_grpc import ManagerStub
+
+        try:
+            with self._asking(ANSWER_S):
+                notice = rounds.Notice(what="move", params=host)
+                assert self._channel is not None
+                answer = ManagerStub(self._channel).Notify(notice, timeout=ANSWER_S, metadata=self._metadata)
+        except ConfigError as problem:  # an older controller
+            return False, str(problem)
+        return answer.accepted, answer.text
 
     def close(self) -> None:
         """Close the connection."""
@@ -228,7 +256,7 @@ class Client:
 
 
 def _reigning(where: Where) -> Where:
-    """Where the controller is that leads the job now.
+    """Return where the controller is that leads the job now.
 
     Raises:
         UnreachableError: several controllers are known, and none of them answers.
@@ -238,7 +266,7 @@ def _reigning(where: Where) -> Where:
 
     if len(where.around) < 2:
         return where
-    found = reigning(where.around, where.token, ANSWER_S)  # one that is busy with an incident answers late
+    found = reigning(where.around, where.token, ANSWER_S)  # a controller that is busy with an incident answers late
     if found is None:
         raise UnreachableError(
             f"no controller of this job answers, neither the first one nor any that stood by: "
@@ -250,7 +278,7 @@ def _reigning(where: Where) -> Where:
 
 @contextlib.contextmanager
 def connected(where: Where) -> Iterator[Client]:
-    """A client for as long as the block runs. It connects when it is asked first."""
+    """Yield a client, and close it after the block. It connects at its first request."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log lines would garble one clear message
     client = Client(where)
     try:

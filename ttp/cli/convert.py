@@ -1,4 +1,4 @@
-"""``ttp convert``: one full file out of a checkpoint, and a checkpoint out of a file."""
+"""``ttp convert``: makes one full file from a checkpoint, or a checkpoint from a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN_MAX = 20
 
 
 class Form(str, Enum):
-    """What can be written."""
+    """The formats that can be written."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -50,15 +50,14 @@ def convert(
     step: Step = None,
     json: Json = False,
 ) -> None:
-    """Write one full safetensors or torch file out of a checkpoint of any layout, or make a checkpoint of such a file.
+    """Write one full safetensors or torch file from a checkpoint of any layout, or make a checkpoint of such a file.
 
-    safetensors: the weights and buffers, for inference; with --optimizer also its tensors as
-    optim.state.PARAMETER.KEY. torch: {"model", "optim", "version", ...} for torch.load(weights_only=True), to go on
-    with in a plain torch job. dcp: a checkpoint that ttp.restore() starts from and that stock
-    torch.distributed.checkpoint reads.
+    safetensors: the weights and buffers, for inference; with --optimizer also its tensors as optim.state.PARAMETER.KEY.
+    torch: {"model", "optim", "version", ...} for torch.load(weights_only=True), to go on with in a plain torch job.
+    dcp: a checkpoint that ttp.restore() starts from and that stock torch.distributed.checkpoint reads.
 
-    A checkpoint is verified before and DST read back after; DST appears whole or not at all. Tensors are read one at a
-    time. Exits with 1 if SRC is damaged or cannot be converted.
+    A checkpoint is verified before it is converted, and DST is read back afterwards. DST appears whole or not at all.
+    Tensors are read one at a time. Exits with 1 if SRC is damaged or cannot be converted.
 
     JSON keys: source, target, to, version (finished updates; null: unknown), tensors (count), size (bytes), optimizer
     (whether it is in DST), tied (other name: stored name), left_out (names that DST has no place for), notes.
@@ -84,7 +83,7 @@ def _convert(source: Path, target: Path, to: Form, watch: Watch, **settings: Any
 
 
 def _meant(source: Path, watch: Watch) -> tuple[Path, bool]:
-    """The checkpoint or file, and whether its digests were verified; of a ``save_dir`` the newest that is whole."""
+    """Return the checkpoint or file to convert (of a ``save_dir`` the newest whole one), and whether it is verified."""
     if not source.exists():
         raise UsageError(f"{source} does not exist: give a checkpoint, a save_dir or a file")
     source = source.absolute()
@@ -105,7 +104,7 @@ def _meant(source: Path, watch: Watch) -> tuple[Path, bool]:
 
 
 def describe(done: Converted, to: Form) -> dict[str, Any]:
-    """What ``ttp convert --json`` prints."""
+    """Return what ``ttp convert --json`` prints."""
     return {
         "source": str(done.source),
         "target": str(done.target),

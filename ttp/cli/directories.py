@@ -1,4 +1,4 @@
-"""What a path on the command line means: a ``save_dir``, or one checkpoint in it."""
+"""The paths that commands take: a ``save_dir``, or one checkpoint in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CheckpointOrDir = Annotated[
 
 
 def existing(path: Path) -> Path:
-    """``path``, made absolute.
+    """Return ``path`` as an absolute path.
 
     Raises:
         UsageError: there is no such directory.
@@ -29,7 +29,7 @@ def existing(path: Path) -> Path:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{path} does not exist: give the save_dir of a job, or a checkpoint in it") from None
-    except (OSError, ValueError) as problem:  # ValueError: no name of a file can be like that
+    except (OSError, ValueError) as problem:  # ValueError: no file can have such a name
         raise UsageError(f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}") from None
     if not stat.S_ISDIR(mode):
         raise UsageError(f"{path} is not a directory: give the save_dir of a job, or a checkpoint in it")
@@ -37,7 +37,7 @@ def existing(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is, or was meant to be, one checkpoint; otherwise it is taken for a ``save_dir``."""
+    """Return whether ``path`` is, or was meant to be, one checkpoint; otherwise it is taken for a ``save_dir``."""
     named = names.parse_checkpoint_name(path.name) is not None or names.parse_superseded_name(path.name) is not None
     try:
         return named or names.is_draft(path.name) or (path / MANIFEST).is_file()
@@ -46,12 +46,12 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def bears_name(entry: CatalogEntry) -> bool:
-    """Whether its name is that of a checkpoint, whatever it holds."""
+    """Return whether the entry has the name of a checkpoint, whatever it contains."""
     return entry.version is not None and entry.kind in ("checkpoint", "foreign")
 
 
 def checkpoint_meant(path: Path) -> Path:
-    """The checkpoint at ``path``; of a ``save_dir`` the newest one.
+    """Return the checkpoint at ``path``, or the newest one if ``path`` is a ``save_dir``.
 
     Raises:
         UsageError: there is no such directory.

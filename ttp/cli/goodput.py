@@ -1,4 +1,4 @@
-"""``ttp goodput``: what the time of a job went into, over all its launches."""
+"""``ttp goodput``: shows how the time of a job was spent, over all its launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ttp.errors import CheckpointError
 from ttp.store.history import Launch, read_launches
 
 RUNS_S = 3600.0
-"""A last launch without an end is taken to run still when it, or an incident of it, is no older than that."""
+"""Seconds. A last launch without an end counts as still running if it, or an incident of it, is no older than this."""
 PARTS = ("training", "joining", "restoring", "freezing", "saving", "down")
 
 RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of this job (TORCHELASTIC_RUN_ID).")]
@@ -25,21 +25,21 @@ RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of th
 
 @dataclass
 class Goodput:
-    """Seconds by what they went into, and what was lost.
+    """Seconds by how they were spent, and what was lost.
 
     Args:
-        joining: from the first rank of a launch to the moment when all are there.
-        restoring: from then until all have read what they begin with.
-        training: the rest of a launch.
-        freezing: from the first sign of a fault to the plan.
-        saving: from the plan to the release, or to the thaw.
-        down: from the end of a launch to the beginning of the next.
-        launches: how many began.
-        incidents: faults that ended a launch.
-        false_alarms: incidents after which training went on.
+        joining: seconds from the first rank of a launch to the moment when all ranks have joined.
+        restoring: seconds from then until all ranks have read the state they begin with.
+        training: seconds of the rest of the launch, without incidents.
+        freezing: seconds from the first sign of a fault to the plan.
+        saving: seconds from the plan to the release or thaw.
+        down: seconds from the end of a launch to the beginning of the next.
+        launches: number of launches.
+        incidents: number of faults that ended a launch.
+        false_alarms: number of incidents after which training went on.
         lost_steps: steps that a rank had finished and that no checkpoint had when the next launch began.
-        mttr: mean time from the first sign of a fault to the beginning of the next launch; None: there was none.
-        unreadable: lines and files that could not be read.
+        mttr: mean seconds from the first sign of a fault to the beginning of the next launch; None: there was none.
+        unreadable: number of lines and files that could not be read.
     """
 
     joining: float = 0.0
@@ -57,20 +57,20 @@ class Goodput:
 
     @property
     def elapsed(self) -> float:
-        """All of it."""
+        """Sum of all parts in seconds."""
         return float(sum(getattr(self, name) for name in PARTS))
 
     @property
     def ratio(self) -> float:
-        """The share that was training, from 0 to 1."""
+        """Share of the time that was training, from 0 to 1."""
         return self.training / self.elapsed if self.elapsed else 0.0
 
 
 def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> None:
-    """Say what the time of a job went into, over all its launches: from launches.log and the incidents of a save_dir.
+    """Show how the time of a job was spent, over all its launches: from launches.log and the incidents of a save_dir.
 
-    Joining ends when all ranks are there, restoring when all of them have read what they begin with. Steps that were
-    trained again are the price of launches that ended without a save.
+    Joining ends when all ranks are there, restoring when all of them have read the state they begin with. Steps that
+    were trained again are the price of launches that ended without a save.
 
     JSON keys: ratio (training / elapsed, 0 to 1), elapsed, joining, restoring, training, freezing, saving, down, mttr
     (seconds; mttr from the first sign of a fault to the next launch, null without any), launches, incidents,
@@ -119,12 +119,12 @@ def _stories(place: Path, run_id: str | None) -> tuple[list[IncidentLog], int]:
 
 
 def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: float) -> Goodput:
-    """Add up.
+    """Add up the times and counts of one job.
 
     Args:
-        launches: of one job, the oldest first.
+        launches: its launches, the oldest first.
         stories: its incidents, the oldest first.
-        now_s: seconds since 1970; a last launch that runs still ends here.
+        now_s: current time in seconds since 1970; a launch that is still running is counted up to now.
     """
     found = Goodput(launches=len(launches))
     begins = [launch.began_unix_s for launch in launches]
@@ -176,6 +176,6 @@ def _asked_for(story: IncidentLog) -> bool:
 
 
 def _newest(story: IncidentLog) -> int:
-    """The newest version that a rank says it has finished."""
+    """Return the newest version that any rank reported as finished."""
     versions = (line.facts.get("version") for line in story.of("answer", "acknowledged"))
     return max((version for version in versions if isinstance(version, int)), default=0)

@@ -1,7 +1,8 @@
-"""Reads incident files, which ``ttp.controller.journal`` writes. Lines that a crash has torn are counted and left out.
+"""Read incident files, which ``ttp.controller.journal`` writes. Lines that a crash has torn are counted and left out.
 
-Several controllers may have written to one file: a new one that takes over an incident begins with an ``opened`` that
-says ``recovered``, counts its lines anew, and may run on another host, whose monotonic clock means nothing here.
+Several controllers may have written to one file: a controller that takes over an incident begins with an ``opened``
+line that has ``recovered``, counts its lines from the start, and may run on another host, whose monotonic clock cannot
+be compared with that of the first.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from ttp.store.plain_file import open_plain
 SUFFIX = ".jsonl"
 
 EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "hung", "silent", "ailing", "collective", "snapshot")
-"""Kinds of evidence, the most telling first, in the order of the controller."""
+"""Kinds of evidence in the order in which the controller ranks them, the most telling first."""
 
 LINE_MAX = 16 << 20
-"""Bytes. A plan names every shard of the job."""
+"""Maximum length of a line in bytes. A plan names every shard of the job."""
 FILE_MAX = 128 << 20
-"""Bytes. Every rank answers at least once."""
+"""Maximum length of a file in bytes. Every rank answers at least once."""
 TIME_MAX = 1e12
-"""Seconds; no clock shows so much."""
+"""Upper limit of a valid time in seconds; no clock shows so much."""
 
 _SURROGATE = re.compile(r"(?i)\\ud[89a-f]")
 _HEAD = ("sequence", "unix_s", "monotonic_s", "kind", "incident")
@@ -37,14 +38,14 @@ _HEAD = ("sequence", "unix_s", "monotonic_s", "kind", "incident")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One recorded event.
+    """One recorded event of an incident.
 
     Args:
         kind: what happened, such as ``answer``.
         at_ms: milliseconds after the incident's first line.
-        unix_s: wall time in seconds.
+        unix_s: wall time in seconds since 1970.
         monotonic_s: monotonic clock of the controller's host, in seconds.
-        facts: the event's own fields; which, depends on its kind.
+        facts: the other fields of the event, which depend on its kind.
     """
 
     kind: str
@@ -55,20 +56,20 @@ class Line:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that an answer is of."""
+        """The ranks whose answer this line records."""
         told = self.facts.get("ranks")
         return [rank for rank in told if isinstance(rank, int) and rank >= 0] if isinstance(told, list) else []
 
 
 @dataclass(frozen=True, slots=True)
 class IncidentLog:
-    """One incident file.
+    """The contents of one incident file.
 
     Args:
         id: the incident.
         path: its file.
         lines: in the order written.
-        unreadable: lines that are no JSON objects; one at the end is what a crash leaves.
+        unreadable: number of lines that are no JSON objects; a crash leaves one at the end.
     """
 
     id: str
@@ -77,16 +78,16 @@ class IncidentLog:
     unreadable: int = 0
 
     def of(self, *kinds: str) -> Iterator[Line]:
-        """The lines of these kinds."""
+        """Return the lines of these kinds."""
         return (line for line in self.lines if line.kind in kinds)
 
     def last(self, *kinds: str) -> Line | None:
-        """The last line of these kinds."""
+        """Return the last line of one of these kinds; None: there is none."""
         return next((line for line in reversed(self.lines) if line.kind in kinds), None)
 
     @property
     def opened_unix_s(self) -> float:
-        """When the incident was opened: seconds since 1970; 0 for an empty file."""
+        """Time at which the incident was opened, in seconds since 1970; 0 for an empty file."""
         return self.lines[0].unix_s if self.lines else 0.0
 
     @property
@@ -98,7 +99,7 @@ class IncidentLog:
         return str(min(known, key=_explains).facts.get("text", ""))
 
     def accused_hosts(self, but: Collection[str]) -> dict[str, list[Line]]:
-        """Evidence that was not withdrawn, by the host of the rank that it is against; without these kinds."""
+        """Return evidence that was not withdrawn, by the host of the accused rank, without the kinds in ``but``."""
         found: dict[str, list[Line]] = {}
         for line in self._standing():
             host = line.facts.get("host")
@@ -107,14 +108,14 @@ class IncidentLog:
         return found
 
     def _standing(self) -> list[Line]:
-        """The newest evidence of each kind against each rank, but for what was withdrawn."""
+        """Return the newest evidence of each kind against each rank, without withdrawn evidence."""
         accused = {_accusation(line): line for line in self.of("evidence")}
         retracted = {_accusation(line) for line in self.of("retracted")}
         return [line for key, line in accused.items() if key not in retracted]
 
     @property
     def saved(self) -> bool:
-        """Whether nothing was lost: a checkpoint was committed, or was there already."""
+        """True if nothing was lost: a checkpoint was committed, or there was one of this version already."""
         released = self.last("released")
         if released is not None and released.facts.get("exit_code") != EXIT_BAD_CONFIG:
             return released.facts.get("exit_code") == EXIT_SAVED
@@ -141,7 +142,7 @@ class IncidentLog:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in a few words."""
+        """How the incident ended, in a few words."""
         line = self.last("released", "thawed")
         if line is None:
             return "closed" if self.last("closed") else "not over, or its controller was lost"
@@ -151,7 +152,7 @@ class IncidentLog:
 
 
 def incident_files(directory: Path) -> list[Path]:
-    """The incident files of a ``save_dir`` (or of its ``incidents`` directory), newest first.
+    """Return the incident files of a ``save_dir`` (or of its ``incidents`` directory), newest first.
 
     Raises:
         CheckpointError: the directory cannot be listed.
@@ -166,7 +167,7 @@ def incident_files(directory: Path) -> list[Path]:
 
 
 def _sort_key(path: Path) -> tuple[str, str, int, str]:
-    """For sorting by time: in ``20261120-094512-10-3fa9`` the ``10`` counts as a number, so it comes after ``9``."""
+    """Return a key that sorts by time: in ``20261120-094512-10-3fa9`` the ``10`` is a number, and comes after ``9``."""
     day, _, rest = path.stem.partition("-")
     clock, _, rest = rest.partition("-")
     number = rest.partition("-")[0]
@@ -177,7 +178,7 @@ def read_incident(path: Path) -> IncidentLog:
     """Read one incident file.
 
     Raises:
-        CheckpointError: it cannot be read at all.
+        CheckpointError: the file cannot be read at all.
     """
     try:
         with open_plain(path) as raw, io.BufferedReader(raw) as file:
@@ -190,7 +191,7 @@ def parse_incident(file: io.BufferedIOBase, incident: str, path: Path) -> Incide
     """Read the lines of one incident.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: the file cannot be read.
     """
     records = [_parse(line) for line in _lines(file) if line is None or line.strip()]
     whole = [record for record in records if record is not None]
@@ -198,8 +199,8 @@ def parse_incident(file: io.BufferedIOBase, incident: str, path: Path) -> Incide
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[bytes | None]:
-    """The lines of a file; ``None`` for one that is longer than any that ttp writes, and for what is left of the file
-    when so much was read that it cannot be the story of one incident."""
+    """Yield the lines of a file; ``None`` for a line that is longer than any that ttp writes, and for the rest of a
+    file that is too long to be the story of one incident."""
     size = 0
     while line := file.readline(LINE_MAX):
         size += len(line)
@@ -221,7 +222,7 @@ def _parse(line: bytes | None) -> dict[str, Any] | None:
     text = line.decode("utf-8", errors="replace")
     try:
         record = parse_json(text)
-        if _SURROGATE.search(text):  # half of a pair is no text, and no reader of what we write takes it
+        if _SURROGATE.search(text):  # half of a surrogate pair is no text; no reader accepts it
             whole = json.dumps(record, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
             record = parse_json(whole.decode("utf-16-le", errors="replace"))
     except ValueError:
@@ -246,11 +247,11 @@ def _timed(records: Iterable[dict[str, Any]]) -> Iterator[Line]:
 
 def _number(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
-    return float(value) if isinstance(value, (int, float)) and abs(value) < TIME_MAX else 0.0  # NaN is not less
+    return float(value) if isinstance(value, (int, float)) and abs(value) < TIME_MAX else 0.0  # not so for NaN
 
 
 def _accusation(line: Line) -> tuple[str, str]:
-    """Rank and kind of an ``evidence`` line, or of the ``retracted`` line that withdraws it."""
+    """Return the rank and kind of an ``evidence`` line, or of the ``retracted`` line that withdraws it."""
     return str(line.facts.get("rank")), str(line.facts.get("evidence"))
 
 

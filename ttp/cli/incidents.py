@@ -1,4 +1,4 @@
-"""``ttp incidents``: what went wrong, and what was done about it."""
+"""``ttp incidents``: shows what went wrong, and what was done about it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def incidents(
 ) -> None:
     """List a job's incidents, newest first; or show one as a timeline.
 
-    The timeline tells, in milliseconds after the first sign: evidence, freeze, each rank's answer, the plan and its
+    The timeline shows, in milliseconds after the first sign: evidence, freeze, each rank's answer, the plan and its
     reason, the pieces, the commit, the release. Where the save_dir could not be written, the files are in the run_dir.
 
     JSON of the list: id, path, opened_unix_s, cause, outcome, saved, version (null: none saved), checkpoint,
@@ -77,7 +77,7 @@ _LINE = ("kind", "at_ms", "unix_s", "monotonic_s", "facts")
 
 
 def _restored_after(log: IncidentLog, directory: Path) -> list[Any]:
-    """A span of the restore of the next launch, if that has restored what this incident saved."""
+    """Return a span of the next launch's restore, in a list; an empty list if that launch has restored nothing."""
     opened, released = log.last("opened"), log.last("released")
     if opened is None or released is None:
         return []
@@ -101,7 +101,7 @@ def _pick(files: list[Path], incident: str | None, directory: Path) -> Path:
 
 
 def describe(log: IncidentLog) -> dict[str, Any]:
-    """What ``ttp incidents --json`` prints of one incident."""
+    """Return what ``ttp incidents --json`` prints of one incident."""
     plain = (
         "id",
         "opened_unix_s",
@@ -117,7 +117,7 @@ def describe(log: IncidentLog) -> dict[str, Any]:
 
 
 def _list(files: list[Path], directory: Path, json: bool) -> None:
-    logs = map(read_incident, files)  # one at a time: they may be many, and long
+    logs = map(read_incident, files)  # read one at a time: there may be many long files
     if json:
         print_json([describe(log) for log in logs])
     elif not files:
@@ -149,7 +149,7 @@ def _tell(log: IncidentLog, detail: bool) -> None:
 
 
 def _inset(text: str, width: int) -> str:
-    """Further lines of a text below its first one: none can be taken for a line of ours."""
+    """Indent all lines of a text but the first, so that none can be taken for a line of the timeline."""
     return ("\n" + " " * width).join(text.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""``ttp inspect``: what a checkpoint consists of, and why it was written."""
+"""``ttp inspect``: shows what a checkpoint consists of, and why it was written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tensor:
         dtype: element type.
         shape: of the whole tensor, over all shards.
         files: the pieces that hold parts of it.
-        size: bytes that those parts take on disk.
+        size: bytes of those parts on disk.
     """
 
     name: str
@@ -42,15 +42,15 @@ class Tensor:
 
 
 def inspect(path: CheckpointOrDir, everything: All = False, json: Json = False) -> None:
-    """Show a checkpoint's manifest: who wrote what and why, the tensors, and whose rank-local state is in it.
+    """Show a checkpoint's manifest: who wrote what and why, the tensors, and which ranks' local state is in it.
 
     Of a save_dir the newest checkpoint is shown. Reads the manifest only; `ttp verify` reads the contents. Rank-local
-    state (random numbers, BatchNorm statistics, extra_state) that nobody could save is derived anew on resume.
+    state (random numbers, BatchNorm statistics, extra_state) that no rank could save is derived anew on resume.
 
     JSON keys: path, version, run_id, incarnation, incident, cause, reason, world_size, groups (ranks by shard),
     framework, created_unix_s, ttp_version, format_version, size (bytes), pieces (file, size, digest, kind, shard,
-    writer), tensors (name, dtype, shape, files, size in bytes on disk), values (names of what is no tensor), rank_local
-    (present and provisional: ranks; rederived: why, by rank), extra.
+    writer), tensors (name, dtype, shape, files, size in bytes on disk), values (names of values that are no tensors),
+    rank_local (present and provisional: ranks; rederived: why, by rank), extra.
     """
     checkpoint = checkpoint_meant(path)
     manifest = Manifest.load(checkpoint)
@@ -61,7 +61,7 @@ def inspect(path: CheckpointOrDir, everything: All = False, json: Json = False) 
 
 
 def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """What ``ttp inspect --json`` prints."""
+    """Return what ``ttp inspect --json`` prints."""
     plain = ("version", "run_id", "incarnation", "incident", "cause", "reason", "world_size", "framework")
     return {
         "path": str(path),
@@ -84,12 +84,12 @@ def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RankLocal:
-    """Whose own state is in a checkpoint.
+    """The ranks whose rank-local state is in a checkpoint.
 
     Args:
-        present: these ranks resume with their own state.
-        provisional: of these, the ones that died before they had finished the version.
-        rederived: the others, and why nobody could save theirs.
+        present: the ranks that resume with their own state.
+        provisional: of these, the ranks that died before they had finished the version.
+        rederived: all other ranks, and why their state could not be saved.
     """
 
     present: list[int]
@@ -98,7 +98,7 @@ class RankLocal:
 
 
 def rank_local(manifest: Manifest) -> RankLocal:
-    """See ``RankLocal``; from the tables of the rank-local pieces, and the ranks that nobody was asked about."""
+    """Return the ranks with rank-local state, from the tables of the pieces and the manifest's missing pages."""
     present: set[int] = set()
     provisional: set[int] = set()
     reasons = {int(rank): "no rank of its host was left" for rank in manifest.missing_pages}
@@ -130,7 +130,7 @@ def _contents(piece: Piece) -> dict[str, Any]:
 
 
 def tensors(manifest: Manifest) -> list[Tensor]:
-    """Every tensor that the pieces' tables of contents name, in their order; parts of one are put together."""
+    """Return every tensor that the pieces' tables of contents name, in their order; parts of a tensor are merged."""
     found: dict[str, Tensor] = {}
     for piece, row in _rows(manifest):
         if "dtype" not in row:
@@ -143,12 +143,12 @@ def tensors(manifest: Manifest) -> list[Tensor]:
 
 
 def values(manifest: Manifest) -> list[str]:
-    """Names of what is stored beside the tensors."""
+    """Return the names of the values that are stored beside the tensors."""
     return list(dict.fromkeys(_name(row) for _, row in _rows(manifest) if "dtype" not in row))
 
 
 def _rows(manifest: Manifest) -> Iterator[tuple[Piece, dict[str, Any]]]:
-    """The rows of all tables of contents; a table of a form that is not known here is passed over."""
+    """Yield the rows of all tables of contents. A table of an unknown form is passed over."""
     for piece in manifest.pieces:
         items = _contents(piece).get("items")
         for row in items if isinstance(items, list) else []:

@@ -1,4 +1,4 @@
-"""``ttp list``: what is in a ``save_dir``."""
+"""``ttp list``: shows the contents of a ``save_dir``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = F
 
     Looks at names, manifests and sizes; `ttp verify` reads the contents. Kinds: checkpoint; draft (being written, or
     left over: never restored); superseded (another checkpoint of that version took its name); foreign (not ttp's). The
-    directory in TTP_FALLBACK_DIR is listed like any other; what is newer there is said in one line.
+    directory in TTP_FALLBACK_DIR is listed like any other; a newer checkpoint in it is mentioned in one line.
 
     JSON: a list with the keys name, path, kind, version (finished updates; null: unknown), whole, problem (null: none
     found), size (bytes), created_unix_s, incident, cause, reason, world_size, incarnation (null without a manifest).
@@ -40,7 +40,7 @@ def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = F
 
 
 def _newer_elsewhere(found: list[CatalogEntry], directory: Path) -> str:
-    """A line about a newer checkpoint in the fallback directory, which a restart would take; empty: there is none."""
+    """Return a line about a newer checkpoint in the fallback directory, which a restart would take; empty: none."""
     fallback = Config.from_env().fallback_dir
     if fallback is None or Path(fallback) == directory:
         return ""
@@ -55,7 +55,7 @@ def _newer_elsewhere(found: list[CatalogEntry], directory: Path) -> str:
 
 
 def describe(entry: CatalogEntry) -> dict[str, Any]:
-    """What ``ttp list --json`` prints of one entry."""
+    """Return what ``ttp list --json`` prints of one entry."""
     m = entry.manifest
     names = ("created_unix_s", "incident", "cause", "reason", "world_size", "incarnation")
     return {

@@ -1,7 +1,7 @@
-"""``ttp``: one program for launching a protected job, asking it how it is, and looking at what it saved.
+"""``ttp``: one program that launches a protected job, asks for its state, and looks at what it saved.
 
 Exit codes, for every command but ``run``: 0 yes or done; 1 a negative finding, such as a damaged checkpoint or no
-controller; 64 bad usage or configuration; 130 interrupted. ``ttp run`` has those of the job.
+controller; 64 bad usage or configuration; 130 interrupted. ``ttp run`` has the exit codes of the job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigErr
 EXIT_NEGATIVE = 1
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
-"""As a shell says it: 128 + SIGPIPE."""
+"""Exit code when the reader of the output has closed the pipe, as shells have it: 128 + SIGPIPE."""
 
 app = typer.Typer(
     name="ttp",
@@ -55,7 +55,7 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    """Makes typer treat ``ttp`` as a group of commands."""
+    """Make typer treat ``ttp`` as a group of commands."""
 
 
 def _launch(argv: list[str]) -> int:
@@ -71,7 +71,7 @@ def _control(argv: list[str]) -> int:
 
     try:
         return control(argv)
-    except SystemExit as leaving:  # argparse has printed its help, or what it does not like
+    except SystemExit as leaving:  # argparse has printed its help or its error
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
 
 
@@ -87,7 +87,7 @@ PASSED_ON: dict[str, Callable[[list[str]], int]] = {"run": _launch, "controller"
 
 
 def _register(name: str, panel: str, command: Callable[..., Any]) -> None:
-    """Add a command; its docstring is its help, with paragraphs kept and lines joined to fit any width."""
+    """Add a command. Its docstring is its help, with paragraphs kept and lines joined to fit any width."""
     paragraphs = (command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app.command(name, help=text.replace("[", "\\["), rich_help_panel=panel)(command)
@@ -96,7 +96,7 @@ def _register(name: str, panel: str, command: Callable[..., Any]) -> None:
 _LAUNCH, _RUNNING, _SAVED, _TRUST, _ABOUT = "Launch", "A running job", "What was saved", "Trust", "About"
 
 for _name, _command in PASSED_ON.items():
-    _register(_name, _LAUNCH, _command)  # for the list of commands: ``main`` does not ask typer for these
+    _register(_name, _LAUNCH, _command)  # only for the list of commands: ``main`` does not run these through typer
 _register("status", _RUNNING, status.status)
 _register("metrics", _RUNNING, metrics.metrics)
 _register("web", _RUNNING, web.web)
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _look(arguments: list[str]) -> int:
     try:
         return int(app(arguments, prog_name="ttp", standalone_mode=False) or EXIT_TRAINED)
-    except SystemExit:  # how rich and typer leave when the reader of `ttp list DIR | head` has seen enough
+    except SystemExit:  # rich and typer exit so when the reader of `ttp list DIR | head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE_CLOSED
 
@@ -150,7 +150,7 @@ def _exit_code(problem: TtpError) -> int:
 
 
 def _usage_error(problem: Any) -> int:
-    """What typer says about a wrong command line. Its class moved from click into typer; its methods did not change."""
+    """Print typer's message about a wrong command line. Its class moved from click into typer; its methods did not."""
     if type(problem).__name__ == "Abort":
         return EXIT_INTERRUPTED
     if not hasattr(problem, "format_message"):

@@ -1,4 +1,4 @@
-"""``ttp metrics``: the numbers of a running job, once, in the format of Prometheus."""
+"""``ttp metrics``: prints the numbers of a running job, once, in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TextFile = Annotated[
 
 
 def metrics(*, textfile: TextFile = None, address: Address = None, port: Port = None, token: Token = None) -> None:
-    """Print what a running job is doing, once, in the format of Prometheus; sums over time are TTP_METRICS_PORT's only.
+    """Print the current numbers of a running job in the format of Prometheus. Sums over time: see TTP_METRICS_PORT.
 
     Needs prometheus-client: pip install 'ttp-ft[metrics]'.
     """
@@ -48,7 +48,7 @@ def metrics(*, textfile: TextFile = None, address: Address = None, port: Port = 
 
 
 def seen(status: pb.GetStatusResponse) -> Snapshot:
-    """A status, as the controller itself would show it."""
+    """Convert a status into the snapshot that the controller itself would export."""
     from ttp.controller.metrics import RANKS_MAX, RankNumbers, Snapshot
 
     speaking = [rank for rank in status.ranks if rank.state in ("live", "frozen", "broken")]

@@ -1,4 +1,4 @@
-"""Output of commands: what was asked for goes to stdout, everything else to stderr."""
+"""Output of commands: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 WIDE = 200
-"""Columns where stdout is no terminal: long enough that paths in a pipe are not broken."""
+"""Columns where stdout is no terminal: enough that paths in a pipe are not broken."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
 
 def screen() -> Console:
-    """A console on stdout."""
+    """Return a console on stdout."""
     return _console(stderr=False)
 
 
 def aside() -> Console:
-    """A console on stderr, for progress, notes and errors."""
+    """Return a console on stderr, for progress, notes and errors."""
     return _console(stderr=True)
 
 
@@ -38,12 +38,12 @@ def _console(*, stderr: bool) -> Console:
 
 
 def say(text: str | Text, console: Console | None = None) -> None:
-    """Print one paragraph. It is not cut, and brackets in it are no markup."""
+    """Print one paragraph in full; brackets in it are no markup."""
     (console or screen()).print(shown(text), soft_wrap=True)
 
 
 def shown(text: str | Text) -> Text:
-    """``text`` with every unprintable character replaced: file names and errors may hold control characters."""
+    """Return ``text`` with every unprintable character replaced: file names and errors may hold control characters."""
     safe = text.copy() if isinstance(text, Text) else Text(text)
     if not safe.plain.isprintable():
         safe.plain = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in safe.plain)
@@ -56,13 +56,13 @@ def complain(text: str) -> None:
 
 
 class Complaints:
-    """Says each thing once, until something else is to be said."""
+    """Prints each message once, until there is a different one."""
 
     def __init__(self) -> None:
         self._last = ""
 
     def __call__(self, text: str) -> None:
-        """Say it on stderr; empty: what was wrong is well again."""
+        """Print a message on stderr unless it was the last one; an empty text says that the trouble is over."""
         if text and text != self._last:
             complain(text)
         self._last = text
@@ -73,14 +73,14 @@ def print_json(value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
         text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # a file name that is no UTF-8, or a terminal that is not
+    except UnicodeEncodeError:  # the text has a file name that is no UTF-8, or the terminal is not UTF-8
         text = json.dumps(value, indent=2) + "\n"
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[str] = ()) -> Table:
-    """A table of plain text; columns named in ``right`` are aligned to the right."""
+    """Make a table of plain text; columns named in ``right`` are aligned to the right."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -95,7 +95,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right
 
 
 def size_text(size: float) -> str:
-    """Bytes as ``812 B``, ``1.5 kB``, ``3.2 GB``; powers of 1000, as disks are sold."""
+    """Return bytes as ``812 B``, ``1.5 kB``, ``3.2 GB``; powers of 1000, as disks are sold."""
     if size < 1000:
         return f"{int(size)} B"
     units = ["kB", "MB", "GB", "TB"]
@@ -107,7 +107,7 @@ def size_text(size: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds as ``0.3 s``, ``4 min 12 s``, ``3 h 20 min``, ``2 d 4 h``."""
+    """Return seconds as ``0.3 s``, ``4 min 12 s``, ``3 h 20 min``, ``2 d 4 h``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86400
@@ -119,7 +119,7 @@ def duration_text(seconds: float) -> str:
 
 
 def when_text(unix_s: float) -> str:
-    """Seconds since 1970 as local time, to the second; empty for 0 and for numbers that are no time."""
+    """Return seconds since 1970 as local time, to the second; empty for 0 and for numbers that are no time."""
     if not unix_s:
         return ""
     try:
@@ -129,5 +129,5 @@ def when_text(unix_s: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return a count with its noun: ``1 rank``, ``2 ranks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

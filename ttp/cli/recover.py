@@ -22,7 +22,7 @@ SHOWN_MAX = 100
 
 
 class Way(str, Enum):
-    """How the file of a replica is offered in place of a lost one."""
+    """The ways to offer the file of a replica in place of a lost one."""
 
     MAP = "map"
     LINK = "link"
@@ -60,18 +60,18 @@ def recover(
 ) -> None:
     """Rebuild lost or damaged MindSpore checkpoints of single ranks from those of ranks that hold the same slices.
 
-    The newest checkpoint of which every rank has a file or a replica's is taken, of up to five; if there is none, the
-    newest, and what cannot be rebuilt is listed. --step asks for one.
+    Takes the newest checkpoint of which every rank has its own file or a replica's, of up to five; if there is none,
+    the newest, and lists what cannot be rebuilt. --step chooses one.
 
-    Every file is read to its end (CRC, digest of the manifest, shapes, step), and replicas are compared. Who holds the
-    same is told by --strategy, --group-info or --data-parallel; else by the manifest of a ttp checkpoint, else by the
-    group_info.pb in the folders of the ranks. The source is never written to; OUT appears whole or not at all.
+    Every file is read to its end (CRC, digest of the manifest, shapes, step), and replicas are compared. Which ranks
+    hold the same is told by --strategy, --group-info or --data-parallel; else by the manifest of a ttp checkpoint, else
+    by the group_info.pb in the folders of the ranks. The source is never written to; OUT appears whole or not at all.
 
     Exits with 0 if every rank has a file to load and replicas agree, with 1 if not.
 
-    JSON keys: source, checkpoint (name of the files, * for the rank), told_by (who holds the same), files (path below
-    source by rank; null: lost), ranks (list: rank, state own | replica | lost, source, why), disagreements, skipped
-    (newer ones, and why), out (null: nothing was written).
+    JSON keys: source, checkpoint (name of the files, * for the rank), told_by (source of the replica groups), files
+    (path below source by rank; null: lost), ranks (list: rank, state own | replica | lost, source, why), disagreements,
+    skipped (newer checkpoints, and why), out (null: nothing was written).
     """
     from ttp.mindspore_files.redundancy_recovery import examine, write
 
@@ -117,7 +117,7 @@ def _step(text: str | None) -> tuple[int, int] | None:
 
 
 def describe(found: Recovery) -> dict[str, Any]:
-    """What ``ttp recover --json`` prints but for ``skipped`` and ``out``."""
+    """Return what ``ttp recover --json`` prints, except ``skipped`` and ``out``."""
     return {
         "source": str(found.directory),
         "checkpoint": found.template,

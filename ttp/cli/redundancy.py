@@ -26,12 +26,12 @@ ReplicaGroups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Which ranks hold the same, as a file says.
+    """Ranks that hold the same data, as a file says.
 
     Args:
         kind: ``group_info``, ``strategy`` or ``manifest``.
         groups: ranks whose whole checkpoints are the same.
-        parameters: the same for each parameter (a strategy) or shard (a manifest).
+        parameters: ranks that hold the same slice, for each parameter (a strategy) or shard (a manifest).
     """
 
     kind: str
@@ -57,11 +57,11 @@ def redundancy(source: Source, json: Json = False) -> None:
 
 
 def read(source: Path) -> Told:
-    """Read from ``source`` which ranks hold the same.
+    """Read from ``source`` which ranks hold the same data.
 
     Raises:
-        UsageError: it does not exist.
-        CheckpointError: it is none of the three, or damaged.
+        UsageError: ``source`` does not exist.
+        CheckpointError: it is no group_info.pb, strategy or manifest, or it is damaged.
     """
     from ttp.mindspore_files.group_info import read_group_info
     from ttp.mindspore_files.rank_folders import groups_of_manifest
@@ -89,7 +89,7 @@ def read(source: Path) -> Told:
 
 
 def describe(told: Told) -> dict[str, Any]:
-    """What ``ttp redundancy --json`` prints besides the source."""
+    """Return what ``ttp redundancy --json`` prints besides the source."""
     parameters = {name: [list(ranks) for ranks in groups] for name, groups in told.parameters.items()}
     return {"kind": told.kind, "groups": [list(ranks) for ranks in told.groups], "parameters": parameters}
 

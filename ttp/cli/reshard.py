@@ -1,4 +1,4 @@
-"""``ttp reshard``: a MindSpore checkpoint for another number of cards or another parallel strategy."""
+"""``ttp reshard``: makes a MindSpore checkpoint for another number of cards or another parallel strategy."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def reshard(
     Any change of data, model, optimizer and pipeline parallelism, from M to N cards, to one full file (without
     --dst-strategy), or from one. SRC_DIR may lack ranks whose parts others hold, as a power-off checkpoint does.
 
-    Files and strategies are examined first: digests, shapes, copies that should be equal. What does not fit is refused
-    and nothing is written. Every element is compared with the source afterwards. MindSpore is not needed. DST_DIR
-    appears whole or not at all.
+    Files and strategies are examined first: digests, shapes, copies that should be equal. If anything does not fit, the
+    command refuses and nothing is written. Every element is compared with the source afterwards. MindSpore is not
+    needed. DST_DIR appears whole or not at all.
 
     Exits with 1 if the files are damaged or the strategies do not fit.
 
@@ -105,7 +105,7 @@ def _bytes(text: str) -> int:
 
 
 def describe(done: Resharded) -> dict[str, Any]:
-    """What ``ttp reshard --json`` prints."""
+    """Return what ``ttp reshard --json`` prints."""
     return {
         "source": str(done.source),
         "target": str(done.target),
@@ -114,7 +114,7 @@ def describe(done: Resharded) -> dict[str, Any]:
         "world_size": done.world_size,
         "tensors": done.tensors,
         "size": done.size,
-        "own": {},  # counted what ttp converted and not MindSpore; kept for those who look for it
+        "own": {},  # was a count of tensors that ttp converted and not MindSpore; kept for readers of this key
         "notes": list(done.notes),
     }
 

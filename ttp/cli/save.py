@@ -37,7 +37,7 @@ def save(
 ) -> None:
     """Write a checkpoint of a running job now, at the next step boundary. Training goes on afterwards.
 
-    Answers when the checkpoint is committed, or says why there is none and exits with 1.
+    Returns when the checkpoint is committed, or says why there is none and exits with 1.
 
     JSON keys: saved, version (finished updates), path, text (what happened, in words).
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ttp.testing.campaign import Outcome, Wish
 
 BROKEN_SHOWN = 20
-"""Broken runs that are printed; JSON has all of them."""
+"""Number of broken runs that are printed; JSON has all of them."""
 
 Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="World size. Default: drawn by the seed, small.")]
 Shards = Annotated[int | None, typer.Option("--shards", min=1, help="Distinct pieces of state; divides the ranks.")]
@@ -51,7 +51,7 @@ def simulate(
     trace: Trace = False,
     json: Json = False,
 ) -> None:
-    """Play whole training jobs in virtual time: the real protocol around a toy trainer, with faults, restarts and all.
+    """Play whole training jobs in virtual time: the real protocol around a toy trainer, with faults and restarts.
 
     After every decision it is checked that what is saved is whole, of one version, and the newest possible, that
     nothing hangs, and at the end that the job has the bits of one without faults. Exits with 1 if a run breaks that,
@@ -63,15 +63,15 @@ def simulate(
     flap, partition, silence, split, controller, controller_restart, controller_twice, controller_stop, raise, sigterm,
     save, write, commit, slow, transfer (only with --transfers).
 
-    JSON keys: seed, runs, broken (list: seed, text, command), incarnations, checkpoints, exits (how many processes
-    ended with which code), events, virtual_s (seconds played), elapsed_s, digest (equal if the same has happened).
+    JSON keys: seed, runs, broken (list: seed, text, command), incarnations, checkpoints, exits (number of processes by
+    exit code), events, virtual_s (seconds played), elapsed_s, digest (of all events: equal runs have equal digests).
     """
     if trace and runs > 1:
         raise UsageError("simulate: --trace prints one run; leave --runs out and name its --seed")
     if relays and transfers:
         raise UsageError("simulate: ranks behind relays do not go on; leave --relays or --transfers out")
     wish = replace(_wish(ranks, shards, replicas, hosts, steps, faults), relays=relays, transfers=transfers)
-    wish.scenario(seed)  # what is wrong with the options is said before anything is played
+    wish.scenario(seed)  # raises for wrong options before anything is played
     tally = Tally(wish, seed, runs)
     began = time.monotonic()
     for outcome in _played(wish, range(seed, seed + runs), jobs, trace):
@@ -128,9 +128,9 @@ class Tally:
     """Counts over all runs.
 
     Args:
-        wish: what is played.
-        seed: the first.
-        runs: how many.
+        wish: options of the runs.
+        seed: the first seed.
+        runs: the number of seeds.
     """
 
     wish: Wish
@@ -160,11 +160,11 @@ class Tally:
 
     @property
     def digest(self) -> str:
-        """Digest of all traces: equal if the same has happened."""
+        """Digest of all traces: equal if the same events happened."""
         return self.last.digest if self.runs == 1 and self.last is not None else str(self._hash.hexdigest())
 
     def command(self, seed: int) -> str:
-        """The command that repeats the run of one seed and prints its trace."""
+        """Return the command that repeats the run of one seed and prints its trace."""
         w = self.wish
         options = {
             "--shards": w.shards,
@@ -178,7 +178,7 @@ class Tally:
         return shlex.join(["ttp", "simulate", "--seed", str(seed), *words, *flags, "--trace"])
 
     def facts(self, elapsed_s: float) -> dict[str, Any]:
-        """What ``ttp simulate --json`` prints."""
+        """Return what ``ttp simulate --json`` prints."""
         return {
             "seed": self.seed,
             "runs": self.runs,

@@ -1,9 +1,9 @@
 """An incident as spans of OpenTelemetry, sent by OTLP: one trace, whose id follows from the incident's.
 
-``python -m ttp.cli.spans INCIDENT`` is what a controller starts once an incident is over, with the incident's lines on
-its standard input, and with ``--restore`` once the next launch has read the checkpoint, with the lines of launches:
-whatever the SDK, the network or the collector do, they do it to a process that nobody waits for. The usual variables
-say where and how: ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``..._HEADERS``, ``..._PROTOCOL``, ``OTEL_SERVICE_NAME``,
+A controller starts ``python -m ttp.cli.spans INCIDENT`` once an incident is over, with the incident's lines on standard
+input. Once the next launch has read the checkpoint it starts it with ``--restore`` and the lines of the launches. If
+the SDK, the network or the collector hang or fail, only this process suffers, and no process waits for it. The usual
+variables configure it: ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``..._HEADERS``, ``..._PROTOCOL``, ``OTEL_SERVICE_NAME``,
 ``OTEL_RESOURCE_ATTRIBUTES``.
 """
 
@@ -27,7 +27,7 @@ NICE = 10
 MISSING = "OpenTelemetry is not installed: pip install 'ttp-ft[otlp]'"
 STAGE_SPANS = {"freeze": "ttp.freeze", "save": "ttp.save", "commit": "ttp.commit", "saved": "ttp.release"}
 EVENTS_MAX = 128
-"""Of the root span; the default limit of the SDK."""
+"""Maximum number of events of the root span; the default limit of the SDK."""
 TEXT_MAX = 1_000
 
 
@@ -36,32 +36,32 @@ class NotSentError(TtpError):
 
 
 class _Ids:
-    """Ids that follow from an incident: what is sent twice is the same."""
+    """Generator of ids that follow from an incident, so that sending it twice sends the same ids."""
 
     def __init__(self, incident: str) -> None:
         self._incident, self._count = incident, 0
 
     def generate_trace_id(self) -> int:
-        """See the SDK."""
+        """See ``IdGenerator.generate_trace_id`` of the SDK."""
         return int.from_bytes(hashlib.sha256(self._incident.encode()).digest()[:16], "big")
 
     def generate_span_id(self) -> int:
-        """See the SDK."""
+        """See ``IdGenerator.generate_span_id`` of the SDK."""
         self._count += 1
         return int.from_bytes(hashlib.sha256(f"{self._incident} {self._count}".encode()).digest()[:8], "big")
 
     def is_trace_id_random(self) -> bool:
-        """See the SDK."""
+        """See ``IdGenerator.is_trace_id_random`` of the SDK."""
         return False
 
 
 def trace_id(incident: str) -> str:
-    """The id of an incident's trace, as collectors show it."""
+    """Return the id of an incident's trace, as collectors show it."""
     return f"{_Ids(incident).generate_trace_id():032x}"
 
 
 def spans(log: IncidentLog) -> list[Any]:
-    """The spans of an incident: ``ttp.incident``, its stages, and what each rank wrote.
+    """Return the spans of an incident: ``ttp.incident``, its stages, and what each rank wrote.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -104,11 +104,12 @@ def spans(log: IncidentLog) -> list[Any]:
 
 
 def restore_span(launch: Launch, incident: str) -> Any:
-    """``ttp.restore``: from the moment when all ranks of a launch were there until they had read what they begin with.
+    """Return a span ``ttp.restore``: from when all ranks of a launch had joined until they had read their state.
 
     Args:
-        launch: one that has restored something.
-        incident: what ended the launch before it; the span, which is a trace of its own, has a link to it. Empty: none.
+        launch: a launch that has restored a checkpoint.
+        incident: the incident that ended the launch before it, or empty. The span, which is a trace of its own, has a
+            link to that incident's trace.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -130,7 +131,7 @@ def restore_span(launch: Launch, incident: str) -> Any:
 
 
 def _tracer(seed: str) -> Any:
-    """A tracer whose ids follow from ``seed``.
+    """Return a tracer whose ids follow from ``seed``.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -170,11 +171,11 @@ def _size(event: Event) -> dict[str, Any]:
 
 
 def send(made: list[Any]) -> int:
-    """Send spans. Returns their number.
+    """Send spans, and return their number.
 
     Raises:
         ConfigError: the exporter for the chosen protocol is not installed.
-        NotSentError: the collector did not take them.
+        NotSentError: the collector did not take the spans.
     """
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
     try:
@@ -198,17 +199,17 @@ def send(made: list[Any]) -> int:
 
 
 class _Heard(logging.Handler):
-    """Keeps what the exporter says: its result says only that it failed."""
+    """A log handler that keeps the exporter's last message, since the exporter's result says only that it failed."""
 
     last = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging."""
+        """See ``logging.Handler.emit``."""
         self.last = " ".join(record.getMessage().split())[:TEXT_MAX]
 
 
 def main(incident: str, restore: bool) -> int:
-    """Send the incident, or the restore after it, whose lines are on the standard input."""
+    """Send the incident, or the restore after it, whose lines are on standard input. Returns the exit code."""
     os.nice(NICE)
     logging.getLogger("opentelemetry").propagate = False
     try:

@@ -93,7 +93,7 @@ def _watch(client: Client, interval_s: float, all_ranks: bool, json: bool) -> No
 
 
 def _looks(client: Client, interval_s: float) -> Iterator[pb.GetStatusResponse | UnreachableError]:
-    """The status every ``interval_s`` seconds, for ever. An error is no end: another controller may soon lead."""
+    """Yield the status, or the error, every ``interval_s`` seconds, for ever: another controller may soon lead."""
     while True:
         try:
             yield client.status()
@@ -107,7 +107,7 @@ def _shown(answer: pb.GetStatusResponse | UnreachableError, all_ranks: bool) -> 
 
 
 def _restarts(where: Where) -> dict[str, Any] | None:
-    """How workers of this host would be started again; None: no launcher of the job has said so here."""
+    """Return how workers of this host would be started again; None: no launcher of the job has written it here."""
     from ttp.launch.warm.starter import read_status
 
     return None if where.run_dir is None else read_status(where.run_dir)
@@ -117,7 +117,7 @@ def _restarts(where: Where) -> dict[str, Any] | None:
 
 
 def restarts_line(found: dict[str, Any]) -> Text:
-    """How workers of this host would be started again."""
+    """Return a line on how workers of this host would be started again."""
     if found["state"] == "ready":
         facts = (
             f"{found['modules']} modules imported, {found['bytes'] / 2**20:.0f} MiB, shared with the ranks it starts"
@@ -129,7 +129,7 @@ def restarts_line(found: dict[str, Any]) -> Text:
 
 
 def picture(now: pb.GetStatusResponse, all_ranks: bool = False) -> RenderableType:
-    """What ``ttp status`` shows."""
+    """Return what ``ttp status`` shows."""
     parts: list[RenderableType] = [_job_line(now), *_group_lines(now)]
     if now.ranks:
         parts.append(_rank_table(now, all_ranks))
@@ -141,7 +141,7 @@ def picture(now: pb.GetStatusResponse, all_ranks: bool = False) -> RenderableTyp
 
 
 def _survivors_line(now: pb.GetStatusResponse) -> Text:
-    """What becomes of the other ranks' processes when one dies: all have to be able to go on."""
+    """Return a line on the other processes when a rank dies: they go on only if all ranks can."""
     cannot = [rank.rank for rank in now.ranks if rank.state == "live" and not rank.can_continue]
     if cannot:
         return Text(f"when a rank dies all are started again: {compact_ranks(cannot)} cannot go on (its log says why)")
@@ -211,7 +211,7 @@ def _incident_lines(incident: pb.IncidentStatus) -> Text:
 
 
 def phase_name(phase: int) -> str:
-    """``idle``, ``updating``, ``torn``, ``done``; empty for a rank that said nothing."""
+    """Return ``idle``, ``updating``, ``torn`` or ``done``; empty for a rank that has not reported a phase."""
     from ttp.wire.v1 import controller_pb2 as pb
 
     name = pb.Phase.Name(phase) if phase in pb.Phase.values() else f"PHASE_{phase}"  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def phase_name(phase: int) -> str:
 
 
 def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
-    """What ``ttp status --json`` prints."""
+    """Return what ``ttp status --json`` prints."""
     return {
         "stage": now.stage,
         "run_id": now.run_id,

@@ -1,4 +1,4 @@
-"""``ttp suspects``: which hosts the last incidents of a job speak against, for a scheduler that may leave them out."""
+"""``ttp suspects``: lists hosts that a job's last incidents speak against, for a scheduler that may leave them out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ttp.core.messages import FaultKind
 from ttp.errors import CheckpointError
 
 OF_OTHERS = frozenset({FaultKind.COLLECTIVE.value, FaultKind.SNAPSHOT.value})
-"""Evidence that speaks of somebody else: a collective fails on those that live."""
+"""Kinds of evidence that do not accuse the rank itself: a collective fails on the ranks that live."""
 
 Last = Annotated[int, typer.Option("--last", min=1, help="How many incidents are looked at, the newest first.")]
 Least = Annotated[int, typer.Option("--at-least", min=1, help="Only hosts that so many of them speak against.")]
@@ -25,15 +25,15 @@ Least = Annotated[int, typer.Option("--at-least", min=1, help="Only hosts that s
 
 @dataclass
 class Suspect:
-    """One host.
+    """A host that incidents speak against.
 
     Args:
         host: as its ranks name it.
-        incidents: how many of those that were looked at have evidence against a rank of it that still holds.
-        ranks: that the evidence is against.
-        kinds: of evidence, such as ``exited``, ``hung``, ``outside``.
-        text: of the newest.
-        unix_s: when that was, in seconds since 1970.
+        incidents: number of the incidents read that have evidence, not withdrawn, against a rank of the host.
+        ranks: the accused ranks.
+        kinds: kinds of evidence, such as ``exited``, ``hung``, ``outside``.
+        text: text of the newest evidence.
+        unix_s: time of the newest evidence, in seconds since 1970.
     """
 
     host: str
@@ -69,7 +69,7 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
 
 
 def named(incidents: Iterable[IncidentLog]) -> list[Suspect]:
-    """The hosts that incidents speak against, the most often named first; ``incidents`` come with the newest first."""
+    """Return the hosts that incidents speak against, the most often named first. ``incidents`` are the newest first."""
     found: dict[str, Suspect] = {}
     for incident in incidents:
         for host, lines in incident.accused_hosts(OF_OTHERS).items():

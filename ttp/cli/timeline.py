@@ -1,4 +1,4 @@
-"""The lines of an incident in words, for people."""
+"""Tell the lines of an incident in words, for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ttp.core.layout import compact_ranks, ranks_text
 Facts = Mapping[str, Any]
 
 TEXT_MAX = 120
-"""Characters of an error that are shown."""
+"""Maximum number of characters of an error that are shown."""
 
 _STYLES = {
     "evidence": "yellow",
@@ -32,12 +32,12 @@ _STYLES = {
 
 
 def style_of(kind: str) -> str:
-    """Colour of a kind of event."""
+    """Return the colour of a kind of event."""
     return _STYLES.get(kind, "")
 
 
 def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
-    """The rows to show: a line and its text. Equal answers of several ranks become one row, at the time of the last."""
+    """Yield the rows to show: a line and its text. Equal answers of several ranks become one row, timed at the last."""
     group: list[Line] = []
     for line in log.lines:
         if group and _answer_text(line) != _answer_text(group[0]):
@@ -52,7 +52,7 @@ def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
 
 
 def words(line: Line) -> str:
-    """One event in words. An unknown kind is shown by its fields."""
+    """Return one event in words. An unknown kind is shown by its fields."""
     if _answer_text(line):
         return _merged([line])[1]
     tell = _WORDS.get(line.kind)
@@ -60,7 +60,7 @@ def words(line: Line) -> str:
         try:
             return tell(line.facts)
         except (TypeError, ValueError, ArithmeticError, AttributeError):
-            pass  # of a newer ttp, or damaged: its fields are shown as they are
+            pass  # the line is of a newer ttp, or damaged: show its fields as they are
     return json.dumps(dict(line.facts), ensure_ascii=False) if line.facts else ""
 
 
@@ -231,4 +231,4 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "manager_left": lambda f: "the manager is gone: this controller decides",
     "told_manager": _told_manager,
 }
-"""How each kind is told; the kinds are those that ``ttp.core.controller.machine`` records."""
+"""Functions that tell each kind of line in words; ``ttp.core.controller.machine`` records the kinds."""

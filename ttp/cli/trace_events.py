@@ -17,18 +17,18 @@ from ttp.cli.incident_reader import IncidentLog, Line
 Event = dict[str, Any]
 
 CONTROLLER = 1_000_000
-"""Its process number; a rank has its own plus 1, as 0 is the kernel's idle process."""
+"""Process number of the controller in the trace; a rank has its number plus 1, as 0 is the kernel's idle process."""
 STAGES, SIGNS = 1, 2
 FROZEN, SAVING, TOLD = 1, 2, 3
 BEGINS = {"opened": "freeze", "plan": "save", "commit": "commit", "committed": "saved", "replan": "freeze"}
-"""What begins with which line."""
+"""The stage that begins with each kind of line."""
 ENDS = ("released", "thawed", "closed")
 _TRACKS = {FROZEN: "stands still", SAVING: "save and commit", TOLD: "said of it"}
-"""Of a rank."""
+"""Names of the tracks of a rank."""
 
 
 def trace_events(log: IncidentLog) -> dict[str, Any]:
-    """The whole file, as an object for JSON."""
+    """Return the contents of the whole file, as an object for JSON."""
     events = [*_stages(log), *_ranks(log), *_signs(log)]
     ranks = sorted({event["pid"] for event in events} - {CONTROLLER})
     names = [_name(CONTROLLER, "controller", {STAGES: "stages", SIGNS: "signs"})]
@@ -40,8 +40,8 @@ def trace_events(log: IncidentLog) -> dict[str, Any]:
 
 
 def trace_text(log: IncidentLog) -> str:
-    """The file's text. Characters are not escaped: Perfetto refuses a file with the escapes of an emoji, and torch's
-    errors have one."""
+    """Return the text of the file. Characters are not escaped: Perfetto refuses a file with the escapes of an emoji,
+    and torch's errors have one."""
     return json.dumps(trace_events(log), ensure_ascii=False)
 
 
@@ -92,7 +92,7 @@ def _ranks(log: IncidentLog) -> Iterator[Event]:
         elif line.kind in ("saved", "save_failed", "committed", "commit_failed") and rank in begun:
             yield _span(rank + 1, SAVING, line.kind, begun.pop(rank), line.at_ms, line.facts)
     for rank, line in answers.items():
-        facts = {name: value for name, value in line.facts.items() if name != "ranks"}  # thousands answer alike
+        facts = {name: value for name, value in line.facts.items() if name != "ranks"}  # may be thousands
         yield _span(rank + 1, FROZEN, f"version {line.facts.get('version')}", stood[rank], end_ms, facts)
 
 

@@ -1,4 +1,4 @@
-"""``ttp verdict``: how a job ended, in one word, for scripts that decide whether to start it again."""
+"""``ttp verdict``: tells how a job ended, in one word, for scripts that decide whether to start it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_
 from ttp.store.names import INCIDENTS
 
 EXIT_RUNNING = 1
-"""Of no launcher whose job has a verdict: neither a restart nor an alarm is due."""
+"""Exit code for a job that still runs; no launcher exits with it: neither a restart nor an alarm is due."""
 ENDS = {EXIT_TRAINED: "trained", EXIT_BAD_CONFIG: "wrong", EXIT_NOT_SAVED: "lost", EXIT_SAVED: "saved"}
 WORDS = ENDS | {EXIT_RUNNING: "running"}
 RUNS = ("live", "frozen")
@@ -29,7 +29,7 @@ NO_END = (
     "hosts, where `ttp status` shows it"
 )
 INCIDENTS_READ = 50
-"""How many are looked at: the last one that had to do with a fault counts."""
+"""Maximum number of incidents that are read to find the last one with a fault."""
 
 RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of this job (TORCHELASTIC_RUN_ID).")]
 Since = Annotated[
@@ -55,14 +55,14 @@ def verdict(
 
     trained (0): to the end. saved (75): start it again, and it goes on. lost (70): nothing consistent could be saved,
     the launch was cut off without a word, or three launches in a row brought no new version: look before you start it
-    again. wrong (64): the configuration or the program is wrong, and no restart mends it. running (1): it trains, and
-    has no verdict yet; known where `ttp status` finds the job, so on its hosts.
+    again. wrong (64): the configuration or the program is wrong, and no restart mends it. running (1): the job trains
+    and has no verdict yet; this is known only where `ttp status` finds the job, that is on its hosts.
 
-    It reads what the job left in its save_dir, needs no running job, and is the same wherever it is asked. Batch
-    scripts decide by it: what `srun` returns is only the largest of many exit codes. Why is said on stderr.
+    The command reads what the job left in its save_dir, needs no running job, and gives the same answer on every host.
+    Batch scripts decide by it: `srun` returns only the largest of many exit codes. The reason is printed on stderr.
 
-    A job that is preempted before its ranks have joined leaves no word. With --launcher-code 143 (SIGTERM) it is
-    "saved": nothing of it is lost.
+    A job that is preempted before its ranks have joined leaves no word. With --launcher-code 143 (SIGTERM) its verdict
+    is "saved": nothing of it is lost.
 
     JSON keys: word, exit_code, text (why), run_id, launches (how many are known), fruitless (the last ones in a row
     that brought no new version).
@@ -89,7 +89,10 @@ def verdict(
 
 
 def _history(place: Path, run_id: str | None) -> tuple[Path, list[Launch]]:
-    """The launches of a job, and where they are written down: a ``save_dir`` that is broken lacks the newest ones."""
+    """Return the directory with the newest record of launches, and the launches of the job in it.
+
+    A ``save_dir`` that is broken lacks the newest launches; TTP_FALLBACK_DIR may have them.
+    """
     best: tuple[Path, list[Launch]] = place, []
     fallback = os.environ.get("TTP_FALLBACK_DIR")
     for each in (place, *([Path(fallback)] if fallback else [])):
@@ -104,7 +107,7 @@ def _newness(launch: Launch) -> tuple[float, bool]:
 
 
 def _storage(place: Path) -> str:
-    """What may have kept the job from saving, and from saying so, after a full stop; empty: nothing is seen."""
+    """Return what may have kept the job from saving and from saying so, after a full stop; empty: nothing is seen."""
     try:
         now = os.statvfs(place)
     except OSError as problem:
@@ -114,7 +117,7 @@ def _storage(place: Path) -> str:
 
 
 def _running(place: Path, launches: list[Launch]) -> Verdict | None:
-    """What a controller says of a launch that has left no word of its end; None: none answers, or no rank lives."""
+    """Ask the controllers about a launch that has recorded no end. None: none answers, or no rank lives."""
     if not launches or launches[-1].code is not None:
         return None
     for port in (None,) if os.environ.get("TTP_PORT") else known_ports():
@@ -140,7 +143,7 @@ def _same(one: Path, other: Path) -> bool:
 def _judge(
     launches: list[Launch], incident: IncidentLog | None, word: WrongWord | None, launcher_code: int | None
 ) -> Verdict:
-    """The verdict on the last launch. Where its end was not recorded, the newest incident decides."""
+    """Return the verdict on the last launch. Where its end was not recorded, the newest incident decides."""
     if word is not None and word.holds(launches) and (incident is None or word.unix_s >= incident.opened_unix_s):
         return Verdict(EXIT_BAD_CONFIG, word.text)
     last = launches[-1] if launches else None
@@ -165,7 +168,7 @@ def _judge(
 
 
 def _last_fault(place: Path, run_id: str | None, since: float | None) -> IncidentLog | None:
-    """The newest incident that neither was a checkpoint on request nor ended as a false alarm; None: there is none."""
+    """Return the newest incident that was neither a checkpoint on request nor a false alarm; None: there is none."""
     for path in incident_files(place)[:INCIDENTS_READ] if (place / INCIDENTS).is_dir() else ():
         try:
             log = read_incident(path)
@@ -181,7 +184,7 @@ def _last_fault(place: Path, run_id: str | None, since: float | None) -> Inciden
 
 
 def _word(place: Path, run_id: str | None, since: float | None) -> WrongWord | None:
-    """What a rank of the job has left that ended with 64, and was perhaps known to nobody else."""
+    """Return the word of a rank that ended with 64, perhaps unknown to any controller or launcher; None: none."""
     word = read_word(place)
     if word is None or (run_id is not None and word.run_id != run_id) or (since is not None and word.unix_s < since):
         return None

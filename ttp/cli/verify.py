@@ -21,7 +21,7 @@ from ttp.store.manifest import Manifest
 from ttp.store.verify import unlisted_files, verify_checkpoint
 
 ATTEMPTS_MAX = 5
-"""How far back a restart looks for a whole checkpoint; see ``restore()``."""
+"""Number of checkpoints that a restart examines to find a whole one; see ``restore()``."""
 
 NOTES_SHOWN_MAX = 20
 
@@ -34,10 +34,10 @@ class Finding:
 
     Args:
         path: the checkpoint.
-        version: from its name or manifest; None when neither tells.
-        size: bytes of its pieces as the manifest says; 0 without one.
+        version: from its name or manifest; None if neither has it.
+        size: bytes of its pieces according to the manifest; 0 without one.
         problems: why it is not whole.
-        notes: files that the manifest does not list; no harm.
+        notes: files that the manifest does not list; they do no harm.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class Finding:
 
     @property
     def whole(self) -> bool:
-        """Whether a job can be restored from it."""
+        """True if a job can be restored from it."""
         return not self.problems
 
 
@@ -109,7 +109,7 @@ def _size(path: Path) -> int:
 
 
 def examine(path: Path, progress: Callable[[int], None] | None = None) -> Finding:
-    """Read one checkpoint to its last byte; ``progress`` is told how many bytes were read."""
+    """Read one checkpoint to its last byte. ``progress`` is called with the number of bytes just read."""
     draft = names.parse_draft_name(path.name)
     if draft is not None:
         return Finding(path, draft[0], 0, ("it is a draft: it was never committed, and is never restored",), ())
@@ -123,7 +123,7 @@ def examine(path: Path, progress: Callable[[int], None] | None = None) -> Findin
 
 
 def describe(finding: Finding) -> dict[str, Any]:
-    """What ``ttp verify --json`` prints of one checkpoint."""
+    """Return what ``ttp verify --json`` prints of one checkpoint."""
     return {
         "name": finding.path.name,
         "path": str(finding.path),

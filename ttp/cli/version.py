@@ -13,7 +13,7 @@ COMPANIONS = ("torch", "grpcio", "protobuf")
 
 
 def version(json: Json = False) -> None:
-    """Say which ttp this is, and which versions it speaks, writes and works with.
+    """Print the version of ttp, and the versions that it speaks, writes and works with.
 
     JSON keys: ttp, protocol (of the wire; ranks and controller must agree on the number before the dot),
     checkpoint_format, python, and the installed torch, grpcio, protobuf (null: not installed).

@@ -1,4 +1,4 @@
-"""``ttp watch-node``: looks after the health of a host, and tells the job that trains there."""
+"""``ttp watch-node``: watches the health of a host, and tells the job that trains there."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def watch_node(
     port: Port = None,
     token: Token = None,
 ) -> None:
-    """Look after the health of this host with a check of yours, and report what is broken to the job that trains here.
+    """Watch the health of this host with a check of yours, and report faults to the job that trains here.
 
     A faulty host is reported like `ttp report-fault --host`: the job saves its newest step and is started again, with
-    --drain on another host. It is reported once, until the check has called it healthy again; then what --drain asked
-    for is taken back, too. A check that cannot be run, a reset.json that is half written, a job that does not run: each
-    is said, and nothing is reported. It runs until it is stopped.
+    --drain on another host. It is reported once, until the check has called it healthy again; then a --drain is taken
+    back, too. A check that cannot be run, a reset.json that is half written, a job that does not run: each is printed,
+    and nothing is reported. The command runs until it is stopped.
     """
     if not check and reset_json is None:
         raise UsageError("watch-node needs a check (ttp watch-node -- COMMAND ...) or --reset-json FILE")
@@ -86,7 +86,7 @@ def watch_node(
                 course.told(None)
             elif worst.health is not Health.HEALTHY:
                 tell(f"{name} is {worst}")
-        except TtpError as problem:  # no job, or not yet: the next look tries again
+        except TtpError as problem:  # there is no job, or not yet: the next round tries again
             tell(str(problem))
         if once:
             raise typer.Exit(worst.health.value)
@@ -94,7 +94,7 @@ def watch_node(
 
 
 def _look(check: list[str] | None, timeout_s: float, reset_json: Path | None, tell: Complaints) -> Finding:
-    """The worst that is found; who can say nothing says why."""
+    """Return the worst finding of all checks; print why a check has found nothing."""
     worst = Finding(Health.HEALTHY)
     found = [run_check(check, timeout_s)] if check else []
     for each in [*found, *([read_reset(reset_json)] if reset_json is not None else [])]:

@@ -1,4 +1,4 @@
-"""``ttp web``: a page that shows a job."""
+"""``ttp web``: serves a page that shows a job."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def web(
 ) -> None:
     """Show a job to browsers: ranks, replica groups, incidents. Prints the address to open; ends with Ctrl-C.
 
-    Read-only, and a process of its own: nothing of it is in the job. It asks the controller as `ttp status` does, only
-    while somebody looks, and reads incidents where the save_dir is on this host. Browsers need the token in the printed
-    address; with TTP_TLS_CERT they speak HTTPS.
+    Read-only, and a process of its own: it puts no load on the job. It asks the controller as `ttp status` does, only
+    while a browser is watching, and reads incidents if the save_dir is on this host. Browsers need the token in the
+    printed address; with TTP_TLS_CERT they speak HTTPS.
 
     Needs starlette and uvicorn: pip install 'ttp-ft[web]'.
     """

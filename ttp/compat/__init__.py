@@ -1,1 +1,1 @@
-"""Other services' names on this one: programs that were written for them run unchanged."""
+"""Packages under the names of other services, so that programs written for them run unchanged on ttp."""

@@ -1,4 +1,4 @@
-"""What is said of copies on other hosts: of shards (``ttp.core.replication``) and of rank-local pages."""
+"""Messages about copies on other hosts: of shards (``ttp.core.replication``) and of rank-local pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ttp.core.layout import Rank, Version
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """What is left of a dead rank's page, in the hands of its launcher."""
+    """The page that a dead rank left behind, as its launcher hands it over."""
 
     rank: Rank
     version: Version
@@ -21,14 +21,14 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True)
 class Copied(m.Report):
-    """What came of this rank's copy of ``version``; see ``ttp.core.replication``.
+    """Report: the result of this rank's copy of ``version``; see ``ttp.core.replication``.
 
     Args:
-        rank: who copied.
-        version: whose turn it was.
-        stored: the copy is whole, here and at the buddy; else ``text`` says why not.
+        rank: the rank that copied.
+        version: the version whose turn it was.
+        stored: whether the copy is whole, here and at the buddy; if not, ``text`` says why.
         text: for people.
-        whole: the newest version that this rank knows to be whole everywhere; 0: none.
+        whole: the newest version that this rank knows to be whole on every rank; 0 if it knows of none.
     """
 
     version: Version
@@ -39,7 +39,7 @@ class Copied(m.Report):
 
 @dataclass(frozen=True, slots=True)
 class Keep(m.LedOrder):
-    """Keep the page of rank ``of``, which runs on another host."""
+    """Order: keep the page of rank ``of``, which runs on another host."""
 
     of: Rank
     version: Version
@@ -50,7 +50,7 @@ class Keep(m.LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class CopyTo(m.LedOrder):
-    """Copies of this rank's shards go to ``buddy`` too, at ``address`` (host:port); -1: there is no other host."""
+    """Order: send copies of this rank's shards to ``buddy`` too, at ``address`` (host:port); -1: no other host."""
 
     buddy: Rank
     address: str
@@ -58,7 +58,7 @@ class CopyTo(m.LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class MirrorTo(m.LedOrder):
-    """Copies of this rank's page go to ``keeper`` too, at ``address`` (host:port)."""
+    """Order: send copies of this rank's page to ``keeper`` too, at ``address`` (host:port)."""
 
     keeper: Rank
     address: str
@@ -66,7 +66,7 @@ class MirrorTo(m.LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class Settled(m.LedOrder):
-    """The copies of ``version`` are whole on every rank, so that older ones can go; or they never will be."""
+    """Order: all copies of ``version`` are whole, so older ones can go; or, if not ``whole``, they never will be."""
 
     version: Version
     whole: bool

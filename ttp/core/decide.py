@@ -1,4 +1,4 @@
-"""Which version can be saved, and who saves it: Statement 1, as a pure function.
+"""Decides which version can be saved, and which rank saves it: Statement 1, as a pure function.
 
 Theory of operation
 -------------------
@@ -19,16 +19,16 @@ A checkpoint of version n exists if and only if for every shard s some rank r of
 the largest such n. Different shards may come from different data-parallel columns. A torn rank that still holds the
 gradient is not listed as one that can redo: an update is not idempotent, so a half-applied one cannot be finished.
 
-Copies that should be equal and are not: ``replica_vote`` says whom to distrust. Copies that are trusted and free of
-NaN and Inf are taken where a version of such copies is whole, else trusted ones, else any; the plan then says so.
+``replica_vote`` compares copies that should be equal. Trusted copies without NaN and Inf are taken if some version is
+whole in them, else trusted copies, else any copies; the plan then says so.
 
-Kept copies (``replication``) extend Mat(r) shard by shard: n is the largest for which each shard has a rank with n
-in Mat, or with a kept copy of n. They are of the past, so that happens only where a live copy lacks. A shard that
-somebody still holds at n is not brought from a copy.
+Kept copies (``replication``) extend Mat(r) shard by shard: n is the largest version for which each shard has a rank
+with n in Mat, or with a kept copy of n. Kept copies are of the past, so they are used only if no version is whole
+without them. A shard that some rank still holds at n is not brought from a kept copy.
 
 When a plan is made again because a saver was lost, the pieces that others have written, or are writing, count like a
-rank that holds them: a shard in ``written`` needs nobody any more at that version. Where a part of a shard is written,
-the parts that lack are given out. How shards are cut and spread over ranks: ``ttp.core.placement``.
+rank that holds them: a shard in ``written`` needs no saver any more at that version. If a part of a shard is written,
+the missing parts are assigned. ``ttp.core.placement`` says how shards are cut and spread over ranks.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ NO_DIGESTS: Mapping[Shard, str] = MappingProxyType({})
 NO_SIZES: Mapping[Shard, int] = MappingProxyType({})
 
 SHARDS_SHOWN = 16
-"""Shards named in a reason; it is read by people."""
+"""Most shards that are named in a reason, which people read."""
 
 
 class How(enum.Enum):
-    """What a saver has to do before its copy is the planned version."""
+    """The way in which a saver's copy becomes the planned version."""
 
     AS_IS = "as_is"
     REDO = "redo"
     UNDO = "undo"
-    KEPT = "kept"  # not from its own state: it brings a copy that was kept of the shard
+    KEPT = "kept"  # the saver brings a kept copy of the shard, not its own state
 
 
-@dataclass(slots=True)  # not frozen: a plan for ten thousand ranks makes one of each, and that costs four times as much
+@dataclass(slots=True)  # not frozen: a plan for ten thousand ranks makes one each, and frozen costs four times as much
 class Answer:
-    """What a frozen rank can still materialise. Nobody changes one.
+    """The versions that a frozen rank can still materialise, and its state. Never changed once made.
 
     Args:
-        rank: who answers.
+        rank: the rank that answers.
         version: finished updates. For a torn rank: the version that the broken update started from.
-        torn: died or raised between the first and the last write of an update.
-        has_gradient: the fully reduced gradient of ``version + 1`` is at hand (it stands at the gate).
-        has_preimage: a copy of the state before the last update it started is at hand.
-        main_thread_blocked: it does not run Python (it hangs in a collective); the processor can still save.
+        torn: whether the rank raised or was stopped between the first and the last write of an update.
+        has_gradient: the fully reduced gradient of ``version + 1`` is at hand (the rank stands at the gate).
+        has_preimage: a copy of the state before the last update that the rank started is at hand.
+        main_thread_blocked: the main thread runs no Python (it hangs in a collective); the processor can still save.
         post_step_done: what follows an update (scheduler, EMA) has been done too.
-        host: where it runs; work is spread over hosts.
-        incarnation: launch of the job the state belongs to.
-        digests: of the shards it holds, at ``version``; a shard without one is not compared.
-        bad: holds NaN or Inf.
-        can_save: false: it failed to write; what it holds still counts as a witness of what is right.
-        kept: shards of which it can read a kept copy, its own or another rank's, and of which version.
-        busy: it writes something already, and would have to begin anew if it got more.
+        host: where the rank runs; work is spread over hosts.
+        incarnation: launch of the job that the state belongs to.
+        digests: of the shards that the rank holds, at ``version``; a shard without one is not compared.
+        bad: the copy holds NaN or Inf.
+        can_save: false if the rank failed to write; its copy still counts as a witness of what is right.
+        kept: shards of which the rank can read a kept copy, its own or another rank's, and the version of each.
+        busy: the rank writes something already, and would have to begin anew if it got more.
         stripes: into how many parts its shards may be cut; see ``ttp.core.stripes``.
         sizes: bytes of its shards, as far as they can be cut.
     """
@@ -103,7 +103,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """``rank`` writes ``shard``, or a part of one."""
+    """The assignment of ``shard``, or a part of one, to ``rank``, which writes it."""
 
     shard: Shard
     rank: Rank
@@ -114,11 +114,11 @@ class Assignment:
 class Plan:
     """One step-consistent checkpoint: every shard, whole or in parts, exactly once, all of one version.
 
-    What is written already is left out.
+    Shards and parts that are written already are left out.
 
     Args:
         version: finished updates.
-        assignments: who writes what.
+        assignments: which rank writes which shard.
         reason: for the operator.
         disputed: shards whose replicas differ so that nobody can tell which is right.
         odd: ranks whose copy differs from that of most others.
@@ -146,7 +146,7 @@ class NoPlan:
 
 
 def materialisable(answer: Answer) -> dict[Version, How]:
-    """``Mat(r)``, with what it takes to get there."""
+    """Return ``Mat(r)`` of the rank that answered, with the way to each version."""
     v = answer.version
     if not answer.can_save:
         return {}
@@ -166,12 +166,17 @@ def decide(
     written: Mapping[Shard, Version] = MappingProxyType({}),
     uncut: Collection[Shard] = frozenset(),
 ) -> Plan | NoPlan:
-    """The newest version that every shard can still produce whole, and who produces it.
+    """Return the newest version that every shard can still produce whole, and the ranks that produce it.
 
     Answers of an older incarnation than the newest one seen are ignored; of several answers of one rank the last
-    counts. Shards, and parts of shards, in ``written`` have a piece of that version, durable or on its way; the plan
-    leaves them out. Shards in ``uncut``, and those whose copies differ, are written whole: nobody mixes what may not
-    fit. Runs in O(total size of the replica groups), but those of shards that are cut are sorted.
+    counts. Runs in O(total size of the replica groups), except that the groups of shards that are cut are sorted.
+
+    Args:
+        layout: the replica groups.
+        answers: of the frozen ranks.
+        written: shards, and parts of shards, that have a piece of that version, durable or on its way; the plan leaves
+            them out.
+        uncut: shards to be written whole, as are those whose copies differ: parts of different copies may not fit.
     """
     by_rank = _newest_incarnation(answers)
     ways = {rank: materialisable(answer) for rank, answer in by_rank.items()}
@@ -191,11 +196,11 @@ def decide(
 
 
 Copies = Mapping[Shard, Sequence[Rank]]
-"""Ranks whose copy of a shard may be used."""
+"""The ranks whose copy of a shard may be used."""
 
 
 KeptCopies = Mapping[Shard, Mapping[Version, Sequence[Rank]]]
-"""Ranks that can read a kept copy of a shard."""
+"""The ranks that can read a kept copy of a shard, by version."""
 NOTHING_KEPT: KeptCopies = MappingProxyType({})
 
 
@@ -208,7 +213,7 @@ def _kept_copies(answers: Iterable[Answer]) -> KeptCopies:
 
 
 def _tiers(layout: Layout, by_rank: Mapping[Rank, Answer], verdict: Verdict) -> Iterator[Copies]:
-    """Whose copies are used, the best first; the last one leaves nobody out."""
+    """Yield the copies that may be used, the most trusted first; the last one is all copies."""
     everybody = {shard: [r for r in ranks if r in by_rank] for shard, ranks in layout.groups.items()}
     bad = {rank for rank, answer in by_rank.items() if answer.bad and not answer.torn}
     if verdict.odd or bad:
@@ -283,9 +288,9 @@ def _assign(
     cuts: placement.Cuts,
     kept: KeptCopies = NOTHING_KEPT,
 ) -> tuple[Assignment, ...]:
-    """Scarcest shards first; within a shard the rank that has least to do, on the host that has least to do.
+    """Assign the scarcest shards first, each to the rank with least work on the host with least work.
 
-    Kept copies are brought, whole, where nobody holds the version.
+    Kept copies are brought, whole, where no rank holds the version.
     """
     candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in groups.items()}
     brought = {shard: kept.get(shard, {}).get(version, ()) for shard, able in candidates.items() if not able}

@@ -1,4 +1,4 @@
-"""Which rank holds a copy of which piece of the training state.
+"""The layout of a job: which rank holds a copy of which shard of the training state.
 
 A *shard* is one distinct piece (one TP x PP x EP x ZeRO slice of weights, master weights and moments); its *replica
 group* is the set of ranks that hold a copy. Everything ttp decides is decided on shards and replica groups alone, so a
@@ -21,7 +21,7 @@ Shard = NewType("Shard", str)
 Version = NewType("Version", int)
 
 WORLD_SIZE_MAX = 1 << 20
-"""Ranks of the largest world that is believed: ten times what ttp is made for."""
+"""Largest world size that is accepted: ten times what ttp is made for."""
 
 _SHOWN_MAX = 100
 _DIGITS_MAX = 4
@@ -39,8 +39,8 @@ class Layout:
         groups: for every shard the ranks that hold a copy of it, in ascending order.
 
     Raises:
-        ConfigError: a group is empty, names a rank twice or a rank outside of the world, or a rank holds nothing; or a
-            shard is called like a part of one (``model#2/4``).
+        ConfigError: a group is empty, names a rank twice or a rank outside of the world; a rank holds nothing; or a
+            shard is named like a part of a shard (``model#2/4``).
     """
 
     world_size: int
@@ -62,20 +62,23 @@ class Layout:
 
     @classmethod
     def data_parallel(cls, world_size: int) -> Layout:
-        """Every rank holds everything: DDP."""
+        """Return the layout of plain data parallelism (DDP): every rank holds the one shard."""
         return cls(world_size, {REPLICATED: tuple(Rank(r) for r in range(world_size))})
 
     def shards_of(self, rank: Rank) -> tuple[Shard, ...]:
-        """The shards of which ``rank`` holds a copy; constant time."""
+        """Return the shards of which ``rank`` holds a copy; constant time."""
         return self._held.get(rank, ())
 
     def unreplicated(self) -> tuple[Shard, ...]:
-        """Shards with a single copy: they die with their rank."""
+        """Return the shards with a single copy: they die with their rank."""
         return tuple(s for s, ranks in self.groups.items() if len(ranks) == 1)
 
 
 def part_name(name: str) -> tuple[Shard, int, int] | None:
-    """Shard, number and count in the name of a part, such as ``model#2/4`` (``ttp.core.stripes``); None: it is none."""
+    """Return shard, number and count in the name of a part, such as ``model#2/4``; None if it names no part.
+
+    See ``ttp.core.stripes``.
+    """
     shard, sign, suffix = name.rpartition("#")
     index, _, count = suffix.partition("/")
     if not (sign and _counts(index) and _counts(count)):
@@ -113,7 +116,7 @@ def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
 
 
 def compact_ranks(ranks: Iterable[int]) -> str:
-    """``{0, 1, 2, 5}`` as ``0-2,5``: for messages that people read."""
+    """Return ranks ``{0, 1, 2, 5}`` as ``0-2,5``, for messages that people read."""
     parts: list[str] = []
     run: list[int] = []
     for rank in [*sorted(ranks), None]:
@@ -126,20 +129,20 @@ def compact_ranks(ranks: Iterable[int]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0-2,5``: for messages that people read."""
+    """Return ``rank 3`` or ``ranks 0-2,5``, for messages that people read."""
     text = compact_ranks(ranks)
     return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
 def describe(layout: Layout) -> str:
-    """A layout in a few words."""
+    """Return a layout in a few words."""
     groups = list(layout.groups.items())
     shown = ", ".join(f"{shard}: {compact_ranks(ranks)}" for shard, ranks in groups[:4])
     return f"{len(groups)} shards ({shown}{', ...' if len(groups) > 4 else ''})"
 
 
 def describe_copies(layout: Layout) -> str:
-    """Who can stand in for whom, in a few words: ``8 ranks, 4 shards on 2 ranks each``."""
+    """Return how many ranks hold each shard, in a few words: ``8 ranks, 4 shards on 2 ranks each``."""
     counts = [len(ranks) for ranks in layout.groups.values()]
     fewest, most, alone = min(counts), max(counts), len(layout.unreplicated())
     if most == 1:
@@ -156,7 +159,7 @@ def _number(count: int, what: str) -> str:
 
 
 def difference(theirs: Layout, ours: Layout) -> str:
-    """What makes two layouts of one world different, in a few words."""
+    """Return the difference between two layouts of one world, in a few words."""
     added = [shard for shard in theirs.groups if shard not in ours.groups]
     lacking = [shard for shard in ours.groups if shard not in theirs.groups]
     moved = [s for s, ranks in theirs.groups.items() if s in ours.groups and ours.groups[s] != ranks]

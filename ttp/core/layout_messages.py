@@ -1,6 +1,6 @@
-"""How a controller learns the layout of a job: it asks one rank, which answers in parts.
+"""Messages by which a controller learns the layout of a job: it asks one rank, which answers in parts.
 
-A ``Hello`` carries the digest of the layout alone, so that it costs the same for every rank of a world of any size.
+A ``Hello`` carries only the digest of the layout, so that it costs the same for every rank of a world of any size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ShardGroup:
 
 
 Parts = tuple[tuple[ShardGroup, ...], ...]
-"""All groups of a layout, cut so that each of them fits into a message."""
+"""All groups of a layout, cut into parts that each fit into a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,6 @@ class LayoutPart(m.Report):
 
 @dataclass(frozen=True, slots=True)
 class TellLayout(m.Order):
-    """Order, maybe before ``Welcome``: say what the layout is that has this digest."""
+    """Order, possibly before ``Welcome``: send the layout that has this digest."""
 
     digest: str

@@ -1,7 +1,7 @@
-"""What ranks and the controller say to each other, as plain values.
+"""The messages between ranks and the controller, as plain values. Ranks *report*, the controller *orders*.
 
 The wire form is ``proto/ttp/wire/v1/controller.proto``; ``ttp.wire.convert`` is the only place that knows both. Field
-names are the same on both sides. Ranks *report*, the controller *orders*.
+names are the same on both sides.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ PROTOCOL_MAJOR = 3
 PROTOCOL_MINOR = 0
 
 SEVERAL = Rank(-1)
-"""In place of a rank: the same for, or from, several, and it is said beside the message who they are."""
+"""Stands for a rank in a message that is the same for, or from, several ranks, which are listed beside it."""
 
 
 class Phase(enum.Enum):
-    """Where a rank's copy is between two versions."""
+    """The state of a rank's copy between two versions."""
 
     IDLE = "idle"
     UPDATING = "updating"
@@ -29,7 +29,7 @@ class Phase(enum.Enum):
 
 
 class FaultKind(enum.Enum):
-    """What kind of evidence says that something is wrong."""
+    """The kind of evidence of a fault."""
 
     LOST = "lost"  # the stream ended without a goodbye
     EXCEPTION = "exception"  # raised in the training loop
@@ -37,8 +37,8 @@ class FaultKind(enum.Enum):
     PREEMPTED = "preempted"  # SIGTERM
     EXITED = "exited"  # the launcher saw the process end
     OUTSIDE = "outside"  # an operator, a node monitor
-    SILENT = "silent"  # says nothing: no heartbeat, no answer to a freeze
-    HUNG = "hung"  # its peers wait for it and it does not move
+    SILENT = "silent"  # no heartbeat, no answer to a freeze
+    HUNG = "hung"  # peers wait for it and it does not move
     AILING = "ailing"  # its loop has ended, and can be entered again once it is repaired
     SNAPSHOT = "snapshot"  # nothing is wrong: somebody asked for a checkpoint
 
@@ -66,9 +66,9 @@ class RefusalCode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ShardDigest:
-    """What a replica of a shard looks like: equal on ranks whose copies are equal; empty: not known.
+    """The digest of a replica of a shard: equal on ranks whose copies are equal; empty if not known.
 
-    ``size`` is what of it can be dealt out to several savers, in bytes; 0: not known.
+    ``size``: bytes of it that can be dealt out to several savers; 0 if not known.
     """
 
     shard: Shard
@@ -85,9 +85,9 @@ class Piece:
         size: bytes.
         digest: ``xxh3_128:<hex>`` of the bytes.
         kind: ``shard``, ``rank_local`` or ``job``.
-        shard: which shard it is of, or which part of one (``ttp.core.stripes``); empty for pieces of no shard.
+        shard: the shard, or the part of one (``ttp.core.stripes``); empty for pieces of no shard.
         writer: the rank that wrote it.
-        table: what is inside, as JSON; only the writer's adapter and the finaliser read it.
+        table: the contents, as JSON; only the writer's adapter and the finaliser read it.
         cut: of a part: digest of how its writer has cut the shard; parts of one shard fit together if it is equal.
     """
 
@@ -103,7 +103,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class KeptCopy:
-    """What rank ``of`` has to keep (see ``ttp.core.replication``), whole, in memory that whoever says so can read."""
+    """A whole copy of what rank ``of`` keeps (see ``ttp.core.replication``), in memory that the sender can read."""
 
     of: Rank
     version: Version
@@ -111,14 +111,14 @@ class KeptCopy:
 
 @dataclass(frozen=True, slots=True)
 class SaverOrder:
-    """What one rank writes: shards or parts of them, and the rank-local pages of these ranks of its host."""
+    """The order to one saver: shards or parts of them, and the rank-local pages of the named ranks of its host."""
 
     rank: Rank
     shards: tuple[Shard, ...]
     how: How
     pages: tuple[Rank, ...]
     job_state: bool  # writes the job-wide scalars too
-    kept: tuple[Shard, ...] = ()  # shards that are not written anew: a kept copy of the version is brought
+    kept: tuple[Shard, ...] = ()  # shards that are not written anew: a kept copy of the version is brought instead
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
@@ -126,26 +126,24 @@ class SaverOrder:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Base of what ranks say; ``rank`` is the one that says it."""
+    """Base of reports; ``rank`` is the sender."""
 
     rank: Rank
 
 
 @dataclass(frozen=True, slots=True)
 class Hello(Report):
-    """First word of a rank on a stream. After a reconnect it repeats everything a new controller must know."""
+    """A rank's first message on a stream. After a reconnect it repeats everything that a new controller must know."""
 
     protocol_major: int
     protocol_minor: int
     ttp_version: str
     run_id: str
-    launch: int  # restart count as the launcher tells it; a hint, see Welcome.incarnation
-    incarnation: int  # 0: not yet told
+    launch: int  # restart count as the launcher gives it; a hint, see Welcome.incarnation
+    incarnation: int  # 0: not known yet
     nonce: str  # identifies the process
     world_size: int
-    layout_digest: (
-        str  # the layout itself is asked for where it is not known; see ``ttp.core.controller.layout_exchange``
-    )
+    layout_digest: str  # the layout itself is requested if not known; see ``ttp.core.controller.layout_exchange``
     host: str
     pid: int
     local_rank: int
@@ -153,32 +151,32 @@ class Hello(Report):
     framework: str
     version: Version
     phase: Phase
-    base_version: Version  # what this incarnation started from
+    base_version: Version  # that this incarnation started from
     term_seen: int
     incident: str  # frozen for this incident; empty: not frozen
     released: bool
     resume: bool  # a reconnect of a process that was registered before
     keep: int = 3  # checkpoints to keep
-    broken: str = ""  # it cannot train on, and why; for a controller that did not hear it
-    address: str = ""  # of its host, as others reach it
-    fallback_dir: str = ""  # where to save when save_dir refuses
-    standbys: tuple[str, ...] = ()  # controllers (host:port) it knows to stand by, in order
-    takeover: bool = False  # its controller cannot be reached: the one it speaks to now shall take over
-    copies_at: str = ""  # takes copies of other ranks' shards there (host:port); empty: this rank keeps none
-    pages_at: str = ""  # takes pages of other ranks there (host:port); empty: pages are not mirrored
-    stripes: int = 0  # into how many parts its shards may be cut; 0: it writes whole ones only; -1: as many as help
-    can_continue: bool = False  # this process can go on when another one is replaced
-    meanwhile: bool = False  # its controller is silent: save what it holds, and lead nobody
+    broken: str = ""  # why it cannot train on, for a controller that did not hear it; empty: it can
+    address: str = ""  # of its host, as other hosts reach it
+    fallback_dir: str = ""  # where to save if save_dir refuses
+    standbys: tuple[str, ...] = ()  # standby controllers (host:port) that it knows, in order
+    takeover: bool = False  # its controller cannot be reached: the receiver shall take over
+    copies_at: str = ""  # where it takes copies of other ranks' shards (host:port); empty: this rank keeps none
+    pages_at: str = ""  # where it takes pages of other ranks (host:port); empty: pages are not mirrored
+    stripes: int = 0  # parts into which its shards may be cut; 0: none, whole shards only; -1: as many as help
+    can_continue: bool = False  # this process can go on when another process is replaced
+    meanwhile: bool = False  # its controller is silent: the receiver shall save what the rank holds, and lead no rank
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Report):
-    """``mark`` counts the points of a step passed since the last update; equal steps pass equal points."""
+    """Sign of life. ``mark``: points of the step passed since the last update; equal steps pass equal points."""
 
     version: Version
     phase: Phase
     mark: int = 0
-    activity: str = ""  # something else than training, on purpose: evaluation
+    activity: str = ""  # what it does on purpose instead of training: evaluation
     written: int = 0  # bytes written by the save or commit that runs
 
 
@@ -186,14 +184,14 @@ class Heartbeat(Report):
 class Fault(Report):
     """Evidence against ``subject``; ``rank`` is the witness, -1 for one outside of the job.
 
-    ``wrong``: it is the program or its configuration, which no restart mends: whatever is saved, all leave with 64.
+    ``wrong``: the program or its configuration is at fault, which no restart mends: all leave with 64, saved or not.
     """
 
     subject: Rank
     kind: FaultKind
     text: str
     detail: str = ""
-    nonce: str = ""  # of the accused process, where the witness knows it
+    nonce: str = ""  # of the accused process, if the witness knows it
     wrong: bool = False
 
 
@@ -210,7 +208,7 @@ class Frozen(Report):
     main_thread_blocked: bool = False
     post_step_done: bool = True
     digests: tuple[ShardDigest, ...] = ()
-    bad: tuple[str, ...] = ()  # tensors that hold NaN or Inf; a few of them
+    bad: tuple[str, ...] = ()  # names of some tensors that hold NaN or Inf
     kept: tuple[KeptCopy, ...] = ()
 
 
@@ -226,7 +224,7 @@ class SaveFailed(Report):
     incident: str
     generation: int
     text: str
-    may_pass: bool = False  # the storage refused, which it may not do later
+    may_pass: bool = False  # the storage refused, and may accept later
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +240,7 @@ class CommitFailed(Report):
     incident: str
     generation: int
     text: str
-    may_pass: bool = False  # the storage refused, which it may not do later
+    may_pass: bool = False  # the storage refused, and may accept later
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +251,7 @@ class Goodbye(Report):
 
 @dataclass(frozen=True, slots=True)
 class StackTaken(Report):
-    """Answer to ``TakeStack``: where the threads of ``subject`` are."""
+    """Answer to ``TakeStack``: the stacks of the threads of ``subject``."""
 
     incident: str
     subject: Rank
@@ -271,14 +269,14 @@ class Probed(Report):
 
 @dataclass(frozen=True, slots=True)
 class StandbyUp(Report):
-    """Answer to ``StandBy``: a controller is ready there (``host:port``); empty: it could not be started."""
+    """Answer to ``StandBy``: a controller is ready at ``address`` (``host:port``); empty: it could not be started."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramReport(Report):
-    """Base of what ranks say of a recovery that the program makes itself; opaque to everybody else."""
+    """Base of reports about a recovery that the program makes itself; opaque to all other parts of ttp."""
 
 
 # -------------------------------------------------------------------------------------------------------------- orders
@@ -286,14 +284,14 @@ class ProgramReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Base of what the controller says; ``rank`` is the one that it says it to."""
+    """Base of orders; ``rank`` is the receiver."""
 
     rank: Rank
 
 
 @dataclass(frozen=True, slots=True)
 class LedOrder(Order):
-    """Base of what only the controller that leads may say: a rank does not obey one of an older term."""
+    """Base of orders that only the leading controller may give: a rank ignores one of an older term."""
 
     term: int
 
@@ -302,8 +300,8 @@ class LedOrder(Order):
 class Welcome(LedOrder):
     incarnation: int
     ttp_version: str
-    joins: bool = False  # it takes the seat of a rank that has died, in a job that goes on
-    guest: bool = False  # the rank whose seat it is to take still lives: it waits, and is no member yet
+    joins: bool = False  # it takes the seat of a dead rank, in a job that goes on
+    guest: bool = False  # the rank whose seat it shall take is still alive: it waits, and is no member yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +314,7 @@ class Refused(Order):
 class Freeze(LedOrder):
     incident: str
     cause: str
-    snapshot: bool  # nothing is broken: thaw by yourself if no controller can be reached
+    snapshot: bool  # nothing is broken: the rank thaws by itself if no controller can be reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +330,7 @@ class Save(LedOrder):
     version: Version
     draft: str  # directory name inside save_dir
     order: SaverOrder
-    directory: str = ""  # instead of save_dir
+    directory: str = ""  # used instead of save_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,14 +344,14 @@ class Commit(LedOrder):
     reason: str
     keep: int
     pieces: tuple[Piece, ...]
-    missing_pages: tuple[Rank, ...]  # rank-local state that nobody could read: re-derived on resume
-    directory: str = ""  # instead of save_dir
-    disputed: tuple[Shard, ...] = ()  # replicas differed and no majority could tell which is right
+    missing_pages: tuple[Rank, ...]  # rank-local state that no rank could read: re-derived on resume
+    directory: str = ""  # used instead of save_dir
+    disputed: tuple[Shard, ...] = ()  # replicas differ and no majority tells which is right
 
 
 @dataclass(frozen=True, slots=True)
 class Release(LedOrder):
-    """Leave with ``exit_code``; with ``again`` a rank that said ``can_continue`` begins train() again instead."""
+    """Order to leave with ``exit_code``; if ``again``, ranks with ``can_continue`` call train() again instead."""
 
     incident: str
     exit_code: int
@@ -363,12 +361,12 @@ class Release(LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class Finished(LedOrder):
-    """Every rank has left train(): the job is over."""
+    """Notice that every rank has left train(): the job is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeStack(LedOrder):
-    """Say where the threads of ``subject`` are, process ``pid`` of the same host."""
+    """Order to report the stacks of the threads of ``subject``, process ``pid`` of the same host."""
 
     incident: str
     subject: Rank
@@ -377,7 +375,7 @@ class TakeStack(LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class Probe(LedOrder):
-    """Be a second witness: does the host of ``subject`` answer?"""
+    """Order to be a second witness: report whether the host of ``subject`` answers."""
 
     subject: Rank
     address: str
@@ -385,16 +383,16 @@ class Probe(LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class StandBy(LedOrder):
-    """Start a controller on this host that takes over when this one is lost."""
+    """Order to start a controller on this host that takes over when the present one is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standbys(LedOrder):
-    """Where to go when this controller cannot be reached, in order."""
+    """The standby controllers to go to, in order, when this controller cannot be reached."""
 
     addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramOrder(LedOrder):
-    """Base of what ranks are told in a recovery that the program makes itself; opaque to everybody else."""
+    """Base of orders in a recovery that the program makes itself; opaque to all other parts of ttp."""

@@ -1,8 +1,9 @@
 """Spreads the parts of shards over ranks, so that hosts, and their disks, write about the same number of bytes.
 
-A shard is cut where more can write at the same time than there are shards, over replicas that are *alike*: they hold
-the version as it is, are as settled, have the same digest and size. One saver per host comes first: ranks of one host
-share its network and disk. More per host are taken only where a number of parts was asked for (``TTP_STRIPES``).
+A shard is cut if more ranks can write at the same time than there are shards. Its parts go to replicas that are
+*alike*: they hold the version as it is, agree on whether the post-step is done, and have the same digest and size. One
+saver per host comes first, because ranks of one host share its network and disk. More per host are taken only if a
+number of parts was asked for (``TTP_STRIPES``).
 """
 
 from __future__ import annotations
@@ -26,35 +27,35 @@ class Holder(Protocol):
 
     @property
     def host(self) -> str:
-        """The host that it runs on."""
+        """The host that the rank runs on."""
 
     @property
     def main_thread_blocked(self) -> bool:
-        """Its main thread hangs. It can save, and is chosen last."""
+        """Whether the rank's main thread hangs. Such a rank can save, and is chosen last."""
 
     @property
     def post_step_done(self) -> bool:
-        """What follows the update has been done."""
+        """Whether the post-step, which follows the update, is done."""
 
     @property
     def bad(self) -> bool:
-        """Its copy holds NaN or Inf."""
+        """Whether the rank's copy holds NaN or Inf."""
 
     @property
     def busy(self) -> bool:
-        """It is writing something already."""
+        """Whether the rank is writing something already."""
 
     @property
     def can_save(self) -> bool:
-        """No save of it has failed."""
+        """Whether no save of the rank has failed."""
 
     @property
     def stripes(self) -> int:
-        """Into how many parts its shards may be cut, as ``Hello`` says."""
+        """Into how many parts the rank's shards may be cut, as ``Hello`` says."""
 
     @property
     def digests(self) -> Mapping[Shard, str]:
-        """Digest of each shard that it holds."""
+        """Digest of each shard that the rank holds."""
 
     @property
     def sizes(self) -> Mapping[Shard, int]:
@@ -63,11 +64,11 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Into how many parts a shard may be cut, and which of them are missing if it is cut already.
+    """How a shard may be cut, and which parts are missing if it is cut already.
 
     Args:
-        allowed: else it is written whole.
-        lacking: parts that nobody writes, of a shard of which others are written; empty: it is not cut yet.
+        allowed: whether it may be cut; else it is written whole.
+        lacking: the parts that no rank writes, of a shard of which other parts are written; empty if it is not cut yet.
     """
 
     allowed: bool
@@ -76,10 +77,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What is known about each shard that may be cut.
+    """The state of each shard that may be cut.
 
     Args:
-        begun: of shards that are cut already version and parts that nobody writes.
+        begun: for each shard that is cut already, its version and the parts that no rank writes.
         uncut: shards that are written whole.
     """
 
@@ -87,7 +88,7 @@ class Cuts:
     uncut: Collection[Shard]
 
     def of(self, shard: Shard, version: Version, *, allowed: bool) -> Cut:
-        """How ``shard`` may be cut; whole, if cutting is not ``allowed``."""
+        """Return how ``shard`` may be cut; whole, if cutting is not ``allowed``."""
         if not allowed or shard in self.uncut:
             return Cut(allowed=False)
         written, lacking = self.begun.get(shard, (None, ()))
@@ -95,11 +96,11 @@ class Cuts:
 
 
 class Work:
-    """How many bytes each rank and each host is to write.
+    """The bytes that each rank and each host is to write.
 
     Args:
-        sizes: of the shards to be written, in bytes; 0: not known, and counted like the smallest.
-        holders: everybody who has answered.
+        sizes: of the shards to be written, in bytes; 0 stands for unknown and counts like the smallest.
+        holders: all ranks that have answered.
     """
 
     def __init__(self, sizes: Mapping[Shard, int], holders: Iterable[Holder]) -> None:
@@ -118,7 +119,7 @@ class Work:
 
 
 def savers(shard: Shard, lead: Holder, others: Iterable[Holder], cut: Cut, work: Work) -> Iterator[tuple[Shard, Rank]]:
-    """The parts of ``shard`` that have to be written, and by whom: ``lead``, or ``others`` that are like it."""
+    """Yield the parts of ``shard`` to be written and the rank that writes each: ``lead``, or ``others`` like it."""
     alike = [lead]
     if cut.lacking or (cut.allowed and lead.stripes):
         alike += [other for other in others if other.rank != lead.rank and _alike(shard, lead, other)]
@@ -152,7 +153,7 @@ def _cut(shard: Shard, alike: list[Holder], work: Work) -> tuple[Shard, ...]:
 
 
 def _order(alike: list[Holder], work: Work, first: Holder | None) -> list[Holder]:
-    """Idle ones, on hosts that write least, before second ones of a host. ``first`` is the first in any case."""
+    """Order idle ranks, on hosts that write least, before second ranks of a host. ``first`` comes first in any case."""
     seen: Counter[str] = Counter()
     places: list[tuple[tuple[bool, bool, int, float, bool, float, int], Holder]] = []
     for a in sorted(alike, key=lambda a: (a is not first, a.busy, a.main_thread_blocked, work.of_rank[a.rank], a.rank)):

@@ -1,22 +1,22 @@
 """A relay: one stream to a controller for the ranks of a host, each of which has a *line* in it.
 
-A line is what a stream of its own would be to a rank and to the controller. It opens with what the rank says first,
-carries reports up and orders down in their order, and ends for itself or with the stream that carries it. A rank that
-opens another one gets another line. So everything that the controller decides about streams holds for lines too.
+A line is to a rank and to the controller what a stream of its own would be. It opens with the rank's first report,
+carries reports up and orders down in their order, and ends by itself or with the stream that carries it. A rank that
+connects again gets another line. So everything that the controller decides about streams holds for lines too.
 
 What a relay saves, and what it must not cost:
 
-* Heartbeats. Once per ``heartbeat_s`` one frame stands for all lines of which a beat came lately. It carries the beats
-  that say something new and names the lines that have fallen silent. A beat that tells of another activity or phase
-  goes up at once, as a rank says it at once. Frames of many hosts leave in the same ``SLOTS`` moments of a period, so
-  that a controller wakes for some of them together, and never for all at once.
+* Heartbeats. Once per ``heartbeat_s`` one frame stands for all lines that sent a heartbeat lately. It carries the
+  heartbeats with news and names the lines that have fallen silent. A heartbeat with another activity or phase is sent
+  at once, as a rank sends it at once. Frames of many hosts leave in the same ``SLOTS`` moments of a period, so that a
+  controller wakes for some of them together, and never for all at once.
 * Answers to a freeze go up together when all lines that were asked have answered, or after ``HOLD_S``.
 * Everything else, evidence above all, goes up at once, and takes along what waits.
-* What is the same for several ranks travels once, for all their lines: beats and answers up, orders down. It names
-  ``SEVERAL`` in place of a rank: a line is of the rank that has opened it.
+* What is the same for several ranks travels once, for all their lines: heartbeats and answers up, orders down. It names
+  ``SEVERAL`` in place of a rank: the rank of a line is the one that opened it.
 
-``Relay`` is the end near the ranks, ``Unfolded`` the one in the controller, ``folded`` puts together what is alike on
-either way. No I/O, no clock, no threads.
+``Relay`` is the end near the ranks, ``Unfolded`` the end in the controller, ``folded`` joins equal messages in both
+directions. No I/O, no clock, no threads.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ttp.core.layout import Rank
 LineId = NewType("LineId", int)
 
 HOLD_S = 0.002
-"""How long the answers of some ranks wait for those of the other ranks of their host."""
+"""Seconds that the answers of some ranks wait for those of the other ranks of their host."""
 FRESH = 1.5
-"""Heartbeats after which a line counts as silent: beats and frames of the same period drift against each other."""
+"""Heartbeats after which a line counts as silent: heartbeats and frames of the same period drift against each other."""
 SLOTS = 50
-"""Moments of a heartbeat at which frames leave: of a thousand hosts twenty are then heard together."""
+"""Moments of a heartbeat's period at which frames leave: of a thousand hosts twenty are then heard together."""
 ALIKE = (m.Heartbeat, m.Frozen)
-"""Reports that often are the same of all ranks."""
+"""Reports that are often equal on all ranks."""
 
 Word = TypeVar("Word", m.Report, m.Order)
 Lines = tuple[LineId, ...]
@@ -46,12 +46,13 @@ Lines = tuple[LineId, ...]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a relay sends to the controller in one message.
+    """The content of one message from a relay to the controller.
 
     Args:
-        reports: by lines; ``None``: these lines have ended. Those of one line are in order.
-        beat: every line that has ever beaten has beaten again as it did the last time, but those in ``silent``.
-        silent: no beat came of these for ``FRESH`` heartbeats.
+        reports: reports with the lines that sent them; ``None``: these lines have ended. Those of one line are in
+            order.
+        beat: every line that ever sent a heartbeat has sent it again unchanged, except those in ``silent``.
+        silent: lines without a heartbeat for ``FRESH`` periods.
     """
 
     reports: tuple[tuple[Lines, m.Report | None], ...]
@@ -65,9 +66,9 @@ class _Line:
 
     rank: Rank
     beat: m.Heartbeat | None = None
-    """The last one that came."""
+    """The last heartbeat that came."""
     told: m.Heartbeat | None = None
-    """The last one that went up."""
+    """The last heartbeat that was sent up."""
     beaten_at: float = 0.0
 
 
@@ -75,7 +76,7 @@ class Relay:
     """The end of a relay near its ranks, for one controller.
 
     Args:
-        heartbeat_s: seconds between two frames that stand for heartbeats; as between two beats of a rank.
+        heartbeat_s: seconds between two frames that stand for heartbeats; equal to a rank's heartbeat period.
         ahead_s: such a frame leaves when ``now + ahead_s`` is a multiple of that; see ``slot_s``.
     """
 
@@ -88,7 +89,7 @@ class Relay:
         self._beat_at: float | None = None
 
     def reported(self, line: LineId, report: m.Report, now: float) -> None:
-        """A rank said something; the first report opens its line."""
+        """Take a rank's report; the first report opens its line."""
         known = self._lines.setdefault(line, _Line(report.rank))
         if isinstance(report, ALIKE) and report.rank == known.rank:
             report = replace(report, rank=m.SEVERAL)
@@ -96,37 +97,37 @@ class Relay:
             self._beaten(line, known, report, now)
             return
         if known.beat != known.told:
-            self._tell(line, known)  # what is older arrives before what is newer
+            self._tell(line, known)  # the older report arrives before the newer one
         self._waiting.append((line, report))
         self._asked.discard(line)
         held = isinstance(report, m.Frozen) and bool(self._asked)
         self._due(now + HOLD_S if held else now)
 
     def ended(self, line: LineId, now: float) -> None:
-        """The stream of a rank has ended."""
+        """Take the end of a rank's stream."""
         if self._lines.pop(line, None) is not None:
             self._waiting.append((line, None))
             self._asked.discard(line)
             self._due(now)
 
     def closed(self, line: LineId) -> None:
-        """The controller has ended a line: nothing of it goes up any more."""
+        """Drop a line that the controller has ended: nothing more of it goes up."""
         self._lines.pop(line, None)
         self._asked.discard(line)
         self._waiting = [(of, report) for of, report in self._waiting if of != line]
 
     def told(self, lines: Iterable[LineId], order: m.Order) -> None:
-        """An order has come down for these lines."""
+        """Note an order that was delivered to these lines: after a ``Freeze`` their answers are collected."""
         if isinstance(order, m.Freeze):
             self._asked.update(line for line in lines if line in self._lines)
 
     def deadline(self) -> float | None:
-        """When ``take`` has something to give at the latest."""
+        """Return the time by which ``take`` should be called; None if nothing waits."""
         due = [at for at in (self._send_at, self._beat_at) if at is not None]
         return min(due, default=None)
 
     def take(self, now: float) -> Frame | None:
-        """What has to go up now; ``None``: nothing yet."""
+        """Return the frame that has to go up now; ``None`` if nothing is due yet."""
         beat = self._beat_at is not None and now >= self._beat_at
         if not beat and (self._send_at is None or now < self._send_at):
             return None
@@ -170,19 +171,19 @@ class Relay:
 
 
 def slot_s(host: str, heartbeat_s: float) -> float:
-    """When frames of a host leave: seconds before the full heartbeat of the wall clock."""
+    """Return when frames of a host leave: seconds before the full heartbeat of the wall clock."""
     number = int.from_bytes(hashlib.sha256(host.encode()).digest()[:4], "big")
     return number % SLOTS * heartbeat_s / SLOTS
 
 
 class Unfolded:
-    """The end of a relay in the controller: frames become what streams of their own would have brought."""
+    """The controller's end of a relay: it turns frames into the reports that separate streams would have brought."""
 
     def __init__(self) -> None:
         self._beats: dict[LineId, m.Heartbeat] = {}
 
     def reports(self, frame: Frame) -> Iterator[tuple[Lines, m.Report | None]]:
-        """Reports by the lines that say them, ``None`` where lines end."""
+        """Yield reports with the lines that sent them; ``None`` where lines end."""
         fresh = set(frame.silent)
         for lines, report in frame.reports:
             if isinstance(report, m.Heartbeat):
@@ -196,14 +197,14 @@ class Unfolded:
             yield from folded((line, beat) for line, beat in self._beats.items() if line not in fresh)
 
     def closed(self, line: LineId) -> None:
-        """The controller has ended a line."""
+        """Forget a line that the controller has ended."""
         self._beats.pop(line, None)
 
 
 def folded(said: Iterable[tuple[LineId, Word | None]]) -> list[tuple[Lines, Word | None]]:
-    """What is said by, or to, several lines alike, together; ``None`` ends a line.
+    """Join equal messages from, or to, several lines; ``None`` ends a line.
 
-    Of each line the order stays. Between lines it may change, as it may between streams.
+    The order of each line's messages stays. Between lines it may change, as it may between streams.
     """
     together: list[tuple[list[LineId], Word | None]] = []
     alike: dict[Word, int] = {}

@@ -1,7 +1,7 @@
-"""Replicas that should be equal and are not: the majority is right, and a tie is a dispute.
+"""Compares replicas that should be equal: if they differ, the majority is right, and a tie is a dispute.
 
 Silent corruption (a flipped bit in memory, a kernel that went wrong on one device) makes one copy differ. Only copies
-of the same version can be compared, so a rank that has finished one update more is compared with its like.
+of the same version can be compared, so a rank that has finished one update more is compared with ranks of its version.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class Witness(Protocol):
 
     @property
     def version(self) -> Version:
-        """The version of its copy."""
+        """The version of the rank's copy."""
 
     @property
     def torn(self) -> bool:
-        """Its last update was broken off, so that there is nothing to compare."""
+        """Whether the rank's last update was broken off, so that there is nothing to compare."""
 
     @property
     def digests(self) -> Mapping[Shard, str]:
-        """Digest of each shard that it holds."""
+        """Digest of each shard that the rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which ranks hold copies that differ from the majority.
+    """The ranks whose copies differ from the majority.
 
     Args:
         odd: for every shard in question the ranks that differ from a majority.
-        disputed: shards in which no digest has more witnesses than every other.
+        disputed: shards of which no digest has more witnesses than every other.
     """
 
     odd: Mapping[Shard, frozenset[Rank]] = field(default_factory=lambda: MappingProxyType({}))

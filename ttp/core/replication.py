@@ -1,29 +1,28 @@
-"""Second copies of shards that only one rank holds: who copies what, to whom, and which copies can go.
+"""Second copies of shards that only one rank holds: which rank copies what, to whom, and which copies can go.
 
-A shard without replicas dies with its rank. Where that is asked for (``wrap_optimizer(buddy=True)``), every rank copies
-what it has to keep into the memory of its host every k updates, beside the training, and sends it to a rank of the next
-host. All shards take part, the replicated ones too, by one of their ranks: a checkpoint needs all of one version.
+A shard without replicas dies with its rank. If second copies are asked for (``wrap_optimizer(buddy=True)``), every rank
+copies the shards that it has to keep into the memory of its host every k updates, beside the training, and sends them
+to a rank of the next host. All shards take part, replicated ones too, by one of their ranks: a checkpoint needs all of
+one version.
 
-Theory of operation
--------------------
-One copy of version c is *whole* when every rank has stored its own, here and at its buddy. Until then the one before
-has to stay, everywhere. Whether c is whole can only be known by who hears from all ranks, so ranks report
-(``Copied``) and the controller settles the *fate* of each version once: whole as soon as all have stored it, never when
-one could not. A rank drops the older copy when it hears "whole", the newer one when it hears "never", and makes no
-other copy until it knows. So a rank holds two at most, and at any moment there is a version of which every rank holds a
-copy: nobody drops c - k before all have c, and nobody drops c unless some rank never had it.
+Theory of operation ------------------- The copy of version c is *whole* when every rank has stored its own part, here
+and at its buddy. Until then the copy before has to stay, everywhere. Only the controller hears from all ranks, so ranks
+report (``Copied``) and the controller settles the *fate* of each version once: whole as soon as all have stored it,
+never if one could not. A rank drops the older copy when it hears "whole", the newer one when it hears "never", and
+makes no other copy until it knows. So a rank holds two at most, and at any moment there is a version of which every
+rank holds a copy: nobody drops c - k before all have c, and nobody drops c unless some rank never had it.
 
 The bound: a copy is begun every k updates and takes r updates to become whole. A rank lost after n finished updates
 costs at most k + r - 1 of them: the newest multiple of k that had r updates to get through. With r <= k that is 2k - 1.
 A copy that takes longer skips the turns that come meanwhile, and the bound is k higher for each.
 
-Copies that come to nothing cost time all the same. After the second in a row only every second turn is tried, then
-every fourth, then every eighth; by the number of the turn, so that ranks that have counted differently (one skipped a
-turn that others tried) still meet. A rank that does not try says at once that it has no copy.
+Copies that fail cost time all the same. After the second failure in a row only every second turn is tried, then every
+fourth, then every eighth; by the number of the turn, so that ranks that have counted differently (one skipped a turn
+that others tried) still meet. A rank that does not try says at once that it has no copy.
 
-After a takeover the new controller knows no fates. Ranks say again what they said last, with the newest version they
-know to be whole. Whoever reports about a later version has learned the fate of the earlier ones before: if it does not
-know such a version to be whole, that version is not.
+After a takeover the new controller knows no fates. Ranks repeat their last report, with the newest version that they
+know to be whole. A rank that reports about a later version has learned the fate of the earlier ones before: if it does
+not know such a version to be whole, that version is not.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ FATES_MAX = 16
 """Versions whose fate is remembered: ranks of a job are at most one update apart, so they ask about the last two."""
 
 RARER_MAX = 3
-"""Every ``2 ** RARER_MAX``-th turn is tried, whatever came of those before."""
+"""Every ``2 ** RARER_MAX``-th turn is tried, however many copies before it failed."""
 
 
 def keepers(layout: Layout) -> dict[Rank, tuple[Shard, ...]]:
-    """The shards that each rank has to copy: every shard by one rank of its group, evenly. The same on all ranks."""
+    """Return the shards that each rank has to copy: every shard by one of its ranks, evenly. Equal on all ranks."""
     found: dict[Rank, list[Shard]] = {}
     load: Counter[Rank] = Counter()
     for shard, ranks in sorted(layout.groups.items(), key=lambda item: (len(item[1]), item[0])):
@@ -58,7 +57,7 @@ def keepers(layout: Layout) -> dict[Rank, tuple[Shard, ...]]:
 
 
 class Generations:
-    """The copies that one rank holds: the newest that is known to be whole everywhere, and one whose fate is open."""
+    """The copies that one rank holds: the newest one known to be whole everywhere, and one whose fate is open."""
 
     def __init__(self) -> None:
         self.whole: Version | None = None
@@ -67,26 +66,26 @@ class Generations:
         self._tried = True
 
     def tries(self, turn: int) -> bool:
-        """Whether a copy is to be made in this turn, which has begun; see above."""
+        """Return whether to make a copy in this turn, which has begun; see the module's docstring."""
         self._tried = turn % (1 << min(max(self._failed - 1, 0), RARER_MAX)) == 0
         return self._tried
 
     def begin(self, version: Version) -> bool:
-        """Begin the copy of ``version``. False: it is skipped, as the copy before is not settled yet."""
+        """Begin the copy of ``version``. Return False if it is skipped because the copy before is not settled yet."""
         if self.pending is not None:
             return False
         self.pending = version
         return True
 
     def settle(self, version: Version, *, whole: bool) -> Version | None:
-        """Note whether a version is whole everywhere. Returns the version that can be dropped."""
+        """Note whether a version is whole everywhere. Return the version that can be dropped."""
         if version != self.pending:
             return None
         gone = self.whole if whole else version
         if whole:
             self.whole = version
         self._failed = 0 if whole else self._failed + self._tried
-        self.pending = None  # last: another thread may begin the next one now
+        self.pending = None  # last: another thread may begin the next copy now
         return gone
 
 
@@ -100,15 +99,15 @@ class Buddies:
 
     def __init__(self, job: Membership, outbox: Outbox) -> None:
         self.whole = Version(0)
-        """The newest version of which every rank has stored a copy; 0: none."""
+        """The newest version of which every rank has stored a copy; 0 if there is none."""
         self._job, self._outbox = job, outbox
         self._named: dict[Rank, Rank] = {}
         self._stored: dict[Version, set[Rank]] = {}
         self._fates: dict[Version, bool] = {}
-        self._well: bool | None = None  # what became of the last one
+        self._well: bool | None = None  # whether the last settled copy became whole
 
     def reset(self) -> None:
-        """A new incarnation begins."""
+        """Forget everything, because a new incarnation begins."""
         self.whole, self._named, self._stored, self._fates, self._well = Version(0), {}, {}, {}, None
 
     # --------------------------------------------------------------------------------------------------------- buddies
@@ -119,7 +118,7 @@ class Buddies:
         return bool(self._named)
 
     def joined(self, rank: Rank) -> None:
-        """A rank said hello: once all have, each is told its buddy; one that comes back is told again."""
+        """Tell ranks their buddies once all have said hello; tell a rank that comes back again."""
         if not self._job.complete or not self._job.members[rank].hello.copies_at:
             return
         if self._named:
@@ -142,7 +141,7 @@ class Buddies:
     # ----------------------------------------------------------------------------------------------------------- fates
 
     def copied(self, report: Copied) -> None:
-        """A rank says what came of its copy."""
+        """Take a rank's report about its copy."""
         if report.version in self._fates:
             self._settled(report.version, (report.rank,))
             return
@@ -150,7 +149,7 @@ class Buddies:
         if report.version in self._fates:
             return
         if not report.stored:
-            if self._well is not False:  # once, until one is whole again
+            if self._well is not False:  # once, until a copy is whole again
                 self._outbox.record("not_copied", rank=report.rank, version=report.version, text=report.text)
             self._settle(report.version, whole=False)
         else:
@@ -160,7 +159,7 @@ class Buddies:
                 self._settle(report.version, whole=True)
 
     def _learn(self, report: Copied) -> None:
-        """What another controller has settled, and this one does not know."""
+        """Settle versions whose fate another controller has settled, as far as the report shows it."""
         if report.whole > self.whole:
             self._settle(report.whole, whole=True)
         for version in [v for v in self._stored if v < report.version and v not in self._fates]:

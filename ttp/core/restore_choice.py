@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks restore."""
+"""Chooses the checkpoint that all ranks restore."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ _IN_FALLBACK = "in the fallback directory "
 
 
 def fallback_note(directory: str, candidates: Iterable[Candidate]) -> str:
-    """What a rank adds to ``RestoreView.skipped`` when some of its candidates are not in ``save_dir``."""
+    """Return the note that a rank adds to ``RestoreView.skipped`` if some of its candidates are not in ``save_dir``."""
     versions = ", ".join(str(c.version) for c in candidates)
     return f"{_IN_FALLBACK}{directory}: step {versions}"
 
 
 def agree(views: Iterable[RestoreView]) -> Candidate | str:
-    """One checkpoint for all ranks, or an error in words.
+    """Return one checkpoint for all ranks, or an error in words.
 
-    The newest checkpoint that every rank found whole. ``Candidate(0, "", "")`` when nobody found anything. When ranks
-    found something but nothing in common, they do not see the same storage: going on would throw finished steps away.
+    It is the newest checkpoint that every rank found whole, and ``Candidate(0, "", "")`` if no rank found anything. If
+    ranks found something but nothing in common, they do not see the same storage: going on would throw finished steps
+    away.
     """
     listed = sorted(views, key=lambda view: view.rank)
     if not any(view.candidates for view in listed):
@@ -34,9 +35,9 @@ def agree(views: Iterable[RestoreView]) -> Candidate | str:
 
 
 def is_unread(chosen: Candidate, views: Iterable[RestoreView]) -> bool:
-    """Whether a rank relies on shares of the reading that nobody has read.
+    """Return whether a rank relies on shares of the reading that no rank has read.
 
-    Launchers say wrong things of who is on one host, and ranks that believe to see the same files may not.
+    Launchers may be wrong about which ranks are on one host, and ranks that seem to see the same files may not.
     """
     readings = {_reading(view, chosen) for view in views}
     parts = Counter((reading.copy, reading.count) for reading in readings if reading.index < reading.count)
@@ -45,13 +46,13 @@ def is_unread(chosen: Candidate, views: Iterable[RestoreView]) -> bool:
 
 
 def _reading(view: RestoreView, chosen: Candidate) -> Reading:
-    """What the rank has read of ``chosen``. One that does not say makes sure of it by itself."""
+    """Return the share of ``chosen`` that the rank has read. A rank that does not say counts as having read all."""
     said = dict(zip(view.candidates, view.readings, strict=False))
     return said.get(chosen, Reading("", 0, 1))
 
 
 def is_fallback_note(text: str) -> bool:
-    """Whether ``text`` was made by ``fallback_note``: it tells of something found, not of something skipped."""
+    """Return whether ``text`` was made by ``fallback_note``: it tells of something found, not of something skipped."""
     return text.startswith(_IN_FALLBACK)
 
 
@@ -64,7 +65,7 @@ def _seen(view: RestoreView) -> str:
 
 
 def _telling(views: list[RestoreView]) -> list[RestoreView]:
-    """Those that found something wrong first: of 1,000 ranks only some are shown."""
+    """Return the views with skipped checkpoints first: of 1,000 ranks only some are shown."""
     return sorted(views, key=lambda view: not view.skipped)
 
 

@@ -1,4 +1,4 @@
-"""What ranks and the controller say of the checkpoint that a job begins with."""
+"""Messages between ranks and the controller about the checkpoint that a job begins with."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a rank has read of a candidate, or will before it loads it.
+    """The share of a candidate that a rank has read, or will read before it loads the candidate.
 
     Args:
-        copy: tells these files from others of the same contents.
+        copy: identifies the files: it differs between files of equal contents in different places.
         index: which of ``count`` parts.
-        count: 1: all of it; 0: nothing.
+        count: 1: the share is everything; 0: the share is nothing.
     """
 
     copy: str
@@ -34,7 +34,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class RestoreView(m.Report):
-    """``readings``: one for each of ``candidates``."""
+    """Report: the checkpoints that this rank can restore. ``readings``: one for each of ``candidates``."""
 
     candidates: tuple[Candidate, ...]
     skipped: tuple[str, ...]
@@ -43,11 +43,11 @@ class RestoreView(m.Report):
 
 @dataclass(frozen=True, slots=True)
 class Restored(m.Report):
-    """This rank has read what it begins with.
+    """Report: this rank has read the checkpoint that it begins with.
 
     Args:
-        version: the state that it has now.
-        size: bytes of the checkpoint; 0: not known here.
+        version: the version of its state now.
+        size: bytes of the checkpoint; 0 if not known here.
     """
 
     version: Version
@@ -56,10 +56,11 @@ class Restored(m.Report):
 
 @dataclass(frozen=True, slots=True)
 class RestoreDecision(m.LedOrder):
-    """``version`` 0 with an empty name: start from nothing. A non-empty ``error`` is raised on every rank.
+    """Order: the checkpoint to restore. ``version`` 0 with an empty name: start from nothing.
 
-    An error with a version: that one was committed and has vanished, which only an operator can mend.
-    ``unread``: what the ranks have read is not all of it. They read more, and say once more what they found.
+    A non-empty ``error`` is raised on every rank. An error with a version: that version was committed and has vanished,
+    which only an operator can mend. ``unread``: the ranks together have not read all of the checkpoint; they read more
+    and send a ``RestoreView`` again.
     """
 
     version: Version

@@ -1,11 +1,11 @@
 """Parts of a shard, which replicas on several hosts write side by side.
 
-A part is called like its shard, with a suffix: ``model#2/4`` is the second of the four parts of ``model``. A layout has
-no such names (``Layout`` refuses them); savers, pieces and manifests do. The core neither knows nor cares what is in a
-part: the adapter deals the entries of a shard out by names, shapes and types alone, so that all replicas do it alike.
+A part has the name of its shard with a suffix: ``model#2/4`` is the second of the four parts of ``model``. A layout has
+no such names (``Layout`` refuses them); savers, pieces and manifests do. The core does not know what is in a part: the
+adapter deals the entries of a shard out by names, shapes and types alone, so that all replicas do it alike.
 
 The rule that makes a cover exact: as long as any part of a shard is written, or being written, the shard stays cut into
-so many parts, and only parts that nobody has written are given out.
+that many parts, and only parts that nobody has written are assigned.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 from ttp.core.layout import Shard, Version, part_name
 
 WHOLE, AUTO = 0, -1
-"""Values of ``TTP_STRIPES`` beside a number of parts: never cut, and cut where it helps."""
+"""Values of ``TTP_STRIPES`` besides a number of parts: never cut, and cut where it helps."""
 
 PARTS_MAX = 8
-"""Parts of a shard where nobody asked for a number: more savers are more that can fail, for less and less."""
+"""Most parts of a shard if no number was asked for: more savers can fail in more ways, for ever less gain."""
 
 PARTS_ASKED_MAX = 256
-"""Parts that can be asked for."""
+"""Most parts that can be asked for."""
 
 PART_BYTES_MIN = 64 << 20
-"""Where nobody asked for a number no part is smaller: one more file, fsync and order cost some milliseconds."""
+"""Bytes of the smallest part if no number was asked for: one more file, fsync and order cost some milliseconds."""
 
 _WORTH = 10
-"""Percent. Fewer parts are taken unless more make the save faster by so much."""
+"""Percent by which more parts must make the save faster to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The ``index``-th of ``count`` parts, counted from 1; a whole shard is the first of one."""
+    """The ``index``-th of ``count`` parts, counted from 1; a whole shard is the first part of one."""
 
     shard: Shard
     index: int
@@ -41,25 +41,25 @@ class Part:
 
 
 def parse(name: Shard) -> Part:
-    """The part that ``name`` stands for; a name without a suffix is a whole shard."""
+    """Return the part that ``name`` stands for; a name without a suffix is a whole shard."""
     found = part_name(name) if "#" in name else None
     return Part(*found) if found and found[1] <= found[2] else Part(name, 1, 1)
 
 
 def base_of(name: Shard) -> Shard:
-    """The shard that ``name`` is a part of; itself when it is none."""
+    """Return the shard that ``name`` is a part of; ``name`` itself if it names no part."""
     return parse(name).shard if "#" in name else name
 
 
 def split(shard: Shard, count: int) -> tuple[Shard, ...]:
-    """Names of the parts, in order; the shard itself when it is not cut."""
+    """Return the names of the parts, in order; the shard itself if it is not cut."""
     if count == 1:
         return (shard,)
     return tuple(Shard(f"{shard}#{index}/{count}") for index in range(1, count + 1))
 
 
 def covered(written: Mapping[Shard, Version]) -> dict[Shard, Version]:
-    """The shards that are there whole, or with all their parts, with their versions."""
+    """Return the shards that are written whole, or in all their parts, with their versions."""
     found: dict[Shard, Version] = {}
     for name, version in written.items():
         if not _is_part(name):
@@ -70,7 +70,7 @@ def covered(written: Mapping[Shard, Version]) -> dict[Shard, Version]:
 
 
 def started(written: Mapping[Shard, Version]) -> dict[Shard, tuple[Version, tuple[Shard, ...]]]:
-    """Of shards and parts the shards of which some parts are there and others not: version and parts that lack."""
+    """Return, for each shard of which only some parts are written, its version and the missing parts."""
     found: dict[Shard, tuple[Version, tuple[Shard, ...]]] = {}
     for name, version in written.items():
         if _is_part(name) and (lacking := missing(parse(name), written)):
@@ -79,12 +79,12 @@ def started(written: Mapping[Shard, Version]) -> dict[Shard, tuple[Version, tupl
 
 
 def missing(like: Part, names: Collection[Shard]) -> tuple[Shard, ...]:
-    """Which parts of a shard, cut like this one, are not among ``names``."""
+    """Return the parts of a shard, cut like the part ``like``, that are not among ``names``."""
     return tuple(part for part in split(like.shard, like.count) if part not in names)
 
 
 def lacking(shards: Collection[Shard], names: Collection[Shard]) -> list[Shard]:
-    """Shards, and parts of shards, that would have to be among ``names`` and are not; in order."""
+    """Return the shards, and parts of shards, that are missing among ``names`` to cover ``shards``; in order."""
     found = set(names)
     parts = {part.shard: part for part in map(parse, sorted(found)) if part.count > 1}
     return sorted(_lacking(shards, found, parts))
@@ -97,7 +97,7 @@ def _lacking(shards: Collection[Shard], found: set[Shard], parts: Mapping[Shard,
 
 
 def parts_wanted(size: int, total: int, slots: int, at_most: int) -> int:
-    """Into how many parts a shard is cut, so that ``slots`` writers get about the same number of bytes.
+    """Return into how many parts to cut a shard, so that ``slots`` writers get about the same number of bytes.
 
     Writers that have a shard of their own each gain nothing by cutting: four shards on four hosts stay whole, one shard
     on four hosts is cut into four, and three shards too.
@@ -105,10 +105,10 @@ def parts_wanted(size: int, total: int, slots: int, at_most: int) -> int:
     Args:
         size: of the shard, in bytes or any other unit.
         total: of all shards that are saved, in the same unit.
-        slots: how many can write at the same time.
-        at_most: parts; at least one.
+        slots: how many ranks can write at the same time.
+        at_most: most parts; at least one.
     """
-    # The busiest of the writers has at least so many parts, each of 1 / n of the shard.
+    # The busiest writer has at least that many parts, each of 1 / n of the shard.
     loads = [(-(-n * total // (slots * max(size, 1))) / n, n) for n in range(1, at_most + 1)]
     best = min(load for load, _ in loads)
     return next(n for load, n in loads if load * 100 <= best * (100 + _WORTH))

@@ -1,4 +1,4 @@
-"""Whether a job may run with its settings: with a token anywhere, without one only on the loopback of one host."""
+"""Decides whether a job may run with its settings: with a token anywhere, without one only on loopback of one host."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GIVE_A_TOKEN = (
 
 
 def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Config, str]:
-    """The settings and the controller's address that a process of the job has to use.
+    """Return the settings and the controller's address that a process of the job has to use.
 
-    Without a token all is on loopback: where ``address`` is another name of this host, 127.0.0.1 is used in its place.
+    Without a token everything is on loopback: if ``address`` is another name of this host, 127.0.0.1 replaces it.
 
     Args:
-        config: as the environment gave it.
+        config: settings from the environment.
         address: MASTER_ADDR.
         several: other hosts take part.
 
@@ -49,12 +49,12 @@ def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Co
 
 
 def spans_hosts(environ: Mapping[str, str], world_size: int) -> bool:
-    """Whether a launcher has told this rank that ranks of other hosts take part."""
+    """Return whether a launcher has told this rank that ranks of other hosts take part."""
     return 0 < ranks_here(environ) < world_size
 
 
 def ranks_here(environ: Mapping[str, str]) -> int:
-    """How many ranks of the job run on this host, as their launcher has told one of them; 0: it does not say."""
+    """Return the number of the job's ranks on this host, as their launcher has told one of them; 0: unknown."""
     try:
         told = in_torchruns_names(environ)
     except ConfigError:

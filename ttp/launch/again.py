@@ -1,11 +1,11 @@
-"""How ranks that go on in their processes and their launcher tell each other so; files in the run directory.
+"""Files in the run directory by which ranks that go on in their processes and their launcher inform each other.
 
     run_dir/again/<pid>   this process was released to go on, or started to take a seat: it has nothing to lose until
-                          it begins an update. ``time.monotonic()`` of this host until which it may take, and the
+                          it begins an update. Contents: its deadline (``time.monotonic()`` of this host), and the
                           number of the launch that it goes on to.
-    run_dir/again/next    the launch that is to come of it: its number, whose seats are filled, where ranks meet
+    run_dir/again/next    the next launch: its number, the ranks that are started for it, where its ranks meet
 
-As for leases, nothing here raises: what cannot be written means that the job is started anew, as without it.
+As for leases, nothing here raises: if a file cannot be written the job is started anew, as it would be without it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ NEXT = "next"
 
 @dataclass(frozen=True, slots=True)
 class NextLaunch:
-    """What the launcher says to ranks that go on, and to those that it starts beside them.
+    """What the launcher tells ranks that go on, and ranks that it starts beside them.
 
     Args:
-        launch: as torchelastic counts them.
+        launch: number of the launch, as torchelastic counts them.
         seats: ranks that are started.
-        address: of a store that nobody has used yet.
-        port: likewise.
-        released: the others go on; False: they still save, and who was started already waits.
+        address: host of an unused store.
+        port: port of that store.
+        released: the others go on; False: they still save, and the started ranks wait already.
     """
 
     launch: int
@@ -39,7 +39,7 @@ class NextLaunch:
     released: bool
 
     def as_environment(self) -> dict[str, str]:
-        """What torch reads of it, in a process that goes on or is started."""
+        """Return the variables for torch, in a process that goes on or is started."""
         return {
             "TORCHELASTIC_RESTART_COUNT": str(self.launch),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -49,25 +49,25 @@ class NextLaunch:
 
 
 class Again:
-    """Any process of the job may make its own instance.
+    """Access to the files. Any process of the job may make its own instance.
 
     Args:
-        run_dir: of the job on this host.
+        run_dir: run directory of the job on this host.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = Path(run_dir) / "again"
 
     def mark(self, pid: int, deadline_s: float, launch: int = 0) -> None:
-        """The process goes on to ``launch`` (0: whichever is next), by ``deadline_s`` of ``time.monotonic()``."""
+        """Mark a process that goes on to ``launch`` (0: the next) by ``deadline_s`` of ``time.monotonic()``."""
         write_whole(self._directory / str(pid), f"{float(deadline_s)!r} {launch}")
 
     def unmark(self, pid: int) -> None:
-        """It is about to make an update: from now on it has something to lose."""
+        """Remove the mark of a process: it is about to make an update, so it has something to lose."""
         remove(self._directory / str(pid))
 
     def marks(self, launch: int | None = None) -> dict[int, float]:
-        """Deadlines by process; some may be dead. ``launch``: of those alone that go on to it; None: of all."""
+        """Return deadlines by process; some may be dead. ``launch``: only of those that go on to it; None: of all."""
         found = {}
         for path in entries(self._directory):
             with contextlib.suppress(OSError, ValueError):
@@ -77,11 +77,11 @@ class Again:
         return found
 
     def announce(self, next_launch: NextLaunch) -> None:
-        """Tell the ranks."""
+        """Tell the ranks about the next launch."""
         write_whole(self._directory / NEXT, json.dumps(asdict(next_launch)))
 
     def next(self) -> NextLaunch | None:
-        """What the launcher has said last; None: nothing."""
+        """Return what the launcher has announced last; None: nothing."""
         try:
             said = json.loads((self._directory / NEXT).read_text())
             place = str(said["address"]), int(said["port"])
@@ -90,6 +90,6 @@ class Again:
             return None
 
     def clear(self) -> None:
-        """All ranks are started anew."""
+        """Remove all files: all ranks are started anew."""
         for path in (*entries(self._directory), self._directory / NEXT):
             remove(path)

@@ -1,8 +1,8 @@
-"""Torch's elastic agent, made to wait for workers that save.
+"""Torch's elastic agent, extended to wait for workers that save.
 
-``TtpAgent`` differs from ``LocalElasticAgent`` in when it stops workers, not in how, and only if ranks armed
-themselves (see ``ttp.launch.hold``). Everything of ours fails open: an error in it is logged, and torch goes on as it
-would have without us.
+``TtpAgent`` differs from ``LocalElasticAgent`` in when it stops workers, not in how, and only if ranks have armed
+themselves (see ``ttp.launch.hold``). Every part of ttp in it fails open: an error is logged, and torch goes on as it
+would have without ttp.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED
 from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.host import GRACE_S, Host
+from ttp.launch.moved_ranks import MovedRanks, job_address, may_move
 from ttp.launch.preparation import EXIT_FAILED, verdict
 from ttp.launch.rendezvous import give_fresh_stores
 from ttp.launch.seats import Seats
 from ttp.launch.shared_token import SharedToken
-from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic
+from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic, pass_barrier
 from ttp.launch.torch_compat import forgive_replies
 from ttp.launch.warm.torch_workers import forking
 
 logger = logging.getLogger("ttp.launch")
 
 IMPORTS_KEY = "ttp/imports"
-"""In the store of a launch: what its ranks have imported."""
+"""Key in the store of a launch: the modules that its ranks have imported."""
 OF_WORKERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
 """Variables that torch's agent gives to all workers alike."""
 
@@ -42,7 +43,7 @@ class TtpAgent(LocalElasticAgent):
 
     Args:
         host: what ttp does on this host.
-        token: the job's, which nodes agree on when they have met.
+        token: the job's token, on which nodes agree when they have met.
         stand_by: wait until a host of the job is missing.
         args: as ``LocalElasticAgent``.
         kwargs: as ``LocalElasticAgent``.
@@ -55,11 +56,12 @@ class TtpAgent(LocalElasticAgent):
         self._seats = Seats(self, host, host.config)
         self._said_in: Any = None
         self.job_code = EXIT_FAILED
-        """Exit code of the whole job, once ``run`` is over; without a controller to ask, as seen from this host."""
+        """Exit code of the whole job, once ``run`` is over; if no controller answers, as seen from this host."""
         spec = self._worker_group.spec
-        self._look_s, spec.monitor_interval = spec.monitor_interval, 0.0  # torch would sleep when a worker dies
+        self._look_s, spec.monitor_interval = spec.monitor_interval, 0.0  # torch would sleep when one dies
         give_fresh_stores(spec)
         wait_s = host.reschedule_s
+        self._moved = MovedRanks(spec, host) if stand_by and may_move() else None
         if stand_by:
             spec.rdzv_handler = StandBy(spec.rdzv_handler, wait_s, self._prepare)
         elif is_dynamic(spec.rdzv_handler):
@@ -83,20 +85,27 @@ class TtpAgent(LocalElasticAgent):
         self.job_code = self._host.close(several_nodes, self.job_code)
 
     def exit_codes(self) -> list[int]:
-        """Exit codes of the workers of the last attempt; negative for a signal."""
+        """Return the exit codes of the workers of the last attempt; negative for a signal."""
         codes = [worker.poll() for worker in self._workers().values()]
         return [code for code in codes if code is not None]
 
     def _prepare(self, store: Any) -> None:
-        """Import ahead, on a host that stands by, what the ranks of the job have imported."""
+        """Import ahead, on a host that stands by, the modules that the ranks of the job have imported."""
         spec = self._worker_group.spec
         command = [str(spec.entrypoint), *(str(argument) for argument in spec.args)]
         self._fail_open(lambda: self._host.warm.prepare(command, os.environ | OF_WORKERS, _heard(store)))
+        if self._moved is not None:
+            self._fail_open(lambda: self._take_ranks(store))
+
+    def _take_ranks(self, store: Any) -> None:
+        """On a host that stands by: of one that is drained, while the others train."""
+        if self._moved is not None and (address := job_address(store)):
+            self._moved.look(self._token.agree(store, first=False), address)
 
     def _start_workers(self, worker_group: Any) -> Any:
         job = self._token.agree(worker_group.store, first=worker_group.group_rank == 0)
         self._host.use(job)
-        os.environ["TTP_TOKEN"] = job.token  # of the workers, too
+        os.environ["TTP_TOKEN"] = job.token  # for the workers, too
         self._host.before_workers(
             worker_group.master_addr,
             first_node=worker_group.group_rank == 0,
@@ -110,9 +119,9 @@ class TtpAgent(LocalElasticAgent):
         return ids
 
     def _monitor_workers(self, worker_group: Any) -> Any:
-        """Before torch stops the others of a worker that failed, let them save.
+        """Let the other workers save before torch stops them because a worker failed.
 
-        This must block: were we to say HEALTHY meanwhile, torch would look for nodes that wait to join and restart.
+        This must block: if it returned HEALTHY meanwhile, torch would look for nodes that wait to join, and restart.
         """
         self._fail_open(lambda: self._host.wait_for_a_death(self._look_s))
         workers = self._workers()
@@ -129,7 +138,7 @@ class TtpAgent(LocalElasticAgent):
         return result
 
     def _hold(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Let those that live save, and go on where they can; else they may be stopped when this returns."""
+        """Let the live workers save, and go on where they can; otherwise they may be stopped when this returns."""
         self._seats.second_fault(workers)
         self._fail_open(lambda: self._seats.start_early(workers))
         if self._host.hold(workers) or self._seats.others_go_on(workers):
@@ -137,15 +146,26 @@ class TtpAgent(LocalElasticAgent):
         if any(worker.poll() not in (None, 0) for worker in self._workers().values()):
             self._fail_open(lambda: self._host.expect_stop(workers))
 
+    def _exit_barrier(self) -> None:
+        """Where ranks have ended because they were moved away, the others train on: nobody is waited for."""
+        rendezvous = self._worker_group.spec.rdzv_handler
+        if isinstance(rendezvous, Rescheduling) and self._host.is_moved():
+            logger.warning("the ranks of this host are on another one now: it leaves its place in the job")
+            self._fail_open(rendezvous.leave)
+            self._fail_open(lambda: pass_barrier(self._store, self._worker_group.group_world_size or 1))
+            return
+        wait: Any = super()._exit_barrier
+        wait()
+
     def _restart_workers(self, worker_group: Any) -> None:
-        """Where nobody failed a host wants to come in: ranks are asked to save at once."""
+        """Ask ranks to save before a restart for a host that wants to join, i.e. if no worker has failed."""
         if worker_group.state is WorkerState.HEALTHY:
             self._fail_open(lambda: self._seats.end(self._workers()))
             self._fail_open(lambda: self._host.stop(self._workers(), signal.SIGTERM, GRACE_S))
         super()._restart_workers(worker_group)
 
     def _say_imports(self) -> None:
-        """To hosts that stand by, once in each launch."""
+        """Tell hosts that stand by, once in each launch, what ranks have imported."""
         group: Any = self._worker_group
         if group.group_rank == 0 and (group.group_world_size or 1) > 1 and self._said_in is not group.store:
             imports = self._host.warm.imports()
@@ -154,8 +174,8 @@ class TtpAgent(LocalElasticAgent):
                 self._said_in = group.store
 
     def _forgo_restarts(self, worker_group: Any, workers: Mapping[int, Popen[Any]]) -> None:
-        """Allow no restart where none can help: program or settings are wrong, the job makes no progress, or goes on
-        without this host."""
+        """Allow no restart where none can help: the program or settings are wrong, or the job makes no progress, or
+        it goes on without this host."""
         wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
         if wrong and self._remaining_restarts:
             logger.error(
@@ -174,7 +194,7 @@ class TtpAgent(LocalElasticAgent):
             self._remaining_restarts = 0
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Stop what runs: by an operator's signal, a change of members (no signal given), or an error of the agent."""
+        """Stop the workers, after an operator's signal, a change of members (no signal given), or an agent's error."""
         workers = self._workers()
         self._fail_open(lambda: self._seats.end(workers))
         if args or "death_sig" in kwargs:
@@ -186,7 +206,7 @@ class TtpAgent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _obey(self, workers: Mapping[int, Popen[Any]], how: signal.Signals, grace_s: float) -> None:
-        """Pass an operator's signal on and wait for workers that save. A second Ctrl-C ends the wait, SIGTERM not."""
+        """Pass an operator's signal on and wait for workers that save. A second Ctrl-C ends the wait, not SIGTERM."""
         while True:
             try:
                 self._fail_open(lambda: self._host.stop(workers, how, grace_s))
@@ -197,7 +217,7 @@ class TtpAgent(LocalElasticAgent):
                     return
 
     def _workers(self) -> dict[int, Popen[Any]]:
-        """Worker processes by global rank; empty where torch runs them in another way (``--run-path``)."""
+        """Return worker processes by global rank; empty where torch runs them in another way (``--run-path``)."""
         handlers = getattr(self._pcontext, "subprocess_handlers", None) or {}
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         return {ranks[local_rank]: handler.proc for local_rank, handler in handlers.items()}
@@ -205,22 +225,22 @@ class TtpAgent(LocalElasticAgent):
     def _fail_open(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except SignalException:  # torch's way to say that the agent got a signal
+        except SignalException:  # torch's sign that the agent got a signal
             raise
         except Exception:
             logger.exception("ttp cannot protect this job here; going on as torchrun does")
 
 
 def _heard(store: Any) -> bytes | None:
-    """What the ranks of this launch have imported; None: they have not said so yet."""
+    """Return what the ranks of this launch have imported; None: they have not said so yet."""
     return bytes(store.get(IMPORTS_KEY)) if store.check([IMPORTS_KEY]) else None
 
 
 def _world_size(worker_group: Any) -> int:
-    """Number of ranks of the job; 0: torch does not say."""
+    """Return the number of ranks of the job; 0: torch does not say."""
     return int(next((worker.world_size for worker in worker_group.workers), 0) or 0)
 
 
 def _root_causes_first(failures: dict[int, Any]) -> dict[int, Any]:
-    """Failures, those of ranks that saved last: torch takes the first one of a second for the root cause."""
+    """Sort failures, those of ranks that saved last: torch takes the first failure of a second for the root cause."""
     return dict(sorted(failures.items(), key=lambda item: (item[1].exitcode in ORDERLY_EXITS, item[0])))

@@ -1,4 +1,4 @@
-"""The memory cgroups of a process, v1 and v2."""
+"""Finds the memory cgroups of a process, v1 and v2."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Mount:
 
 
 def mounts(proc: Path) -> Iterator[Mount]:
-    """Hierarchies that may have to do with memory.
+    """Yield the mounted hierarchies that may limit memory.
 
     Args:
-        proc: where ``/proc`` is.
+        proc: path of ``/proc``.
 
     Raises:
-        OSError, ValueError: that cannot be told.
+        OSError, ValueError: ``mountinfo`` cannot be read or parsed.
     """
     for line in (proc / "self" / "mountinfo").read_text().splitlines():
         fields, _, source = line.partition(" - ")
@@ -46,12 +46,12 @@ def mounts(proc: Path) -> Iterator[Mount]:
 
 
 def groups(pid: int | str, known: Iterable[Mount], proc: Path) -> Iterator[Group]:
-    """The cgroup of a process and those above it, the innermost first; as far as they can be told.
+    """Yield the cgroup of a process and those above it, the innermost first, as far as they are known.
 
     Args:
-        pid: of the process, or ``self``.
+        pid: the process, or ``self``.
         known: see ``mounts``.
-        proc: where ``/proc`` is.
+        proc: path of ``/proc``.
     """
     known = tuple(known)
     with contextlib.suppress(OSError, ValueError):

@@ -16,23 +16,23 @@ from ttp.launch.presence import is_local, listens
 logger = logging.getLogger("ttp.launch")
 
 LOOK_S = 0.2
-"""How often the process is checked. A controller that died is replaced within this plus its starting time."""
+"""Seconds between two checks of the process. A dead controller is replaced within this plus its starting time."""
 FOREIGN_LOOK_S = 1.0
 RETRY_S = 1.0
 KEPT_S = 30 * 86400.0
-"""A controller without ranks ends after this. Ranks may prepare data for hours; its owner ends it earlier."""
+"""Seconds after which a controller without ranks ends. Ranks may prepare data for hours; its owner ends it earlier."""
 
 
 class ControllerKeeper:
     """Starts the controller, replaces it when it dies, ends it with the job.
 
-    A controller that was there before this one started any (another agent's on this host, an operator's) is used and
-    left alone, but its death is noticed too. One that a rank has put in the place of ours is ended with the job: it
-    would hold the port, with the token of a job that is over.
+    A controller that served before this object started one (another agent's on this host, an operator's) is used and
+    left alone, but its death is noticed too. A controller that a rank has started in place of this object's is ended
+    with the job: it would hold the port, with the token of a job that is over.
 
     Args:
         config: port, token and bind address.
-        run_dir: where its log goes.
+        run_dir: directory of the controller's log.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -40,11 +40,11 @@ class ControllerKeeper:
         self._run_dir = run_dir
         self._address = ""
         self._child: subprocess.Popen[bytes] | None = None
-        self._started = False  # one at least
+        self._started = False  # at least one controller
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # one start at a time
         self._over = threading.Event()
-        self._job_over = False  # it ended by itself, with code 0: not replaced until workers start again
+        self._job_over = False  # the controller ended by itself, with code 0: not replaced until workers start again
 
     def use(self, config: Config) -> None:
         """Start controllers with these settings from now on."""
@@ -55,7 +55,7 @@ class ControllerKeeper:
         """Keep a controller serving at ``address`` until ``stop``. Call it before each start of workers.
 
         Raises:
-            ConfigError: there is none and none can be started; the text says why.
+            ConfigError: there is no controller and none can be started; the text says why.
         """
         with self._lock:
             self._address = address
@@ -67,7 +67,7 @@ class ControllerKeeper:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop keeping it, and end the controller if this process, or a rank after it, started it."""
+        """Stop keeping the controller, and end it if this process, or a rank after it, started it."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -114,7 +114,7 @@ class ControllerKeeper:
             return False
         self._child = None
         self._job_over = code == 0
-        if code not in (0, EXIT_BAD_CONFIG):  # 64: somebody else's was faster
+        if code not in (0, EXIT_BAD_CONFIG):  # 64: another process got the port first
             logger.warning(
                 "the controller ended (exit code %d) and is replaced\n%s", code, log_tail(self._run_dir, lines=3)
             )

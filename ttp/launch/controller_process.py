@@ -1,8 +1,8 @@
 """Finds, starts and stops the controller process, for launchers and for the processor of rank 0.
 
-Several processes may start one at the same time: the one that gets the port wins. The others exit with code 64, and the
-controller that answers on the port is used. The winner may still be starting, or may end before it serves. So a process
-that lost goes on looking, and starts another controller later, until its time is over.
+Several processes may start a controller at the same time: the one that gets the port wins. The others exit with code
+64, and the controller that answers on the port is used. The winner may still be starting, or may end before it serves.
+So a process that lost goes on looking, and starts another controller later, until its time is over.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LOG_FILE = "controller.log"
 COMMAND = (sys.executable, "-m", "ttp.controller")
 
 STRANGER_S = 10.0
-"""How long something may listen and not answer, or answer for another job: a controller that starts needs seconds on a
-busy host, and so does that of an earlier launch until it has ended."""
+"""Seconds that a program may listen and not answer, or answer for another job: a starting controller needs seconds
+on a busy host, and so does that of an earlier launch until it has ended."""
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 2.0
-"""After a lost start: how long it is left to the winner to serve, before another one is started."""
+"""Longest wait in seconds, after a lost start, for the winner to serve before another controller is started."""
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 16
 
@@ -50,17 +50,17 @@ def start_controller(
     """Start ``python -m ttp.controller`` in its own session, logging to ``run_dir/controller.log``. Does not wait.
 
     Args:
-        port: where it listens.
+        port: port to listen on.
         bind: address to bind to; empty: every address.
-        run_dir: where its log goes; created when missing.
-        token: the job's shared secret. It travels in the environment: arguments are visible to everybody.
+        run_dir: directory of its log; created when missing.
+        token: the job's shared secret. It is passed in the environment: arguments are visible to everyone.
         owner_pid: process whose end makes the controller unnecessary.
         abandoned_s: seconds without any rank after which it ends.
         orphan_s: seconds without owner and ranks after which it ends.
-        save_dir: where it may write incident files; empty: where processes of this host allow it.
+        save_dir: directory for incident files; empty: where processes of this host allow it.
 
     Raises:
-        ConfigError: the log cannot be written or the interpreter not be started.
+        ConfigError: the log cannot be written, or the interpreter not be started.
     """
     command = [*COMMAND, "--port", str(port), "--bind", bind, "--run-dir", str(run_dir)]
     if owner_pid is not None:
@@ -88,10 +88,11 @@ def start_controller(
 
 
 def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:
-    """Have it end at once, SIGKILL after ``patience_s`` (it writes its journal meanwhile); returns when it is gone.
+    """End the controller at once, by SIGKILL after ``patience_s`` (it writes its journal meanwhile); returns when done.
 
-    SIGINT ends one that serves; SIGTERM, by itself, would have it wait until its ranks have left. But it ends one that
-    has only begun: what a shell starts in the background ignores SIGINT until it says otherwise.
+    SIGINT ends a controller that serves; SIGTERM alone would have it wait until its ranks have left. But only SIGTERM
+    ends one that has just begun: a process that a shell starts in the background ignores SIGINT until it says
+    otherwise.
     """
     child.send_signal(signal.SIGINT)
     child.send_signal(signal.SIGTERM)
@@ -104,7 +105,7 @@ def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) ->
 
 
 def end_controller(address: str, port: int, token: str, patience_s: float = 10.0) -> None:
-    """SIGINT to the controller of this machine that serves there, if any does; returns when the port is free again."""
+    """Send SIGINT to this machine's controller at that port, if one serves; returns when the port is free again."""
     pid = controller_pid(address, port, token)
     if pid is None:
         return
@@ -119,7 +120,7 @@ def end_controller(address: str, port: int, token: str, patience_s: float = 10.0
 
 
 def log_size(run_dir: Path) -> int:
-    """Bytes of the controller's log by now: what a controller that is started next writes comes after them."""
+    """Return the bytes of the controller's log: a controller that is started next writes after them."""
     try:
         return (run_dir / LOG_FILE).stat().st_size
     except OSError:
@@ -127,7 +128,7 @@ def log_size(run_dir: Path) -> int:
 
 
 def log_tail(run_dir: Path, since: int = 0, lines: int = TAIL_LINES) -> str:
-    """The last lines of the controller's log after its first ``since`` bytes; empty when there are none."""
+    """Return the last lines of the controller's log after its first ``since`` bytes; empty when there are none."""
     try:
         with (run_dir / LOG_FILE).open("rb") as log:
             log.seek(max(since, log_size(run_dir) - TAIL_BYTES))
@@ -138,7 +139,7 @@ def log_tail(run_dir: Path, since: int = 0, lines: int = TAIL_LINES) -> str:
 
 
 def wait_until_serving(address: str, port: int, token: str, timeout_s: float) -> bool:
-    """Wait until a controller of this job answers there; False after ``timeout_s`` seconds."""
+    """Wait until a controller of this job answers at ``address:port``; False after ``timeout_s`` seconds."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         left_s = deadline_s - time.monotonic()
@@ -161,13 +162,13 @@ def ensure_controller(
     patience_s: float = 30.0,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> subprocess.Popen[bytes] | None:
-    """See to it that a controller of this job serves at ``address:port``.
+    """Make sure that a controller of this job serves at ``address:port``.
 
-    Starts one when nobody listens there and ``address`` belongs to this machine; otherwise waits for one. ``cancelled``
-    is asked now and then and ends the attempt.
+    Starts one if no process listens there and ``address`` belongs to this machine; otherwise waits for one.
+    ``cancelled`` is asked now and then and ends the attempt.
 
     Returns:
-        The process that was started and serves, or None when somebody else's does.
+        The process that was started and serves, or None if another controller serves.
 
     Raises:
         ConfigError: something else listens there, or none serves after ``patience_s`` seconds; the text says what to
@@ -194,7 +195,7 @@ def ensure_controller(
 
 
 class _Start:
-    """One attempt to have a controller at a port: the process that was started, and what is wrong with what answers."""
+    """One attempt to have a controller at a port: the started process, and the trouble with whatever answers there."""
 
     def __init__(self, address: str, port: int, token: str, run_dir: Path, bind: str) -> None:
         self._address, self._port, self._token, self._run_dir, self._bind = address, port, token, run_dir, bind
@@ -220,7 +221,7 @@ class _Start:
         )
 
     def finished(self) -> subprocess.Popen[bytes] | None:
-        """A controller serves. Ours, or None: another one was faster, and ours is ended."""
+        """Return the started process if it is the controller that serves; else end it and return None."""
         if self._child is None or self._child.poll() is not None:
             return None
         serving = controller_pid(self._address, self._port, self._token)

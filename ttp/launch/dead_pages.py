@@ -25,7 +25,7 @@ class DeadPages:
     """The pages of one group of workers. Thread safe.
 
     Args:
-        run_dir: of the job on this host.
+        run_dir: run directory of the job on this host.
         workers: pid by global rank.
         shared_memory: where directories in memory are made.
     """
@@ -37,13 +37,13 @@ class DeadPages:
         self._lock = threading.Lock()
 
     def after(self, rank: int, pid: int) -> list[Mirror]:
-        """``rank``, process ``pid``, has died: the pages of all workers if it was the last one here. Never raises.
+        """Note that a rank's process has died; return the pages of all workers if it was the last one. Never raises.
 
-        Of each rank the two newest versions: one of them is what its peers have reached.
+        Each rank has pages of its two newest versions: one of them is the version that its peers have reached.
         """
         with self._lock:
             if rank not in self._living or pid != self._workers[rank]:
-                return []  # told already; or one that had the seat before
+                return []  # reported before; or of an earlier process in this seat
             self._living.discard(rank)
             if self._living:
                 return []

@@ -20,18 +20,18 @@ SIGKILLED = frozenset({-signal.SIGKILL, 128 + signal.SIGKILL})
 """Exit codes of a process killed by SIGKILL: its own, and that of a shell around it."""
 
 POLL_S = 0.01
-"""How often to look where the kernel has no pidfd (before Linux 5.3, some sandboxes)."""
+"""Seconds between two checks where the kernel has no pidfd (before Linux 5.3, some sandboxes)."""
 
 
 class DeathWatch:
     """Waits for the first of some child processes to end.
 
-    A pidfd becomes readable when its process has ended; ``waitid`` with ``WNOWAIT`` then reads the status and leaves
-    it for ``Popen``. Not thread safe.
+    A pidfd becomes readable when its process has ended; ``waitid`` with ``WNOWAIT`` then reads the status and leaves it
+    for ``Popen``. Not thread safe.
 
     Args:
         children: by any key, e.g. the global rank.
-        use_pidfd: False looks every 10 ms instead.
+        use_pidfd: False: check every 10 ms instead.
     """
 
     def __init__(self, children: Mapping[int, Popen[Any]], use_pidfd: bool = True) -> None:
@@ -41,7 +41,10 @@ class DeathWatch:
         self._kernel_tells = use_pidfd and self._open_all()
 
     def wait(self, timeout_s: float) -> dict[int, int]:
-        """Children that ended since the last call, as key to exit code (negative: killed by that signal)."""
+        """Return children that ended since the last call, as key to exit code (negative: killed by that signal).
+
+        Waits up to ``timeout_s`` seconds for the first one.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             ended = self._collect()
@@ -89,7 +92,7 @@ class DeathWatch:
 
 
 def exit_code(child: Popen[Any]) -> int | None:
-    """Exit code of ``child``, as ``Popen.returncode`` has it; None while it runs. Does not reap it."""
+    """Return the exit code of ``child``, as in ``Popen.returncode``; None while it runs. Does not reap it."""
     if child.returncode is not None:
         return int(child.returncode)
     try:
@@ -102,7 +105,7 @@ def exit_code(child: Popen[Any]) -> int | None:
 
 
 def describe_exit(code: int, why: str = "") -> str:
-    """``killed by signal 9 (SIGKILL)`` or ``exited with code 1``; with ``: why`` where that is known."""
+    """Return ``killed by signal 9 (SIGKILL)`` or ``exited with code 1``, followed by ``: why`` if that is given."""
     reason = f": {why}" if why else ""
     if code >= 0:
         return f"exited with code {code}{reason}"

@@ -1,8 +1,8 @@
 """Reports the end of a rank's process to the controller that leads the job, from the launcher.
 
-A report goes at once to the controller that was known last, on a connection that is open already. Where it is not
-accepted, because that controller has just died with its host or has been replaced, it is sent to all controllers of the
-job (``ttp.launch.ring``) until one accepts it or ``PATIENCE_S`` have passed.
+A report goes at once to the controller that led last, on a connection that is open already. If it is not accepted,
+because that controller has just died with its host or has been replaced, it is sent to all controllers of the job
+(``ttp.launch.ring``) until one accepts it or ``PATIENCE_S`` have passed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttp.core.copy_messages import Mirror
+from ttp.inbox import Inbox
 from ttp.launch.presence import channel_options
 
 logger = logging.getLogger("ttp.launch")
@@ -23,7 +24,7 @@ logger = logging.getLogger("ttp.launch")
 TIMEOUT_S = 1.0
 """Seconds that one controller may take to answer."""
 PATIENCE_S = 15.0
-"""How long a report is repeated: ranks take seconds to agree on a new controller, if hosts do not answer at all."""
+"""Seconds that a report is repeated: ranks take seconds to agree on a new controller, if hosts do not answer at all."""
 LAST_S = 3.0
 """Seconds that ``close`` waits for reports that no controller has accepted yet."""
 LOOK_S = 1.0
@@ -41,20 +42,20 @@ class _Report:
     request: Any
     until: float
     heard: set[str] = field(default_factory=set)
-    """Controllers that answered without accepting it. They may accept it later, when they lead the job."""
+    """Controllers that answered without accepting the report. They may accept it later, when they lead the job."""
     waited_for: bool = True
-    """Whether ``close`` waits for it: some controller may lead the job and not know of this death."""
+    """Whether ``close`` waits for the report: some controller may lead the job and not know of this death."""
 
 
 class FaultReporter:
     """Sends ``ReportFault``: never blocks, never raises. Opens its connection ahead of time.
 
     Args:
-        places: where the job may have its controller (``host:port``), the likeliest first. Asked on a thread.
+        places: returns where the job may have its controller (``host:port``), the likeliest first. Called on a thread.
         home: the address that the job was started with (``host:port``).
         token: the job's shared secret; may be empty.
-        pages_after: what is to be handed over when a rank, a process, has died; must not raise.
-        seat: whether the dead can be started alone; see ``ttp.core.controller.continuing``.
+        pages_after: returns the pages to hand over when a process of a rank has died; must not raise.
+        seat: returns whether the dead can be started alone; see ``ttp.core.controller.continuing``.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class FaultReporter:
         self._home, self._token, self._metadata = home, token, metadata(token)
         self._channels: dict[str, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
-        self._pending: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
+        self._pending: Inbox[_Report | None] = Inbox()
         self._unheard = 0
         self._all_heard = threading.Condition(self._lock)
         self._closing = False
@@ -82,9 +83,9 @@ class FaultReporter:
         self._thread.start()
 
     def goes_on(self, home: str, token: str, pages_after: PagesAfter) -> bool:
-        """Report the deaths of other workers of the same job, too; False: it is another job, which needs its own.
+        """Report the deaths of other workers of the same job, too; False: it is another job and needs another reporter.
 
-        The connection stays: to close it and open another one takes a fifth of a second, in which workers may die.
+        The connection stays: closing it and opening another one takes a fifth of a second, in which workers may die.
         """
         if (home, token) != (self._home, self._token) or self._closing:
             return False
@@ -116,7 +117,7 @@ class FaultReporter:
             call.add_done_callback(lambda done: self._answered(place, report, done))
 
     def close(self) -> None:
-        """Wait ``LAST_S`` at most for reports that no controller has accepted yet, then close the connections."""
+        """Wait up to ``LAST_S`` seconds for reports that no controller has accepted yet, then close the connections."""
         with self._all_heard:
             self._all_heard.wait_for(lambda: self._unheard == 0, LAST_S)
             self._closing = True
@@ -153,7 +154,7 @@ class FaultReporter:
             return None
 
     def _answered(self, place: str, report: _Report, call: Any) -> None:
-        """Called when the first attempt is over."""
+        """Take the end of the first attempt."""
         if self._accepted(place, report, call):
             self._settle(report)
         else:
@@ -194,7 +195,7 @@ class FaultReporter:
                 reports.append(report)
 
     def _went_round(self, report: _Report) -> bool:
-        """Send a report to all controllers. Whether it is done: one has accepted it, or it took too long."""
+        """Send a report to all controllers. Returns True when it is done: one has accepted it, or it took too long."""
         calls = {place: self._send(place, report) for place in self._around}
         accepted = [place for place, call in calls.items() if call is not None and self._told(place, report, call)]
         over = bool(accepted) or time.monotonic() >= report.until

@@ -1,11 +1,11 @@
-"""How the launchers of several hosts agree that their ranks go on, and where these meet.
+"""How the launchers of several hosts agree that their ranks go on, and where these ranks meet.
 
-They tell each other in the store of the rendezvous, which all of them share: nobody waits for a new round. Each host's
-launcher fills its own seats (``ttp.launch.seats``). What is written there is about one time of going on.
+They use the store of the rendezvous, which all of them share, so nobody waits for a new round of the rendezvous. Each
+host's launcher fills its own seats (``ttp.launch.seats``). Each time ranks go on has its own keys in the store::
 
-    place    host and port of a store that is new; the first node's launcher makes it
-    going    ranks of some host were released to go on: for launchers that have no rank left
-    left     how many hosts have no rank left
+    place    host and port of a new store; the first node's launcher makes it
+    going    ranks of some host were released to go on; for launchers without a live rank
+    left     how many hosts have no live rank
     anew     some launcher starts its ranks anew, so all have to
 """
 
@@ -17,18 +17,18 @@ from collections.abc import Callable
 from typing import Any
 
 LOOK_S = 0.005
-"""Where all are about to go on."""
+"""Seconds between two looks while all ranks are about to go on."""
 SLOW_LOOK_S = 0.05
-"""Where others save, which may take long; and how often one looks whether others start anew."""
+"""Seconds between two looks while others save, which may take long, and between looks whether others start anew."""
 
 
 class GoingOn:
-    """One for each time of going on, on each host.
+    """What the launcher of one host says and learns while ranks go on once.
 
     Args:
-        group: torch's worker group, of several hosts.
-        rendezvous: what it was formed by.
-        number: how often its ranks have gone on before; the same on all hosts.
+        group: torch's worker group, which spans several hosts.
+        rendezvous: torch's rendezvous, which formed the group.
+        number: how often the group's ranks have gone on before; the same on all hosts.
     """
 
     def __init__(self, group: Any, rendezvous: Any, number: int) -> None:
@@ -37,29 +37,33 @@ class GoingOn:
         self._key = f"ttp/again/{group.master_port}/{number}"
 
     def starts_anew(self) -> None:
-        """This host does not go on. Never raises: the others see it by other means, later."""
+        """Tell the others that this host starts its ranks anew. Never raises: if it fails, the others notice later."""
         with contextlib.suppress(RuntimeError, OSError):
             self._store.set(f"{self._key}/anew", "1")
 
     def why_not(self) -> str:
-        """Why no host can go on; empty: none has said so."""
+        """Return why no host can go on; empty: none has said that it cannot."""
         meet_anew = self._rendezvous.is_closed() or bool(self._rendezvous.num_nodes_waiting())
         return "another host starts its ranks anew" if self._said("anew") or meet_anew else ""
 
     def goes(self, place: tuple[str, int] | None) -> None:
-        """Ranks of this host go on; ``place``: where all meet, of the first node."""
+        """Tell the others that ranks of this host go on.
+
+        Args:
+            place: host and port where all ranks meet, if this is the first node; None elsewhere.
+        """
         self._store.set(f"{self._key}/going", "1")
         if place is not None:
             self._store.set(f"{self._key}/place", f"{place[1]} {place[0]}")
 
     def place(self, why_not_here: Callable[[], str]) -> tuple[str, int]:
-        """Where the ranks meet; waits until the first node has said so.
+        """Wait until the first node has said where the ranks meet. Returns host and port.
 
         Args:
-            why_not_here: asked meanwhile whether this host cannot go on.
+            why_not_here: called again and again; returns why this host cannot go on, empty if it can.
 
         Raises:
-            RuntimeError: they cannot go on.
+            RuntimeError: the ranks cannot go on.
         """
         asked_s = 0.0
         while not self._said("place"):
@@ -73,7 +77,11 @@ class GoingOn:
         return host, int(port)
 
     def others_go(self, patience_s: float) -> bool:
-        """Whether ranks of others go on, where no rank of this host is left: waits while they save."""
+        """Return whether ranks of other hosts go on, if no rank of this host is left. Waits while others save.
+
+        Args:
+            patience_s: how long to wait at most, in seconds.
+        """
         until = time.monotonic() + patience_s
         left = self._store.add(f"{self._key}/left", 1)
         while left < self._hosts and time.monotonic() < until and not (self.why_not() or self._one_is_lost()):
@@ -87,6 +95,6 @@ class GoingOn:
         return bool(self._store.check([f"{self._key}/{what}"]))
 
     def _one_is_lost(self) -> bool:
-        """Whether the rendezvous has not heard of a host for some seconds; on a busy machine that may live."""
+        """Return whether the rendezvous has not heard from a host for some seconds; it may live, if it is busy."""
         state = getattr(getattr(self._rendezvous, "_inner", None), "_state_holder", None)
         return state is not None and len(state.state.participants) < self._hosts

@@ -40,7 +40,7 @@ Workers = Mapping[int, Popen[Any]]
 
 LOOK_S = 0.01
 GRACE_S = 30.0
-"""How long torch leaves a worker between SIGTERM and SIGKILL."""
+"""Seconds that torch leaves a worker between SIGTERM and SIGKILL."""
 OTHERS_S = 10.0
 """Seconds that the first node keeps the controller for launchers of other hosts that still have to ask it."""
 
@@ -67,12 +67,12 @@ class Host:
         self.warm = WarmStarter(config, run_dir)
         self.again = Again(run_dir)
         self.seat: Callable[[], str] = lambda: ""
-        """Asked on any thread whether a dead worker can be started alone; see ``ttp.core.controller.continuing``."""
+        """Returns on any thread whether a dead worker can be started alone; see ``ttp.core.controller.continuing``."""
         self._leases.sweep()
         forget_ring(run_dir)
 
     def use(self, config: Config) -> None:
-        """Use the settings that the launchers have agreed on. The token is written for commands on this host.
+        """Use the settings that the launchers have agreed on. Writes the token for commands on this host.
 
         Raises:
             ConfigError: the token cannot be written.
@@ -87,16 +87,16 @@ class Host:
         (self._run_dir / TOKEN_FILE).unlink(missing_ok=True)
 
     def before_workers(self, address: str, first_node: bool, world_size: int = 0, here: int = 0) -> None:
-        """Call before each start of workers.
+        """Start the relay and, on the first node, the controller. Call it before each start of workers.
 
         Args:
             address: the job's MASTER_ADDR.
-            first_node: this host has the controller.
-            world_size: ranks of the job; 0: not known.
-            here: those of this host; 0: not known.
+            first_node: this host runs the controller.
+            world_size: number of ranks of the job; 0: not known.
+            here: number of ranks of this host; 0: not known.
 
         Raises:
-            ConfigError: at the first start, when this is the first node and no controller can serve. Later it is only
+            ConfigError: at the first start, if this is the first node and no controller can serve. Later this is only
                 logged: training without protection is better than none.
         """
         self._leases.sweep()
@@ -115,7 +115,7 @@ class Host:
             say_start(self._places(), self.config.token, self._name)
 
     def _keep_relay(self, world_size: int, here: int) -> None:
-        """Start the relay of this host where one is wanted. If that fails, ranks connect by themselves."""
+        """Start the relay of this host if one is wanted. If that fails, ranks connect by themselves."""
         if self._relay is not None or self.config.relay == "off":
             return
         from ttp.launch import relay
@@ -128,11 +128,11 @@ class Host:
             logger.warning("this host has no relay, its ranks connect by themselves: %s", problem)
 
     def sweep(self) -> None:
-        """Remove what processes that were killed have left in the run directory."""
+        """Remove files that killed processes have left in the run directory."""
         self._leases.sweep()
 
     def watch(self, workers: Workers) -> None:
-        """Report deaths of these from now on."""
+        """Report deaths of these workers from now on."""
         pids = {rank: worker.pid for rank, worker in workers.items()}
         pages, token = DeadPages(self._run_dir, pids), self.config.token
         if self._reporter is None or not self._reporter.goes_on(self._home, token, pages.after):
@@ -148,16 +148,16 @@ class Host:
         self._watch.died.clear()
 
     def has_ended(self, worker: Popen[Any]) -> bool:
-        """Whether the program of a worker has come to its end: what kills the process afterwards is no failure."""
+        """Return whether a worker's program has come to its end: a signal that kills it later is no failure."""
         return self._leases.has_ended(worker.pid)
 
     def hold(self, workers: Workers) -> bool:
-        """A worker failed, or the group is to be restarted: return when the survivors may be stopped.
+        """Wait, after a worker failed or before a restart, until the survivors may be stopped.
 
-        Survivors that are armed but get no lease are asked with SIGTERM, which a processor understands as "save now".
+        Survivors that are armed but take no lease get SIGTERM, which a processor understands as "save now".
 
         Returns:
-            Whether the survivors go on instead, and only the dead are to be started.
+            True if the survivors go on instead, and only the dead are to be started.
         """
         verdict = self._wait(workers, Hold(time.monotonic(), self.config.rescue_patience_s, FIRST_LEASE_S))
         if verdict is HoldDecision.STOP and self._armed(workers):
@@ -166,11 +166,11 @@ class Host:
         return verdict is HoldDecision.AGAIN
 
     def stop_going_on(self, workers: Workers, why: str) -> None:
-        """All are started anew: kill those that have nothing to lose, as they were going on from a checkpoint.
+        """Kill workers that have nothing to lose, as they were going on from a checkpoint: all are started anew.
 
         Args:
             workers: by rank.
-            why: for people; empty: they know it.
+            why: for the log; empty: it was logged before.
         """
         if why:
             logger.warning("ranks do not go on in their processes: %s", why)
@@ -179,12 +179,12 @@ class Host:
     def stop(self, workers: Workers, how: signal.Signals, grace_s: float) -> None:
         """Send ``how`` to the workers and wait while they save; kill armed ones that neither save nor leave.
 
-        Does nothing when nobody is armed.
+        Does nothing if no worker is armed.
 
         Args:
             workers: by rank.
             how: the signal.
-            grace_s: how long to wait for a worker that holds no lease.
+            grace_s: seconds to wait for a worker that holds no lease.
         """
         if not self._armed(workers):
             return
@@ -198,16 +198,21 @@ class Host:
         self._watch.expect(_alive(workers))
 
     def is_final(self) -> bool:
-        """Whether the job's verdict says that no restart helps."""
+        """Return whether the job's verdict says that no restart helps."""
         answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
         if answer is not None and answer.final:
             logger.error("the job is not started again: %s", answer.text)
         return answer is not None and bool(answer.final)
 
     def is_drained(self) -> bool:
-        """Whether somebody has asked that this host starts no ranks again."""
+        """Return whether this host was drained, so that it should start no ranks again."""
         answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
         return answer is not None and self._name in answer.drained
+
+    def is_moved(self) -> bool:
+        """Whether this host is drained, and its ranks train on another one."""
+        answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
+        return answer is not None and self._name in answer.drained and not answer.HasField("code")
 
     def close(self, several_nodes: bool, code: int) -> int:
         """End what was started for the job. With several nodes the controller is kept until no launcher needs it.
@@ -235,7 +240,7 @@ class Host:
             self._leases.sweep()
 
     def _ask_verdict(self, several_nodes: bool, code: int) -> int:
-        """The job's exit code. The first node ends the controller, so it waits until the other launchers have asked."""
+        """Return the job's exit code. The first node waits until other launchers have asked: it ends the controller."""
         if not self._address:
             return code
         deadline_s = time.monotonic() + OTHERS_S
@@ -250,7 +255,7 @@ class Host:
 
     @property
     def reschedule_s(self) -> float:
-        """How long a restart waits for a host in the place of a lost one."""
+        """Seconds that a restart waits for a host in the place of a lost one."""
         return self.config.reschedule_s
 
     @property
@@ -312,7 +317,7 @@ class Host:
         return target(self._address, self.config.port)
 
     def _places(self) -> tuple[str, ...]:
-        """Places (``host:port``) where the job's controller may be now."""
+        """Return the places (``host:port``) where the job's controller may be now."""
         return places(self._run_dir, self._home)
 
 
@@ -321,7 +326,7 @@ def _alive(workers: Workers) -> set[int]:
 
 
 def _ignores(pid: int, number: int) -> bool:
-    """Whether a process ignores a signal: shells have what they start in the background ignore Ctrl-C."""
+    """Return whether a process ignores a signal: shells make their background processes ignore Ctrl-C."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

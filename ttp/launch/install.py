@@ -1,4 +1,4 @@
-"""Makes torch's launcher use our agent, for ``ttp run`` and for the plug-in of stock torchrun."""
+"""Makes torch's launcher use ttp's agent, for ``ttp run`` and for the plug-in of stock torchrun."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger("ttp.launch")
 def agent_maker(
     config: Config, made: Callable[[Any], None] = lambda agent: None, *, stand_by: bool = False
 ) -> Callable[..., Any]:
-    """A stand-in for ``LocalElasticAgent`` in torch's launcher.
+    """Return a stand-in for ``LocalElasticAgent`` in torch's launcher.
 
-    Exports what workers and torch's rendezvous must know to this process' environment.
+    Exports what workers and torch's rendezvous must know to the environment of this process.
 
     Args:
         config: settings; ``config.port`` is set.
-        made: is told of the agent.
+        made: called with the agent.
         stand_by: wait until a host of the job is missing.
 
     Raises:
@@ -36,7 +36,7 @@ def agent_maker(
 
     run_dir = prepare_run_dir(config.resolved_run_dir())
     os.environ["TTP_RUN_DIR"] = str(run_dir)
-    # Else a restarted gloo job finds the addresses of its dead predecessor in the store that the rendezvous shares
+    # Otherwise a restarted gloo job finds the addresses of its dead predecessor in the store that the rendezvous shares
     # with the workers, and hangs or fails.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.update(nccl.settings(os.environ, config))
@@ -51,7 +51,7 @@ def agent_maker(
 
 
 def replaceable(launcher_api: Any) -> bool:
-    """Whether torch's launcher still makes its own agent: not ours already, nor somebody else's."""
+    """Return whether torch's launcher still makes its own agent, neither ttp's already nor another program's."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     current = launcher_api.LocalElasticAgent

@@ -1,4 +1,4 @@
-"""The exit code of a launcher: that of the whole job, which it asks the controller for at its end."""
+"""The exit code of a launcher: that of the whole job, for which it asks the controller at its end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ttp.launch.ring import ask_everybody
 logger = logging.getLogger("ttp.launch")
 
 ASK_S = 1.0
-"""How long a launcher waits for the job's verdict before it leaves with its own."""
+"""Seconds that a launcher waits for the job's verdict before it leaves with its own."""
 
 
 def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, starts: bool = False) -> Any:
     """Tell the controllers that a launcher begins or ends, and ask for the job's verdict.
 
     Args:
-        around: where the controller may be.
-        token: the job's.
+        around: places (``host:port``) where the controller may be.
+        token: the job's token.
         host: name of this host, as its ranks give it.
         code: exit code that the launcher would leave with.
-        starts: whether the launcher starts ranks; else it ends.
+        starts: the launcher starts ranks; False: it ends.
 
     Returns:
         The answer of the controller that leads (``GetVerdictResponse``); None: none came within ``ASK_S``.
@@ -50,7 +50,7 @@ def say_start(around: Iterable[str], token: str, host: str) -> None:
 
 
 def settled_code(own: int, answer: Any) -> int:
-    """The exit code of a launcher whose own ranks ended with ``own``.
+    """Return the exit code of a launcher whose own ranks ended with ``own``.
 
     A job that has trained to its end does not excuse a program that failed afterwards.
 

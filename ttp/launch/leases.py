@@ -1,13 +1,13 @@
 """Leases: how a rank tells the launcher on its host "I am saving, do not stop me before this time".
 
-A launcher that sees one worker die stops the others. Files say who of them must be waited for:
+A launcher that sees one worker die stops the others. Files tell it which of them it must wait for::
 
     run_dir/armed/<pid>    a processor runs in this process, so it may ask for a lease
     run_dir/leases/<pid>   ``time.monotonic()`` of this host until which the process wants to be left alone
-    run_dir/ended/<pid>    it has trained to its end, and so has its program; only the interpreter is taken down
+    run_dir/ended/<pid>    training and the program have ended here; only the interpreter still shuts down
 
-The first two go away when the process ends well; what a killed process left behind is removed by ``sweep``. Everything
-here works when directories or files are missing, and never raises: a full disk must not stop a training job.
+The first two files are removed when the process ends well; ``sweep`` removes those of killed processes. Everything here
+works if directories or files are missing, and never raises: a full disk must not stop a training job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ logger = logging.getLogger("ttp.launch.leases")
 
 
 class Leases:
-    """The leases of one job on one host. Any process of the job may make its own instance."""
+    """The leases of one job on one host. Any process of the job may make its own instance.
+
+    Args:
+        run_dir: where processes of this host leave files for one another.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._armed = Path(run_dir) / "armed"
@@ -32,37 +36,42 @@ class Leases:
         self._ended = Path(run_dir) / "ended"
 
     def arm(self, pid: int) -> None:
-        """Say that a processor is running in ``pid``."""
+        """Note that a processor runs in ``pid``."""
         remove(self._ended / str(pid))
         write_whole(self._armed / str(pid), "")
 
     def disarm(self, pid: int) -> None:
-        """Undo ``arm`` and any lease: nobody has to wait for this process any more."""
+        """Undo ``arm`` and any lease, so that nobody waits for this process any more."""
         remove(self._armed / str(pid))
         remove(self._leases / str(pid))
 
     def end(self, pid: int) -> None:
-        """Say that the program of ``pid`` has ended: a later crash, of a library that is unloaded, is no failure."""
+        """Note that the program of ``pid`` has ended. A later crash, of a library that is unloaded, is no failure."""
         write_whole(self._ended / str(pid), "")
 
     def grant(self, pid: int, deadline_s: float) -> None:
-        """Ask that ``pid`` be left alone until ``deadline_s`` of ``time.monotonic()``; replaces an earlier lease."""
+        """Ask that ``pid`` be left alone until ``deadline_s``. Replaces an earlier lease.
+
+        Args:
+            pid: the process.
+            deadline_s: in seconds of ``time.monotonic()``.
+        """
         write_whole(self._leases / str(pid), repr(float(deadline_s)))
 
     def revoke(self, pid: int) -> None:
-        """End the lease: the process has nothing to save any more."""
+        """End the lease, because the process has nothing to save any more."""
         remove(self._leases / str(pid))
 
     def armed(self) -> set[int]:
-        """Processes that armed themselves and did not disarm; some may be dead."""
+        """Return the processes that armed themselves and did not disarm. Some may be dead."""
         return {int(path.name) for path in entries(self._armed)}
 
     def has_ended(self, pid: int) -> bool:
-        """Whether ``end`` was called for it."""
+        """Return whether ``end`` was called for ``pid``."""
         return (self._ended / str(pid)).exists()
 
     def deadlines(self) -> dict[int, float]:
-        """Deadline (seconds of ``time.monotonic()``) by pid. A file that cannot be read is no lease."""
+        """Return pid -> deadline, in seconds of ``time.monotonic()``. A file that cannot be read counts as no lease."""
         found: dict[int, float] = {}
         for path in entries(self._leases):
             with contextlib.suppress(OSError, ValueError):
@@ -79,7 +88,7 @@ class Leases:
 
 
 def entries(directory: Path) -> list[Path]:
-    """Files that are named after a process."""
+    """Return the files in a directory whose names are pids; none if it cannot be read."""
     try:
         return [path for path in directory.iterdir() if path.name.isascii() and path.name.isdigit()]
     except OSError:
@@ -87,7 +96,7 @@ def entries(directory: Path) -> list[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a draft and rename it, so that a reader never sees half a number."""
+    """Write a draft and rename it, so that a reader never sees half a number. Never raises."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         make_private(path.parent)
@@ -98,7 +107,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there and can be."""
+    """Remove a file if it exists. Never raises."""
     try:
         path.unlink(missing_ok=True)
     except OSError as problem:
@@ -110,6 +119,6 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it exists and belongs to somebody else
+    except OSError:  # it exists, but belongs to somebody else
         return True
     return True

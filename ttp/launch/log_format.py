@@ -1,4 +1,4 @@
-"""How lines of a log look: text for people, or a JSON object each for what collects logs (``TTP_LOG_FORMAT``)."""
+"""Formats the lines of a log: text for people, or one JSON object per line for log collectors (``TTP_LOG_FORMAT``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ttp.config import Config
 
 FACTS = "ttp_facts"
-"""Name of the extra attribute of a record that holds more of the line: an event, its incident, a rank, a version."""
+"""Name of a record's extra attribute with further fields of the line: an event, its incident, a rank, a version."""
 TEXT, JSON = "text", "json"
 
 
@@ -24,7 +24,7 @@ class JsonFormatter(logging.Formatter):
     """One object on a line: time (UTC, RFC 3339), level, logger, process, message, the facts of the record.
 
     Args:
-        **always: what every line has.
+        **always: fields of every line.
     """
 
     def __init__(self, **always: object) -> None:
@@ -32,7 +32,7 @@ class JsonFormatter(logging.Formatter):
         self._always = always
 
     def format(self, record: logging.LogRecord) -> str:
-        """See ``logging.Formatter``."""
+        """See ``logging.Formatter.format``."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, object] = {"time": f"{at}.{int(record.msecs):03d}Z", "level": record.levelname}
         line |= {"logger": record.name, "process": record.process, **self._always, "message": record.getMessage()}
@@ -43,13 +43,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def formatter(kind: str, text: str, datefmt: str | None = None, **always: object) -> logging.Formatter:
-    """The formatter that ``TTP_LOG_FORMAT`` asks for.
+    """Return the formatter that ``TTP_LOG_FORMAT`` asks for.
 
     Args:
         kind: ``text`` or ``json``.
         text: format of a line of text.
-        datefmt: of its time.
-        **always: what every line of JSON has.
+        datefmt: format of its time.
+        **always: fields of every line of JSON.
     """
     return JsonFormatter(**always) if kind == JSON else logging.Formatter(text, datefmt)
 
@@ -61,7 +61,7 @@ def configure_logging(config: Config) -> None:
         return
     handler = logging.StreamHandler()
     rank = "?"
-    with contextlib.suppress(ConfigError):  # nobody's rank is to be known: for whoever needs it that is an error
+    with contextlib.suppress(ConfigError):  # no rank is known here; whoever needs it raises the error
         rank = in_torchruns_names(os.environ).get("RANK", "?")
     handler.setFormatter(
         formatter(config.log_format, f"%(asctime)s %(levelname)s [ttp rank {rank}] %(message)s", rank=rank)

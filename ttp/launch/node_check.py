@@ -1,4 +1,4 @@
-"""What a node's check and MindCluster's ``reset.json`` say of this host, and when a job is to be told of it.
+"""Reads what a node's check and MindCluster's ``reset.json`` say of this host, and decides when to tell a job.
 
 ``reset.json`` (Ascend Device Plugin, ``-hotReset``): ``{"RankList": [{"RankId": 0, "Status": "unrecovered", "Policy":
 "reset", "ErrorCodeHex": ["0x80C98000"]}], "GracefulExit": 0, "RetryTime": 0, ...}``. It is replaced as a whole, by a
@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 OUTPUT_MAX = 300
-"""Characters of a check's last line that are reported."""
+"""Maximum number of characters of a check's last line that are reported."""
 RESET_BYTES_MAX = 1 << 20
 NOTHING_TO_DO = frozenset({"", "empty", "ignore"})
 """Policies that want nothing of a job."""
@@ -30,12 +30,12 @@ class Health(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one look has found.
+    """The result of one check.
 
     Args:
-        health: of the node.
+        health: health of the node.
         text: in words; the check's last line.
-        ranks: that it is about; empty: every rank of the host.
+        ranks: ranks that it is about; empty: every rank of the host.
     """
 
     health: Health
@@ -51,32 +51,32 @@ class Course:
 
     Args:
         strikes: findings of a bad node in a row before it is reported: a check may be wrong once.
-        report_sub_healthy: a sub-healthy node is reported, too; else it is only said.
+        report_sub_healthy: report a sub-healthy node, too; else it is only printed.
     """
 
     def __init__(self, strikes: int, *, report_sub_healthy: bool) -> None:
         self._strikes, self._report_sub_healthy = strikes, report_sub_healthy
         self._bad = 0
         self.reported: Finding | None = None
-        """What the job was told and was not taken back."""
+        """The finding that the job was told and that was not taken back."""
 
     def report(self, finding: Finding) -> bool:
-        """Whether the job is to be told of it. Say ``told`` when it was, as it may not be there yet."""
+        """Return whether to tell the job of a finding. Call ``told`` once it was told: it may not be there yet."""
         wanted = finding.health is Health.FAULTY or (finding.health is Health.SUB_HEALTHY and self._report_sub_healthy)
         self._bad = self._bad + 1 if wanted else 0
         return wanted and self._bad >= self._strikes and self.reported is None
 
     def take_back(self, finding: Finding) -> bool:
-        """Whether the job is to be told that the node is well again."""
+        """Return whether to tell the job that the node is well again."""
         return finding.health is Health.HEALTHY and self.reported is not None
 
     def told(self, finding: Finding | None) -> None:
-        """The job knows of ``finding``; None: that the node is well again."""
+        """Note that the job knows of ``finding``; None: it knows that the node is well again."""
         self.reported, self._bad = finding, 0
 
 
 def run_check(command: Sequence[str], timeout_s: float) -> Finding | str:
-    """Run a check; its exit code is its word. Text: it could not say anything, and why."""
+    """Run a check, whose exit code is its answer. Returns a text if the check could not answer, with the reason."""
     try:
         done = subprocess.run(
             command,
@@ -100,7 +100,7 @@ def run_check(command: Sequence[str], timeout_s: float) -> Finding | str:
 
 
 def read_reset(path: Path) -> Finding | str:
-    """What ``reset.json`` says. Text: nothing that could be read, and why."""
+    """Read ``reset.json``. Returns a text if it cannot be read, with the reason."""
     from ttp.store.json_text import parse_json
     from ttp.store.plain_file import read_plain
 

@@ -1,4 +1,4 @@
-"""Entry point ``torchrun.handlers``: teaches stock torchrun to let healthy ranks save.
+"""Entry point ``torchrun.handlers``: makes stock torchrun let healthy ranks save.
 
 Torch 2.6 and later load it, in the agent and not in workers (with 2.5 use ``ttp run``). It does nothing unless
 ``TTP_PORT`` is set. It is called while ``torch.distributed.launcher.api`` is half imported, so the agent is replaced
@@ -17,7 +17,7 @@ logger = logging.getLogger("ttp.launch")
 
 
 def handler() -> Callable[..., Any]:
-    """What torch calls at start. Returns a creator for a rendezvous backend ``ttp``, which does not exist."""
+    """Prepare the plug-in; torch calls this at start. Returns a creator of a rendezvous backend that raises."""
     if os.environ.get("TTP_PORT"):
         try:
             _wrap_registry()
@@ -46,7 +46,7 @@ def _wrap_registry() -> None:
 
 
 def _replace_agent() -> None:
-    """Put our agent in the place of torch's, unless it is there already."""
+    """Replace torch's agent by ttp's, unless that is done already."""
     from ttp.config import Config
     from ttp.launch.install import agent_maker, replaceable
     from ttp.launch.torch_compat import differences

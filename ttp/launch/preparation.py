@@ -1,4 +1,4 @@
-"""What every launcher of ttp does before it starts workers, and the exit code that it makes of theirs."""
+"""The preparation of every launcher of ttp before it starts workers, and the exit code made of theirs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show_log(config: Config) -> None:
         shown = logging.StreamHandler()
         shown.setFormatter(formatter(config.log_format, "%(asctime)s ttp run: %(message)s", "%H:%M:%S"))
         ours.addHandler(shown)
-        ours.propagate = False  # a library that logs on the root logger would make it say everything twice
+        ours.propagate = False  # a library that logs on the root logger would print everything twice
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def forget_run_dir(asked: Config, job: Config) -> None:
 
 @contextlib.contextmanager
 def _port_kept(config: Config, several_nodes: bool) -> Iterator[Config]:
-    """The settings with a port. A free port is held while the block runs, also while its controller is replaced."""
+    """Yield the settings with a port; a free one is held while the block runs, also when its controller is replaced."""
     if config.port is not None:
         yield config
         return
@@ -94,7 +94,7 @@ def _settle(config: Config, several_nodes: bool) -> Config:
 
 
 def saved_code(text: str) -> int:
-    """The value of ``--saved-exit-code``, for argparse."""
+    """Parse the value of ``--saved-exit-code``, for argparse."""
     try:
         return saved_exit_code(text)
     except ValueError as problem:
@@ -102,11 +102,11 @@ def saved_code(text: str) -> int:
 
 
 def verdict(codes: Collection[int]) -> int:
-    """Exit code of a job that failed, from the exit codes of its last workers: 64 before 70 before 75, else 1."""
+    """Return the exit code of a failed job from those of its last workers: 64 before 70 before 75, else 1."""
     return next((code for code in (EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED) if code in codes), EXIT_FAILED)
 
 
 def refuse(text: str) -> int:
-    """Print what is wrong with the command or the settings. Returns the exit code for that."""
+    """Print what is wrong with the command or the settings, and return the exit code for that."""
     print(f"ttp run: {text}", file=sys.stderr)
     return EXIT_BAD_CONFIG

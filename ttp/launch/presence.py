@@ -1,4 +1,4 @@
-"""Finds out who listens at a port: this job's controller, another job's, something else, or nobody."""
+"""Finds out which program listens at a port: this job's controller, another job's, something else, or none."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import socket
 from typing import Any, Literal
 
 Presence = Literal["controller", "nobody", "other", "refused"]
-"""Our controller; nobody reachable; something else; a controller that does not take our token."""
+"""The job's controller; nothing reachable; something else; a controller that refuses the job's token."""
 
 PROBE_S = 2.0
 
 
 def port_owner(port: int) -> str | None:
-    """Who listens on a TCP port of this machine, such as ``pid 123 (redis-server)``; None if nobody is seen."""
+    """Return which process listens on a TCP port of this machine, like ``pid 123 (redis-server)``; None: none seen."""
     import psutil
 
     try:
@@ -37,7 +37,7 @@ def _describe(pid: int) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether ``address`` (name or number) is one of this machine: only then can something be bound to it."""
+    """Return whether ``address`` (name or number) is one of this machine: only then can something be bound to it."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -55,11 +55,11 @@ def _can_bind(family: int, where: Any) -> bool:
 
 
 def may_be_bound(bind: str, port: int) -> bool:
-    """Whether waiting for a port can help. False where this machine lacks the address, or the right to bind the port.
+    """Return whether waiting for a port can help: not if this machine lacks the address, or the right to bind the port.
 
     Args:
         bind: an address of this machine; empty: every address.
-        port: of TCP.
+        port: the TCP port.
     """
     try:
         where = socket.getaddrinfo(bind or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -73,7 +73,7 @@ def may_be_bound(bind: str, port: int) -> bool:
 
 
 def channel_options() -> list[tuple[str, Any]]:
-    """Options of every short connection to a controller beside the usual ones: quick reconnects."""
+    """Return the extra options of short connections to a controller: quick reconnects."""
     return [
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
@@ -81,7 +81,7 @@ def channel_options() -> list[tuple[str, Any]]:
 
 
 def listens(address: str, port: int, timeout_s: float) -> bool:
-    """Whether anything accepts TCP connections there. Cheap; says nothing about what it is."""
+    """Return whether anything accepts TCP connections there. Cheap; says nothing about what it is."""
     try:
         socket.create_connection((address, port), timeout_s).close()
     except OSError:
@@ -90,7 +90,7 @@ def listens(address: str, port: int, timeout_s: float) -> bool:
 
 
 def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Presence:
-    """Find out who is at a port. Takes up to ``2 * timeout_s`` seconds; never raises for what it finds."""
+    """Find out what serves at a port. Takes up to ``2 * timeout_s`` seconds; never raises for what it finds."""
     if not listens(address, port, timeout_s):
         return "nobody"
     import grpc
@@ -109,13 +109,13 @@ def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Pr
 
 
 def controller_pid(address: str, port: int, token: str) -> int | None:
-    """Process id of the controller that serves there, as it sees itself; None if none answers."""
+    """Return the process id of the controller that serves there, as it sees itself; None if none answers."""
     status = ask_status(address, port, token)
     return None if status is None else int(status.pid)
 
 
 def ask_status(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Any:
-    """The status of the controller there (``GetStatusResponse``); None: none answers, or it refuses the token."""
+    """Return the status of the controller there (``GetStatusResponse``); None: no answer, or it refuses the token."""
     import grpc
 
     from ttp.wire.channel import metadata, open_channel, stub

@@ -9,14 +9,14 @@ from ttp.launch.rank_table import RankTable, read_rank_table
 
 
 def in_torchruns_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``MASTER_ADDR`` as far as any launcher tells them.
+    """Return ``environ`` with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``MASTER_ADDR``, as far as they are known.
 
-    A MindSpore worker (``MS_ROLE``) is who MindSpore says it is, whatever a pod's own ``RANK`` may be. Elsewhere
-    ``RANK`` decides, then Open MPI, then ``RANK_ID`` with ``RANK_TABLE_FILE`` or ``RANK_SIZE``. Nothing is said of a
-    process that nobody launched.
+    A MindSpore worker (``MS_ROLE``) has the rank that MindSpore gives it, whatever a pod's own ``RANK`` may be.
+    Elsewhere ``RANK`` decides, then Open MPI, then ``RANK_ID`` with ``RANK_TABLE_FILE`` or ``RANK_SIZE``. For a process
+    without a launcher nothing is added.
 
     Raises:
-        ConfigError: it is MindSpore's scheduler, or its rank is not known yet; or the rank table is wrong.
+        ConfigError: the process is MindSpore's scheduler, or its rank is not known yet; or the rank table is wrong.
     """
     role = environ.get("MS_ROLE")
     if role == "MS_SCHED":

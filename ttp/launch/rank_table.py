@@ -1,4 +1,4 @@
-"""Reads ``RANK_TABLE_FILE``: the hosts, devices and ranks of a job on Ascend (HCCL's JSON, versions 1.0, 1.2 and 2.0).
+"""Reads ``RANK_TABLE_FILE``: the hosts, devices and ranks of a job on Ascend (HCCL's JSON, versions 1.0, 1.2, 2.0).
 
 ``{"version": "1.0", "server_count": "1", "server_list": [{"server_id": "10.0.0.1", "device": [{"device_id": "0",
 "device_ip": "192.1.27.6", "rank_id": "0"}]}], "status": "completed"}``. Numbers are written as texts.
@@ -26,7 +26,7 @@ LOOK_S = 0.5
 VERSIONS = ("1.0", "1.2", "2.0")
 NO_HOSTS = VERSIONS[-1]
 SIZE_MAX = 1 << 28
-"""Bytes: ten thousand times what a table of a thousand devices takes."""
+"""Maximum size of a table in bytes: ten thousand times that of a table of a thousand devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RankTable:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return sum(len(server.ranks) for server in self.servers)
 
     @property
@@ -60,7 +60,7 @@ class RankTable:
         return self.server_of(0).address
 
     def server_of(self, rank: int) -> Server:
-        """The host of ``rank``.
+        """Return the host of ``rank``.
 
         Raises:
             ConfigError: there is no such rank.
@@ -71,24 +71,24 @@ class RankTable:
         raise ConfigError(f"rank {rank} is not in the rank table, which has ranks 0 to {self.world_size - 1}")
 
     def local_rank(self, rank: int) -> int:
-        """Position of ``rank`` among the ranks of its host."""
+        """Return the position of ``rank`` among the ranks of its host."""
         return sorted(self.server_of(rank).ranks).index(rank)
 
 
 class UnfinishedError(ConfigError):
-    """The table is not there, not whole, or not ``completed``: its writer may be about to mend that."""
+    """The table is missing, not whole, or not ``completed``: its writer may be about to finish it."""
 
 
 def read_rank_table(path: str | Path, local_size: int | None = None) -> RankTable:
     """Read and check the table at ``path``.
 
     Args:
-        path: of the JSON file.
-        local_size: ranks on each host, for a table that names no hosts. None: a host ends where a ``device_id`` comes
-            again.
+        path: the JSON file.
+        local_size: number of ranks on each host, for a table that names no hosts. None: a new host begins where a
+            ``device_id`` comes again.
 
     Raises:
-        UnfinishedError: it may be right some time later.
+        UnfinishedError: the table may be complete some time later.
         ConfigError: it is absent, not JSON, not finished, or contradicts itself; the text says what to change.
     """
     from ttp.store.json_text import parse_json
@@ -112,7 +112,7 @@ def read_rank_table(path: str | Path, local_size: int | None = None) -> RankTabl
 
 
 def table_version(path: str | Path) -> int:
-    """How often the table was written, as the file ``version`` beside it says; -1: there is no such number."""
+    """Return how often the table was written, from the file ``version`` beside it; -1: there is no such number."""
     from ttp.store.plain_file import read_plain
 
     try:
@@ -128,17 +128,17 @@ def await_rank_table(
     """Read the table as soon as its writer has completed it. The file is opened anew each time: links may be moved.
 
     Args:
-        path: of the JSON file.
-        local_size: as of ``read_rank_table``.
+        path: the JSON file.
+        local_size: see ``read_rank_table``.
         patience_s: seconds to wait.
-        newer_than: wait until ``table_version`` is larger than this, too; -1: any table will do.
+        newer_than: wait also until ``table_version`` is larger than this; -1: any version will do.
 
     Returns:
         The table and its version. A table that never became newer is returned, with a warning, when time is up.
 
     Raises:
         UnfinishedError: time is up, and there is no complete table.
-        ConfigError: it contradicts itself.
+        ConfigError: the table contradicts itself.
     """
     deadline_s, said = time.monotonic() + patience_s, ""
     while True:
@@ -163,7 +163,7 @@ def await_rank_table(
 
 
 class _NotYetError(ValueError):
-    """It is not ``completed``."""
+    """The table's status is not ``completed``."""
 
 
 def _checked(document: Any, local_size: int | None) -> RankTable:
@@ -188,7 +188,7 @@ def _checked(document: Any, local_size: int | None) -> RankTable:
 
 
 def _hosts(document: dict[str, Any], local_size: int | None) -> tuple[Server, ...]:
-    """The hosts of a table that does not name them: ranks of one host follow each other."""
+    """Return the hosts of a table that does not name them: ranks of one host follow each other."""
     ranks, devices = _devices(document, "rank_list", "the table")
     if "rank_count" in document and _number(document, "rank_count", "the table") != len(ranks):
         raise ValueError(f"rank_count is {document['rank_count']!r:.40}, but {len(ranks)} ranks are listed")
@@ -232,7 +232,7 @@ def _server(entry: Any, where: str) -> Server:
 
 
 def _devices(holder: dict[str, Any], name: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks and devices of a list, by position."""
+    """Return the ranks and devices of a list, by position."""
     devices: list[int] = []
     ranks: list[int] = []
     for position, device in enumerate(_list(holder, name, where)):

@@ -1,4 +1,4 @@
-"""A host whose settings are refused tells the others, which would wait for it in torch's rendezvous for minutes.
+"""Lets a host whose settings are refused tell the others, which would wait for it in torch's rendezvous for minutes.
 
 It leaves the reason in the rendezvous' store and closes the rendezvous. All hosts then leave together, as one of them
 keeps the store. A job that has formed before is left alone: it may find another host, or run.
@@ -24,16 +24,16 @@ def tell(flags: Any, hosts: int, text: str) -> None:
     """Tell the hosts of a job that it cannot form. Waits ``TELL_S`` at most until all have heard it; never raises.
 
     Args:
-        flags: torchrun's.
-        hosts: how many meet.
-        text: who is refused, and why.
+        flags: torchrun's arguments.
+        hosts: number of hosts that meet.
+        text: which host is refused, and why.
     """
     if flags.rdzv_backend != BACKEND or not flags.rdzv_endpoint:
         return
     print(f"ttp run: telling the other hosts (up to {TELL_S:g} s)", file=sys.stderr, flush=True)
     try:
         _tell(flags, hosts, text, time.monotonic() + TELL_S)
-    except Exception as problem:  # nobody there, or gone: this host leaves with its own word
+    except Exception as problem:  # no store, or it is gone: this host leaves with its own message
         logger.info("the other hosts have not been told: %s", problem)
 
 
@@ -64,10 +64,10 @@ def _tell(flags: Any, hosts: int, text: str, ends: float) -> None:
 
 
 def heard(rendezvous: Any) -> str:
-    """What a host has told with ``tell``; empty: nothing, or nothing that can be read. Never raises.
+    """Return the text that a host has told with ``tell``; empty: none, or none that can be read. Never raises.
 
     Args:
-        rendezvous: torch's dynamic one, closed.
+        rendezvous: torch's dynamic rendezvous, closed.
     """
     try:
         store = rendezvous._get_store()

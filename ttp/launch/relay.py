@@ -1,8 +1,8 @@
 """The relay of a host: its ranks open their streams to it, and it has one stream to the controller for all of them.
 
-It lives in the launcher's agent, or without one in the first rank of the host. Ranks find it by a file in the run
-directory, and say to which controller they want: failing over works as without it. A rank whose relay is gone connects
-to the controller by itself. What is decided here is decided by ``ttp.core.relay``.
+It runs in the launcher's agent, or without one in the first rank of the host. Ranks find it by a file in the run
+directory, and name the controller that they want, so that failover works as without a relay. A rank whose relay is gone
+connects to the controller by itself. ``ttp.core.relay`` makes the decisions.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import grpc
 from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.relay import LineId, Relay, slot_s
+from ttp.inbox import Inbox
 from ttp.wire import access, tls
 from ttp.wire.address import split, target
 from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub
@@ -40,22 +41,22 @@ from ttp.wire.v1 import controller_pb2_grpc as rpc
 log = logging.getLogger("ttp.relay")
 
 AUTO_RANKS = 64
-"""With ``TTP_RELAY=auto`` jobs of so many ranks have relays, where a host has more than one of them."""
+"""Number of ranks from which on, with ``TTP_RELAY=auto``, a job has relays, where a host has more than one rank."""
 TO_KEY = "ttp-to"
 """Metadata of a rank's stream: host:port of the controller that it is meant for."""
 RELAYED = "through the relay of this host: "
-"""Begins the reason for the end of a stream where it is not the relay that has ended."""
+"""Prefix of the reason for the end of a stream that was not ended by a fault of the relay."""
 CLOSE_S = 1.0
 LOOK_S = 0.05
-"""For so long what was seen of a controller's host is told to all ranks."""
+"""Seconds for which one look at a controller's host is the answer to all ranks."""
 ABORTS_S = 1.0
-"""How long a controller may take to end a stream that it refuses."""
+"""Seconds that a controller may take to end a stream that it refuses."""
 ACCEPT_S = 60.0
-"""A controller that needs longer to accept the relay is not waited for."""
+"""Seconds that a controller may take to accept the relay."""
 
 
 def wanted(config: Config, world_size: int, here: int = 0) -> bool:
-    """Whether the ranks of a host use a relay: of so many in the job, and ``here`` on the host (0: not known)."""
+    """Return whether a host's ranks use a relay, in a job of ``world_size`` ranks with ``here`` on it (0: unknown)."""
     return config.relay == "on" or (config.relay == "auto" and world_size >= AUTO_RANKS and here != 1)
 
 
@@ -68,7 +69,7 @@ def _file(config: Config, run_dir: Path) -> Path:
 
 
 def relay_of(config: Config, run_dir: Path) -> tuple[int, int] | None:
-    """Port on loopback and pid of the relay of this host; None: there is none whose process lives."""
+    """Return port on loopback and pid of the relay of this host; None: there is none whose process lives."""
     try:
         found = json.loads(_file(config, run_dir).read_text())
         port, pid = int(found["port"]), int(found["pid"])
@@ -83,22 +84,22 @@ class _Local:
     """The stream of one rank to this relay."""
 
     id: LineId
-    orders: queue.SimpleQueue[m.Order | _Ended] = field(default_factory=queue.SimpleQueue)
+    orders: Inbox[m.Order | _Ended] = field(default_factory=Inbox)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """The end of a rank's stream. With ``code`` OK the controller has ended it; ``text`` says why."""
+    """The end of a rank's stream. With ``code`` OK the controller has ended it; ``text`` is the reason."""
 
     code: Any = grpc.StatusCode.OK
     text: str = ""
 
 
 class _Threads(concurrent.futures.Executor):
-    """A daemon thread for each call: a call lasts as long as a stream."""
+    """An executor with a daemon thread for each call: a call lasts as long as a stream."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """See Executor."""
+        """See ``concurrent.futures.Executor.submit``."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def run() -> None:
@@ -112,16 +113,16 @@ class _Threads(concurrent.futures.Executor):
 
 
 class RelayServer(rpc.ControllerServicer):
-    """The service for the ranks of this host: ``Attach`` only, on loopback.
+    """The service for the ranks of this host: ``Attach`` and ``Look``, on loopback.
 
     Args:
         config: the job's settings.
-        run_dir: where ranks look for it.
+        run_dir: directory of the file by which ranks find the relay.
         accepted: called with the server's port when a stream of a rank, or the one to a controller, is established.
 
     Raises:
-        RuntimeError: no port can be had.
-        ConfigError: TLS is asked for and cannot be had.
+        RuntimeError: no port is free.
+        ConfigError: TLS is asked for and not possible.
     """
 
     def __init__(self, config: Config, run_dir: Path, accepted: Callable[[int], None] = lambda port: None) -> None:
@@ -164,7 +165,7 @@ class RelayServer(rpc.ControllerServicer):
     GetStatus = WatchEvents = ReportFault = SaveNow = GetVerdict = _not_here
 
     def Attach(self, request_iterator: Iterator[pb.RankReport], context: Any) -> Iterator[pb.ControllerOrder]:  # noqa: N802
-        """See the proto: what a rank says and hears. Which controller it means is in the metadata."""
+        """See ``Controller.Attach`` in the proto. The metadata name the controller that the rank means."""
         to = str(dict(context.invocation_metadata()).get(TO_KEY, ""))
         if not to:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{TO_KEY} is missing: this is a relay, no controller")
@@ -185,7 +186,7 @@ class RelayServer(rpc.ControllerServicer):
             self._leave(uplink, local)
 
     def Look(self, request: Any, context: Any) -> pb.LookResponse:  # noqa: N802 - the name in the proto
-        """See the proto."""
+        """See ``Controller.Look`` in the proto."""
         with self._lock:
             uplink = self._uplinks.get(str(dict(context.invocation_metadata()).get(TO_KEY, "")))
         return pb.LookResponse(silent_s=None if uplink is None else uplink.silent_s())
@@ -206,7 +207,7 @@ class RelayServer(rpc.ControllerServicer):
 
 def _read(reports: Iterator[pb.RankReport], uplink: _Uplink, local: _Local) -> None:
     """Pass a rank's reports on until its stream ends."""
-    with contextlib.suppress(Exception):  # the stream broke: that is what its end says
+    with contextlib.suppress(Exception):  # the stream broke: its end tells the rest
         for message in reports:
             try:
                 report = report_from_wire(message)
@@ -222,11 +223,11 @@ class _OtherProtocol(Exception):  # noqa: N818 - says what is the case
 
 
 class _Uplink:
-    """The stream to one controller. Its machine belongs to the thread that gRPC reads the frames from.
+    """The stream to one controller. Its machine belongs to the thread on which gRPC reads the frames.
 
     Args:
         to: host:port of the controller.
-        config: the job's.
+        config: the job's settings.
         accepted: see ``RelayServer``.
     """
 
@@ -236,7 +237,7 @@ class _Uplink:
         self._lines: dict[LineId, _Local] = {}
         slot = slot_s(_host(config), config.heartbeat_s)
         self._machine = Relay(config.heartbeat_s, time.time() - time.monotonic() + slot)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: Inbox[Callable[[], None] | None] = Inbox()
         self._answered = threading.Event()
         self._problem: _Ended | None = None
         self._host, self._port = split(to)
@@ -251,7 +252,7 @@ class _Uplink:
         threading.Thread(target=self._read, name="ttp-relay-up", daemon=True).start()
 
     def open(self) -> _Local:
-        """Add a rank."""
+        """Add a rank, and return its stream."""
         local = _Local(LineId(next(self._ids)))
         self._lines[local.id] = local
         return local
@@ -275,7 +276,7 @@ class _Uplink:
         return self._problem
 
     def silent_s(self) -> float | None:
-        """Seconds since anything has come from the controller's host; None: nobody can know. One look is for all."""
+        """Return the seconds since anything came from the controller's host; None: unknown. One look is for all."""
         with self._looking:
             if time.monotonic() > self._looked_at + LOOK_S:
                 self._looked_at, self._silent_s = time.monotonic(), self._sockets.heard_of(self._peers)
@@ -288,13 +289,12 @@ class _Uplink:
         self._channel.close()
 
     def _frames(self) -> Iterator[pb.RelayFrame]:
-        """The frames for the controller. Reports that wait in the inbox are sent together."""
+        """Yield the frames for the controller. Reports that wait in the inbox are sent together."""
         going_on = True
         while going_on:
             due = self._machine.deadline()
-            wait_s = None if due is None else max(0.0, due - time.monotonic())
             with contextlib.suppress(queue.Empty):
-                item = self._inbox.get(timeout=wait_s)
+                item = self._inbox.get(timeout=None if due is None else due - time.monotonic())
                 while item is not None:
                     item()
                     item = self._inbox.get_nowait()
@@ -331,16 +331,16 @@ class _Uplink:
         self._channel.close()
 
     def _check_protocol(self) -> None:
-        """Wait for the first word of the controller.
+        """Wait until the controller accepts the stream, and compare the protocols.
 
         Raises:
-            grpc.RpcError: it refuses the stream, or there is none.
-            _OtherProtocol: it does not, and speaks another protocol.
+            grpc.RpcError: the controller refuses the stream, or there is none.
+            _OtherProtocol: it accepts, but speaks another protocol.
         """
         problem = mismatch(self._call.initial_metadata(), f"the controller at {self.to}")
         if not problem:
             return
-        timer = threading.Timer(ABORTS_S, self._call.cancel)  # one that refuses has no first word
+        timer = threading.Timer(ABORTS_S, self._call.cancel)  # a controller that refuses never accepts
         timer.daemon = True
         timer.start()
         try:

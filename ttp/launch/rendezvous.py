@@ -1,4 +1,4 @@
-"""Torch's rendezvous with something of ours around it."""
+"""Torch's rendezvous, wrapped to change single methods."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 
 class WrappedRendezvous(RendezvousHandler):
-    """Asks the rendezvous that it is made of for everything.
+    """Passes every call on to the rendezvous inside.
 
     Args:
-        inner: torch's.
+        inner: torch's rendezvous.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -25,31 +25,31 @@ class WrappedRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers connect to a store that runs in an agent."""
+        """True if workers connect to a store that runs in an agent."""
         return bool(self._inner.use_agent_store)
 
     def get_backend(self) -> str:
-        """The name of torch's rendezvous."""
+        """Return the name of torch's rendezvous."""
         return str(self._inner.get_backend())
 
     def is_closed(self) -> bool:
-        """See torch."""
+        """See ``RendezvousHandler.is_closed`` of torch."""
         return bool(self._inner.is_closed())
 
     def set_closed(self) -> None:
-        """See torch."""
+        """See ``RendezvousHandler.set_closed`` of torch."""
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """See torch."""
+        """See ``RendezvousHandler.num_nodes_waiting`` of torch."""
         return int(self._inner.num_nodes_waiting())
 
     def get_run_id(self) -> str:
-        """See torch."""
+        """See ``RendezvousHandler.get_run_id`` of torch."""
         return str(self._inner.get_run_id())
 
     def shutdown(self) -> bool:
-        """See torch."""
+        """See ``RendezvousHandler.shutdown`` of torch."""
         return bool(self._inner.shutdown())
 
 
@@ -74,8 +74,8 @@ class FreshStoreRendezvous(WrappedRendezvous):
     """Torch's static rendezvous with another store for the workers after each restart.
 
     Args:
-        inner: what is asked for everything else.
-        master_addr: host of the first node, where the stores live.
+        inner: torch's rendezvous.
+        master_addr: host of the first node, where the stores are.
     """
 
     def __init__(self, inner: Any, master_addr: str) -> None:
@@ -85,7 +85,7 @@ class FreshStoreRendezvous(WrappedRendezvous):
         self._store: Any = None  # held: the server ends with its last reference
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. From the second time on the workers get a store that is new."""
+        """Meet the other nodes. From the second time on the workers get a new store."""
         info = self._inner.next_rendezvous()
         attempt, self._attempt = self._attempt, self._attempt + 1
         if attempt == 0:
@@ -95,7 +95,7 @@ class FreshStoreRendezvous(WrappedRendezvous):
         return RendezvousInfo(info.store, info.rank, info.world_size, where)
 
     def _agree_on_port(self, info: RendezvousInfo, key: str) -> int:
-        """The port of the new store. All nodes call this equally often: each restarts when its ranks were released."""
+        """Return the port of the new store. All nodes call this equally often, as each restarts after a release."""
         if info.rank == 0:
             self._store = _TCPStore(self._master_addr, 0, is_master=True, wait_for_workers=False)
             info.store.set(key, str(self._store.port))

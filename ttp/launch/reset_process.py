@@ -32,7 +32,7 @@ logger = logging.getLogger("ttp.launch")
 RESET_JSON = "/user/restore/reset/config/reset.json"
 RESET_BYTES_MAX = 1 << 20
 NEW_LOG = "newlog"
-"""Where the output of a process goes that is started again, in its working directory."""
+"""File in a process' working directory for its output after a restart."""
 TIME_MAX_S = 3000
 LAUNCH = "TORCHELASTIC_RESTART_COUNT"
 
@@ -47,15 +47,15 @@ class _Ended(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A training process and what is needed to start it again.
+    """A training process, and all that is needed to start it again.
 
     Args:
         process: this process, also when its number has been given to another one.
-        rank: None: nobody asked for it.
-        command: its arguments.
-        environ: as it was started.
-        directory: where it works.
-        child: the process, where it was started here.
+        rank: its rank; None: ranks are not used.
+        command: its command line.
+        environ: its environment at its start.
+        directory: its working directory.
+        child: the process, if it was started by this one.
     """
 
     process: psutil.Process
@@ -67,10 +67,10 @@ class Training:
 
     @classmethod
     def of(cls, pid: int, with_rank: bool) -> Training:
-        """Look at a process that runs.
+        """Make a ``Training`` of a running process.
 
         Raises:
-            ConfigError: it does not, belongs to somebody else, or has no ``RANK_ID`` although it should.
+            ConfigError: it does not run, belongs to another user, or has no ``RANK_ID`` although it should.
         """
         try:
             process = psutil.Process(pid)
@@ -83,7 +83,7 @@ class Training:
         return cls(process, int(rank) if with_rank else None, command, environ, directory)
 
     def again(self) -> Training:
-        """Start it again.
+        """Start the process again.
 
         Raises:
             OSError: it cannot be started.
@@ -98,7 +98,7 @@ class Training:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether it has not ended; one that nobody has waited for has."""
+    """Return whether a process has not ended; a zombie has."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -111,14 +111,14 @@ def _signal(process: psutil.Process, how: signal.Signals) -> None:
 
 
 class ResetProcess:
-    """Looks after the training processes of this host. Call ``look`` again and again.
+    """Watches the training processes of this host. Call ``look`` again and again.
 
     Args:
-        trainings: the processes that were started.
+        trainings: the running processes.
         reset_json: path of the plugin's file.
         elastic: healthy ranks are asked to save first; else all are killed at once.
-        faulty_s: seconds that broken ranks live on after that.
-        healthy_s: seconds that healthy ranks have.
+        faulty_s: seconds until broken ranks are killed.
+        healthy_s: seconds until healthy ranks are killed.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class ResetProcess:
         self._faulty: set[int] = set()
         self._began_s = 0.0
         self._others: list[psutil.Process] = []
-        """Children of the given ones, which were killed with them."""
+        """Children of the training processes, which are killed with them."""
         self._said = ""
 
     def look(self) -> int | None:
-        """One look at the processes and at ``reset.json``. Returns the exit code when all is over."""
+        """Check the processes and ``reset.json`` once. Returns the exit code when the training is over."""
         if not self._faulty and not any(_runs(training.process) for training in self._trainings):
             return self._end()
         statuses = self._statuses()
@@ -156,13 +156,13 @@ class ResetProcess:
         return None
 
     def _ask(self, broken: set[int]) -> None:
-        """Let the healthy ones save."""
+        """Ask the healthy ranks to save, if the mode is elastic."""
         for training in self._trainings if self._elastic else ():
             if training.rank not in broken:
                 _signal(training.process, signal.SIGTERM)
 
     def _still_run(self) -> bool:
-        """Kill whose time is up. Whether any are left."""
+        """Kill processes whose time is up. Returns whether any are left."""
         since_s = time.monotonic() - self._began_s
         for training in self._trainings:
             limit_s = self._faulty_s if training.rank in self._faulty else self._healthy_s
@@ -185,7 +185,7 @@ class ResetProcess:
         self._faulty = set()
 
     def _end(self) -> int:
-        """All have ended, and nobody here has ended them. How the first ones did is known to their parent alone."""
+        """Return the exit code after all ended by themselves. Only their parent knows how the given ones ended."""
         codes = [None if training.child is None else training.child.wait() for training in self._trainings]
         if all(code == EXIT_TRAINED for code in codes):
             return EXIT_TRAINED
@@ -193,7 +193,7 @@ class ResetProcess:
         return EXIT_FAILED
 
     def _statuses(self) -> dict[int, str] | None:
-        """By rank what ``reset.json`` says; None: it cannot be read now, which is said once."""
+        """Return the status of each rank in ``reset.json``; None: it cannot be read now, which is logged once."""
         from ttp.store.json_text import parse_json
         from ttp.store.plain_file import read_plain
 
@@ -217,7 +217,7 @@ def main(argv: list[str]) -> int:
 
     Returns:
         0: the training is over (all ended with 0, or SIGTERM says so). 1: it failed (all ended otherwise, a device
-        cannot be reset, or SIGUSR2 says so). 64: the command line is wrong.
+            cannot be reset, or SIGUSR2 says so). 64: the command line is wrong.
     """
     try:
         given = _parser().parse_args(argv)

@@ -1,9 +1,9 @@
 """The controllers of a job, for launchers and commands that have to find the one that leads.
 
-Ranks know the ring: the job's home address and the controllers that stand by (``rank.failover``). Each rank leaves it
-in the run directory of its host whenever it changes. Launchers, the command line and managers read it there, ask
-everybody on it, and speak to the controller that leads the job under the highest term. Without the file, as before a
-controller stands by, the home address is all there is.
+Ranks know the ring: the job's home address and the standby controllers (``rank.failover``). Each rank writes it to the
+run directory of its host whenever it changes. Launchers, the command line and managers read it there, ask all
+controllers in it, and talk to the one that leads the job under the highest term. Without the file, as before a
+controller stands by, only the home address is known.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp.inbox import Inbox
 from ttp.launch.presence import PROBE_S, ask_status
 from ttp.launch.run_dir import make_private
 from ttp.wire.address import split
@@ -29,7 +30,7 @@ logger = logging.getLogger("ttp.launch")
 FILE = "ring.json"
 BYTES_MAX = 1 << 20
 AFTER_FIRST_S = 0.3
-"""How long others may still answer once one has said that it leads a job: it may have been replaced."""
+"""Seconds that others may still answer once one has said that it leads a job: it may have been replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,11 @@ class Ring:
 
     Args:
         run_id: the job.
-        incarnation: of it.
-        term: of the controller that led when this was written.
+        incarnation: its incarnation.
+        term: term of the controller that led when this was written.
         home: the address that the job was started with.
-        address: of the controller that led.
-        standbys: of the standby controllers.
+        address: address of the controller that led.
+        standbys: addresses of the standby controllers.
     """
 
     run_id: str
@@ -54,7 +55,7 @@ class Ring:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """All addresses; that of the controller which led is first."""
+        """All addresses, that of the controller that led first."""
         return tuple(dict.fromkeys((self.address, self.home, *self.standbys)))
 
 
@@ -103,20 +104,20 @@ def forget_ring(run_dir: Path) -> None:
 
 
 def places(run_dir: Path, home: str) -> tuple[str, ...]:
-    """Where the job that was started with ``home`` may have its controller, the likeliest first."""
+    """Return where the job that was started with ``home`` may have its controller, the likeliest first."""
     ring = read_ring(run_dir)
     return tuple(dict.fromkeys((*(ring.places if ring is not None else ()), home)))
 
 
 def reigning(around: Iterable[str], token: str, timeout_s: float = PROBE_S) -> tuple[str, Any] | None:
-    """Ask all these places at once for the controller that leads: its place and its status (``GetStatusResponse``).
+    """Ask all places at once, and return the place and status (``GetStatusResponse``) of the controller that leads.
 
-    A controller that leads nobody is taken only when no other leads the job; of several that do, the one with the
-    newest incarnation and the highest term is: the others have been replaced and do not know it. Takes ``timeout_s``
-    seconds if some do not answer.
+    A controller that leads no rank is taken only if no other leads the job. Of several that lead, the one with the
+    newest incarnation and the highest term is taken: the others have been replaced and do not know it. Takes
+    ``timeout_s`` seconds if some do not answer.
 
     Returns:
-        None if nobody answers.
+        None if none answers.
     """
     found: list[tuple[_Standing, int, str, Any]] = []
     ends = [time.monotonic() + timeout_s]
@@ -135,21 +136,22 @@ def reigning(around: Iterable[str], token: str, timeout_s: float = PROBE_S) -> t
 def ask_everybody(
     around: Iterable[str], ask: Callable[[str, int], Any], ends: Callable[[], float]
 ) -> Iterator[tuple[str, Any]]:
-    """Ask all places at once, and tell what they answer as it comes.
+    """Ask all places at once, and yield their answers as they come.
 
     Args:
         around: the places.
-        ask: called with host and port, on a thread for each place; None: no answer.
-        ends: until when answers are waited for, seconds of ``time.monotonic()``; looked at after each answer.
+        ask: called with host and port, on a thread for each place; returns None for no answer.
+        ends: returns the time until which answers are awaited, in seconds of ``time.monotonic()``; asked again after
+            each answer.
     """
     asked = tuple(dict.fromkeys(around))
-    answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    answers: Inbox[tuple[str, Any]] = Inbox()
     for place in asked:
         name = f"ttp-ask-{place}"
         threading.Thread(target=lambda p=place: answers.put((p, _ask(p, ask))), name=name, daemon=True).start()
     for _ in asked:
         try:
-            place, answer = answers.get(timeout=max(0.0, ends() - time.monotonic()))
+            place, answer = answers.get(timeout=ends() - time.monotonic())
         except queue.Empty:
             return
         if answer is not None:
@@ -157,7 +159,7 @@ def ask_everybody(
 
 
 def job_is_busy(around: Iterable[str], token: str) -> bool:
-    """Whether a connected rank still trains or saves. False if no controller answers."""
+    """Return whether a connected rank still trains or saves. False if no controller answers."""
     found = reigning(around, token)
     return found is not None and _attached(found[1])
 

@@ -59,11 +59,11 @@ class Launch(Protocol):
 
     @property
     def several_nodes(self) -> bool:
-        """Whether other hosts take part."""
+        """True if other hosts take part."""
 
     @property
     def mindio(self) -> bool:
-        """Whether programs written for mindio_ttp are to run on ttp."""
+        """True if programs written for mindio_ttp are to run on ttp."""
 
     @property
     def continuity(self) -> str | None:
@@ -71,17 +71,17 @@ class Launch(Protocol):
 
     @property
     def elastic(self) -> bool:
-        """Whether the job goes on with fewer hosts, and with more again."""
+        """True if the job goes on with fewer hosts, and with more again."""
 
     @property
     def saved_exit_code(self) -> int | None:
         """Exit code instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
 
     def run(self, config: Config) -> int:
-        """Launch it with these settings and return the exit code."""
+        """Launch the job with these settings and return the exit code."""
 
     def tell_others(self, text: str) -> None:
-        """Let hosts that wait for this one know that it is refused. Never raises."""
+        """Tell hosts that wait for this one that it is refused. Never raises."""
 
 
 def run(argv: list[str]) -> int:
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> int:
     try:
         launch = _launch(argv)
         if launch.continuity is not None:
-            os.environ["TTP_CONTINUITY"] = launch.continuity  # of the workers, too
+            os.environ["TTP_CONTINUITY"] = launch.continuity  # for the workers, too
         if launch.elastic:
             os.environ["TTP_ELASTIC"] = "on"
         config = Config.from_env()
@@ -113,7 +113,7 @@ def run(argv: list[str]) -> int:
         if launch is not None:
             launch.tell_others(str(problem))
         return code
-    except SystemExit as leaving:  # argparse has said what it does not like, or has printed the help
+    except SystemExit as leaving:  # argparse has printed its error or its help
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
 
 
@@ -126,7 +126,7 @@ def _launch(argv: list[str]) -> Launch:
 
 
 def asks_for_mindspore(argv: list[str]) -> bool:
-    """Whether ``--mindspore`` is among our flags; behind the script it would be one of its arguments."""
+    """Return whether ``--mindspore`` is among ttp's flags; after the script it would be the script's argument."""
     before = ""
     for word in argv:
         if word == MINDSPORE:
@@ -170,7 +170,7 @@ def _parse(argv: list[str]) -> Any:
 
 
 def _rendezvous_settings(arguments: Any) -> str:
-    """The user's, and that a host is taken for gone when the rendezvous has not heard of it for 3 s, not for 15.
+    """Return the user's settings, and a heartbeat that makes a silent host count as gone after 3 s instead of 15.
 
     It matters only while hosts meet. In large jobs each beat costs more: all hosts are one value in torch's store.
     """
@@ -192,7 +192,7 @@ def _put_mindio_into_place(config: Config) -> None:
 
 
 def _nodes(nnodes: str) -> int:
-    """The largest number of hosts that ``--nnodes`` allows."""
+    """Return the largest number of hosts that ``--nnodes`` allows."""
     from torch.distributed.run import parse_min_max_nnodes
 
     try:
@@ -202,7 +202,7 @@ def _nodes(nnodes: str) -> int:
 
 
 class _TorchLaunch:
-    """One call of torch's launcher with our agent."""
+    """One call of torch's launcher with ttp's agent."""
 
     def __init__(self, argv: list[str]) -> None:
         self._arguments = _parse(argv)
@@ -231,14 +231,14 @@ class _TorchLaunch:
             print(problem, file=sys.stderr)
         except Exception as problem:
             if self._agent is None and isinstance(problem, (ValueError, AssertionError, RuntimeError, OSError)):
-                return refuse(str(problem))  # torch did not like the flags
+                return refuse(str(problem))  # torch did not accept the flags
             traceback.print_exc()
         else:
             return EXIT_TRAINED if self._agent is None else int(self._agent.job_code)
         return EXIT_FAILED if self._agent is None else int(self._agent.job_code)
 
     def tell_others(self, text: str) -> None:
-        """Where neither another host nor fewer of them would do."""
+        """Tell the other hosts, if the job can form neither with another host nor with fewer."""
         from torch.distributed.run import parse_min_max_nnodes
 
         from ttp.launch.refusal import tell

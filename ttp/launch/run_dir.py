@@ -1,4 +1,4 @@
-"""The run directory: what the processes of one job share on one host. Only its owner can read it."""
+"""The run directory: files that the processes of one job share on one host. Only its owner can read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JOURNALS_FILE = "journals"
 
 
 def make_private(path: Path) -> None:
-    """Create ``path`` and what is missing above it, readable by its owner alone.
+    """Create ``path`` and missing directories above it, readable by their owner alone.
 
     Raises:
         OSError: it cannot be created.
@@ -25,10 +25,10 @@ def make_private(path: Path) -> None:
 
 
 def prepare_run_dir(path: Path) -> Path:
-    """Create the run directory (mode 0700), or check that an existing one is ours.
+    """Create the run directory (mode 0700), or check that an existing one belongs to this user alone.
 
-    It lies below a directory that everybody may write to, and holds the job's token: one that somebody else prepared
-    is refused.
+    It lies below a directory that all users may write to, and holds the job's token: a directory that another user has
+    prepared is refused.
 
     Raises:
         ConfigError: it cannot be created, belongs to another user, or others may write to it or replace it.
@@ -56,18 +56,18 @@ def prepare_run_dir(path: Path) -> Path:
 
 
 def _is_shared(path: Path) -> bool:
-    """Whether anybody may make directories there."""
+    """Return whether all users may make directories there."""
     return bool(path.stat().st_mode & stat.S_IWOTH)
 
 
 def allow_journal(run_dir: Path, *directories: Path | None) -> None:
     """Allow the controller of this host to write incident files below these directories.
 
-    Ranks of any host tell a controller their ``save_dir``. It writes only below directories that it was started
-    with, or that a process of its own host has named here: only the job's user can write to the run directory.
+    Ranks of any host tell a controller their ``save_dir``. It writes only below directories that it was started with,
+    or that a process of its own host has named here: only the job's user can write to the run directory.
 
     Raises:
-        ConfigError: see ``prepare_run_dir``; or it cannot be written to.
+        ConfigError: see ``prepare_run_dir``; or the list cannot be written.
     """
     path = prepare_run_dir(run_dir) / JOURNALS_FILE
     known = journals_allowed(run_dir)
@@ -83,7 +83,7 @@ def allow_journal(run_dir: Path, *directories: Path | None) -> None:
 
 
 def journals_allowed(run_dir: Path) -> frozenset[str]:
-    """The directories that ``allow_journal`` has allowed."""
+    """Return the directories that ``allow_journal`` has allowed."""
     try:
         text = (run_dir / JOURNALS_FILE).read_text("utf-8")
     except (OSError, UnicodeDecodeError):

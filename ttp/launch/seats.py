@@ -1,7 +1,7 @@
 """Starts single workers of torch's agent beside those that go on in their processes; see ``ttp.processor.continuing``.
 
-Nobody here waits. What does not work, or not in time, ends in the start of all workers, as without it: who goes on has
-begun no update, so it is killed, and what the job has saved is on disk since before it was told to go on.
+Nothing here waits. What does not work, or not in time, ends in the start of all workers, as without it: a rank that
+goes on has begun no update, so it is killed, and the job's checkpoint is on disk since before it was told to go on.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ttp.launch")
 
 LATE_S = 2.0
-"""How much later than a worker itself the launcher sees that the time is over."""
+"""Seconds by which the launcher sees later than a worker itself that the time is over."""
 
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 
 class Seats:
-    """One for each launcher.
+    """The seats of this launcher's workers. One object for each launcher.
 
     Args:
-        agent: torch's.
+        agent: torch's agent.
         host: what ttp does on this host.
-        config: whether survivors go on, and how long that may take.
+        config: says whether survivors go on, and how long that may take.
     """
 
     def __init__(self, agent: TtpAgent, host: Host, config: Config) -> None:
@@ -52,7 +52,7 @@ class Seats:
         self._wanted, self._within_s = config.continuity == KEEP, config.continue_s
         self._patience_s = config.rescue_patience_s
         self._most = config.continue_max  # each time leaves threads and descriptors of old connections behind
-        self._hosts: GoingOn | None = None  # the others, where there are several
+        self._hosts: GoingOn | None = None  # the other hosts, if there are several
         self._store: Any = None  # held: the server ends with its last reference
         self._next: NextLaunch | None = None
         self._early: dict[int, Any] = {}  # torch's handlers of workers that wait, by rank
@@ -60,7 +60,7 @@ class Seats:
         self.begin()
 
     def begin(self) -> None:
-        """All workers were started anew."""
+        """Reset: all workers were started anew."""
         self._done, self._filling, self._failed, self._launch = 0, False, "", 0
         self._next_time()
 
@@ -70,7 +70,7 @@ class Seats:
         self._hosts = GoingOn(group, group.spec.rdzv_handler, self._done) if several else None
 
     def look(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Call it now and then: nobody is to go on for too long, and ranks of a host where none has died go on, too."""
+        """Check, now and then, that no rank goes on for too long; let ranks go on where none of the host has died."""
         self._settle(workers)
         if not self._filling:
             marks = self._marked(workers) if self._wanted else {}
@@ -82,7 +82,7 @@ class Seats:
             self.fail(workers, reason)
 
     def _settle(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """See whether those that went on train again. They may have been released to go on once more since."""
+        """Note if the workers that went on train again. They may have been released to go on once more since."""
         if self._filling and not self._going(workers):
             self._filling = False
             self._next_time()
@@ -90,14 +90,14 @@ class Seats:
             logger.info("all ranks train again; those that did not die have kept their processes")
 
     def _say(self) -> str:
-        """For the controller, when a worker has died."""
+        """Tell the controller, when a worker has died, whether it can be started alone."""
         try:
             return self.why_not(self._agent._workers()) or SEAT_READY
         except Exception as problem:
             return repr(problem)
 
     def why_not(self, workers: Mapping[int, Popen[Any]]) -> str:
-        """Why a dead worker could not be started alone; empty: it could."""
+        """Return why a dead worker could not be started alone; empty if it could."""
         agent, pcontext = self._agent, self._agent._pcontext
         reasons = {
             self._failed: bool(self._failed),
@@ -111,11 +111,11 @@ class Seats:
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     def start_early(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Workers have died: start them beside the save. They wait until the others are released to go on."""
+        """Start workers that have died beside the save. They wait until the others are released to go on."""
         if not self._wanted:
             return
         dead = [rank for rank, worker in workers.items() if worker.poll() is not None]
-        killed = all((workers[rank].returncode or 0) < 0 for rank in dead)  # others are not continued
+        killed = all((workers[rank].returncode or 0) < 0 for rank in dead)  # other ends are not continued
         left = len(dead) < len(workers) or self._hosts is not None
         if not (killed and left) or self._early or self.why_not(workers):
             return
@@ -125,12 +125,12 @@ class Seats:
         logger.info("%d started while the others save, in case they go on", len(dead))
 
     def others_go_on(self, workers: Mapping[int, Popen[Any]]) -> bool:
-        """Whether ranks of other hosts go on, where no rank of this one is left: waits while they save."""
+        """Return whether ranks of other hosts go on, if no rank of this one is left; waits while they save."""
         left = any(worker.poll() is None for worker in workers.values())
         return bool(self._early) and not left and self._hosts is not None and self._hosts.others_go(self._patience_s)
 
     def end(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """All workers are stopped now, whatever for."""
+        """Note that all workers are stopped now, for whatever reason."""
         if self._hosts is not None:
             self._hosts.starts_anew()
         if self._going(workers):
@@ -138,7 +138,7 @@ class Seats:
         self.drop_early()
 
     def drop_early(self) -> None:
-        """The others do not go on: end what was started beside them."""
+        """End the workers that were started early: the others do not go on."""
         early, self._early, self._next = self._early, {}, None
         for handler in early.values():
             with contextlib.suppress(ProcessLookupError):
@@ -146,13 +146,13 @@ class Seats:
             handler.proc.wait()
 
     def second_fault(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """A worker has failed: if others were still going on, all are started anew."""
+        """Note that a worker has failed: if others were still going on, all are started anew."""
         self._settle(workers)
         if self._filling:
             self.fail(workers, "another one has failed meanwhile")
 
     def fail(self, workers: Mapping[int, Popen[Any]], why: str) -> None:
-        """Start all anew; that does not count as another restart."""
+        """Start all workers anew; that does not count as another restart."""
         if not self._failed and self._filling:
             self._agent._worker_group.spec.max_restarts += 1
             self._agent._remaining_restarts += 1
@@ -163,7 +163,7 @@ class Seats:
         self._host.stop_going_on(workers, "" if told else why)
 
     def fill(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """The survivors go on: start the dead alone."""
+        """Start the dead workers alone, as the survivors go on."""
         self._settle(workers)
         began_s = time.monotonic()
         dead = [rank for rank, worker in workers.items() if worker.poll() is not None]
@@ -174,13 +174,13 @@ class Seats:
         self._filling = True
         try:
             self._fill(workers, dead)
-        except SignalException:  # an operator's; torch's agent obeys it
+        except SignalException:  # from an operator; torch's agent obeys it
             raise
         except Exception as problem:
             logger.warning("workers cannot be started alone", exc_info=True)
             self.fail(workers, repr(problem))
             return
-        finally:  # the number of the launch is the difference
+        finally:  # their difference is the number of the launch
             self._agent._remaining_restarts -= bool(dead)
             self._agent._worker_group.spec.max_restarts += not dead
         self._next = None
@@ -192,7 +192,7 @@ class Seats:
             logger.warning("all ranks of this host go on in their processes: others have died, or it was asked for")
 
     def _meet(self, ranks: list[int]) -> NextLaunch:
-        """Say where the ranks of the next launch will meet, and who is started for it."""
+        """Announce where the ranks of the next launch will meet, and which ranks are started for it."""
         group: Any = self._agent._worker_group
         address = str(group.master_addr) if self._is_first else "127.0.0.1"
         self._store = _TCPStore(address, 0, is_master=True, wait_for_workers=False)
@@ -203,11 +203,11 @@ class Seats:
 
     @property
     def _is_first(self) -> bool:
-        """Whether the ranks of all hosts meet at this one."""
+        """True if the ranks of all hosts meet at this one."""
         return self._hosts is None or self._agent._worker_group.group_rank == 0
 
     def _agree(self, workers: Mapping[int, Popen[Any]], told: NextLaunch) -> NextLaunch:
-        """With the other hosts, on where the ranks meet."""
+        """Agree with the other hosts on where the ranks meet."""
         if self._hosts is None:
             return told
         until = min([*self._marked(workers).values(), time.monotonic() + self._within_s])
@@ -226,7 +226,7 @@ class Seats:
         agent = self._agent
         told = replace(self._next or self._meet(ranks), seats=tuple(ranks))
         self._launch = told.launch
-        self._host.again.announce(told)  # who is started now looks for its seat
+        self._host.again.announce(told)  # a rank that is started now looks for its seat
         for worker in agent._worker_group.workers:
             if worker.global_rank in ranks:
                 handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
@@ -259,11 +259,11 @@ class Seats:
         return handler
 
     def _marked(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
-        """Who has begun no update yet; some may have died so."""
+        """Return the deadlines of workers that have begun no update yet, by pid; some may have died meanwhile."""
         return self._of(workers, self._host.again.marks())
 
     def _going(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
-        """Those of them that go on to the launch whose seats were filled."""
+        """Return the deadlines of workers that go on to the launch whose seats were filled, by pid."""
         return self._of(workers, self._host.again.marks(self._launch)) if self._filling else {}
 
     @staticmethod

@@ -14,24 +14,24 @@ from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
 logger = logging.getLogger("ttp.launch")
 
 LOOK_S = 1.0
-"""How often to look whether a worker has placed its sentinel; and how soon a thread that is not needed ends."""
+"""Seconds between two searches for a worker's sentinel; a thread that is not needed ends within them."""
 
 NEIGHBOURS_FIRST_S = 0.003
-"""How long the launcher leaves the news to a neighbour, which is woken at the same instant: a second report would only
-take the processor from the first. Where no other worker lives it does not wait."""
+"""Seconds for which the launcher leaves the news to a neighbour, which is woken at the same instant: a second report
+would only take the processor from the first. If no other worker lives it does not wait."""
 
 OnDeath = Callable[[int, int], None]
-"""Told on a watching thread: rank and pid. Must not block."""
+"""Called on a watching thread with rank and pid. Must not block."""
 
 
 class SentinelWatch:
     """Watches the sentinels of the workers of this host, one group after the other; a thread for each worker.
 
-    Workers are recognised by pid and start time, so nothing has to be known of their job. Where a worker has no
-    sentinel its thread looks in vain; the end of the process is seen by ``WorkerWatch`` in any case.
+    Workers are recognised by pid and start time, so nothing has to be known of their job. If a worker has no sentinel
+    its thread looks in vain; ``WorkerWatch`` sees the end of the process in any case.
 
     Args:
-        run_dir: of the job on this host.
+        run_dir: run directory of the job on this host.
         shared_memory: where directories in memory are made.
         look_s: see ``LOOK_S``.
         neighbours_first_s: see ``NEIGHBOURS_FIRST_S``.
@@ -79,7 +79,7 @@ class SentinelWatch:
             logger.debug("rank %d has no sentinel to watch, its end is seen by other means: %s", rank, problem)
 
     def _saw_death(self, rank: int, pid: int, start: int, over: threading.Event, living: set[int]) -> bool:
-        """Look for the worker's sentinel; if it is there, watch it to its end, good or bad."""
+        """Look for the worker's sentinel and watch it to its end. Returns True if the worker died."""
         for directory in page_directories(self._run_dir, self._shared_memory):
             seen = look(directory, rank, Seat.LAUNCHER)
             if isinstance(seen, str):

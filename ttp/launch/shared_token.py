@@ -1,8 +1,8 @@
 """The job's token, made on the first node and handed to the others through their rendezvous.
 
 Launchers meet in a key-value store before they start workers. The first node leaves the token there; a node that was
-given one (``TTP_TOKEN_FILE``, ``TTP_TOKEN``) keeps it. What a user has given is not put into the store: the store asks
-nobody who they are, and its users are told so in docs/security.md.
+given one (``TTP_TOKEN_FILE``, ``TTP_TOKEN``) keeps it. A user's token is not put into the store: the store
+authenticates no client, as docs/security.md tells its users.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ MADE = "made:"
 GIVEN = "given"
 INSECURE = "insecure"
 WAIT_S = 60.0
-"""The first node's launcher writes it as soon as the nodes have met."""
+"""Seconds to wait for the token: the first node's launcher writes it as soon as the nodes have met."""
 
 
 def new_token() -> str:
-    """A random secret: 32 hexadecimal digits."""
+    """Return a random secret: 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 class SharedToken:
-    """The token that the nodes of a job agree on.
+    """The token on which the nodes of a job agree.
 
     Args:
-        config: as it was given to this node.
+        config: settings as they were given to this node.
     """
 
     def __init__(self, config: Config) -> None:
@@ -41,18 +41,18 @@ class SharedToken:
 
     @property
     def made_here(self) -> bool:
-        """Whether the token is the launchers' own and not the user's."""
+        """True if the token is the launchers' own and not the user's."""
         return not self._given
 
     def agree(self, store: Any, *, first: bool) -> Config:
-        """The settings with the job's token. Call it on all nodes each time they have met.
+        """Return the settings with the job's token. Call it on all nodes each time they have met.
 
         Args:
-            store: torch's, common to the launchers.
-            first: whether this is the first node.
+            store: torch's store, common to the launchers.
+            first: this is the first node.
 
         Raises:
-            ConfigError: the first node has a token that it was given, and this one has none.
+            ConfigError: the first node has a token that it was given, and this node has none.
         """
         if first:
             if not self._given and not self._config.token:

@@ -3,7 +3,7 @@
 A host that stands by (``ttp run --stand-by``) looks at the rendezvous once a second without being part of it. While
 hosts that have failed meet again, each of them is a participant, or waits for the next round; only the place of a host
 that is gone stays empty. A place that has been empty for ``VACANT_S`` while others wait is taken; from then on the host
-is one like the others. The others wait ``TTP_RESCHEDULE_S`` for a host in the place of a lost one.
+is like the others. The others wait ``TTP_RESCHEDULE_S`` for a host in the place of a lost one.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ logger = logging.getLogger("ttp.launch")
 
 LOOK_S = 1.0
 VACANT_S = 2.0
-"""Hosts that restart leave the round and enter the next one at once."""
+"""Seconds a place has to be empty: hosts that restart leave the round and enter the next one at once."""
 LATE_S = 10.0
 LEAVE_S = 5.0
 TURN_KEY = "ttp/turn"
-"""With the number of the round that is about to form: who was not needed in one round comes first in a later one."""
+"""Key with the number of the round that is about to form: a host not needed in one round comes first in a later one."""
 
 
 class Rescheduling(WrappedRendezvous):
     """Torch's dynamic rendezvous, for hosts that have to do without a lost one for a while.
 
     Args:
-        inner: torch's; with the number of hosts of the job.
-        wait_s: how long hosts that meet again wait for one that is missing; 0: as torch does.
+        inner: torch's rendezvous; with the number of hosts of the job.
+        wait_s: seconds that hosts that meet again wait for a missing one; 0: as torch does.
     """
 
     def __init__(self, inner: Any, wait_s: float) -> None:
@@ -83,15 +83,15 @@ class Rescheduling(WrappedRendezvous):
         self._inner._op_executor.run(_RendezvousExitOp(), time.monotonic() + LEAVE_S)
 
     def shutdown(self) -> bool:
-        """See torch. A host without a place does not end the rendezvous of the others."""
+        """See torch's ``RendezvousHandler.shutdown``. A host without a place does not end the others' rendezvous."""
         return super().shutdown() if self._seated and not self._left else True
 
 
 class StandBy(Rescheduling):
-    """The same, entered when a host of the job is missing.
+    """A ``Rescheduling`` rendezvous that is entered when a host of the job is missing.
 
     Args:
-        inner: torch's; with the number of hosts of the job.
+        inner: torch's rendezvous; with the number of hosts of the job.
         wait_s: see ``Rescheduling``.
         prepare: called now and then with a store that the hosts of the job share.
 
@@ -118,7 +118,7 @@ class StandBy(Rescheduling):
         if not self._seated:
             try:
                 self._wait()
-            except RendezvousConnectionError as problem:  # its host may be the first to leave a job that has ended
+            except RendezvousConnectionError as problem:  # its host may be the first to leave a job that ended
                 logger.warning("the rendezvous does not answer any more: this host stands by no longer. %s", problem)
                 raise RendezvousGracefulExitError from problem
         return super().next_rendezvous()
@@ -140,7 +140,7 @@ class StandBy(Rescheduling):
         raise RendezvousGracefulExitError
 
     def _may_enter(self, empty: int, for_s: float) -> bool:
-        """Whether it is this host's turn: as many go as places are empty. Who is late is not waited for."""
+        """Return whether it is this host's turn: as many enter as places are empty. A late host is not waited for."""
         if for_s < VACANT_S:
             self._turn = 0
             return False
@@ -150,17 +150,25 @@ class StandBy(Rescheduling):
         return self._turn <= empty or for_s >= LATE_S
 
 
+def pass_barrier(store: Any, hosts: int) -> None:
+    """Be counted where all hosts wait for each other at the end of the job, without waiting."""
+    from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
+    from torch.distributed.elastic.utils.store import _barrier_nonblocking
+
+    _barrier_nonblocking(store, hosts, _TERMINAL_STATE_SYNC_ID)
+
+
 def is_dynamic(rendezvous: Any) -> bool:
-    """Whether hosts may enter torch's rendezvous later."""
+    """Return whether hosts may enter torch's rendezvous later."""
     return hasattr(rendezvous, "_state_holder")
 
 
 def vacancies(state: Any, hosts: int) -> int:
-    """How many hosts are missing where the others of a job meet again; 0 also before it has been complete once.
+    """Return how many hosts are missing where the others of a job meet again; 0 before its first complete meeting.
 
     Args:
-        state: of torch's dynamic rendezvous; hosts that are silent there are not in it.
-        hosts: of the job.
+        state: state of torch's dynamic rendezvous; hosts that are silent there are not in it.
+        hosts: number of hosts of the job.
     """
     there = len(set(state.participants) | set(state.wait_list))
     formed_once = state.complete or state.round > 0

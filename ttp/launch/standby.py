@@ -16,19 +16,19 @@ from ttp.wire.address import target
 
 PROBE_S = 1.0
 START_S = 20.0
-"""A controller needs a second to start; a host that is busy starting a job may need more."""
+"""Seconds for a controller to start. It needs one; a host that is busy starting a job may need more."""
 ORPHAN_S = 15.0
-"""A controller that stands by outlives the rank that started it for so long: others may be on their way to it."""
+"""Seconds by which a standby controller outlives the rank that started it: others may be on their way to it."""
 KEPT_S = 30 * 86400.0
 
 ANY = ("", "0.0.0.0", "::")
-"""``TTP_BIND`` that stands for every address."""
+"""Values of ``TTP_BIND`` that stand for every address."""
 
 _HOST_ANSWERS = (errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 def own_address(config: Config, master_addr: str) -> str:
-    """The address of this host: ``TTP_ADDRESS``, else ``TTP_BIND``, else that on the way to the job's first node."""
+    """Return the address of this host: ``TTP_ADDRESS``, else ``TTP_BIND``, else that on the way to the first node."""
     if config.address:
         return config.address
     if config.bind not in ANY:
@@ -43,7 +43,7 @@ def own_address(config: Config, master_addr: str) -> str:
 
 
 def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool, str]:
-    """Whether a host answers. An open port and a refused connection both show that its kernel runs."""
+    """Return whether a host answers, and why. An open port and a refused connection both show that its kernel runs."""
     try:
         socket.create_connection((address, port), timeout_s).close()
     except OSError as problem:
@@ -54,7 +54,7 @@ def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool
 
 
 def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) -> str:
-    """Start a standby controller on this host. Returns its ``host:port``.
+    """Start a standby controller on this host, and return its ``host:port``.
 
     Raises:
         TtpError: it does not start; the text says why.
@@ -82,7 +82,7 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
 
 
 def _free_port(bind: str, wanted: int | None) -> int:
-    """The job's own port where it is free: firewalls may allow only that one."""
+    """Return the job's own port if it is free, as firewalls may allow only that one, else any free port."""
     family, _, _, _, where = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     for port in (wanted or 0, 0):
         with socket.socket(family, socket.SOCK_STREAM) as probing:

@@ -31,7 +31,7 @@ def write_token(run_dir: Path, token: str) -> None:
 
 
 def read_token(run_dir: Path) -> str | None:
-    """The token that ``write_token`` left; None: there is none.
+    """Return the token that ``write_token`` left; None: there is none.
 
     Raises:
         ConfigError: the file is not private; the text says what to do.
@@ -41,11 +41,11 @@ def read_token(run_dir: Path) -> str | None:
 
 
 def secret_in(path: Path, named: str) -> str:
-    """The content of a secret file, without the end of the line.
+    """Return the content of a secret file, without the end of the line.
 
     Args:
-        path: a plain file of this user or of root that nobody else may read.
-        named: what errors call it.
+        path: a plain file of this user or of root that no other user may read.
+        named: its name in errors.
 
     Raises:
         ConfigError: it cannot be read, is empty, or is not private; the text says what to do.

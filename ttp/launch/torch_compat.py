@@ -1,7 +1,7 @@
 """Checks that this torch has what ttp relies on inside torch's elastic agent.
 
-The agent is extended through names that are not public. A torch that differs is left alone: the job runs as under the
-stock launcher, with one warning.
+The agent is extended through names that are not public. If a torch differs, its launcher is left as it is: the job runs
+as under the stock launcher, with one warning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ logger = logging.getLogger("ttp.launch")
 
 
 def differences() -> list[str]:
-    """What of torch is different from what ttp expects; empty: the agent can be extended."""
+    """Return what in torch is not as ttp expects it; empty: the agent can be extended."""
     try:
         return [text for text, holds in _expectations() if not holds]
     except Exception as problem:
@@ -36,6 +36,7 @@ def _expectations() -> list[tuple[str, bool]]:
         ("_restart_workers(worker_group)", _accepts(LocalElasticAgent._restart_workers, "worker_group")),
         ("_shutdown(death_sig)", _accepts(LocalElasticAgent._shutdown, "death_sig")),
         ("_stop_workers calls _shutdown", "_shutdown" in _names(LocalElasticAgent._stop_workers)),
+        ("_invoke_run calls _exit_barrier", "_exit_barrier" in _names(SimpleElasticAgent._invoke_run)),
         ("run calls _shutdown", "_shutdown" in _names(SimpleElasticAgent.run)),
         ("SubprocessContext.subprocess_handlers", "subprocess_handlers" in _names(SubprocessContext.__init__)),
         ("SubprocessHandler.proc", "proc" in _names(SubprocessHandler.__init__)),
@@ -45,7 +46,7 @@ def _expectations() -> list[tuple[str, bool]]:
 
 
 def _names(function: Any) -> tuple[str, ...]:
-    """Every global and attribute name in a function's code, below decorators."""
+    """Return every global and attribute name in a function's code, below decorators."""
     code = inspect.unwrap(function).__code__
     return code.co_names
 
@@ -55,10 +56,10 @@ def _accepts(function: Any, parameter: str) -> bool:
 
 
 def forgive_replies() -> None:
-    """From now on a rank's own report of its error that cannot be read counts as none.
+    """Make torch treat a rank's error report that cannot be read as none, from now on.
 
-    A rank that is killed while it writes one, or has no room for it, leaves half a file, at which torch's launcher
-    would end, and not start the job again.
+    A rank that is killed while it writes its report, or has no room for it, leaves half a file. Torch's launcher would
+    end at that, and not start the job again.
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 

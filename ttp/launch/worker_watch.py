@@ -16,14 +16,14 @@ from ttp.launch.deaths import ORDERLY_EXITS, SIGKILLED, DeathWatch, describe_exi
 logger = logging.getLogger("ttp.launch")
 
 TURN_S = 0.2
-"""How soon the thread notices new workers; those that died before are seen then."""
+"""Seconds until the thread notices new workers; deaths before that are seen then."""
 
 
 class Reporter(Protocol):
-    """Gets the reports. Must neither block nor raise."""
+    """Takes the reports. Must neither block nor raise."""
 
     def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
-        """``rank``, process ``pid``, ended for ``reason``, with this exit code (0: not known)."""
+        """Report that process ``pid`` of ``rank`` ended for ``reason``, with exit code ``code`` (0: not known)."""
 
 
 class WorkerWatch:
@@ -38,7 +38,7 @@ class WorkerWatch:
         self._expected: set[int] = set()
         self._oom = OomWatch()
         self.died = threading.Event()
-        """A worker has ended."""
+        """Set when a worker has ended."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-worker-watch", daemon=True)
         self._thread.start()
@@ -57,7 +57,7 @@ class WorkerWatch:
             self._expected.update(pids)
 
     def expects(self, pid: int) -> bool:
-        """Whether ``expect`` was called for this worker."""
+        """Return whether ``expect`` was called for this worker."""
         with self._lock:
             return pid in self._expected
 
@@ -100,30 +100,30 @@ class WorkerWatch:
 # Tells kills by the out-of-memory killer from others, by the kernel's counters for each cgroup.
 #
 # SIGKILL does not tell its sender. But ``oom_kill`` in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1) of
-# the victim's own cgroup is raised before the signal is sent, whatever limit was hit. Where that cgroup has no memory
-# controller, the nearest one above counts; where there is none, ``/proc/vmstat`` counts for the whole machine. So the
+# the victim's own cgroup is raised before the signal is sent, whatever limit was hit. If that cgroup has no memory
+# controller, the nearest one above counts; if there is none, ``/proc/vmstat`` counts for the whole machine. So the
 # counter is read while the process lives and again after its death. Each counted kill explains one death.
 
 
 COUNTER = "oom_kill"
 FILES = {1: "memory.oom_control", 2: "memory.events"}
-"""Where it is, by version of cgroups."""
+"""File of the counter, by version of cgroups."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where kills are counted: ``name`` for the operator, ``file`` with lines of names and numbers."""
+    """A counter of kills: ``name`` for the operator, ``file`` with lines of names and numbers."""
 
     name: str
     file: Path
 
 
 class OomWatch:
-    """Knows how often the out-of-memory killer had struck when it was made. Never raises.
+    """Remembers the counters of the out-of-memory killer from when it was made. Never raises.
 
     Args:
-        pids: processes of this host that live.
-        system: where ``/proc`` is; for tests.
+        pids: live processes of this host.
+        system: directory that contains ``proc``; for tests.
     """
 
     def __init__(self, pids: Iterable[int] = (), system: Path = Path("/")) -> None:
@@ -139,7 +139,7 @@ class OomWatch:
             self._remember(pid, known)
 
     def explain(self, pid: int) -> str:
-        """A text if ``pid`` was killed for lack of memory, else empty. Ask once, after its death."""
+        """Return a text if ``pid`` was killed for lack of memory, else empty. Ask once, after its death."""
         place = self._place.get(pid)
         count = _read(place.file) if place is not None else None
         if place is None or count is None or count <= self._before[place.file]:

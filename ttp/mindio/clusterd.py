@@ -1,15 +1,14 @@
-"""Stands between a job under ttp and ClusterD, which decides for MindCluster what becomes of a job. Pure: no I/O.
+"""Mediates between a job under ttp and ClusterD, which decides for MindCluster about jobs. Pure: no I/O.
 
 ClusterD knows of broken devices and nodes, ttp of ranks that died. Each tells the other; then ClusterD asks in rounds:
 
-    stopTrain       -> the ranks are accused, ttp freezes the job          -> StopComplete
-    globalFault     -> what can be done: dump, exit                        -> Strategies
-    changeStrategy  -> dump: when ttp has saved, or cannot                 -> Result
-    saveAndExit     -> both at once, as where only dump is configured      -> Result
-    killMaster      -> the end
+    stopTrain       -> the ranks are accused, ttp freezes the job          -> StopComplete globalFault     -> what can
+    be done: dump, exit                        -> Strategies changeStrategy  -> dump: when ttp has saved, or cannot
+    -> Result saveAndExit     -> both at once, as where only dump is configured      -> Result killMaster      -> the
+    end
 
-A rescue of ttp is one thing: it freezes, saves and releases. So a job is accused once for each fault, an ``Episode``,
-whoever has found it; all rounds about the same hosts are answered with what came of that.
+ttp's rescue is one operation: it freezes, saves and releases. So a job is accused once for each fault, an ``Episode``,
+whoever has found the fault. All rounds about the same hosts are answered with the result of that rescue.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ DUMP, EXIT = "dump", "exit"
 OTHER_FAULT = "1"
 ACCUSE_AGAIN_S = 2.0
 EPISODE_S = 900.0
-"""ClusterD waits so long for a report at most: what it says later is about another fault."""
+"""Seconds that ClusterD waits for a report at most: a signal after that is about another fault."""
 KNOWN_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The job, as its controller or, where there is none any more, its ``save_dir`` shows it.
+    """The state of the job, as its controller shows it, or its ``save_dir`` where no controller is left.
 
     Args:
-        hosts: ranks of each host, in the order of the lowest ones; empty: no job.
-        incident: id of the last one; empty: none.
-        stage: its stage.
-        faulty: something is broken; else it was a checkpoint on request, or a false alarm.
+        hosts: ranks of each host, ordered by the lowest rank; empty: no job.
+        incident: id of the last incident; empty: none.
+        stage: stage of that incident.
+        faulty: something is broken; False: the incident was a checkpoint on request, or a false alarm.
         lost: ranks that have died in it.
         saved: it has committed a checkpoint.
-        text: what came of it.
+        text: its outcome, for people.
     """
 
     hosts: tuple[tuple[int, ...], ...] = ()
@@ -54,18 +53,18 @@ class Seen:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more comes of the incident."""
+        """True if the incident has ended."""
         return self.stage in ("released", "closed")
 
     def hosts_of(self, ranks: Iterable[int]) -> set[int]:
-        """Places of the hosts of ``ranks``."""
+        """Return the indices of the hosts of ``ranks``."""
         wanted = set(ranks)
         return {place for place, host in enumerate(self.hosts) if wanted.intersection(host)}
 
 
 @dataclass(frozen=True, slots=True)
 class Accuse:
-    """Tell the job's controller that these ranks are broken."""
+    """An action: tell the job's controller that these ranks are broken."""
 
     ranks: tuple[int, ...]
     text: str
@@ -77,7 +76,11 @@ Action: TypeAlias = Accuse | Message
 
 @dataclass(slots=True)
 class Episode:
-    """One fault. ``hosts``: where; ``owed``: until when ClusterD is to be answered, by what it asked for."""
+    """One fault.
+
+    ``ranks`` and ``hosts`` are those accused. ``owed`` has the deadline of each answer that ClusterD waits for, by what
+    it asked for; times are in seconds.
+    """
 
     began_s: float
     before: str
@@ -89,26 +92,26 @@ class Episode:
 
 
 class Bridge:
-    """Keeps what was said about the present fault.
+    """Decides what to tell the job and ClusterD about the present fault.
 
     Args:
-        job_id: of the job, as ClusterD knows it.
-        stop_s: how long the job may take to freeze.
-        dump_s: how long it may take to save.
+        job_id: id of the job in ClusterD.
+        stop_s: seconds that the job may take to freeze.
+        dump_s: seconds that it may take to save.
     """
 
     def __init__(self, job_id: str, stop_s: float = 60.0, dump_s: float = 360.0) -> None:
         self._job_id, self._stop_s, self._dump_s = job_id, stop_s, dump_s
         self._seen: Seen | None = None
         self._told: deque[str] = deque(maxlen=KNOWN_MAX)
-        """Incidents whose dead ClusterD knows."""
+        """Incidents whose dead ranks ClusterD knows."""
         self._episode: Episode | None = None
         self._heard: deque[tuple[str, ...]] = deque(maxlen=KNOWN_MAX)
         self.ended = False
-        """ClusterD has said that this process is to go."""
+        """True once ClusterD has told this process to end."""
 
     def signal(self, signal: pb.RecoverSignal, now: float) -> list[Action]:
-        """What to do because ClusterD has sent ``signal``. It sends signals again, which changes nothing."""
+        """Return what to do because ClusterD has sent ``signal``. A signal that is sent again changes nothing."""
         kind, wanted = signal.signal_type, signal.change_strategy
         key = (signal.uuid, kind, wanted, *signal.actions)
         if kind == "keep-alive" or signal.job_id != self._job_id or key in self._heard:
@@ -140,7 +143,7 @@ class Bridge:
         return []
 
     def look(self, seen: Seen | None, now: float) -> list[Action]:
-        """What to do because of what the job looks like; None: nobody can be asked now."""
+        """Return what to do because of the job's state ``seen``; None: no controller can be asked now."""
         actions: list[Action] = []
         if seen is not None:
             actions += self._died(seen, now)
@@ -161,12 +164,12 @@ class Bridge:
         return actions
 
     def believed(self) -> None:
-        """The controller has taken the accusation; it is not made again."""
+        """Note that the controller has accepted the accusation, so that it is not made again."""
         if self._episode is not None:
             self._episode.accused_s = float("inf")
 
     def _fault(self, ranks: set[int], hosts: set[int], now: float) -> Episode:
-        """The episode that a signal is about: the present one, unless that is over and was about other hosts."""
+        """Return the episode of a signal: the present one, unless that is over and was about other hosts."""
         episode = self._episode
         if episode is None or (episode.result is not None and episode.result.over and not hosts <= episode.hosts):
             episode = self._episode = Episode(now, self._seen.incident if self._seen is not None else "")
@@ -178,7 +181,7 @@ class Bridge:
         return self._seen.hosts_of(ranks) if self._seen is not None else set()
 
     def _died(self, seen: Seen, now: float) -> list[Action]:
-        """ClusterD hears of ranks whose death it cannot know, once. Not of what was over before this process began."""
+        """Tell ClusterD once of ranks that died, unless the incident was over before this process began."""
         if self._seen is None and seen.over:
             self._told.append(seen.incident)
         if not seen.lost or seen.incident in self._told:

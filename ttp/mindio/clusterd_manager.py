@@ -1,7 +1,7 @@
-"""Between ClusterD and the controller of a job whose program has handlers of its own. Pure: no I/O.
+"""Translates between ClusterD and the controller of a job whose program has handlers of its own. Pure: no I/O.
 
 Such a job can do more than dump and exit, and its controller speaks with a manager in the same rounds as ClusterD does
-with MindIO (``protocol.handshake``). So every word is passed on, in both directions, and nothing is decided here.
+with MindIO (``protocol.handshake``). So every message is passed on, in both directions, and nothing is decided here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ KNOWN_MAX = 256
 SWITCHES = {"hot switch": NoticeKind.HOT_SWITCH, "stop switch": NoticeKind.STOP_SWITCH}
 
 Faults = Mapping[int, int]
-"""Ranks and what is broken of them; the numbers are those of ``FaultOf`` and of ClusterD's fault types."""
+"""Ranks and what is broken of each; the numbers are those of ``FaultOf`` and of ClusterD's fault types."""
 
 
 class Interpreter:
-    """What ClusterD says as notices, and what a manager is told as ClusterD's messages.
+    """Translates ClusterD's signals to notices, and calls of a manager to ClusterD's messages.
 
     Args:
-        job_id: of the job, as ClusterD knows it.
+        job_id: id of the job in ClusterD.
     """
 
     def __init__(self, job_id: str) -> None:
@@ -32,10 +32,10 @@ class Interpreter:
         self._heard: deque[tuple[str, ...]] = deque(maxlen=KNOWN_MAX)
 
     def notices(self, signal: pb.RecoverSignal, hosts: Sequence[Sequence[int]]) -> list[Notice]:
-        """What is to be passed on; a signal that is sent again is passed on once.
+        """Return the notices to pass on for a signal; none if the signal was passed on before.
 
         Args:
-            signal: of ClusterD.
+            signal: ClusterD's signal.
             hosts: ranks of each host, for signals that name nodes.
         """
         kind, wanted = signal.signal_type, signal.change_strategy
@@ -63,20 +63,20 @@ class Interpreter:
         return found
 
     def fault_ranks(self, faults: Faults) -> pb.RecoverFaults:
-        """See ``ReportFaultRanks``."""
+        """Translate a call; see ``ReportFaultRanks``."""
         return pb.RecoverFaults(job_id=self._job_id, fault_ranks=_to_wire(faults))
 
     def stop_complete(self, code: int, text: str, faults: Faults) -> pb.RecoverStopped:
-        """See ``ReportStopComplete``."""
+        """Translate a call; see ``ReportStopComplete``."""
         answer = pb.RecoverAnswer(code=code, info=text)
         return pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=_to_wire(faults))
 
     def strategies(self, faults: Faults, offered: Sequence[str]) -> pb.RecoverStrategies:
-        """See ``ReportStrategies``."""
+        """Translate a call; see ``ReportStrategies``."""
         return pb.RecoverStrategies(job_id=self._job_id, fault_ranks=_to_wire(faults), strategies=offered)
 
     def result(self, code: int, text: str, strategy: str) -> pb.RecoverResult:
-        """See ``ReportResult``."""
+        """Translate a call; see ``ReportResult``."""
         return pb.RecoverResult(job_id=self._job_id, status=pb.RecoverAnswer(code=code, info=text), strategy=strategy)
 
 
@@ -89,7 +89,7 @@ def _faults(signal: pb.RecoverSignal) -> tuple[RankFault, ...]:
 
 
 def _of_nodes(signal: pb.RecoverSignal, hosts: Sequence[Sequence[int]]) -> tuple[RankFault, ...]:
-    """All ranks of the nodes that are named; of all where none of them is known."""
+    """Return a fault for each rank of the named nodes; for all ranks if none of the nodes is known."""
     nodes = {int(node) for node in signal.node_rank_ids if node.isdecimal()}
     named = [host for place, host in enumerate(hosts) if place in nodes] or hosts
     return tuple(RankFault(Rank(rank), FaultOf.PROCESS) for host in named for rank in host)

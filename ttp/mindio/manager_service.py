@@ -1,4 +1,4 @@
-"""The gRPC face of the controller towards an outside manager, one at a time: ``ttp.wire.v1.Manager``."""
+"""The controller's gRPC service for an outside manager, one at a time: ``ttp.wire.v1.Manager``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from ttp.mindio.protocol.manager_messages import (
     ManagerCame,
     ManagerLeft,
     Noticed,
+    PlaceOffered,
+    TakePlace,
 )
+from ttp.wire import limits
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import rounds_pb2 as pb
 from ttp.wire.v1 import rounds_pb2_grpc as rpc
@@ -27,12 +30,13 @@ SERVICE = "ttp.wire.v1.Manager"
 
 
 class ManagerService(rpc.ManagerServicer):
-    """Translates between the wire and the driver, and does what ``HandlerRecovery`` wants; decides nothing."""
+    """Translates between the wire and the driver, and carries out actions of ``HandlerRecovery``; decides nothing."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._calls: asyncio.Queue[ManagerCall | None] | None = None
         self._problem = ""
+        self._taken: tuple[int, ...] = ()
         driver.perform_program, driver.on_close = self._perform, self._close
 
     def _perform(self, action: ProgramAction) -> None:
@@ -41,13 +45,15 @@ class ManagerService(rpc.ManagerServicer):
                 self._calls.put_nowait(call)
             case AnswerNotice(problem):
                 self._problem = problem
+            case TakePlace(ranks):
+                self._taken = ranks
 
     def _close(self) -> None:
         if self._calls is not None:
             self._calls.put_nowait(None)
 
     async def Attend(self, request: pb.AttendRequest, context: Any) -> AsyncIterator[pb.ManagerCall]:
-        """See the proto."""
+        """See ``Manager.Attend`` in the proto."""
         try:
             wait_s = seconds(request.wait_s)
         except WireError as problem:
@@ -67,7 +73,7 @@ class ManagerService(rpc.ManagerServicer):
             self._driver.feed(ManagerLeft())
 
     async def Notify(self, request: pb.Notice, context: Any) -> pb.NoticeAnswer:
-        """See the proto."""
+        """See ``Manager.Notify`` in the proto."""
         try:
             notice = notice_from_wire(request)
         except WireError as problem:
@@ -75,3 +81,13 @@ class ManagerService(rpc.ManagerServicer):
         self._problem = "this controller ends"
         self._driver.feed(Noticed(notice))
         return pb.NoticeAnswer(accepted=not self._problem, text=self._problem)
+
+    async def Offer(self, request: pb.PlaceOffered, context: Any) -> pb.PlaceTaken:
+        """See the proto."""
+        self._taken = ()
+        try:
+            self._driver.feed(PlaceOffered(limits.text("host", request.host), limits.text("store", request.store)))
+        except WireError as problem:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+        layout = self._driver.machine.job.layout
+        return pb.PlaceTaken(ranks=self._taken, world_size=0 if layout is None else layout.world_size)

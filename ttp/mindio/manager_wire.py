@@ -1,4 +1,4 @@
-"""Converts between messages of managers and controllers and the protobuf messages of ``rounds.proto``."""
+"""Converts messages between managers and controllers to and from the protobuf messages of ``rounds.proto``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ttp.wire.limits import WireError
 from ttp.wire.v1 import rounds_pb2 as pb
 
 WAIT_MAX_S = 86_400.0
-"""Nobody waits for a manager for more than a day."""
+"""Maximum time in seconds to wait for a manager."""
 
 
 def notice_to_wire(notice: Notice) -> pb.Notice:
-    """Core -> protobuf."""
+    """Convert a notice from core to protobuf."""
     return pb.Notice(
         what=notice.kind.value,
         faults=_faults_to_wire(notice.faults),
@@ -26,10 +26,10 @@ def notice_to_wire(notice: Notice) -> pb.Notice:
 
 
 def notice_from_wire(message: pb.Notice) -> Notice:
-    """Protobuf -> core.
+    """Convert a notice from protobuf to core.
 
     Raises:
-        WireError: it makes no sense.
+        WireError: the message makes no sense.
     """
     try:
         kind = NoticeKind(message.what)
@@ -45,7 +45,7 @@ def notice_from_wire(message: pb.Notice) -> Notice:
 
 
 def call_to_wire(call: ManagerCall) -> pb.ManagerCall:
-    """Core -> protobuf."""
+    """Convert a call from core to protobuf."""
     return pb.ManagerCall(
         what=call.kind.value,
         faults=_faults_to_wire(call.faults),
@@ -57,10 +57,10 @@ def call_to_wire(call: ManagerCall) -> pb.ManagerCall:
 
 
 def call_from_wire(message: pb.ManagerCall) -> ManagerCall:
-    """Protobuf -> core.
+    """Convert a call from protobuf to core.
 
     Raises:
-        WireError: it makes no sense.
+        WireError: the message makes no sense.
     """
     try:
         kind = CallKind(message.what)
@@ -71,7 +71,7 @@ def call_from_wire(message: pb.ManagerCall) -> ManagerCall:
 
 
 def seconds(value: float) -> float:
-    """A time that can be waited for.
+    """Return a time in seconds after checking that it can be waited for.
 
     Raises:
         WireError: it cannot.

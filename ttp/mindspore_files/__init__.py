@@ -1,1 +1,1 @@
-"""Tools on files of MindSpore: resharding, recovery from redundancy, ``group_info.pb``. No part of the rescue."""
+"""Tools for MindSpore's files: resharding, recovery from redundancy, ``group_info.pb``. Not part of the rescue."""

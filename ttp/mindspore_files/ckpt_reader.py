@@ -1,9 +1,11 @@
-"""What a ``.ckpt`` of MindSpore holds, where, and whether it is whole: without MindSpore, and never all in memory.
+"""Reading a ``.ckpt`` of MindSpore: which tensors it holds, where they lie, and whether the file is whole.
 
-The file is one protobuf message after the other, ``Checkpoint { Value { tag = 1; TensorProto = 2; } = 1; }`` with
-``TensorProto { dims = 1; tensor_type = 2; tensor_content = 3; }`` (``mindspore/train/checkpoint_pb2.py`` of 2.10); a
-large tensor is cut into several values of a tag. With ``crc_check=True`` it ends with ``crc_num`` and the CRC-32 of all
-before in ten bytes, big-endian.
+MindSpore is not needed, and the file is never in memory as a whole.
+
+The file is one protobuf message after another, ``Checkpoint { Value { tag = 1; TensorProto = 2; } = 1; }`` with
+``TensorProto { dims = 1; tensor_type = 2; tensor_content = 3; }`` (``mindspore/train/checkpoint_pb2.py`` of 2.10). A
+large tensor is split into several values with the same tag. A file saved with ``crc_check=True`` ends with ``crc_num``
+and ten bytes, big-endian: the CRC-32 of everything before.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ CRC_MARK = b"crc_num"
 TRAILER = len(CRC_MARK) + 10
 BLOCK = 1 << 20
 HEADER_MAX = 1 << 20
-"""Bytes of the name and shape of one tensor; more is damage."""
+"""The largest name and shape of one tensor, in bytes. A larger one means that the file is damaged."""
 
 _WINDOW = 1 << 12
-"""Bytes read at once where contents are passed over."""
+"""Bytes read at once where the contents are skipped."""
 
 ITEM_BYTES = {
     "Bool": 1, "Int8": 1, "UInt8": 1, "Int16": 2, "UInt16": 2, "Float16": 2, "BFloat16": 2, "Int32": 4, "UInt32": 4,
@@ -41,19 +43,19 @@ ITEM_BYTES = {
 _NUMBERS = {"Int32": "<i", "UInt32": "<I", "Int64": "<q", "UInt64": "<Q", "Float32": "<f", "Float64": "<d"}
 
 COUNTERS = ("epoch_num", "step_num", "global_step")
-"""Entries that say of which step a checkpoint is."""
+"""Names of the entries that say which step a checkpoint is of."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One entry of a checkpoint file: its type and shape, and where its bytes are.
+    """One entry of a checkpoint file: its type, its shape, and where its bytes lie.
 
     Args:
         path: the file.
-        dtype: MindSpore's word: ``Float32``, ``BFloat16``, ``str``, ...
+        dtype: the type as MindSpore names it: ``Float32``, ``BFloat16``, ``str``, ...
         dims: the shape; ``()`` for a scalar.
-        chunks: offset and length of its bytes in the file, in order.
-        kept_dims: the shape as the file spells it: a scalar may be ``[]`` or ``[0]``.
+        chunks: offset and length, in bytes, of each part of its content in the file, in order.
+        kept_dims: the shape as the file states it. A scalar may be ``[]`` or ``[0]`` there.
     """
 
     path: str
@@ -64,18 +66,21 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the content."""
+        """Size of the content, in bytes."""
         return sum(length for _, length in self.chunks)
 
     @property
     def item_size(self) -> int:
-        """Bytes of an element; elements are compared by their bits, so nothing else of the type matters."""
+        """Size of one element, in bytes.
+
+        Elements are compared by their bits, so nothing else about the type matters.
+        """
         return self.nbytes // max(1, math.prod(self.dims))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor: type in MindSpore's words, shape, and the digest of its bytes."""
+    """One tensor: its type as MindSpore names it, its shape, and the digest of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -84,13 +89,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class CkptContents:
-    """The contents of one checkpoint file, read to its end.
+    """The contents of one checkpoint file that was read to its end.
 
     Args:
-        entries: by name.
-        counters: those of ``COUNTERS`` that it has.
-        checked: whether it ends with a CRC, which was right.
-        size: bytes of the file.
+        entries: name -> tensor.
+        counters: name -> value, for the names of ``COUNTERS`` that the file has.
+        checked: whether the file ends with a CRC. If it does, the CRC was right.
+        size: of the file, in bytes.
     """
 
     entries: Mapping[str, StoredTensor]
@@ -100,20 +105,27 @@ class CkptContents:
 
 
 def index(path: Path) -> dict[str, FileTensor]:
-    """Where each tensor of a checkpoint lies, in the order of the file. Reads a few bytes of each.
+    """Find where each tensor of a checkpoint lies, reading only a few bytes of each.
+
+    Returns:
+        Name -> tensor, in the order of the file.
 
     Raises:
-        CheckpointError: it is absent, damaged, cut off, encrypted, or something else.
+        CheckpointError: the file is absent, damaged, cut off, encrypted, or no checkpoint.
     """
     with _opened(path, None, _WINDOW) as source:
         return _tensors(path, source, source.skip)
 
 
 def read_contents(path: Path, progress: Progress | None = None) -> CkptContents:
-    """Read a checkpoint to its last byte.
+    """Read a checkpoint to its last byte, and check its CRC if it has one.
+
+    Args:
+        path: the file.
+        progress: called with the number of bytes newly read.
 
     Raises:
-        CheckpointError: it is absent, damaged, cut off, encrypted, or something else.
+        CheckpointError: the file is absent, damaged, cut off, encrypted, or no checkpoint.
     """
     hashes: dict[str, xxhash.xxh3_128] = {}
     counted: dict[str, bytes] = {}
@@ -134,7 +146,7 @@ def read_contents(path: Path, progress: Progress | None = None) -> CkptContents:
 
 
 def crc_problem(path: Path, progress: Progress | None = None) -> str | None:
-    """What the file's own CRC says against it; None when it is right, or has none."""
+    """Check the file's own CRC. Returns what is wrong; None if the CRC is right or the file has none."""
     try:
         with _opened(path, progress, BLOCK) as source:
             if source.expected is not None:
@@ -148,7 +160,7 @@ def crc_problem(path: Path, progress: Progress | None = None) -> str | None:
 
 @contextmanager
 def _opened(path: Path, progress: Progress | None, window: int) -> Iterator[_Source]:
-    """Open the file for reading. Turns everything that is wrong with it into a ``CheckpointError``."""
+    """Open the file for reading, and turn everything that is wrong with it into a ``CheckpointError``."""
     source: _Source | None = None
     try:
         with open_plain(path) as raw:
@@ -162,7 +174,7 @@ def _opened(path: Path, progress: Progress | None, window: int) -> Iterator[_Sou
 
 
 class _Source:
-    """A file read from its start to where its CRC begins."""
+    """Reads a file from its start to where its CRC begins, and sums up the CRC of what was read."""
 
     def __init__(self, raw: io.FileIO, progress: Progress | None, window: int) -> None:
         self.size = os.fstat(raw.fileno()).st_size
@@ -192,7 +204,7 @@ class _Source:
             yield data
 
     def skip(self, _name: str, length: int) -> None:
-        """Pass over ``length`` bytes without reading them; the CRC is not to be had then."""
+        """Skip ``length`` bytes without reading them. ``check`` cannot be used after that."""
         self._file.seek(length, os.SEEK_CUR)
         self._forward(length)
 
@@ -206,7 +218,7 @@ class _Source:
         raise ValueError("a number does not end")
 
     def length(self, end: int, limit: int | None = None) -> int:
-        """Bytes of a field inside a message that ends when ``end`` bytes are left."""
+        """Read the length in bytes of a field inside a message that ends when ``end`` bytes of the file are left."""
         length = self.varint()
         if length > self.left - end:
             raise ValueError("it is cut off")
@@ -215,7 +227,7 @@ class _Source:
         return length
 
     def end(self, outer: int = 0) -> int:
-        """How many bytes of the file are left when the message that begins here has been read."""
+        """Return how many bytes of the file will be left at the end of the message that begins here."""
         length = self.length(outer)
         return self.left - length
 
@@ -229,11 +241,11 @@ class _Source:
 
 
 _Take = Callable[[str, int], None]
-"""Takes as many bytes of the tensor of that name from the source."""
+"""Takes this many bytes, the content of the tensor of that name, from the source."""
 
 
 def _tensors(path: Path, source: _Source, take: _Take) -> dict[str, FileTensor]:
-    """The tensors of the file by name. Joins the parts of a tensor, which follow each other."""
+    """Return name -> tensor for the whole file. Parts of one tensor follow each other, and are joined."""
     found: dict[str, FileTensor] = {}
     last = None
     for name, dtype, dims, length in _values(source):
@@ -276,7 +288,10 @@ def _count(tensor: FileTensor, data: bytes) -> int | None:
 
 
 def _values(source: _Source) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """Name, type, dims and bytes of each value; whoever asks takes the bytes before asking on."""
+    """Yield the name, type, shape and number of bytes of each value.
+
+    The caller takes the bytes of a value before it asks for the next value.
+    """
     while source.left:
         if source.varint() != _key(1):
             raise ValueError("it is encrypted, or no checkpoint of MindSpore")
@@ -299,7 +314,7 @@ def _values(source: _Source) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
 
 
 def _tensor_head(source: _Source, end: int, name: str) -> tuple[str, tuple[int, ...], int]:
-    """All of a tensor before its bytes, which come last: type, dims, and how many bytes follow."""
+    """Read a tensor up to its bytes, which come last. Returns its type, its shape and the number of bytes."""
     head = bytearray()
     while source.left > end:
         key = source.varint()

@@ -1,16 +1,16 @@
-"""MindSpore's ``.ckpt`` written as ``mindspore.save_checkpoint`` does, from any thread and without MindSpore.
+"""Writes a ``.ckpt`` as ``mindspore.save_checkpoint`` does, but from any thread and without MindSpore.
 
-Format, as MindSpore 2.10 reads it: messages ``Checkpoint`` (protobuf) one behind the other, each with one ``Value``::
+The format, as MindSpore 2.10 reads it: protobuf messages ``Checkpoint`` one after another, each with one ``Value``::
 
     Checkpoint { repeated Value value = 1; }
     Value { required string tag = 1; TensorProto tensor = 2; }
     TensorProto { repeated int64 dims = 1; required string tensor_type = 2; required bytes tensor_content = 3; }
 
-A large tensor is cut into several messages of one tag. At the end ``crc_num`` and the CRC-32 of all before, ten bytes,
-big-endian. Text has dims 0, type ``str``, and its characters as UTF-32.
+A large tensor is split into several messages with the same tag. At the end come ``crc_num`` and ten bytes, big-endian:
+the CRC-32 of everything before. A text has the shape ``[0]``, the type ``str``, and its characters as UTF-32.
 
-``save_checkpoint`` itself copies every tensor, holds a lock that the training thread may hold too, and does not say
-when the bytes are on the disk.
+``save_checkpoint`` itself will not do for a rescue: it copies every tensor, takes a lock that the training thread may
+hold too, and does not say when the bytes are on the disk.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ttp.processor.source import Cancelled
 from ttp.store.digest import HashingFile
 
 CHUNK_BYTES = 512 << 20
-"""Bytes of a tensor in one message; MindSpore cuts there too."""
+"""The most bytes of a tensor in one message. MindSpore splits at the same size."""
 
 _SLICE = 8 << 20
-"""Bytes written between two looks at ``cancelled``."""
+"""Bytes written between two calls of ``cancelled``."""
 
 _VALUE, _TENSOR, _BYTES_OF_TENSOR = (varint(number << 3 | BYTES) for number in (1, 2, 3))
 
@@ -37,12 +37,12 @@ Block = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """One tensor, number or text.
+    """One tensor, number or text to write.
 
     Args:
-        name: its key.
-        dtype: MindSpore's name of the type, such as ``Float32``; ``str`` for text.
-        shape: of the tensor.
+        name: its key in the file.
+        dtype: its type as MindSpore names it, such as ``Float32``; ``str`` for a text.
+        shape: its shape.
         memory: its bytes.
     """
 
@@ -53,23 +53,30 @@ class TensorToWrite:
 
 
 def number(name: str, value: int | float) -> TensorToWrite:
-    """A scalar as ``append_dict`` of ``save_checkpoint`` stores it: 64 bits of an int, 32 of a float."""
+    """Return a number as ``append_dict`` of ``save_checkpoint`` stores it: an int in 64 bits, a float in 32."""
     if isinstance(value, int):
         return TensorToWrite(name, "Int64", (), memoryview(struct.pack("<q", value)))
     return TensorToWrite(name, "Float32", (), memoryview(struct.pack("<f", value)))
 
 
 class CkptWriter:
-    """Writes entries one after another, and the CRC behind them; the file's own writer makes it durable."""
+    """Writes entries one after another, and at the end the CRC. The file itself has to make them durable."""
 
     def __init__(self, file: HashingFile) -> None:
         self._file, self._crc = file, 0
 
     def add(self, name: str, dtype: str, dims: tuple[int, ...], nbytes: int, blocks: Iterable[Block]) -> None:
-        """Append one entry; ``blocks`` hold ``nbytes`` together.
+        """Append one entry.
+
+        Args:
+            name: its key in the file.
+            dtype: its type as MindSpore names it.
+            dims: its shape.
+            nbytes: size of its content, in bytes.
+            blocks: its content, in order; ``nbytes`` together.
 
         Raises:
-            OSError: the disk refused.
+            OSError: writing failed.
         """
         left = nbytes
         source = iter(blocks)
@@ -97,11 +104,16 @@ class CkptWriter:
 
 
 def write_entries(target: HashingFile, entries: Iterable[TensorToWrite], cancelled: Callable[[], bool]) -> None:
-    """Write ``entries`` and the checksum. Nobody changes their memory meanwhile.
+    """Write all ``entries`` and the CRC. Nobody may change their memory meanwhile.
+
+    Args:
+        target: the file.
+        entries: what to write, in order.
+        cancelled: called every 8 MiB; writing ends if it returns True.
 
     Raises:
-        Cancelled: ``cancelled()`` became true; asked every 8 MiB.
-        OSError: the disk refused.
+        Cancelled: ``cancelled()`` returned True.
+        OSError: writing failed.
     """
     writer = CkptWriter(target)
     for entry in entries:
@@ -118,7 +130,7 @@ def _until_cancelled(memory: memoryview, cancelled: Callable[[], bool]) -> Itera
 
 
 def _opening(name: str, dtype: str, dims: tuple[int, ...], size: int) -> bytes:
-    """The beginning of a message: all that comes before the bytes of the tensor."""
+    """Return the beginning of a message: everything that comes before the bytes of the tensor."""
     head: bytes = make("TensorHead", dims=dims, tensor_type=dtype).SerializeToString()
     tensor = head + _BYTES_OF_TENSOR + varint(size)
     tag: bytes = make("ValueHead", tag=name).SerializeToString()

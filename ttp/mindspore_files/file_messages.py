@@ -1,8 +1,9 @@
 """The protobuf messages of MindSpore's files, as classes of the protobuf library.
 
-Numbers and types are those of ``node_strategy_pb2.py`` and ``checkpoint_pb2.py`` in ``mindspore/train`` (2.10). They
-are described here, in a pool of their own, because MindSpore's generated code needs a newer protobuf than ttp does and
-claims its names for the whole process. Numbers of ranks and stages have 64 bits, so that absurd ones are seen.
+Field numbers and types are those of ``node_strategy_pb2.py`` and ``checkpoint_pb2.py`` in ``mindspore/train`` (2.10).
+The messages are described here again, in a descriptor pool of their own, because MindSpore's generated code needs a
+newer protobuf than ttp does, and registers its names for the whole process. Numbers of ranks and stages have 64 bits
+here, so that absurd numbers are noticed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 BYTES = 2
-"""Wire type of messages, texts and bytes."""
+"""The protobuf wire type of messages, strings and bytes."""
 
 _PACKAGE = "ttp.mindspore_files"
 _MESSAGES = {
@@ -75,10 +76,10 @@ def make(kind: str, **fields: Any) -> Any:
 
 
 def parse(kind: str, data: bytes | bytearray) -> Any:
-    """A message from its bytes.
+    """Parse a message from its bytes. ``kind`` is a name in ``_MESSAGES``.
 
     Raises:
-        ValueError: malformed.
+        ValueError: the bytes are malformed.
     """
     try:
         return _classes[kind].FromString(bytes(data))
@@ -87,7 +88,11 @@ def parse(kind: str, data: bytes | bytearray) -> Any:
 
 
 def text(data: bytes) -> str:
-    """UTF-8; a ``UnicodeDecodeError`` is a ``ValueError``, but says nothing to a reader."""
+    """Decode UTF-8.
+
+    Raises:
+        ValueError: it is not UTF-8. The error says so in words that a user understands.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""``group_info.pb``: which ranks hold the same checkpoint as the rank that it was written for.
+"""Reads and writes ``group_info.pb``: which ranks hold the same checkpoint as the rank that the file belongs to.
 
-MindSpore writes it where it compiles a parallel graph (``GROUP_INFO_FILE``); on CPU and in plain data parallelism it
-does not. Format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
+MindSpore writes the file when it compiles a parallel graph, to the path in ``GROUP_INFO_FILE``. It writes none on CPU,
+nor in plain data parallelism. The format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
 
     ParallelGroupMap { repeated ParallelGroupItem = 1; ParallelGroupRanks ckpt_restore_rank_list = 2; }
     ParallelGroupItem { string group_name = 1; ParallelGroupRanks parallel_group_ranks = 2; }
@@ -22,7 +22,7 @@ from ttp.store.durable import write_durably
 from ttp.store.plain_file import read_plain
 
 NAME = "group_info.pb"
-"""By convention in the folder ``rank_N`` of a rank that it was written for."""
+"""The usual name of the file. It lies in the folder ``rank_N`` of the rank that it belongs to."""
 
 SIZE_MAX = 1 << 26
 
@@ -32,8 +32,8 @@ class GroupInfo:
     """The contents of one ``group_info.pb``.
 
     Args:
-        replicas: ranks whose checkpoints can stand for each other, the file's own rank among them.
-        groups: communication groups of that rank by name.
+        replicas: the ranks whose checkpoints are interchangeable, the file's own rank among them.
+        groups: name of a communication group of that rank -> its ranks.
     """
 
     replicas: tuple[int, ...]
@@ -44,7 +44,7 @@ def read_group_info(path: Path) -> GroupInfo:
     """Read a ``group_info.pb``.
 
     Raises:
-        CheckpointError: it is absent, damaged, or something else.
+        CheckpointError: the file is absent, damaged, or no ``group_info.pb``.
     """
     try:
         return parse_group_info(read_plain(Path(path), SIZE_MAX))
@@ -58,7 +58,7 @@ def parse_group_info(data: bytes) -> GroupInfo:
     """Parse the bytes of a ``group_info.pb``.
 
     Raises:
-        ValueError: malformed, or without the list of replicas.
+        ValueError: they are malformed, or the list of replicas is missing.
     """
     told = parse("GroupMap", data)
     groups = {group.group_name: _ranks(group.ranks) for group in told.groups}
@@ -73,25 +73,27 @@ def parse_group_info(data: bytes) -> GroupInfo:
 def write_group_info(
     path: Path | str, replicas: Iterable[int], groups: Mapping[str, Iterable[int]] | None = None
 ) -> None:
-    """Write what ``mindspore.restore_group_info_list(path)`` reads; durable on return, whole or not at all.
+    """Write a file that ``mindspore.restore_group_info_list(path)`` can read.
+
+    It is on disk when this returns. If writing fails, there is no file, or the old one.
 
     Args:
-        path: the file, by convention ``rank_N/group_info.pb`` for the ranks that hold what rank N holds.
-        replicas: ranks whose checkpoints can stand for each other.
-        groups: communication groups by name, if any; MindSpore's readers do not look at them.
+        path: the file to write. Usual is ``rank_N/group_info.pb`` for the ranks that hold the same as rank N.
+        replicas: the ranks whose checkpoints are interchangeable.
+        groups: name of a communication group -> its ranks. MindSpore's readers ignore them.
 
     Raises:
-        UsageError: ``replicas`` is empty, or no ranks.
-        OSError: the disk refused.
+        UsageError: ``replicas`` is empty, or holds something that cannot be a rank.
+        OSError: writing failed.
     """
     write_durably(Path(path), encode_group_info(replicas, groups))
 
 
 def encode_group_info(replicas: Iterable[int], groups: Mapping[str, Iterable[int]] | None = None) -> bytes:
-    """Encode what ``write_group_info`` writes.
+    """Return the bytes that ``write_group_info`` writes.
 
     Raises:
-        UsageError: ``replicas`` is empty, or no ranks.
+        UsageError: ``replicas`` is empty, or holds something that cannot be a rank.
     """
     ranks = sorted(set(replicas))
     if not ranks or ranks[0] < 0 or ranks[-1] >= WORLD_SIZE_MAX:

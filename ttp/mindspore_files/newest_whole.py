@@ -1,4 +1,4 @@
-"""Loading that survives bad files: the newest checkpoint that is whole, and why newer ones were not taken."""
+"""Loads the newest checkpoint that is whole, and says why newer ones were skipped."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ log = logging.getLogger("ttp")
 
 SUFFIXES = (".ckpt", ".safetensors")
 BREAKPOINT = "_breakpoint.ckpt"
-"""What MindSpore writes after an exception; it may be of a step that was not finished, so it comes last."""
+"""How the names of files end that MindSpore writes after an exception.
+
+Such a file may be of a step that was not finished, so it is tried last.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint that was whole.
+    """A checkpoint that was whole, and what it holds.
 
     Args:
-        path: its file.
+        path: the file that was loaded.
         parameters: as ``mindspore.load_checkpoint`` returns them.
-        epoch_num: what was saved under that name (``append_info``, ``append_dict``); None: nothing.
-        step_num: the same.
-        skipped: newer files, each with the reason why it was not taken.
+        epoch_num: the entry of that name, as ``append_info`` or ``append_dict`` saved it; None: there is none.
+        step_num: the same for ``step_num``.
+        skipped: newer files that were not loaded, each with the reason, in words.
     """
 
     path: Path
@@ -52,24 +55,24 @@ def load_newest(
 ) -> Loaded | None:
     """Load the newest checkpoint that is whole.
 
-    The newest is the one that was written last; ``*_breakpoint.ckpt`` come last. Checkpoints of ttp go by their step
-    and are verified by the digests of their manifest, those of other ranks too: all ranks take the same. Of other files
-    the CRC is verified, if they have one, and that every tensor has the bytes that its shape needs. What is newer and
-    not whole is said in the log.
+    Checkpoints of ttp are tried first, the one of the highest step first. Each is verified by the digests in its
+    manifest. That includes the files of other ranks, so all ranks load the same step. Other files follow, the last
+    written first; ``*_breakpoint.ckpt`` come last. Of these, the CRC is verified if they have one, and that each tensor
+    has as many bytes as its shape needs. Newer checkpoints that were skipped are logged, with the reason.
 
     Args:
-        pattern: with ``*`` as in a shell (``"out/ckpt_0/*.ckpt"``), or a directory: the save_dir of a ttp job, or files
-            in it or in its ``rank_N``; or several of these.
+        pattern: a pattern with ``*`` as in a shell (``"out/ckpt_0/*.ckpt"``), or a directory, or several of these. A
+            directory may be the ``save_dir`` of a ttp job, or hold the files, itself or in its ``rank_N``.
         attempts: how many checkpoints to try at most.
-        rank: whose files; None: this process', as its launcher says.
-        load: passed on to ``mindspore.load_checkpoint``, e.g. ``choice_func``.
+        rank: whose files to load; None: this process's rank as its launcher states it, 0 without a launcher.
+        load: further arguments for ``mindspore.load_checkpoint``, such as ``choice_func``.
 
     Returns:
-        The checkpoint, or None when there is none at all.
+        The checkpoint; None if there is none at all.
 
     Raises:
-        CheckpointError: there are some, but the newest ``attempts`` of them are damaged: to begin anew would be wrong.
-            Or a directory cannot be looked at.
+        CheckpointError: there are checkpoints, but the newest ``attempts`` of them are damaged, so training must not
+            silently start anew. Or a directory cannot be listed.
         UsageError: ``attempts`` is less than 1.
     """
     if attempts < 1:
@@ -99,8 +102,8 @@ class Found:
     """A checkpoint that may be the newest whole one.
 
     Args:
-        checkpoint: a directory that bears the name of a checkpoint of ttp; None: a file by itself.
-        files: which may be meant; none: the one in ``checkpoint`` that is for this rank.
+        checkpoint: a directory with the name of a checkpoint of ttp; None: a single file.
+        files: the files that matched. If there are none: the file in ``checkpoint`` that is for this rank.
     """
 
     checkpoint: CatalogEntry | None
@@ -122,10 +125,10 @@ def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
                 known = saved.get(checkpoint)
                 if known is None:
                     saved[checkpoint] = Found(look(checkpoint), (found,))
-                elif known.files:  # one attempt for all of them: they are whole together, or not
+                elif known.files:  # one attempt for all of them: either all are whole or none is
                     saved[checkpoint] = replace(known, files=(*known.files, found))
             else:
-                with contextlib.suppress(OSError):  # removed just now
+                with contextlib.suppress(OSError):  # it was removed just now
                     others[found] = _age(found)
     in_order = sorted(saved.values(), key=_version, reverse=True)
     return in_order + [Found(None, (path,)) for path in sorted(others, key=lambda path: others[path], reverse=True)]
@@ -142,7 +145,7 @@ def _age(path: Path) -> tuple[bool, int, tuple[int, int], str]:
 
 
 def _matching(given: Path, rank: int) -> Iterator[Path | CatalogEntry]:
-    """List the files that match, and the directories that have the name of a checkpoint of ttp."""
+    """Yield the files that match, and the directories that have the name of a checkpoint of ttp."""
     if not given.is_dir():
         for found in glob(os.fspath(given)):  # noqa: PTH207 - that of Path takes hidden files, which are drafts
             if Path(found).is_dir():
@@ -179,14 +182,17 @@ def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
 
 
 def _file_in(checkpoint: CatalogEntry, files: Sequence[Path], rank: int) -> tuple[Path, bool]:
-    """The file to load, of ``files`` if there are any, and whether a manifest vouches for it."""
-    if checkpoint.kind == "foreign":  # of the original, which writes no manifest
+    """Return the file to load, and whether a manifest has verified it.
+
+    If ``files`` are given, it is one of these.
+    """
+    if checkpoint.kind == "foreign":  # written by the original MindIO, which writes no manifest
         folder = checkpoint.path / f"rank_{rank}"
         there = files or tuple(filter(_is_file, folder.glob("*")))
         if not there:
             raise NotTriedError(f"{checkpoint.path} has no file of rank {rank}, and no manifest tells of replicas")
         return max([path for path in there if path.parent == folder] or there, key=_age), False
-    manifest = sound(checkpoint)  # all files, not this one alone: whichever is damaged, every rank takes the same step
+    manifest = sound(checkpoint)  # check all files, so that every rank takes the same step whichever is damaged
     listed = {checkpoint.path / piece.file for piece in manifest.pieces}
     if files and not listed.intersection(files):
         raise CheckpointError(f"{files[0]} is not in the manifest of its checkpoint")
@@ -197,7 +203,7 @@ def _file_in(checkpoint: CatalogEntry, files: Sequence[Path], rank: int) -> tupl
 
 
 def file_of(manifest: Manifest, rank: int) -> str:
-    """The file of a checkpoint that ``rank`` is to load.
+    """Return the file of a checkpoint that ``rank`` has to load, as a path below the checkpoint.
 
     Raises:
         CheckpointError: there is none.

@@ -1,4 +1,4 @@
-"""Directories with a folder ``rank_N`` for each rank: what is in them, and who is known to hold the same."""
+"""Directories with a folder ``rank_N`` per rank: the checkpoints in them, and which ranks hold the same state."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GROUP_INFO = "group_info.pb"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Which ranks hold the same state, and where that is known from.
+    """Which ranks hold the same state, and how this is known.
 
     Args:
-        groups: every rank of the job in one of them.
-        told_by: in words.
-        manifest: of a checkpoint of ttp; None for others.
+        groups: the ranks that hold the same. Every rank of the job is in exactly one group.
+        told_by: where this is stated, in words.
+        manifest: the manifest, if it is a checkpoint of ttp; None for others.
     """
 
     groups: ReplicaGroups
@@ -33,7 +33,7 @@ class Known:
 
 
 def rank_folders(directory: Path) -> dict[int, Path]:
-    """Find the folders ``rank_N`` in a directory, by rank.
+    """Find the folders ``rank_N`` in a directory. Returns rank -> folder.
 
     Raises:
         CheckpointError: the directory cannot be listed.
@@ -46,7 +46,13 @@ def rank_folders(directory: Path) -> dict[int, Path]:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """Names of the ``.ckpt`` files in the folder of a rank; strategy and graph files have other names or places."""
+    """Return the names of the ``.ckpt`` files in the folder of a rank.
+
+    Strategy and graph files have other names, or lie elsewhere.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
     try:
         return sorted(f.name for f in folder.iterdir() if f.suffix == ".ckpt" and not f.name.startswith("."))
     except OSError as problem:
@@ -61,18 +67,18 @@ def known_replicas(
     data_parallel: bool = False,
     ranks: int | None = None,
 ) -> Known:
-    """Who holds the same: by what is given, else by the manifest, else by the ``group_info.pb`` of the ranks.
+    """Find out which ranks hold the same: from the arguments, else the manifest, else the ranks' ``group_info.pb``.
 
     Args:
-        directory: with the folders of the ranks.
-        strategy: a strategy file, or a directory of those of all stages.
+        directory: holds the folders of the ranks.
+        strategy: a strategy file, or a directory with the strategy files of all stages.
         group_info: ``group_info.pb`` files.
-        data_parallel: every rank holds the same.
-        ranks: of the job; None: as far as anything tells.
+        data_parallel: True: all ranks hold the same.
+        ranks: how many ranks the job has; None: as many as the folders show.
 
     Raises:
-        UsageError: nothing tells it.
-        CheckpointError: what tells it cannot be read.
+        UsageError: nothing says which ranks hold the same.
+        CheckpointError: the file that says it cannot be read, or two of them contradict each other.
     """
     folders = rank_folders(directory)
     size = ranks or max(folders, default=-1) + 1
@@ -94,7 +100,7 @@ def known_replicas(
 
 
 def groups_of_manifest(manifest: Manifest) -> ReplicaGroups:
-    """Ranks that hold the same shards."""
+    """Group the ranks that hold the same shards."""
     held: dict[int, list[str]] = {rank: [] for rank in range(manifest.world_size)}
     for shard in sorted(manifest.groups):
         for rank in manifest.groups[shard]:
@@ -116,6 +122,6 @@ def _joined(files: Iterable[Path]) -> ReplicaGroups:
 
 
 def _complete(groups: ReplicaGroups, size: int) -> ReplicaGroups:
-    """Add a group of its own for each rank that is in no group."""
+    """Add each rank that is in no group as a group of its own."""
     told = {rank for group in groups for rank in group}
     return tuple(sorted([*groups, *((rank,) for rank in range(size) if rank not in told)]))

@@ -1,4 +1,4 @@
-"""Which ranks hold the same slices, by a strategy. Pure; as MindSpore's ``get_parameter_redundancy`` understands it."""
+"""Which ranks hold the same slices by a strategy, counted as MindSpore's ``get_parameter_redundancy`` does. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ttp.mindspore_files.strategy_file import Stage
 from ttp.mindspore_files.tensor_layout import TensorLayout
 
 ReplicaGroups = tuple[tuple[int, ...], ...]
-"""Ranks that hold the same, smallest rank first."""
+"""Groups of ranks that hold the same, each with its lowest rank first."""
 
 NOT_SAVED = ("accu_grads", "inputs")
-"""Names that begin so are in strategies, but in no checkpoint."""
+"""How names begin that strategies have but no checkpoint has."""
 
 
 def parameter_groups(stage: Stage) -> dict[str, ReplicaGroups]:
-    """For each parameter the ranks that hold the same slice of it."""
-    known: dict[TensorLayout, ReplicaGroups] = {}  # most parameters are cut like others
+    """Return for each parameter the groups of ranks that hold the same slice of it."""
+    known: dict[TensorLayout, ReplicaGroups] = {}  # most parameters are cut in the same way as others
     for layout in stage.layouts.values():
         if layout not in known:
             held = layout.holders().values()
@@ -25,7 +25,7 @@ def parameter_groups(stage: Stage) -> dict[str, ReplicaGroups]:
 
 
 def whole_groups(parameters: Mapping[str, ReplicaGroups]) -> ReplicaGroups:
-    """Ranks that hold the same slice of every parameter: their checkpoints can stand for each other."""
+    """Group the ranks that hold the same slice of every parameter: their checkpoints are interchangeable."""
     held: dict[int, list[int]] = {}
     for name in sorted(parameters):
         if name.startswith(NOT_SAVED):
@@ -37,7 +37,7 @@ def whole_groups(parameters: Mapping[str, ReplicaGroups]) -> ReplicaGroups:
 
 
 def same(held: Mapping[int, object]) -> ReplicaGroups:
-    """Group the ranks that hold equal things. ``held`` has what each rank holds."""
+    """Group the ranks that hold equal things. ``held`` says what each rank holds."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(held):
         groups.setdefault(repr(held[rank]), []).append(rank)
@@ -45,7 +45,7 @@ def same(held: Mapping[int, object]) -> ReplicaGroups:
 
 
 def groups_of_stages(stages: Iterable[Stage]) -> tuple[ReplicaGroups, dict[str, ReplicaGroups]]:
-    """Groups for whole checkpoints and for each parameter, over all stages."""
+    """Return the groups for whole checkpoints, and those for each parameter, over all stages."""
     whole: list[tuple[int, ...]] = []
     parameters: dict[str, ReplicaGroups] = {}
     for stage in stages:
@@ -57,10 +57,10 @@ def groups_of_stages(stages: Iterable[Stage]) -> tuple[ReplicaGroups, dict[str, 
 
 
 def replicas_of(rank: int, parameters: Mapping[str, ReplicaGroups]) -> tuple[int, ...]:
-    """Ranks whose checkpoint ``rank`` may load, as MindSpore's get_ckpt_path_with_strategy chooses them.
+    """Return the ranks whose checkpoint ``rank`` may load, as MindSpore's ``get_ckpt_path_with_strategy`` chooses.
 
-    The smallest group of any parameter, if it lies inside the groups of all others; else only ``rank`` itself. A rank
-    that no parameter knows has none.
+    These are the ranks of its smallest group for any parameter, if all its other groups contain that one; otherwise
+    only ``rank`` itself. A rank that is in no parameter's group gets an empty tuple.
     """
     mine = [ranks for name, groups in parameters.items() if not name.startswith(NOT_SAVED) for ranks in groups]
     mine = [ranks for ranks in mine if rank in ranks]

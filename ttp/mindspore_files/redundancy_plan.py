@@ -1,4 +1,4 @@
-"""Recovery from redundancy, decided: what is known of each rank's file goes in, who stands for whom comes out. Pure."""
+"""Decides the recovery from redundancy: which file each rank loads, given what was found of each rank's own. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ttp.mindspore_files.ckpt_reader import CkptContents
 from ttp.mindspore_files.redundancy import ReplicaGroups
 
 OWN = frozenset({"cur_rank"})
-"""Entries that differ between replicas, and rightly."""
+"""Entries that rightly differ between replicas."""
 
 DIFFERING_SHOWN = 5
 
@@ -25,9 +25,9 @@ class Seen:
     """What was found of one rank.
 
     Args:
-        file: path below the directory; empty when there is none.
-        contents: what it holds; None when it cannot be used.
-        problem: why not.
+        file: its path below the directory; empty: there is none.
+        contents: what the file holds; None: it cannot be used.
+        problem: why it cannot be used, in words.
     """
 
     file: str = ""
@@ -40,10 +40,10 @@ class Fate:
     """The decision about one rank: which file it loads.
 
     Args:
-        rank: which.
-        state: ``own``: its file is good. ``replica``: another rank's file stands for it. ``lost``: none does.
-        source: rank whose file it is to load; None when lost.
-        why: in words; empty for ``own``.
+        rank: the rank.
+        state: ``own``: its own file is good. ``replica``: it loads another rank's file. ``lost``: no file will do.
+        source: the rank whose file it loads; None if lost.
+        why: why not its own file, in words; empty for ``own``.
     """
 
     rank: int
@@ -54,28 +54,28 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What can be rebuilt, and which replicas are not what they should be."""
+    """What each rank loads, and in what replicas differ that should be equal."""
 
     fates: tuple[Fate, ...]
     disagreements: tuple[str, ...]
 
     @property
     def lost(self) -> tuple[Fate, ...]:
-        """Ranks that cannot be rebuilt."""
+        """The ranks whose state cannot be rebuilt."""
         return tuple(fate for fate in self.fates if fate.state == "lost")
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """Epoch and step in the name of a checkpoint, ``prefix-EPOCH_STEP.ckpt``."""
+    """Return epoch and step from the name of a checkpoint, ``prefix-EPOCH_STEP.ckpt``; None if it has none."""
     found = _STEP.search(name)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def by_template(names: Mapping[int, Iterable[str]]) -> dict[str, dict[int, str]]:
-    """Files that belong together: by their name without what tells the rank (``*``), and by rank.
+    """Group the files that belong together. Returns template -> rank -> name; the template has ``*`` for the rank.
 
-    A rank is told by ``rank_3``, or by the number before epoch and step: ``pangu3-1_20.ckpt`` in the folder of rank 3,
-    unless others have that very name.
+    The rank in a name is the number in ``rank_3``, or the number before epoch and step: ``pangu3-1_20.ckpt`` in the
+    folder of rank 3. The latter does not count if another rank has a file of exactly that name.
     """
     plain: dict[str, set[int]] = {}
     for rank, found in names.items():
@@ -92,19 +92,21 @@ def by_template(names: Mapping[int, Iterable[str]]) -> dict[str, dict[int, str]]
 
 
 def for_rank(template: str, rank: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file."""
     return template.replace("*", str(rank))
 
 
 def newest_first(
     together: Mapping[str, Mapping[int, str]], groups: ReplicaGroups, step: tuple[int, int] | None = None
 ) -> list[str]:
-    """The checkpoints in ``by_template``: those that all groups have, the newest first; then those that most have.
+    """Sort the checkpoints of ``by_template``: those that all groups have first, the newest first; then the others.
+
+    Of the others, those that more groups have come first.
 
     Args:
         together: see ``by_template``.
-        groups: ranks that stand for each other.
-        step: epoch and step, if it is to be that one.
+        groups: ranks whose files are interchangeable.
+        step: epoch and step, to choose only these; None: all.
     """
 
     def step_in(template: str) -> tuple[int, int] | None:
@@ -120,12 +122,12 @@ def newest_first(
 
 
 def recover(seen: Mapping[int, Seen], groups: ReplicaGroups, why_alone: str) -> Outcome:
-    """Decide for each rank whose file it may load.
+    """Decide for each rank which file it loads.
 
     Args:
         seen: what was found, for every rank.
-        groups: ranks whose files have to be equal; each rank is in one.
-        why_alone: what to say of a rank without replicas.
+        groups: ranks whose files must be equal. Each rank is in one group.
+        why_alone: what to say about a rank without replicas.
     """
     seen = _of_one_step(seen)
     fates: list[Fate] = []
@@ -156,9 +158,9 @@ def _fate(
 
 
 def _agreeing(good: Sequence[int], seen: Mapping[int, Seen]) -> tuple[list[int], dict[int, str], list[str]]:
-    """Ranks whose files may be used; what is said of the others; and of the disagreement as a whole.
+    """Return the ranks whose files may be used, what is wrong with each other rank, and the disagreements in words.
 
-    More than half decide. Without such a majority none may be used.
+    More than half of the files must agree. If there is no such majority, no file may be used.
     """
     looks = {rank: _look(seen[rank]) for rank in good}
     votes = Counter(looks.values()).most_common()
@@ -200,7 +202,7 @@ def _difference(name: str, a: Mapping[str, object], b: Mapping[str, object]) -> 
 
 
 def _of_one_step(seen: Mapping[int, Seen]) -> dict[int, Seen]:
-    """Mark the files of another step than most of the files as unusable."""
+    """Mark files as unusable if they are of another step than most."""
     steps = {rank: tuple(sorted(s.contents.counters.items())) for rank, s in seen.items() if s.contents is not None}
     told = Counter(step for step in steps.values() if step)
     if len(told) < 2:

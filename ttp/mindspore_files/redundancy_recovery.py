@@ -1,4 +1,4 @@
-"""Recovery from redundancy, done: reads the folders of all ranks, and puts what can be rebuilt into a new directory."""
+"""Carries out the recovery from redundancy: reads the ranks' folders, and makes a directory of what can be rebuilt."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Recovery:
     """A checkpoint that was examined, and the decision for each rank.
 
     Args:
-        directory: where the folders of the ranks are.
-        template: name of the checkpoint in each folder, ``*`` for the rank.
+        directory: holds the folders of the ranks.
+        template: name of the checkpoint in each folder, with ``*`` for the rank.
         seen: what was found of each rank.
-        outcome: what becomes of each rank.
-        known: who told which ranks hold the same.
+        outcome: what each rank loads.
+        known: which ranks hold the same, and who says so.
     """
 
     directory: Path
@@ -43,12 +43,12 @@ class Recovery:
     known: Known
 
     def file_for(self, rank: int) -> str | None:
-        """What ``rank`` is to load, below ``directory``."""
+        """Return the file that ``rank`` has to load, below ``directory``; None: none will do."""
         source = next((fate.source for fate in self.outcome.fates if fate.rank == rank), None)
         return None if source is None else self.seen[source].file
 
     def mapping(self) -> dict[str, str | None]:
-        """The file that each rank loads, with keys that JSON can have."""
+        """Return the file that each rank loads; None: none will do. The keys are strings, as JSON needs them."""
         return {str(fate.rank): self.file_for(fate.rank) for fate in self.outcome.fates}
 
 
@@ -58,19 +58,22 @@ def examine(
     step: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Recovery, list[str]]:
-    """The newest checkpoint of which every rank has a file or a replica's, and why newer ones were skipped.
+    """Find the newest checkpoint that can be rebuilt for every rank, from its own file or a replica's.
 
-    Where there is none such: the newest, with what cannot be rebuilt. Reads whatever it looks at; writes nothing.
+    If there is none, the newest is returned, and its outcome says what cannot be rebuilt. Nothing is written.
 
     Args:
-        directory: with the folders of the ranks, or with checkpoints in it that have them.
-        known_replicas: tells of a directory with the folders of the ranks who holds the same.
-        step: epoch and step, if it is to be that one.
+        directory: holds the folders of the ranks, or checkpoints that hold them.
+        known_replicas: returns which ranks hold the same, given a directory with the folders of the ranks.
+        step: epoch and step, to choose only these; None: any.
         progress: called with the number of bytes newly read.
+
+    Returns:
+        The checkpoint, and why newer ones were skipped.
 
     Raises:
         CheckpointError: there is no checkpoint, or the directory cannot be listed.
-        UsageError: nothing tells who holds the same.
+        UsageError: nothing says which ranks hold the same.
     """
     seen: list[Recovery] = []
     unknown: list[UsageError] = []
@@ -100,13 +103,13 @@ def examine(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The files of one checkpoint, a file per rank at most.
+    """The files of one checkpoint, at most one per rank.
 
     Args:
-        directory: with the folders of the ranks.
-        known: who holds the same.
+        directory: holds the folders of the ranks.
+        known: which ranks hold the same.
         template: see ``by_template``.
-        names: rank -> its file.
+        names: rank -> the name of its file.
     """
 
     directory: Path
@@ -119,7 +122,7 @@ def _places(
     directory: Path, known_replicas: Callable[[Path], Known], step: tuple[int, int] | None
 ) -> Iterator[_Place | CheckpointError | UsageError]:
     inside = [directory]
-    if not rank_folders(directory):  # replicas may make good what is damaged: names are enough here
+    if not rank_folders(directory):  # the name is enough here: replicas may replace damaged files
         inside = [entry.path for entry in restorable(scan(directory))]
     for place in inside:
         try:
@@ -171,19 +174,19 @@ def _see(directory: Path, file: str, pieces: dict[str, Piece], progress: Progres
 
 
 def write(recovery: Recovery, out: Path, way: str, progress: Callable[[int], None] | None = None) -> None:
-    """Make ``out``: a folder for each rank that can be rebuilt, whole or not at all; ``map``: one JSON file.
+    """Make the directory ``out`` with a folder for each rank that can be rebuilt; for ``map`` only one JSON file.
 
-    Nothing is ever written into the source.
+    If this fails, there is no ``out``. The source is never changed.
 
     Args:
-        recovery: what to do.
-        out: the directory (``map``: the file) to make; it must not exist.
-        way: ``map``, ``link`` (hard links: nothing is copied, and they outlive the source) or ``copy``.
-        progress: called with the bytes newly copied.
+        recovery: what to make.
+        out: the directory (for ``map``: the file) to make. It must not exist.
+        way: ``map``; ``link``: hard links, which copy nothing and remain if the source is removed; or ``copy``.
+        progress: called with the number of bytes newly copied.
 
     Raises:
-        UsageError: ``out`` exists, or is inside the source.
-        CheckpointError: the disk refused, or a copy is not what was read.
+        UsageError: ``out`` exists, or lies inside the source.
+        CheckpointError: writing failed, or a copy differs from what was read.
     """
     out, source = out.absolute(), recovery.directory.resolve()
     if os.path.lexists(out):

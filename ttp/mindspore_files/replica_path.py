@@ -1,4 +1,4 @@
-"""``get_ckpt_path_with_strategy``: the file of a replica where a rank has none of its own."""
+"""``get_ckpt_path_with_strategy``: finds the file of a replica for a rank that has none of its own."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _RANK = re.compile(r"rank_\d+")
 def get_ckpt_path_with_strategy(cur_ckpt_path: str, cur_strategy_path: str) -> str | None:
     """Find a checkpoint that the current rank can load: its own, or one of a rank that holds the same slices.
 
-    The contract of ``mindspore.get_ckpt_path_with_strategy``: in ``cur_ckpt_path`` each ``rank_N`` is replaced. But no
-    ``init()`` is needed: who this rank is says the launcher's environment.
+    Works as ``mindspore.get_ckpt_path_with_strategy``: each ``rank_N`` in ``cur_ckpt_path`` is replaced. Other than
+    there, no ``init()`` is needed: the rank is read from the launcher's environment.
 
     Args:
-        cur_ckpt_path: what the current rank would load.
-        cur_strategy_path: strategy file of its stage, or a directory with those of all stages.
+        cur_ckpt_path: the file that the current rank would load.
+        cur_strategy_path: the strategy file of its stage, or a directory with those of all stages.
 
     Returns:
-        The path of a file that exists, or None.
+        The path of a file that exists; None: there is none.
 
     Raises:
-        ConfigError: the environment does not tell the rank.
+        ConfigError: the environment does not state the rank.
         CheckpointError: the strategy file cannot be read.
     """
     rank = RankEnv.from_env().rank
     if f"rank_{rank}" in _RANK.findall(cur_ckpt_path) and Path(cur_ckpt_path).is_file():
         return cur_ckpt_path
     stages = read_stages(Path(cur_strategy_path))
-    if len(stages) == 1:  # as MindSpore does: the file is taken for that of the rank's own stage
+    if len(stages) == 1:  # MindSpore too takes the file for that of the rank's own stage
         stages = [Stage(rank // stages[0].devices, stages[0].layouts)]
     for replica in replicas_of(rank, groups_of_stages(stages)[1]):
         path = _RANK.sub(f"rank_{replica}", cur_ckpt_path)

@@ -1,9 +1,10 @@
-"""``ttp reshard``: a checkpoint of one number of cards and one parallel strategy, made into one of another.
+"""``ttp reshard``: converts a checkpoint to another number of cards and another parallel strategy.
 
-Everything is looked at before anything is written: the files (by manifest or CRC), the strategies, whether they fit,
-whether copies that should be equal are, and the room on the disk. Ranks of the target are then made one by one, or some
-at a time by worker processes, in a draft beside the target, each checked element by element against the source. The
-draft takes the target's name when all are whole; what already has that name is never touched, nor is the source.
+Before anything is written, everything is checked: the files (by manifest or CRC), the strategies, whether they fit the
+files, whether copies that should be equal are equal, and the room on the disk. The ranks of the target are then made
+one by one, or several at a time by worker processes, in a draft directory beside the target. Each is checked element by
+element against the source. When all are whole, the draft gets the target's name. Neither the source nor anything that
+already has the target's name is ever touched.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from ttp.store.durable import make_directory, sync_directory, write_durably
 from ttp.store.manifest import MANIFEST, Manifest
 
 JOB_BYTES = 200_000_000
-"""Resident memory of a process that has imported numpy and holds the rows it works on, rounded up."""
+"""Resident memory, in bytes and rounded up, of a process that has imported numpy and holds the rows it works on."""
 
 _SHARE = 0.5
-"""Of the memory that is free, what is taken when nobody says how much."""
+"""The share of the free memory that is used if the user does not say how much."""
 
 _SLACK = 1 << 20
 """Bytes on disk beside the tensors."""
@@ -47,18 +48,18 @@ _SLACK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The request: what to convert, to which strategy, and with how much memory.
+    """What the user asks for: what to convert, to which strategy, and with how much memory.
 
     Args:
         source: directory with ``rank_0``, ``rank_1``, ..., or a ``save_dir``.
         target: directory to make.
-        src_strategy: a strategy file, or a directory with one per stage; None: every rank has everything.
-        dst_strategy: the same for the target; None: one file with everything.
-        ranks: only these ranks of the target; empty: all.
-        jobs: worker processes; 1: none, this process does it.
-        memory: bytes that all jobs together may take; None: half of what is free.
-        inference: leave the optimizer's state out.
-        trust_parts: parts of a tensor may be equal.
+        src_strategy: a strategy file, or a directory with one per stage; None: every rank holds everything.
+        dst_strategy: the same for the target; None: one file that holds everything.
+        ranks: make only these ranks of the target; empty: all.
+        jobs: number of worker processes; 1: none, this process does the work.
+        memory: how many bytes all jobs together may use; None: half of what is free.
+        inference: True: leave out the optimizer's state.
+        trust_parts: True: different parts of a tensor may be equal.
     """
 
     source: Path
@@ -78,13 +79,13 @@ class Resharded:
 
     Args:
         source: the checkpoint that was read.
-        target: the directory.
-        version: finished updates; None when nothing tells.
-        ranks: of the target, as far as they were made.
-        world_size: ranks of the whole target.
-        tensors: entries of all files together.
-        size: bytes of all files.
-        notes: what was left out, passed over or could not be decided.
+        target: the directory that was made.
+        version: number of finished updates; None: nothing in the source says so.
+        ranks: the ranks of the target that were made.
+        world_size: number of ranks of the whole target.
+        tensors: number of entries of all files together.
+        size: of all files, in bytes.
+        notes: what was left out, skipped or could not be decided, in words.
     """
 
     source: Path
@@ -98,12 +99,16 @@ class Resharded:
 
 
 def reshard(wish: Wish, watch: Watch) -> Resharded:
-    """Convert a checkpoint to another strategy. Leaves nothing behind when it fails.
+    """Convert a checkpoint to another strategy. Leaves nothing behind if it fails.
+
+    Args:
+        wish: what to convert.
+        watch: called with what is done and how many bytes that takes; returns a function to call with bytes done.
 
     Raises:
-        UsageError: the wish makes no sense, the target exists, or a strategy is none.
-        CheckpointError: the files are damaged or of several steps, do not fit the strategies, the disk is too small or
-            refused, or a conversion was wrong.
+        UsageError: the wish makes no sense, the target exists, or a strategy is unusable.
+        CheckpointError: the files are damaged, are of different steps or do not fit the strategies; the disk is too
+            small; writing failed; or the result was wrong.
     """
     _refuse_existing(wish)
     src = None if wish.src_strategy is None else read_strategy(wish.src_strategy)
@@ -137,7 +142,7 @@ def reshard(wish: Wish, watch: Watch) -> Resharded:
 
 
 def file_name(source: Source, rank: int) -> str:
-    """Path of a rank's file inside the target: named as ttp names them, with the source's epoch and step."""
+    """Return the path of a rank's file inside the target: ttp's name for it, with the source's epoch and step."""
     label = "" if source.label is None else f"-{source.label[0]}_{source.label[1]}"
     return f"rank_{rank}/ttp_rank_{rank}{label}.ckpt"
 
@@ -172,7 +177,7 @@ def _check_name(target: Path, source: Source) -> None:
 
 
 def _affordable_jobs(memory: int | None, jobs: int) -> int:
-    """How many jobs there is memory for."""
+    """Return for how many jobs there is memory, at most ``jobs``."""
     if memory is not None and memory < JOB_BYTES:
         raise UsageError(f"--memory {memory}: a job takes {JOB_BYTES} bytes")
     allowed = int((left() or 0) * _SHARE) if memory is None else memory
@@ -217,11 +222,11 @@ def _draft(path: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)  # published: there is none any more
+        shutil.rmtree(path, ignore_errors=True)  # after publishing there is none
 
 
 def _take_name(draft: Path, final: Path) -> None:
-    """Rename a directory to a name that nothing has. A plain rename would replace an empty directory of another."""
+    """Give a directory a name that nothing has yet. A plain rename would replace somebody's empty directory."""
     try:
         final.mkdir()
     except FileExistsError:
@@ -255,7 +260,7 @@ def _make(plan: Plan, files: Mapping[int, str], draft: Path, jobs: int, told: Pr
 
 
 _worker: dict[str, Any] = {}
-"""What ``_begin`` left for ``_make_one`` in a worker process."""
+"""What ``_begin`` stores for ``_make_one`` in a worker process."""
 
 
 def _begin(plan: Plan, draft: Path) -> None:
@@ -269,7 +274,10 @@ def _make_one(rank: int, file: str) -> tuple[Made, int]:
 
 
 def _manifest(wish: Wish, source: Source, plan: Plan, done: Sequence[Made]) -> Manifest:
-    """So that ``ttp verify`` can tell whether the target is whole. Every rank is the only one of its shard."""
+    """Return a manifest, so that ``ttp verify`` can tell whether the target is whole.
+
+    Each rank is the only rank of its shard.
+    """
     old = source.manifest
     shards = {made.rank: Shard(f"rank_{made.rank}") for made in done}
     return Manifest(

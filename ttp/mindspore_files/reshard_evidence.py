@@ -1,4 +1,4 @@
-"""What the bytes say for or against a source strategy: copies that should be equal, and parts that should not."""
+"""Checks a source strategy against the bytes of the files: copies should be equal, and parts should differ."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from ttp.mindspore_files.tensor_layout import Cell
 from ttp.store.digest import Progress
 
 _ELEMENTS_MIN = 16
-"""Fewer may be equal by chance."""
+"""Parts with fewer elements may be equal by chance, and are not compared."""
 
 _SMALL = 1 << 12
-"""Bytes; what is not cut and larger is no setting, and may well differ between ranks."""
+"""Bytes. Entries that are not cut and are larger than this are compared by their digests."""
 
 
 def size(plan: Plan) -> int:
-    """Bytes that ``examine`` reads."""
+    """Return how many bytes ``examine`` reads."""
     return sum(
         tensor.nbytes for entry in plan.entries.values() for held in entry.copies.values() for tensor in held.values()
     )
 
 
 def examine(plan: Plan, *, trust_parts: bool, told: Progress) -> list[str]:
-    """Read every part once and compare.
+    """Read every part once, and compare copies and parts.
 
-    A wrong strategy, such as a wrong ``opt_weight_shard_size``, takes different parts for copies or copies for parts.
-    The first is seen where two files of a cell exist, the second wherever the content is not all one number.
+    A wrong strategy, such as a wrong ``opt_weight_shard_size``, mistakes different parts for copies, or copies for
+    parts. The first is noticed if two files hold the same cell, the second unless all elements of the parts are the
+    same number.
 
     Args:
-        plan: what is to be done.
-        trust_parts: parts that are equal are a remark, no reason to refuse.
-        told: of bytes read.
+        plan: the conversion.
+        trust_parts: True: equal parts are only mentioned in the result, and are no error.
+        told: called with the number of bytes newly read.
 
     Returns:
-        Remarks: what could not be decided, and what differs although nothing says that it may not.
+        Remarks: what could not be decided, and what differs although no strategy covers it.
 
     Raises:
         CheckpointError: the files contradict the strategy.

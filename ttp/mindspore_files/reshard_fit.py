@@ -1,4 +1,4 @@
-"""Do the strategies fit the files? Decided from shapes alone, before anything is written. The answer is a plan."""
+"""Checks by the shapes alone, before anything is written, that the strategies fit the files; and makes a plan."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ OPTIMIZER_PREFIXES = frozenset({
     "linear", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moments", "prev", "stat", "step_size",
     "vhat",
 })  # fmt: skip
-"""What the optimizers of mindspore.nn put before a parameter's name for the state they keep of it."""
+"""What optimizers of ``mindspore.nn`` put before a parameter's name to name the state that they keep for it."""
 
 OPTIMIZER_SCALARS = frozenset({
     "afactor_step", "batch_num", "beta1_power", "beta2_power", "cov_step", "cur_rank", "cur_step_num",
     "current_iterator_step", "epoch_num", "global_step", "last_overflow_iterator_step", "learning_rate", "loss_scale",
     "momentum", "scale_sense", "step_num", "weight_decay",
 })  # fmt: skip
-"""What belongs to the training and not to a parameter."""
+"""Entries that belong to the training and not to a parameter."""
 
 _ACCUMULATED = "accu_grads."
-"""Gradients of the micro batches of a pipeline: empty between two steps."""
+"""Gradients of the micro batches of a pipeline; they hold nothing between two steps."""
 
 _NAMED_MAX = 5
 
 _Parts = tuple[int, TensorLayout, "dict[Cell, dict[int, FileTensor]]"]
-"""The first rank of a stage, how the tensor is cut there, and for each cell the files that hold it."""
+"""The first rank of a stage, how the tensor is cut there, and cell -> rank -> the file that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class TargetTensor:
         full: shape of the whole tensor.
         source: how the files cut it.
         target: how it is to be cut.
-        parts: for each cell of the source one file that holds it.
-        copies: for each cell every rank whose file holds it.
-        first: the first rank of the stage that the parts are of.
+        parts: cell of the source -> one file that holds it.
+        copies: cell of the source -> every rank whose file holds it -> that file.
+        first: the first rank of the stage that the parts come from.
     """
 
     name: str
@@ -65,14 +65,14 @@ class TargetTensor:
 
     @property
     def piece(self) -> Shape:
-        """What each target rank holds."""
+        """Shape of what each target rank holds."""
         piece = self.target.piece_shape(self.full)
         assert piece is not None, self.name
         return piece
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of what each target rank holds."""
+        """Size of what each target rank holds, in bytes."""
         return math.prod(self.piece) * self.sample.item_size
 
 
@@ -81,11 +81,11 @@ class Plan:
     """What each target rank gets.
 
     Args:
-        stages: for each stage of the target its tensors.
-        devices: ranks of each stage of the target.
-        passed: name -> rank -> what no strategy cuts, and is passed on.
-        source: the files' strategy; None: every rank has everything.
-        target: the strategy wanted; None: one file with everything.
+        stages: the tensors of each stage of the target, by name.
+        devices: number of ranks in each stage of the target.
+        passed: name -> rank -> an entry that no strategy cuts, and that is passed on as it is.
+        source: the strategy of the files; None: every rank holds everything.
+        target: the strategy wanted; None: one file that holds everything.
         notes: what is left out or could not be decided, in words.
     """
 
@@ -98,25 +98,31 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the target."""
+        """Number of ranks of the target."""
         return self.devices * len(self.stages)
 
     @property
     def entries(self) -> dict[str, TargetTensor]:
-        """All tensors, once."""
+        """All tensors of all stages, by name."""
         return {name: entry for stage in self.stages for name, entry in stage.items()}
 
     def of_rank(self, rank: int) -> Mapping[str, TargetTensor]:
-        """The tensors of a target rank."""
+        """Return the tensors of a target rank, by name."""
         return self.stages[rank // self.devices]
 
 
 def make_plan(source: Source, src: Strategy | None, dst: Strategy | None, *, inference: bool) -> Plan:
     """Decide which files each tensor of the target is made of.
 
+    Args:
+        source: the files.
+        src: their strategy; None: every rank holds everything.
+        dst: the strategy wanted; None: one file that holds everything.
+        inference: True: leave out the optimizer's state.
+
     Raises:
-        DamagedError: they do not fit, and files are damaged.
-        CheckpointError: they do not fit; the text says all that was found.
+        DamagedError: files and strategies do not fit, and some files are damaged.
+        CheckpointError: files and strategies do not fit. The text lists what was found.
     """
     return _Fit(source, src, dst, inference).plan()
 
@@ -175,13 +181,16 @@ class _Fit:
         return False
 
     def _is_cut(self, name: str) -> bool:
-        """Whether a strategy speaks of it; without any strategy every tensor counts as one that may be cut."""
+        """Return whether a strategy describes this entry.
+
+        Without any strategy, every tensor counts as one that may be cut.
+        """
         if self._src is None and self._dst is None:
             return self._tensor(name).dtype != "str" and name not in OPTIMIZER_SCALARS
         return any(side is not None and name in side.names for side in (self._src, self._dst))
 
     def _twin_is_cut(self, name: str) -> bool:
-        """Whether the target's strategy speaks of the parameter that this is the optimizer's state of."""
+        """Return whether this is optimizer state of a parameter that the target's strategy describes."""
         assert self._dst is not None, name
         prefix, _, owner = name.partition(".")
         return prefix in OPTIMIZER_PREFIXES and owner in self._dst.names
@@ -246,7 +255,7 @@ class _Fit:
         return TargetTensor(name, full, layout, targets[0], parts, copies, first)
 
     def _parts(self, name: str, sample: FileTensor) -> _Parts | str:
-        """The parts in the first stage that holds the whole tensor; a text says why there is no such stage."""
+        """Return the parts in the first stage that holds the whole tensor; a text says why there is no such stage."""
         problem = f"{name} is cut by the target's strategy, and the source's says nothing of it"
         for first, layout in self._source_layouts(name, sample):
             if len(layout.axes) != len(sample.dims):
@@ -260,7 +269,7 @@ class _Fit:
         return problem
 
     def _source_layouts(self, name: str, sample: FileTensor) -> Iterator[tuple[int, TensorLayout]]:
-        """For each stage that has it: the stage's first rank, and how it is cut there."""
+        """Yield for each stage that has the tensor: the stage's first rank, and how it is cut there."""
         if self._src is None:
             yield 0, uncut(len(sample.dims), max(self._source.files) + 1)
             return
@@ -273,7 +282,7 @@ class _Fit:
     def _copies(
         self, name: str, sample: FileTensor, first: int, layout: TensorLayout
     ) -> dict[Cell, dict[int, FileTensor]] | str:
-        """The files that hold each cell; a text says why they cannot be used."""
+        """Return the files that hold each cell; a text says why they cannot be used."""
         found: dict[Cell, dict[int, FileTensor]] = {}
         absent: list[list[int]] = []
         for cell, ranks in layout.holders().items():
@@ -300,7 +309,7 @@ class _Fit:
         return self._source.held.get(rank, {}).get(name)
 
     def _targets(self, name: str, dimensions: int) -> list[TensorLayout]:
-        """How each stage of the target cuts the tensor."""
+        """Return how each stage of the target cuts the tensor."""
         if self._dst is None:
             return [uncut(dimensions)]
         return [stage[name] for stage in self._dst.stages if name in stage]
@@ -320,7 +329,7 @@ class _Fit:
                 yield f"{name} has the shape {full}, which cannot be cut into the {layout.grid} parts of the target"
 
     def _check_twins(self, entries: Mapping[str, TargetTensor]) -> None:
-        """Check that the optimizer's state of a parameter has the shape of the parameter."""
+        """Check that the optimizer state of a parameter has the shape of the parameter."""
         for name, entry in entries.items():
             prefix, _, owner = name.partition(".")
             twin = entries.get(owner) if prefix in OPTIMIZER_PREFIXES else None
@@ -339,7 +348,7 @@ class _Fit:
 
 
 def is_optimizer_state(name: str, names: Iterable[str]) -> bool:
-    """Whether inference can do without: what an optimizer keeps of another parameter, and what counts steps."""
+    """Return whether inference does not need it: the optimizer's state of another parameter, or a counter of steps."""
     prefix, _, owner = name.partition(".")
     return name in OPTIMIZER_SCALARS or (prefix in OPTIMIZER_PREFIXES and owner in _as_set(names))
 
@@ -349,7 +358,7 @@ def _as_set(names: Iterable[str]) -> frozenset[str] | set[str]:
 
 
 def undecided(plan: Plan) -> Iterator[str]:
-    """What only the strategy says, and the files can neither confirm nor refute."""
+    """Yield what only the strategy says, and the files can neither confirm nor refute."""
     if plan.source is None:
         return
     lone = [

@@ -1,7 +1,7 @@
-"""Making the file of one target rank, and checking it.
+"""Makes the file of one target rank, and checks it.
 
-Every tensor is cut anew a few rows at a time, from whichever file holds a part. The file is then read back, and every
-element of it compared with the source.
+Each tensor is cut anew, a few rows at a time, from the files that hold its parts. The file is then read back, and each
+of its elements is compared with the source.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Made:
     """The file that was made for one rank.
 
     Args:
-        rank: of the target.
+        rank: the target's rank.
         file: its path inside the target.
-        size: bytes.
+        size: in bytes.
         digest: as in a manifest.
-        tensors: how many entries it has.
+        tensors: number of entries.
     """
 
     rank: int
@@ -44,18 +44,18 @@ class Made:
 
 
 def make_rank(plan: Plan, rank: int, place: Path, file: str, told: Progress) -> Made:
-    """Write and check ``place/file``.
+    """Write ``place/file``, and check it.
 
     Args:
-        plan: what is to be done.
-        rank: of the target.
+        plan: the conversion.
+        rank: the target's rank.
         place: the draft of the target.
-        file: path inside of it.
-        told: of bytes written, and of bytes checked.
+        file: the path inside it.
+        told: called with the number of bytes newly written or checked.
 
     Raises:
-        CheckpointError: what is in the file is not what the source says.
-        OSError: the disk refused.
+        CheckpointError: the file does not hold what the source holds.
+        OSError: writing failed.
     """
     target = place / file
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def make_rank(plan: Plan, rank: int, place: Path, file: str, told: Progress) -> 
 
 
 def _write(plan: Plan, rank: int, target: Path, told: Progress) -> tuple[int, str]:
-    """Write the file durably. Returns its size and digest."""
+    """Write the file durably. Returns its size in bytes and its digest."""
     file = HashingFile(target, told)
     try:
         writer = CkptWriter(file)
@@ -86,7 +86,10 @@ def _write(plan: Plan, rank: int, target: Path, told: Progress) -> tuple[int, st
 
 
 def _passed(plan: Plan, rank: int, name: str) -> tuple[FileTensor, bytes]:
-    """What no strategy cuts: of the source rank of the same number, or of the lowest. A rank's number is its own."""
+    """Return an entry that no strategy cuts, from the source rank of the same number, or else from the lowest.
+
+    ``cur_rank`` becomes the target's rank.
+    """
     held = plan.passed[name]
     tensor = held.get(rank, held[min(held)])
     data = bytes(read_bytes(tensor))
@@ -111,19 +114,24 @@ def _check(plan: Plan, rank: int, path: Path, told: Progress) -> dict[str, str]:
 
 # ------------------------------------------------------------------------------------------------- cutting and checking
 #
-# Cutting a tensor anew a few rows at a time, and checking what was made. The two do not share their arithmetic.
-#
-# ``blocks`` intersects boxes: which rows and columns of a part of the source lie in the part of the target.
-# ``difference`` asks for every index of the target which part of the source it is in and where there, and compares
+# Cutting a tensor anew a few rows at a time, and checking the result. The two use different arithmetic on purpose:
+# ``blocks`` intersects boxes (which rows and columns of a part of the source lie in the part of the target);
+# ``difference`` computes for each index of the target which part of the source it lies in, and where, and compares
 # elements.
 
 
 BLOCK = 8 << 20
-"""Bytes of a target's rows that are looked at together."""
+"""Bytes of a target's rows that are handled at once."""
 
 
 def blocks(entry: TargetTensor, rank: int, size: int = BLOCK) -> Iterator[bytes]:
-    """What target ``rank`` (within its stage) holds of a tensor, in order."""
+    """Yield what target ``rank`` (counted within its stage) holds of a tensor, in order.
+
+    Args:
+        entry: the tensor.
+        rank: the target's rank within its stage.
+        size: bytes per block, about.
+    """
     piece, source = _sizes(entry)
     start = [index * length for index, length in zip(_cell(entry, rank), piece, strict=True)]
     item = entry.sample.item_size
@@ -146,7 +154,15 @@ def blocks(entry: TargetTensor, rank: int, size: int = BLOCK) -> Iterator[bytes]
 
 
 def difference(entry: TargetTensor, rank: int, made: FileTensor, told: Progress, size: int = BLOCK) -> str | None:
-    """In what ``made`` is not what target ``rank`` (within its stage) should hold; None: every element is right."""
+    """Say how ``made`` differs from what target ``rank`` should hold; None: every element is right.
+
+    Args:
+        entry: the tensor.
+        rank: the target's rank within its stage.
+        made: the tensor in the new file.
+        told: called with the number of bytes newly checked.
+        size: bytes compared at once, about.
+    """
     sample = entry.sample
     if (made.dtype, made.dims, made.nbytes) != (sample.dtype, entry.piece, entry.piece_bytes):
         return f"it is {made.dtype} {made.dims}, and should be {sample.dtype} {entry.piece}"
@@ -169,7 +185,7 @@ def difference(entry: TargetTensor, rank: int, made: FileTensor, told: Progress,
 
 
 def row_blocks(shape: Shape, item_size: int, size: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows of about ``size`` bytes."""
+    """Yield runs of rows of about ``size`` bytes, each as its first row and the row after its last."""
     row = math.prod(shape[1:]) * item_size
     if not row:
         return
@@ -179,7 +195,7 @@ def row_blocks(shape: Shape, item_size: int, size: int) -> Iterator[tuple[int, i
 
 
 def _sizes(entry: TargetTensor) -> tuple[Shape, Shape]:
-    """The shapes of the target's and the source's parts; a scalar counts as one row."""
+    """Return the shapes of the target's and of the source's parts. A scalar counts as one row."""
     return entry.piece or (1,), entry.sample.dims or (1,)
 
 

@@ -1,4 +1,4 @@
-"""What a directory of per-rank checkpoints holds: which files belong together, which are whole, and of which step."""
+"""Reads a directory of per-rank checkpoints: which files belong together, are whole, and of which step they are."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ttp.store.walk import walk_back
 T = TypeVar("T")
 
 Label = tuple[int, int]
-"""Epoch and step in a file's name: ``...-2_12.ckpt``."""
+"""Epoch and step from a file's name, such as ``...-2_12.ckpt``."""
 
 STEP_KEYS = ("global_step", "step_num", "epoch_num", "batch_num")
-"""What is the same on every rank of one step."""
+"""Entries that are the same on all ranks of one step."""
 
 _LABEL = re.compile(r".*-(\d{1,18})_(\d{1,18})\.ckpt", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The files of one step, a file per rank.
+    """The files of one step, one per rank.
 
     Args:
         directory: where they are.
         files: rank -> its file.
-        held: rank -> name -> where it lies. Damaged files are left out.
+        held: rank -> name -> where the tensor lies. Damaged files are left out.
         damaged: rank -> what is wrong with its file.
-        manifest: what ttp wrote about the checkpoint; None when ttp did not write it.
-        label: epoch and step in the files' names.
-        notes: what was passed over, in words.
+        manifest: the manifest, if ttp wrote the checkpoint; None for others.
+        label: epoch and step in the files' names; None: the names have none.
+        notes: what was skipped, in words.
     """
 
     directory: Path
@@ -54,12 +54,12 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors, in bytes."""
         return sum(tensor.nbytes for entries in self.held.values() for tensor in entries.values())
 
     @property
     def version(self) -> int | None:
-        """Finished updates, if anything tells."""
+        """Number of finished updates; None: nothing says so."""
         if self.manifest is not None:
             return int(self.manifest.version)
         for key in STEP_KEYS[:2]:
@@ -70,21 +70,21 @@ class Source:
 
 
 class DamagedError(CheckpointError):
-    """Files of one step will not do, and damage is why: those of an older step may."""
+    """The files of one step cannot be used because some are damaged; those of an older step may be usable."""
 
 
 def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
-    """What ``use`` makes of the newest step of which ``directory`` holds all that is needed.
+    """Open the newest step of which ``directory`` holds all that is needed. Returns what ``use`` returns for it.
 
-    Where there is a manifest every digest is recomputed, otherwise the CRC of the files that have one.
+    If there is a manifest, every digest is recomputed; otherwise the CRC of each file that has one.
 
     Args:
-        directory: of ``rank_0``, ``rank_1``, ..., with or without a manifest, or a ``save_dir``.
-        watch: told of the reading.
+        directory: holds ``rank_0``, ``rank_1``, ..., with or without a manifest; or a ``save_dir``.
+        watch: called before each reading with what is done and how many bytes that takes.
         use: takes the files of a step; raises ``DamagedError`` if an older step may do.
 
     Raises:
-        UsageError: there is no such directory, or it holds nothing of the kind.
+        UsageError: there is no such directory, or it holds no such files.
         CheckpointError: the files are of different steps, or none is whole; or what ``use`` raises.
     """
     directory, notes = _meant(directory, watch)
@@ -132,7 +132,7 @@ def _read(
 
 
 def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
-    """The checkpoint itself; of a ``save_dir`` the newest whole one, and why others were skipped."""
+    """Return the checkpoint itself; for a ``save_dir`` its newest whole one, and why others were skipped."""
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory: give one that holds rank_0, rank_1, ...")
     directory = directory.absolute()
@@ -143,7 +143,7 @@ def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
 
 
 def _steps(folders: Mapping[int, Path]) -> tuple[list[tuple[Label | None, dict[int, Path]]], list[str]]:
-    """One file per rank of each step that every rank has, the newest step first; and which were passed over."""
+    """Return the steps that every rank has, the newest first, with one file per rank; and which were skipped."""
     choice: dict[int, dict[Label | None, Path]] = {}
     for rank, folder in folders.items():
         files = [folder / name for name in checkpoint_names(folder)]
@@ -182,7 +182,7 @@ def _label_text(label: Label | None) -> str:
 
 
 def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path], watch: Watch) -> dict[int, str]:
-    """Verify the files by the manifest, or by their CRC. Returns the ranks of damaged files, and what is wrong."""
+    """Verify the files by the manifest, or by their CRC. Returns rank -> what is wrong with its file."""
     if manifest is None:
         sizes = {rank: file.stat().st_size for rank, file in files.items()}
         told = watch("verifying", sum(sizes.values()))
@@ -208,7 +208,7 @@ def check_steps(held: Mapping[int, Mapping[str, FileTensor]]) -> None:
     """Check that all files are of the same step.
 
     Raises:
-        DamagedError: they are not; the text says which are of which.
+        DamagedError: they are not. The text says which file is of which step.
     """
     for key in STEP_KEYS:
         seen: dict[bytes, list[int]] = {}

@@ -13,12 +13,12 @@ from ttp.mindspore_files.tensor_layout import Shape, TensorLayout, readable
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How every parameter is cut, in each stage of the pipeline.
+    """How each parameter is cut, in each stage of the pipeline.
 
     Args:
         origin: the file or directory, for messages.
-        stages: for each stage its parameters.
-        shapes: shapes of whole tensors, where the file tells them (JSON does).
+        stages: for each stage, name of a parameter -> how it is cut.
+        shapes: name -> shape of the whole tensor, where the file states it (JSON does).
     """
 
     origin: str
@@ -27,21 +27,21 @@ class Strategy:
 
     @property
     def devices(self) -> int:
-        """Ranks of each stage."""
+        """Number of ranks of each stage."""
         return next(layout.device_count for stage in self.stages for layout in stage.values())
 
     @property
     def world_size(self) -> int:
-        """Ranks of all stages."""
+        """Number of ranks of all stages together."""
         return self.devices * len(self.stages)
 
     @property
     def names(self) -> set[str]:
-        """All parameters."""
+        """The names of all parameters."""
         return {name for stage in self.stages for name in stage}
 
     def layout(self, name: str) -> TensorLayout:
-        """How ``name`` is cut in the first stage that has it."""
+        """Return how ``name`` is cut in the first stage that has it."""
         return next(stage[name] for stage in self.stages if name in stage)
 
 
@@ -49,8 +49,8 @@ def read_strategy(path: Path) -> Strategy:
     """Read a strategy file, or a directory that holds one per stage of a pipeline.
 
     Raises:
-        UsageError: it lacks a stage, or uses what cannot be resharded.
-        CheckpointError: it cannot be read, is no strategy file, or contradicts itself.
+        UsageError: a stage is missing, or the strategy uses something that cannot be resharded.
+        CheckpointError: a file cannot be read, is no strategy file, or contradicts itself.
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist: give a strategy file, or the directory of a pipeline's")

@@ -1,6 +1,6 @@
-"""Strategy files: how each parameter is cut over the ranks of a stage, or of several; protobuf or JSON.
+"""Reads strategy files, protobuf or JSON: how each parameter is cut over the ranks of one stage, or of several.
 
-Format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
+The format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
 
     ParallelStrategyMap { uint32 current_stage = 1; repeated ParallelStrategyItem = 2; ParallelLayoutItem = 3; }
     ParallelStrategyItem { string node_name = 1; ParallelStrategys { uint32 stage = 1; ... } = 2; }
@@ -8,8 +8,8 @@ Format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
     ParallelLayouts { DevMatrix = 1; TensorMap = 2; ParamSplitShape = 3; ...; int32 field = 5;
                       opt_weight_shard_step = 6; opt_weight_shard_size = 7; }
 
-``current_stage`` says nothing (it is 2 in every file seen); the stage is that of the operators. In a file that
-``merge_pipeline_strategys`` made it is written before each parameter's name: ``1-l3.w``.
+``current_stage`` means nothing (it is 2 in every file seen); the stage is that of the operators. In a file that
+``merge_pipeline_strategys`` made, the stage stands before each parameter's name: ``1-l3.w``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Stage:
 
     Args:
         number: of the stage, from 0.
-        layouts: how each parameter is cut.
-        shapes: of whole tensors, where the file tells them (JSON does).
-        uneven: parameters cut into parts of unequal size.
+        layouts: name of a parameter -> how it is cut.
+        shapes: name -> shape of the whole tensor, where the file states it (JSON does).
+        uneven: names of parameters that are cut into parts of unequal size.
     """
 
     number: int
@@ -52,20 +52,20 @@ class Stage:
 
     @property
     def devices(self) -> int:
-        """Ranks of the stage."""
+        """Number of ranks of the stage."""
         return next((layout.device_count for layout in self.layouts.values()), 1)
 
     @property
     def first_rank(self) -> int:
-        """Rank of the first device; all stages have the same number of devices."""
+        """The stage's first rank. All stages have the same number of ranks."""
         return self.number * self.devices
 
 
 def read_stages(path: Path) -> list[Stage]:
-    """The stages described by a file, or by all strategy files of a directory, in order.
+    """Read the stages that a file, or all strategy files of a directory, describe. Returns them in order.
 
     Raises:
-        CheckpointError: one is absent, damaged, or something else, or two contradict each other.
+        CheckpointError: a file is absent, damaged or no strategy file, or two contradict each other.
     """
     path = Path(path)
     stages: dict[int, Stage] = {}
@@ -81,10 +81,10 @@ def read_stages(path: Path) -> list[Stage]:
 
 
 def parse_strategy(data: bytes) -> list[Stage]:
-    """Parse one strategy file. One that MindSpore has merged describes several stages.
+    """Parse one strategy file. A file that MindSpore has merged describes several stages.
 
     Raises:
-        ValueError: malformed, contradictory, or without a parameter.
+        ValueError: it is malformed, contradicts itself, or has no parameter.
     """
     found = _from_json(parse_json(text(data))) if data.lstrip()[:1] == b"{" else _from_protobuf(data)
     if not found.items:
@@ -127,7 +127,7 @@ def _read_file(path: Path) -> list[Stage]:
 
 @dataclass(slots=True)
 class _Item:
-    """One parameter, as the file describes it."""
+    """One parameter as the file describes it."""
 
     name: str
     layout: TensorLayout
@@ -138,7 +138,7 @@ class _Item:
 @dataclass(slots=True)
 class _Found:
     stages: set[int] = field(default_factory=set)
-    """Of the operators."""
+    """The stages that the operators are in."""
 
     items: list[_Item] = field(default_factory=list)
 

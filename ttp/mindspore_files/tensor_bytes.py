@@ -1,4 +1,4 @@
-"""The bytes of one tensor in a checkpoint file, read where they lie, a few at a time."""
+"""Reads the bytes of one tensor from a checkpoint file, a few at a time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ _BLOCK = 1 << 20
 
 
 def read_bytes(tensor: FileTensor, start: int = 0, length: int | None = None) -> bytearray:
-    """Bytes of the content, from ``start``.
+    """Read bytes of the content.
+
+    Args:
+        tensor: which tensor.
+        start: offset of the first byte within the content.
+        length: how many bytes; None: all that follow.
 
     Raises:
-        CheckpointError: the file is shorter than it was.
-        OSError: it cannot be read.
+        CheckpointError: the file has become shorter.
+        OSError: the file cannot be read.
     """
     length = tensor.nbytes - start if length is None else length
     data = bytearray(length)
@@ -40,7 +45,10 @@ def read_bytes(tensor: FileTensor, start: int = 0, length: int | None = None) ->
 
 
 def read_rows(tensor: FileTensor, first: int, last: int) -> np.ndarray:
-    """Rows of the first axis as unsigned integers of the elements' size; a scalar has one row."""
+    """Read rows ``first`` to before ``last`` of the first axis. A scalar has one row.
+
+    The elements are returned as unsigned integers of the same size.
+    """
     shape = tensor.dims or (1,)
     row = math.prod(shape[1:]) * tensor.item_size
     data = read_bytes(tensor, first * row, (last - first) * row)
@@ -48,12 +56,12 @@ def read_rows(tensor: FileTensor, first: int, last: int) -> np.ndarray:
 
 
 def bits(item_size: int) -> np.dtype:
-    """A type of numpy whose values are equal when the bits are."""
+    """Return a numpy type whose values are equal if and only if the bits are equal."""
     return np.dtype(f"u{item_size}" if item_size in (1, 2, 4, 8) else f"V{item_size or 1}")
 
 
 def digest(tensor: FileTensor, progress: Progress | None = None) -> tuple[str, bool]:
-    """Digest of the content, and whether all elements are the same."""
+    """Return the digest of the content, and whether all elements are the same."""
     hashed, constant = xxhash.xxh3_128(), True
     item = max(1, tensor.item_size)
     block = max(1, _BLOCK // item) * item

@@ -1,9 +1,10 @@
-"""How MindSpore cuts a tensor over the devices of a pipeline stage: pure arithmetic, no file and no array.
+"""How MindSpore cuts a tensor over the devices of a pipeline stage. Pure arithmetic, without files or arrays.
 
-The devices of a stage form a matrix; rank r is its r-th element in row-major order. A tensor's axis is cut over some
-axes of that matrix, which are counted from the right, or not at all. With optimizer parallelism the first axis of each
-slice is cut once more over the ranks that would otherwise hold equal slices: over runs of ``opt_size`` of them in the
-order of their ranks. So whatever the strategy, a tensor is cut into a grid of equal cells, and each rank holds one.
+The devices of a stage form a matrix; rank r is its r-th element in row-major order. Each axis of a tensor is cut over
+some axes of that matrix, which are counted from the right, or is not cut. With optimizer parallelism, the first axis of
+each slice is cut once more over the ranks that would otherwise hold equal slices: over runs of ``opt_size`` of them, in
+the order of their ranks. So, whatever the strategy, a tensor is cut into a grid of equal cells, and each rank holds one
+cell.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 Cell = tuple[int, ...]
-"""Which part of each axis of a tensor."""
+"""Which part of each axis of a tensor, counted from 0."""
 
 Shape = tuple[int, ...]
 
@@ -25,11 +26,11 @@ class TensorLayout:
 
     Args:
         devices: sizes of the device matrix.
-        axes: for each axis of the tensor the axes of the device matrix it is cut over, counted from the right,
-            outermost first; empty: not cut.
-        opt_size: into how many parts optimizer parallelism cuts each slice; 0 and 1: none, -1: as many as there are
-            ranks with equal slices.
-        opt_step: by how much the ranks of neighbouring parts differ, as the strategy states it.
+        axes: for each axis of the tensor, the axes of the device matrix that it is cut over, counted from the right,
+            outermost first; empty: it is not cut.
+        opt_size: into how many parts optimizer parallelism cuts each slice. 0 and 1: it does not; -1: as many as there
+            are ranks with equal slices.
+        opt_step: the difference between the ranks of neighbouring parts, as the strategy states it.
     """
 
     devices: tuple[int, ...]
@@ -39,12 +40,12 @@ class TensorLayout:
 
     @property
     def device_count(self) -> int:
-        """Ranks of the stage."""
+        """Number of ranks of the stage."""
         return math.prod(self.devices)
 
     @property
     def copies(self) -> int:
-        """Ranks that hold equal slices when optimizer parallelism is left out."""
+        """Number of ranks that would hold equal slices without optimizer parallelism."""
         return math.prod(self._size(axis) for axis in _unused(self))
 
     @property
@@ -54,28 +55,28 @@ class TensorLayout:
 
     @property
     def grid(self) -> Cell:
-        """How many cells there are along each axis of the tensor."""
+        """Number of cells along each axis of the tensor."""
         parts = [math.prod(self._size(axis) for axis in cut) for cut in self.axes]
         if parts:
             parts[0] *= self.opt_parts
         return tuple(parts)
 
     def cell(self, rank: int) -> Cell:
-        """What ``rank`` (within its stage) holds."""
+        """Return the cell that ``rank`` (counted within its stage) holds."""
         return _cell(self, rank)
 
     def full_shape(self, piece: Shape) -> Shape:
-        """The shape of the tensor of which a rank holds ``piece``."""
+        """Return the shape of the whole tensor, given the shape ``piece`` of what a rank holds."""
         return tuple(size * parts for size, parts in zip(piece, self.grid, strict=True))
 
     def piece_shape(self, full: Shape) -> Shape | None:
-        """What each rank holds of a tensor of shape ``full``; None when it cannot be cut like this."""
+        """Return the shape that each rank holds of a tensor of shape ``full``; None: it cannot be cut like this."""
         if any(size % parts for size, parts in zip(full, self.grid, strict=True)):
             return None
         return tuple(size // parts for size, parts in zip(full, self.grid, strict=True))
 
     def holders(self) -> dict[Cell, list[int]]:
-        """The ranks of the stage that hold each cell: equal slices, in the order of their ranks."""
+        """Return for each cell the ranks of the stage that hold it, in order."""
         found: dict[Cell, list[int]] = {}
         for rank in range(self.device_count):
             found.setdefault(self.cell(rank), []).append(rank)
@@ -86,7 +87,7 @@ class TensorLayout:
 
 
 def problems(layout: TensorLayout) -> Iterator[str]:
-    """Why this layout contradicts itself, in words; nothing where it does not."""
+    """Yield, in words, why this layout contradicts itself; nothing if it does not."""
     if any(size < 1 for size in layout.devices) or not layout.devices:
         yield f"the device matrix {list(layout.devices)} is none"
         return
@@ -119,19 +120,19 @@ def _opt_problems(layout: TensorLayout) -> Iterator[str]:
 
 
 def opt_steps(layout: TensorLayout) -> list[int]:
-    """By how much the ranks differ that hold neighbouring parts of a slice: between the first two, and on average."""
+    """Return the distance between ranks that hold neighbouring parts of a slice: of the first two, and on average."""
     parts = layout.opt_parts
     return [_copy(layout, 1), _copy(layout, parts - 1) // (parts - 1)]
 
 
 def readable(layout: TensorLayout) -> str:
-    """The tensor map as MindSpore writes it."""
+    """Return the tensor map as MindSpore writes it."""
     cuts = [-1 if not cut else cut[0] if len(cut) == 1 else list(cut) for cut in layout.axes]
     return str(cuts)
 
 
 def uncut(dimensions: int, devices: int = 1) -> TensorLayout:
-    """A tensor that every rank holds whole."""
+    """Return the layout of a tensor that every rank holds whole."""
     return TensorLayout((devices,), ((),) * dimensions)
 
 
@@ -144,12 +145,12 @@ def _cell(layout: TensorLayout, rank: int) -> Cell:
 
 
 def _base(layout: TensorLayout, rank: int) -> Cell:
-    """The slice that a rank would hold without optimizer parallelism."""
+    """Return the slice that a rank would hold without optimizer parallelism."""
     return tuple(_mixed(layout, rank, cut) for cut in layout.axes)
 
 
 def _mixed(layout: TensorLayout, rank: int, axes: tuple[int, ...]) -> int:
-    """A rank's coordinates along some axes of the device matrix as one number, outermost first."""
+    """Return a rank's coordinates along some axes of the device matrix as one number, the outermost first."""
     number = 0
     for axis in axes:
         size = layout.devices[len(layout.devices) - 1 - axis]
@@ -159,7 +160,7 @@ def _mixed(layout: TensorLayout, rank: int, axes: tuple[int, ...]) -> int:
 
 
 def _copy(layout: TensorLayout, number: int) -> int:
-    """The rank that is the ``number``-th, from 0, of those that hold what rank 0 holds."""
+    """Return the ``number``-th rank, counted from 0, of those that would hold the same slice as rank 0."""
     rank = 0
     for axis in reversed(_unused(layout)):
         number, at = divmod(number, layout.devices[len(layout.devices) - 1 - axis])
@@ -168,6 +169,6 @@ def _copy(layout: TensorLayout, number: int) -> int:
 
 
 def _unused(layout: TensorLayout) -> tuple[int, ...]:
-    """Axes of the device matrix over which nothing is cut, outermost first."""
+    """Return the axes of the device matrix over which nothing is cut, outermost first."""
     used = {axis for cut in layout.axes for axis in cut}
     return tuple(axis for axis in reversed(range(len(layout.devices))) if axis not in used)

@@ -1,4 +1,4 @@
-"""What a rank does on request of the controller: inspect a process or a host, start a standby controller."""
+"""Tasks that a rank does on request of the controller: inspect a process or a host, start a standby controller."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ttp.processor.liveness import stacks
 log = logging.getLogger("ttp.processor")
 
 STACK_S = 3.0
-"""How long a process that hangs may take to say where its threads are."""
+"""Seconds that a process that hangs may take to report its stacks."""
 
 Errand = act.ProbeHost | act.StartStandby | act.TakeStack
 
 
 def aside(name: str, job: Callable[[], None]) -> None:
-    """Run a function that may block on a thread of its own, under this name."""
+    """Run a function that may block, on a thread of its own with this name."""
     threading.Thread(target=job, name=name, daemon=True).start()
 
 
@@ -32,10 +32,10 @@ class Errands:
 
     Args:
         config: the job's settings.
-        env: who this rank is.
-        run_dir: where processes of this host leave files for one another.
-        save_dir: where checkpoints go, for a controller that is started.
-        put: takes what came of an errand.
+        env: identity of this rank.
+        run_dir: directory in which processes of this host leave files for one another.
+        save_dir: directory of checkpoints, for a controller that is started.
+        put: takes the result of a request.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from ttp.processor.last_words import leave_word
 log = logging.getLogger("ttp.processor")
 
 EXIT_S = 10.0
-"""How long a last word of the program may take."""
+"""Seconds that the end of the process may take."""
 
 
 def end_process(code: int, text: str, before_exit: Callable[[], None] | None, let_go: Callable[[], None]) -> None:
@@ -24,8 +24,8 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
 
     Args:
         code: the exit code.
-        text: who leaves, and why; for the log.
-        before_exit: the program's last word; on a thread of its own, for half of ``EXIT_S`` at most.
+        text: for the log: which rank leaves, and why.
+        before_exit: last function of the program; runs on a thread of its own, for half of ``EXIT_S`` at most.
         let_go: closes what others would wait for.
     """
     last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # logs may be on the storage that hangs

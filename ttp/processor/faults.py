@@ -14,7 +14,7 @@ _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreErro
 
 
 def is_collective_error(problem: BaseException) -> bool:
-    """Whether an exception is what the death of another rank causes here: then that death is the fault."""
+    """Return whether an exception is what the death of another rank causes here: then that death is the fault."""
     named = any(kind.__name__ in _KINDS for kind in type(problem).__mro__)
     return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {problem}"))
 
@@ -26,6 +26,6 @@ def is_out_of_device_memory(problem: BaseException) -> bool:
 
 
 def describe(problem: BaseException) -> str:
-    """An exception as one line of bounded length."""
+    """Return an exception as one line of at most 500 characters."""
     text = f"{type(problem).__name__}: {problem}".splitlines()[0] if str(problem) else type(problem).__name__
     return text if len(text) <= 500 else text[:497] + "..."

@@ -18,15 +18,15 @@ log = logging.getLogger("ttp.processor")
 
 FILE = "imports.json"
 AFTER_UPDATES = 3
-"""What a loop imports late it has imported by then."""
+"""Updates after which the list is written: by then a loop has done its late imports."""
 
 
 class ImportList:
     """Writes ``imports.json`` once, when this process has made a few updates.
 
     Args:
-        run_dir: where to; shared with the launcher of this host.
-        wanted: whether this rank is to do it: one of each host is enough.
+        run_dir: directory of the file; shared with the launcher of this host.
+        wanted: whether this rank writes it: one rank of each host is enough.
     """
 
     def __init__(self, run_dir: Path, *, wanted: bool) -> None:
@@ -34,7 +34,7 @@ class ImportList:
         self._first: int | None = None
 
     def due(self, version: int) -> bool:
-        """Whether it is time to write; True once.
+        """Return True once, when it is time to write.
 
         Args:
             version: finished updates.
@@ -62,7 +62,7 @@ class ImportList:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is of what is installed; the user's own files are imported anew by each program."""
+    """Return whether a file belongs to an installed package; the user's own files are imported anew by each program."""
     return file.startswith(_ROOTS) or any(f"/{folder}/" in file for folder in ("site-packages", "dist-packages"))
 
 
@@ -72,7 +72,7 @@ _ROOTS = tuple(
 
 
 def _file(name: str, module: Any) -> str:
-    """Where a module was loaded from; empty for those that are not to be imported ahead."""
+    """Return the file that a module was loaded from; empty for modules that are not to be imported ahead."""
     spec = getattr(module, "__spec__", None)
     if spec is None or spec.name != name or name == "__main__":
         return ""

@@ -12,20 +12,21 @@ from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version, describe_copies
 from ttp.core.restore_messages import RestoreDecision
 from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
+from ttp.inbox import Inbox
 
 log = logging.getLogger("ttp.processor")
 
 JOIN_PATIENCE_S = 60.0
-"""How long a rank waits for the controller before it lets the training begin unprotected."""
+"""Seconds that a rank waits for the controller before it lets the training begin unprotected."""
 
 
 class Joining:
-    """The training thread waits here. The processor's threads pass on what the controller says.
+    """The waits of the training thread while it joins. The processor's threads pass on what the controller says.
 
     Args:
         config: the job's settings.
-        env: who this rank is.
-        alone: called when a rank that trains already will never be protected: it has to wait for nobody.
+        env: identity of this rank.
+        alone: called when a rank that trains already will never be protected, so that it waits for nothing any more.
     """
 
     def __init__(self, config: Config, env: RankEnv, alone: Callable[[], None]) -> None:
@@ -33,10 +34,10 @@ class Joining:
         """Why this rank can never join; None: it has joined, or may still."""
         self._env, self._at, self._alone = env, f"{env.master_addr}:{config.port}", alone
         self._known = threading.Event()
-        self._started = False  # the training thread does not wait for the controller any more
-        self._untold = env.rank == 0  # that training is protected
+        self._started = False  # the training thread no longer waits for the controller
+        self._untold = env.rank == 0  # rank 0 has not yet said that training is protected
         self._first: Version | None = None
-        self._decision: queue.SimpleQueue[RestoreDecision] = queue.SimpleQueue()
+        self._decision: Inbox[RestoreDecision] = Inbox()
 
     # ---------------------------------------------------------------------------------------- for the training thread
 
@@ -76,11 +77,11 @@ class Joining:
         """Wait for the checkpoint that all ranks can restore.
 
         Args:
-            patience_s: how long the other ranks may take (``TTP_RESTORE_S``).
+            patience_s: seconds that the other ranks may take (``TTP_RESTORE_S``).
 
         Raises:
-            ConfigError: what the job has committed has vanished.
-            RestoreError: nothing in common, or the other ranks did not ask in time.
+            ConfigError: a checkpoint that the job has committed has vanished.
+            RestoreError: the ranks have no checkpoint in common, or the other ranks did not ask in time.
         """
         try:
             decision = self._decision.get(timeout=patience_s)
@@ -96,12 +97,12 @@ class Joining:
     # --------------------------------------------------------------------------------------------- for other threads
 
     def finished(self, version: Version, layout: Layout, save_dir: Path) -> None:
-        """Rank 0 says once that training is protected: a version later than the first shows that all ranks are there.
+        """Log once on rank 0 that training is protected: a version after the first shows that all ranks are there.
 
         Args:
-            version: the last finished one.
-            layout: who holds which shard.
-            save_dir: where a checkpoint would go.
+            version: the last finished version.
+            layout: the replica groups.
+            save_dir: the directory of checkpoints.
         """
         if self._untold:
             self._first = version if self._first is None else self._first
@@ -113,7 +114,7 @@ class Joining:
                 )  # fmt: skip
 
     def pending(self) -> bool:
-        """Whether this rank does not know yet if it belongs to the job."""
+        """Return whether it is not known yet that this rank belongs to the job."""
         return not self._known.is_set()
 
     def joined(self) -> None:

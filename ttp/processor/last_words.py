@@ -14,17 +14,17 @@ from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor.faults import describe
 
 _asked_dir = ""
-"""The save_dir that the program has named last, also where nothing came of it."""
+"""The save_dir that the program has named last, even if it could not be used."""
 
 
 def asked_for(save_dir: str) -> None:
-    """The program wants its checkpoints there."""
+    """Remember the save_dir that the program asks for."""
     global _asked_dir
     _asked_dir = save_dir
 
 
 def leave_word(why: object) -> None:
-    """Write down where ``ttp verdict`` finds it that this rank exits with 64. Never raises."""
+    """Record for ``ttp verdict`` that this rank exits with 64, and why. Never raises."""
     directory = os.environ.get("TTP_SAVE_DIR") or _asked_dir
     if not os.environ.get("TTP_PORT") or not directory:
         return

@@ -1,4 +1,4 @@
-"""The lease of this process, by which it asks its launcher not to stop it yet; see ``ttp.launch.leases``."""
+"""The lease of this process: its request that the launcher not stop it yet (see ``ttp.launch.leases``)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ttp.launch.leases import Leases
 from ttp.processor.serial_worker import SerialWorker
 
 LEASE_S = 1.0
-"""How long a process that leaves waits for its lease to be taken back."""
+"""Seconds that a process which leaves waits until its lease is taken back."""
 
 
 class OwnLease:
-    """Asks the launcher not to stop this process. Files are written on a thread, as their directory may block.
+    """Asks the launcher not to stop this process, by files that a thread writes because their directory may block.
 
     Args:
         run_dir: where processes of this host leave files for one another.
@@ -22,7 +22,7 @@ class OwnLease:
 
     def __init__(self, run_dir: Path) -> None:
         self.writer = SerialWorker("ttp-lease")
-        """For other small files in the same directory."""
+        """Also writes other small files in the same directory."""
         self._leases, self._pid = Leases(run_dir), os.getpid()
 
     def arm(self) -> None:
@@ -30,7 +30,7 @@ class OwnLease:
         self._leases.arm(self._pid)
 
     def disarm(self) -> None:
-        """It does not join the job. Waits for the directory."""
+        """Note that no processor runs in this process, and that it needs no lease. Waits for the directory."""
         self._leases.disarm(self._pid)
 
     def hold(self, until: float) -> None:
@@ -38,12 +38,12 @@ class OwnLease:
         self.writer.submit(lambda: self._leases.grant(self._pid, until))
 
     def drop(self) -> None:
-        """Nothing has to be held back any more."""
+        """Tell the launcher that it may stop this process."""
         self.writer.submit(lambda: self._leases.revoke(self._pid))
 
     def close(self) -> None:
-        """The process leaves the job in good order."""
-        with contextlib.suppress(RuntimeError):  # no thread can be started: it ends with the process
+        """Take the lease back when the process leaves the job in good order. Waits for at most ``LEASE_S``."""
+        with contextlib.suppress(RuntimeError):  # no thread can be started; the lease ends with the process
             self.writer.submit(self.disarm)
         self.writer.wait_done(LEASE_S)
         self.writer.close()

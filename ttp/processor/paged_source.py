@@ -1,4 +1,4 @@
-"""What sources share whose rank-local state is kept in pages of shared memory, and whose steps end after the update."""
+"""The common part of sources with pages in shared memory for rank-local state, and steps that end after the update."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ttp.processor.processor import Processor
 
 POST_STEP_S = 2.0
-"""How long a save waits for the training thread to do what follows the update. It hangs in a collective when it has."""
+"""Seconds that a save waits for the work that follows the update. A training thread that needs longer hangs."""
 _POLL_S = 0.002
 
 
 class PageCapture(Protocol):
-    """What writes a rank's page after each update."""
+    """The writer of a rank's page after each update."""
 
     on_written: Callable[[int, bool], None] | None
 
@@ -29,14 +29,14 @@ class PageCapture(Protocol):
         """Write to this page from now on."""
 
     def close(self, *, unlink: bool) -> None:
-        """Write no more; ``unlink``: remove the page."""
+        """Stop writing; ``unlink``: remove the page."""
 
 
 class PagedSource(StateSource):
-    """Opens the page of a rank, and reads those of its host.
+    """A source that opens the page of a rank, and reads the pages of its host.
 
     Args:
-        capture: of rank-local state.
+        capture: writes the rank-local state.
     """
 
     counts_bytes = True
@@ -53,15 +53,15 @@ class PagedSource(StateSource):
         self._pages_of.open_page(PageWriter(page_dir, rank, incarnation=incarnation))
 
     def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
-        """See ``StateSource``."""
+        """See ``StateSource.watch_pages``."""
         self._pages_of.on_written = changed
 
     def close(self) -> None:
-        """See ``StateSource``."""
+        """See ``StateSource.close``."""
         self._pages_of.close(unlink=True)
 
     def wait_post_step(self, cancelled: Callable[[], bool]) -> None:
-        """The scheduler's step follows the update by microseconds; a rank frozen in between is soon through.
+        """Wait for the scheduler's step, which follows the update by microseconds; a rank may be frozen in between.
 
         Raises:
             Cancelled: ``cancelled()`` became true.
@@ -70,16 +70,16 @@ class PagedSource(StateSource):
         while not self.post_step_done() and time.monotonic() < deadline:
             if cancelled():
                 raise Cancelled
-            self.wrote(1)  # it is not the storage that is waited for
+            self.wrote(1)  # this wait must not look like hanging storage
             time.sleep(_POLL_S)
 
     def read_pages(self, ranks: Sequence[Rank], version: Version) -> Pages:
-        """The pages of these ranks, as they were at ``version``."""
+        """Return the pages of these ranks, as they were at ``version``."""
         if self._page_dir is None:
             return Pages({}, (), dict.fromkeys(ranks, "this host has no rank-local pages"))
         return collect(self._page_dir, ranks, version, self._incarnation)
 
     def wrote(self, count: int) -> None:
-        """So many bytes were written: the storage may be slow, but it does not hang."""
+        """Count bytes that were written: the storage may be slow, but it does not hang."""
         assert self._processor is not None
         self._processor.written += count

@@ -1,8 +1,8 @@
 """The driver of ``ProcessorMachine`` inside a rank: one thread owns the machine, edges fill its inbox.
 
-Threads: the owner (``ttp-processor``), the stream's reader, one that looks at the state of a closed gate, one saver for
-slow disk work (left behind for a fresh one if it hangs), short-lived ones for what others ask of this rank. None of
-them ever takes a lock that the training thread waits for, except for the two words of the gate.
+Threads: the owner (``ttp-processor``), the stream's reader, one that inspects the state behind a closed gate, one saver
+for slow disk work (replaced by a new one if it hangs), short-lived ones for requests to this rank. None of them ever
+takes a lock that the training thread waits for, except the lock of the gate.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.rank.program import RankProgram
 from ttp.core.restore_messages import Candidate, Reading, RestoreDecision
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, TtpError
+from ttp.inbox import Inbox
 from ttp.launch.standby import own_address
 from ttp.mindio.protocol.rank_side import NoHandlers
 from ttp.processor.continuing import Continuing
@@ -53,25 +54,25 @@ class Processor:
 
     Args:
         config: the job's settings.
-        env: who this rank is.
+        env: identity of this rank.
         layout: the replica groups, equal on all ranks.
         source: the adapter that can write the state.
-        save_dir: where checkpoints go.
+        save_dir: directory of checkpoints.
         version: finished updates at the start.
         buddy: keep second copies where a shard has only one; see ``ttp.core.replication``.
         goes_on: how this process goes on after a failure of another; None: it ends.
     """
 
     incarnation = 0
-    joins = was_guest = False  # this process takes the seat of a rank in a job that goes on; that rank still lived
+    joins = was_guest = False  # this process takes a seat in a running job; that rank still lived
     mark = 0
-    """Point of the step that the training thread has passed; see ``Heartbeat``."""
+    """Number of points of the step that the training thread has passed; see ``Heartbeat``."""
     activity = ""
-    """What it does instead of training, on purpose."""
+    """What the rank does instead of training, on purpose; empty: it trains."""
     written = 0
     """Bytes written by the saver so far; only ever compared with itself."""
     before_exit: Callable[[], None] | None = None
-    """Called before the process is ended by order; on a thread of its own, for ``EXIT_S`` at most."""
+    """Called before the process is ended by order; on a thread of its own, for ``EXIT_S`` seconds at most."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Processor:
         self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
         self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
-        self._inbox: queue.SimpleQueue[ev.Event | Snapshot] = queue.SimpleQueue()
+        self._inbox: Inbox[ev.Event | Snapshot] = Inbox()
         put = self._inbox.put
         copies = buddy and bool(layout.unreplicated())
         receiver = self._receiver = open_receiver(config, env.run_id, copies=copies)
@@ -104,7 +105,7 @@ class Processor:
         greeting = hello(config, env, layout, source, save_dir, version, *keeps, goes_on is not None)
         self._machine = ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
         self.speak_for(NoHandlers(), lambda action: None)
-        self._let_go = threading.Event()  # nothing more comes from the controller
+        self._let_go = threading.Event()  # the controller sends nothing more
         self._joining = Joining(config, env, alone=self._let_go.set)
         self._link = ControllerLink(
             config, env, self.run_dir, put, self._joining, over=lambda: self._closed or self._machine.gone
@@ -142,48 +143,48 @@ class Processor:
 
     @property
     def page_dir(self) -> Path | None:
-        """Where ranks of this host show that they live, and may share memory; None before this rank has joined."""
+        """Directory with the pages and sentinels of this host's ranks; None before this rank has joined."""
         return self.host.pages.path if self.host.pages is not None else None
 
     def begin_update(self, again: bool = False) -> None:
-        """See ``UpdateReporter``."""
+        """See ``UpdateReporter.begin_update``."""
         if self.copying is not None:
             self.copying.hold()
         self.gate.begin_update(again)
-        if self.goes_on is not None and self.goes_on.runs:  # behind the gate, which is halted for who is to go on
+        if self.goes_on is not None and self.goes_on.runs:  # behind the gate, which is halted for a rank that goes on
             self.goes_on.over()
 
     def leave_update(self) -> None:
-        """See ``UpdateReporter``."""
+        """See ``UpdateReporter.leave_update``."""
         self.gate.leave_update()
 
     def stand_between(self) -> None:
-        """See ``UpdateReporter``."""
+        """See ``UpdateReporter.stand_between``."""
         self.gate.stand_between()
 
     def end_update(self, version: Version | None = None) -> None:
-        """See ``UpdateReporter``. ``version``: for programs that number their versions themselves."""
+        """See ``UpdateReporter.end_update``. ``version``: for programs that number their versions themselves."""
         self.gate.end_update(version)
         if self.copying is not None:
             self.copying.updated(self.gate.version)
 
     def tidy_after(self, checkpoint: Path) -> None:
-        """This checkpoint has been restored, after all of its digests were found right: older ones may go."""
+        """Remove older checkpoints, as this one has been restored and all of its digests verified."""
         if self.env.rank == 0:
             self._saver.tidy(checkpoint.parent, self.config.keep, checkpoint.name, verified=True)
 
     def set_base_version(self, version: Version, size: int = 0) -> None:
-        """The state was restored to ``version``, from a checkpoint of ``size`` bytes (0: not known)."""
+        """Note that the state was restored to ``version``, from a checkpoint of ``size`` bytes (0: not known)."""
         self.gate.set_version(version)
         self._inbox.put(ev.Based(version, size))
 
     def agree_on_restore(
         self, candidates: tuple[Candidate, ...], skipped: tuple[str, ...], readings: tuple[Reading, ...]
     ) -> RestoreDecision:
-        """Tell the controller what this rank found, wait for what all ranks have in common.
+        """Tell the controller what this rank found, and wait for what all ranks have in common.
 
         Raises:
-            ConfigError: what the job has committed has vanished, or no controller can be reached.
+            ConfigError: a checkpoint that the job has committed has vanished, or no controller can be reached.
             RefusedError: the controller does not accept this rank.
             RestoreError: nothing in common, or the other ranks did not ask within ``TTP_RESTORE_S``.
         """
@@ -192,13 +193,13 @@ class Processor:
         return self._joining.decided(self.config.restore_patience_s)
 
     def report(self, kind: m.FaultKind, text: str, detail: str = "", then: int | None = None) -> None:
-        """This rank cannot train on. May be called from any thread.
+        """Report that this rank cannot train on. May be called from any thread.
 
         Args:
-            kind: of fault.
+            kind: kind of fault.
             text: what happened.
-            detail: more of it.
-            then: exit code of this process after the rescue, whatever came of it; None: as the controller says. With
+            detail: more about it, such as a traceback.
+            then: exit code of this process after the rescue, whatever its outcome; None: as the controller says. With
                 64 all ranks leave with that.
         """
         self._exit_code = then
@@ -206,41 +207,41 @@ class Processor:
         self._inbox.put(ev.Raised(kind, text, detail, wrong=then == EXIT_BAD_CONFIG))
 
     def speak_for(self, program: RankProgram, perform: Callable[[act.ProgramAction], None]) -> None:
-        """The program saves and repairs itself. Before ``start``; ``perform`` must not block."""
+        """Set the side of a program that saves and repairs itself. Before ``start``; ``perform`` must not block."""
         self._machine.program, self._perform_program = program, perform
 
     def tell(self, event: ev.ProgramEvent) -> None:
-        """Something happened that the program's own recovery has to know. May be called from any thread."""
+        """Pass an event to the program's own recovery. May be called from any thread."""
         self._inbox.put(event)
 
     def exit_with(self, code: int | None) -> None:
-        """Exit code of this process after a release; None: as the controller says."""
+        """Set the exit code of this process after a release; None: as the controller says."""
         self._exit_code = code
 
     def wait_let_go(self, timeout_s: float) -> bool:
-        """Whether nothing more comes from the controller; waits for that."""
+        """Wait up to ``timeout_s`` seconds until the controller sends nothing more; returns whether that is so."""
         return self._let_go.wait(timeout_s) or self._closed
 
     def say(self) -> None:
-        """Tell the controller now, not with the next beat, what this rank does."""
+        """Tell the controller now, not with the next heartbeat, what this rank does."""
         self._inbox.put(replace(self._observed(), urgent=True))
 
     def neighbour_died(self, rank: int, nonce: str, text: str) -> None:
-        """Another process of this host has ended. May be called from any thread."""
+        """Report that another process of this host has ended. May be called from any thread."""
         self._inbox.put(ev.NeighbourDied(Rank(rank), nonce, text))
         self.on_death()
 
     def report_preemption(self, text: str) -> None:
-        """A signal asked this process to end; unlike an exception it leaves a running update alone."""
+        """Report that a signal asked this process to end; unlike an exception it leaves a running update alone."""
         self._inbox.put(ev.Raised(m.FaultKind.PREEMPTED, text))
 
     def wait_released(self) -> None:
-        """After ``report``: wait for the rescue. Returns only if nobody came; else the process exits in here."""
+        """Wait for the rescue after ``report``. The process exits inside this call, unless no controller comes."""
         while not self._let_go.wait(1.0):
             pass  # signals of the main thread are handled in between
 
     def leave(self, reason: m.GoodbyeReason) -> None:
-        """train() is over: wait until it is over for every rank (or nobody can tell), then close."""
+        """End training: wait until it is over for every rank (or no controller can tell), then close."""
         if self._joining.problem is None and not self._closed:
             self.gate.mark_done()
             self._inbox.put(ev.Observed(self.gate.version, m.Phase.DONE))
@@ -249,7 +250,7 @@ class Processor:
         self.close()
 
     def close(self) -> None:
-        """Let go of the stream, the page and the lease."""
+        """Close the stream, the page and the lease."""
         if self._closed:
             return
         self._closed = True
@@ -281,7 +282,7 @@ class Processor:
                 log.exception("the processor stumbled; training is not affected")
 
     def _try(self, action: act.Action) -> None:
-        """One that fails keeps none of those after it from being done."""
+        """Carry out an action. If it fails, the actions after it are still carried out."""
         try:
             self._perform(action)
         except Exception as problem:
@@ -291,9 +292,8 @@ class Processor:
 
     def _next_event(self) -> ev.Event | Snapshot:
         deadline = self._machine.deadline()
-        wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            return self._inbox.get(timeout=wait_s)
+            return self._inbox.get(timeout=None if deadline is None else deadline - time.monotonic())
         except queue.Empty:
             if self._imports.due(self.gate.version):
                 self._lease.writer.submit(self._imports.write)
@@ -303,7 +303,7 @@ class Processor:
     def _observed(self) -> ev.Observed:
         state = self.gate.state()
         if self._saver.busy and not self.source.counts_bytes:
-            self.written += 1  # it may go on for hours, for all that is known here
+            self.written += 1  # the write may go on for hours, for all that is known here
         version, phase = self._inspector.standing(state)
         return ev.Observed(version, phase, self.mark, self.activity, self.written)
 
@@ -386,7 +386,7 @@ class Processor:
         self.host.close()
 
     def _exit(self, order: act.Exit | act.GoOn) -> None:
-        """End the process, with the program's own exit code if it has one; or the training thread's loop alone."""
+        """End the process, with the program's own exit code if it has one; or only the training thread's loop."""
         if isinstance(order, act.Exit):
             code = order.code if self._exit_code is None else self._exit_code
             end_process(code, f"rank {self.env.rank} exits with {code}: {order.text}", self.before_exit, self._hang_up)

@@ -1,4 +1,4 @@
-"""The slow disk work of a rank: pieces and commits, one after the other, on a thread that may be left behind."""
+"""The slow disk work of a rank: pieces and commits, one after the other, on a thread that may be abandoned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ttp.store.mounts import Mounts
 log = logging.getLogger("ttp.processor")
 
 KEEP_S = 1.0
-"""How long a save waits for pages of other hosts that are just being put into memory."""
+"""Seconds that a save waits for pages of other hosts that are just being put into memory."""
 
 
 class Saver:
@@ -33,16 +33,16 @@ class Saver:
 
     Args:
         config: the job's settings.
-        env: who this rank is.
+        env: identity of this rank.
         layout: the replica groups of the job.
         source: the adapter, which writes the state.
-        save_dir: where checkpoints go, unless an order says otherwise.
-        copying: second copies of shards of others, which are saved like one's own.
-        version: that the state has.
+        save_dir: directory of checkpoints, unless an order names another.
+        copying: second copies of shards of other ranks, which are saved like one's own.
+        version: returns the version of the state.
         wait_pages: waits that many seconds for pages that have just come.
-        put: takes what became of an order; called on the saver's thread.
+        put: takes the result of an order; called on the saver's thread.
         wrote: called with bytes written, of copies; the source counts its own.
-        look_again: has it said how the state is now; returns when it was.
+        look_again: has the state inspected and reported again; returns when that is done.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Something is being written."""
+        """True while a job is running."""
         return self._worker.busy
 
     def save(self, order: m.Save) -> None:
@@ -79,7 +79,7 @@ class Saver:
         self._work(lambda: self._put_if(self._save(order, cancel)))
 
     def cancel(self) -> None:
-        """What is being written is not wanted any more."""
+        """Cancel the running save, which is not wanted any more."""
         self._cancel.set()
 
     def commit(self, order: m.Commit) -> None:
@@ -100,7 +100,7 @@ class Saver:
         self._tidying.close()
 
     def _directory(self, order: m.Save | m.Commit) -> Path:
-        """The directory to which the checkpoint of this order goes.
+        """Return the directory of the checkpoint of this order.
 
         Raises:
             OSError: it is not mounted any more.
@@ -122,7 +122,7 @@ class Saver:
     def _save(self, order: m.Save, cancel: threading.Event) -> ev.Event | None:
         try:
             draft = self._directory(order) / order.draft
-            make_directory(draft.parent)  # somebody may have removed it, or it could not be made at the start
+            make_directory(draft.parent)  # it may have been removed since, or could not be made at the start
             draft.mkdir(exist_ok=True)
             self._wait_pages(KEEP_S)  # pages of dead ranks may have come a moment ago
             pieces = self.pieces(order, draft, cancel.is_set)
@@ -131,7 +131,7 @@ class Saver:
             return None
         except MovedError as problem:
             log.warning("saving version %s came to nothing: %s", order.version, problem)
-            self._look_again()  # so that whoever plans knows how it is before it hears that the save failed
+            self._look_again()  # so that the controller knows the state before it hears that the save failed
             return ev.WriteFailed(order.incident, order.generation, _words(problem), may_pass=True)
         except BaseException as problem:
             log.exception("saving version %s failed", order.version)
@@ -153,7 +153,7 @@ class Saver:
         return pieces
 
     def _commit_and_tidy(self, order: m.Commit) -> None:
-        """Old checkpoints go when the new one is told of; after a fault mostly only once it has been restored."""
+        """Commit, report it, then remove old checkpoints; after a fault mostly only once the new one is restored."""
         done = self._commit(order)
         self._put(done)
         if isinstance(done, ev.CommitDone) and Path(done.path).is_dir():
@@ -178,12 +178,12 @@ class Saver:
 def make_checkpoint(
     save_dir: Path, order: m.Commit, env: RankEnv, layout: Layout, source: StateSource, progress: Progress
 ) -> tuple[Path, int]:
-    """Commit the pieces of ``order``, with what describes this job; see ``ttp.store.commit``.
+    """Commit the pieces of ``order``, with the description of this job; see ``ttp.store.commit``.
 
     Args:
-        save_dir: where checkpoints live; the draft is in it.
-        order: what to commit. Which rank-local pages are missing is told from its pieces.
-        env: who the committing rank is.
+        save_dir: directory of checkpoints, which has the draft.
+        order: the order to commit. Its pieces tell which rank-local pages are missing.
+        env: identity of the committing rank.
         layout: the replica groups of the job.
         source: the adapter, which adds files of the framework.
         progress: called with bytes written.
@@ -207,7 +207,7 @@ def make_checkpoint(
 
 
 def _of_storage(problem: BaseException) -> bool:
-    """Whether the storage refused, which may pass: space is freed, a server comes back. Other errors stay."""
+    """Return whether the storage refused, which may pass: space is freed, a server comes back. Other errors stay."""
     return isinstance(problem, OSError) or isinstance(problem.__cause__, OSError)
 
 

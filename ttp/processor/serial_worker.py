@@ -11,10 +11,10 @@ log = logging.getLogger("ttp.processor")
 
 
 class SerialWorker:
-    """See the module. Jobs may not raise; one that does is logged.
+    """Runs jobs one after the other on a thread. Jobs may not raise; one that does is logged.
 
     Args:
-        name: of the threads.
+        name: name of the threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -22,13 +22,13 @@ class SerialWorker:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._busy = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # jobs come from any thread: held for as long as a thread takes to start
+        self._lock = threading.Lock()  # any thread submits jobs: held for as long as a thread takes to start
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` after those before it.
+        """Run ``job`` after the jobs before it.
 
         Raises:
-            RuntimeError: no thread can be started now. Nothing is done later, then; the next job tries again.
+            RuntimeError: no thread can be started now. The job is dropped; the next one tries again.
         """
         with self._lock:
             if self._thread is None:
@@ -38,7 +38,7 @@ class SerialWorker:
             self._jobs.put(job)
 
     def wait_done(self, timeout_s: float) -> bool:
-        """Wait for the jobs submitted so far. Returns false if they take longer."""
+        """Wait up to ``timeout_s`` seconds for the jobs submitted so far. Returns False if they take longer."""
         done = threading.Event()
         with self._lock:
             if self._thread is None:
@@ -48,7 +48,7 @@ class SerialWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is running."""
+        """True while a job is running."""
         return self._busy.is_set()
 
     def leave_behind(self) -> None:
@@ -58,7 +58,7 @@ class SerialWorker:
             self._jobs, self._busy, self._thread = queue.SimpleQueue(), threading.Event(), None
 
     def close(self) -> None:
-        """Accept no more jobs. The thread ends after those that it has."""
+        """Accept no more jobs. The thread ends after the jobs submitted so far."""
         self._jobs.put(None)
 
 

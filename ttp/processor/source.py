@@ -22,28 +22,28 @@ class MovedError(CheckpointError):
 class StateSource:
     """The training state of one rank, as an adapter sees it. All methods run on threads of the processor.
 
-    An adapter has to write ``write_pieces``. What it leaves out of the rest says that it can do no more.
+    An adapter has to write ``write_pieces``. Each other method that it leaves out says that it cannot do that.
     """
 
     framework: str
     """Name of the framework, for the manifest."""
     counts_bytes: bool = False
-    """Whether ``Processor.written`` is advanced while a piece is written; if not, a hanging write cannot be told."""
+    """True if ``Processor.written`` is advanced while a piece is written; if not, a hanging write is not noticed."""
     writes_parts: bool = False
-    """Whether it can write parts of shards (``ttp.core.stripes``), dealt out as any other replica would."""
+    """True if the adapter can write parts of shards (``ttp.core.stripes``), cut as by any other replica."""
 
     @property
     def on_device(self) -> bool:
-        """Whether a version that the host has finished may still be queued on an accelerator."""
+        """True if a version that the host has finished may still be queued on an accelerator."""
         return False
 
     @property
     def has_preimage(self) -> bool:
-        """Whether the last update, torn or finished, can be undone. Asked when no update is running."""
+        """True if the last update, torn or finished, can be undone. Asked when no update is running."""
         return False
 
     def gradient_ready(self) -> bool:
-        """Whether the training thread waits at the gate with all that the next update needs. Does not wait.
+        """Return whether the training thread waits at the gate with all that the next update needs. Does not wait.
 
         Where a device is behind its host: whether it stands before its next update, which is queued, with all of it.
         """
@@ -68,18 +68,18 @@ class StateSource:
         """Call ``changed(version, final)`` after each write of this rank's page, on the thread that wrote it."""
 
     def post_step_done(self) -> bool:
-        """Whether what follows the last finished update (scheduler, scaler, EMA) has been done too."""
+        """Return whether the work after the last finished update (scheduler, scaler, EMA) has been done too."""
         return True
 
     def device_version(self, version: Version, patience_s: float) -> Version | None:
-        """The newest version, up to ``version``, that the device has finished and will keep until it is let on.
+        """Return the newest version, up to ``version``, that the device has finished and keeps until it may go on.
 
         None: an update is half done there. Only asked when ``on_device``.
 
         Args:
-            version: what the host has finished.
-            patience_s: how long the device may stand still, outside of an update, before it counts as hanging; 0: it
-                is not waited for at all.
+            version: the version that the host has finished.
+            patience_s: seconds that the device may stand still, outside of an update, before it counts as hanging; 0:
+                do not wait for it at all.
         """
         return version
 
@@ -94,11 +94,19 @@ class StateSource:
     ) -> list[Piece]:
         """Write what ``order`` asks for to ``draft``, durably. The gate is closed; the state is of the planned version.
 
-        With ``How.UNDO`` it is the one before; the live state is not written to. An update to be redone has been made.
+        With ``How.UNDO`` the state from before that update is written, and the live state is not written to. An update
+        to be redone has been made.
+
+        Args:
+            order: the shards, pages and other state to write.
+            version: version of the state.
+            draft: directory of the checkpoint.
+            generation: number of the order, which file names have to contain.
+            cancelled: returns True to give up.
 
         Raises:
             Cancelled: ``cancelled()`` became true.
-            MovedError: the state is another one than when it was begun.
+            MovedError: the state has changed since the write began.
             OSError: the storage failed.
         """
         raise NotImplementedError
@@ -115,11 +123,11 @@ class StateSource:
         """Add files that the framework's own tools need to a checkpoint that is being committed. May be called again.
 
         Args:
-            directory: has the pieces of ``order`` in it.
-            order: what is committed.
+            directory: directory with the pieces of ``order``.
+            order: the commit.
 
         Returns:
-            The files it has added, which are durable.
+            The added files, which are durable.
 
         Raises:
             CheckpointError: the pieces do not fit together.
@@ -138,24 +146,24 @@ class UpdateReporter(Protocol):
     """The processor, as adapters know it. For the training thread; writes to memory only."""
 
     mark: int
-    """How many points of the running step the training thread has passed. Equal programs pass equal points, so the
-    ranks of a job can be compared; 0 after an update."""
+    """Number of points of the running step that the training thread has passed; 0 after an update. Equal programs
+    pass equal points, so the ranks of a job can be compared."""
 
     activity: str
-    """What it does instead of training, in words: a hang is not looked for then. Empty: it trains."""
+    """What the rank does instead of training, in words: no hang is looked for meanwhile. Empty: it trains."""
 
     def begin_update(self, again: bool = False) -> None:
-        """Call it just before the first write of an update. Waits while the job is frozen.
+        """Report that the first write of an update comes next. Waits while the job is frozen.
 
         Args:
             again: it is the update that was left by an exception, with the same gradient.
         """
 
     def leave_update(self) -> None:
-        """Call it when a caught exception has left the update: the copy is torn until a later update has ended."""
+        """Report that a caught exception has left the update: the copy is torn until a later update has ended."""
 
     def stand_between(self) -> None:
-        """Call it between two steps that make one update; the next ``begin_update`` continues the update."""
+        """Report that the thread is between two steps of one update; the next ``begin_update`` continues it."""
 
     def end_update(self) -> None:
-        """Call it just after the last write of an update."""
+        """Report that the last write of an update is done."""

@@ -21,23 +21,23 @@ T = TypeVar("T")
 log = logging.getLogger("ttp.processor")
 
 DEVICE_PATIENCE_S = 5.0
-"""How long a device may stand still after the gate is closed where nothing is known to be broken."""
+"""Seconds that a device may stand still after the gate is closed where nothing is known to be broken."""
 
 STILL_S = 0.02
-"""How long it may where something is: behind a collective that hangs nothing ever moves. What is said then of one that
-was only slow is put right as soon as it goes on."""
+"""Seconds that a device may stand still where something is broken: behind a hanging collective nothing moves. If the
+device was only slow, the answer is corrected as soon as it goes on."""
 
 FOLLOW_S = 0.005
-"""Between two looks whether it does."""
+"""Seconds between two checks whether a device goes on."""
 
 COMES_S = 1.0
-"""How long a training thread that waits for its peers before the gate may take to come to it once it is closed."""
+"""Seconds that a training thread that waits for its peers before the gate may take to come to it once it is closed."""
 
 LOOK_S = 0.2
-"""A rank whose state takes longer to look at acknowledges a freeze first."""
+"""Seconds; a rank whose state takes longer to inspect acknowledges a freeze first."""
 
 Seen = tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]
-"""Digests of the shards, and tensors with NaN or Inf."""
+"""Digests of the shards, and names of tensors with NaN or Inf."""
 NOTHING_SEEN: Seen = ((), ())
 
 
@@ -54,8 +54,8 @@ class StateInspector:
 
     Args:
         source: the adapter, which knows the state.
-        gate: of the training thread.
-        held: second copies of others that are here.
+        gate: gate of the training thread.
+        held: returns the second copies of other ranks that are here.
         say: takes what was seen; may be called from any thread.
     """
 
@@ -68,11 +68,11 @@ class StateInspector:
     ) -> None:
         self._source, self._gate, self._held, self._put = source, gate, held, say
         self._worker = SerialWorker("ttp-looker")
-        self._looks_during = 0  # which closure of the gate
+        self._looks_during = 0  # the closure of the gate
         self._took_s = 0.0
-        self._came = threading.Event()  # to the gate, since it was closed
+        self._came = threading.Event()  # the training thread has come to the gate since it was closed
         self._patience_s = DEVICE_PATIENCE_S
-        self._enough = threading.Event()  # for the thread that follows a device
+        self._enough = threading.Event()  # set to end the thread that follows a device
         self._seen: tuple[tuple[Version, m.Phase], Seen] | None = None
         self._said: tuple[GateState, Version, m.Phase] | None = None
 
@@ -97,12 +97,12 @@ class StateInspector:
             self._put(ev.NotRedone("the training thread does not stand at the gate"))
 
     def on_quiet(self, asked: bool) -> None:
-        """Called when the training thread has come to the gate, for which a controller may wait."""
+        """Report the state when the training thread has come to the gate. ``asked``: a controller may wait for it."""
         self._came.set()
         if asked:
             try:
                 self._say(self._gate.state())
-            except Exception:  # no thread can be started, say; this is the training thread
+            except Exception:  # such as no thread to be started; this is the training thread
                 log.exception("the controller is not told that the training thread has come to the gate")
 
     def wait_done(self, timeout_s: float) -> bool:
@@ -110,7 +110,7 @@ class StateInspector:
         return self._worker.wait_done(timeout_s)
 
     def standing(self, state: GateState) -> tuple[Version, m.Phase]:
-        """Version and phase as they were reported for this state of the gate: a device may be behind its host."""
+        """Return version and phase as reported for this state of the gate: a device may be behind its host."""
         said = self._said
         return said[1:] if said is not None and said[0] == state else (state.version, state.phase)
 
@@ -120,7 +120,7 @@ class StateInspector:
         self._worker.wait_done(2 * DEVICE_PATIENCE_S)
 
     def close(self) -> None:
-        """Inspect nothing any more."""
+        """Stop inspecting."""
         self._enough.set()
         self._worker.close()
 
@@ -133,7 +133,7 @@ class StateInspector:
             self._submit(state)
 
     def _submit(self, state: GateState) -> None:
-        """A look that still hangs, as a device does not answer, is left behind when the gate has been open since."""
+        """Queue an inspection. One that still hangs from an earlier closure, behind a device, is abandoned."""
         if self._worker.busy and state.closure != self._looks_during:
             self._worker.leave_behind()
         self._looks_during = state.closure
@@ -142,8 +142,8 @@ class StateInspector:
     def _look(self, state: GateState) -> None:
         """Inspect and report the state, on the device too. No update runs on the host.
 
-        All of it is of the moment of ``state``, or nothing is said: whoever comes to the gate with its gradient while
-        somebody looks must not be taken for one that hangs elsewhere.
+        The report is of the moment of ``state``, or nothing is reported: a rank that comes to the gate with its
+        gradient meanwhile must not be taken for one that hangs elsewhere.
         """
         if state.near and not state.parked:
             self._came.wait(COMES_S)
@@ -173,7 +173,7 @@ class StateInspector:
                 self._follow(state, version)
 
     def _follow(self, state: GateState, said: Version | None) -> None:
-        """The device is behind its host, and may be slow only: when it goes on, what was said is put right."""
+        """Watch a device that is behind its host, and report again if it goes on: it may only be slow."""
         self._enough.set()
         self._enough = enough = threading.Event()
 
@@ -186,7 +186,7 @@ class StateInspector:
         threading.Thread(target=run, name="ttp-follower", daemon=True).start()
 
     def _moved_on(self, state: GateState) -> bool:
-        """Whether ``state`` is of the past; if so the new one is said instead, unless nobody asks any more."""
+        """Return whether ``state`` is outdated. The new state is then reported, unless the gate was opened since."""
         now = self._gate.state()
         if now != state and now.closure == state.closure:
             self._say(now)
@@ -198,7 +198,7 @@ class StateInspector:
         return self._asked(lambda: self._source.device_version(state.version, self._patience_s), None)
 
     def _inspected(self, version: Version | None, phase: m.Phase) -> Seen:
-        """The result of an inspection, made once per version: behind a closed gate nothing changes."""
+        """Return the result of an inspection, made once per version: behind a closed gate nothing changes."""
         if version is None or phase is m.Phase.TORN:
             return NOTHING_SEEN
         if self._seen is None or self._seen[0] != (version, phase):
@@ -207,7 +207,7 @@ class StateInspector:
 
     @staticmethod
     def _asked(question: Callable[[], T], otherwise: T) -> T:
-        """The answer of the adapter. If it raises, that is logged and nothing is known."""
+        """Return the answer of the adapter, or ``otherwise`` if it raises, which is logged."""
         try:
             return question()
         except Exception:

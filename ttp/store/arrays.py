@@ -1,6 +1,6 @@
-"""Arrays of numpy and torch as plain lists of (dtype, shape, bytes), for ``encoding``.
+"""Conversion of numpy arrays and torch tensors to plain lists of (dtype, shape, bytes) and back, for ``encoding``.
 
-The libraries are imported when one of their values is there to be packed or made, never before.
+numpy and torch are imported only when one of their values is packed or made.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import sys
 from typing import Any
 
 _NUMPY_KINDS = "biufcSUmM"
-"""Booleans, numbers, fixed-length strings, times. Not objects (pickle) and not records."""
+"""Kinds of dtype that can be stored: booleans, numbers, fixed-length strings, times; not objects, not records."""
 
 _DIMENSIONS_MAX = 64
-"""numpy's own limit. The product of a million extents would take hours."""
+"""numpy's own limit. Without it the product of a million extents would take hours."""
 
 _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}", re.ASCII)
 
 
 class NotPlainError(Exception):
-    """This array cannot be described by a dtype, a shape and bytes alone."""
+    """An array that a dtype, a shape and bytes alone cannot describe."""
 
 
 def may_be_apart(value: Any, least: int) -> bool:
-    """Whether the bytes of an array can be taken from its memory as they lie there.
+    """Return whether the bytes of an array can be taken from its memory as they lie there.
 
     Args:
         value: any object.
@@ -47,17 +47,17 @@ def may_be_apart(value: Any, least: int) -> bool:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether an array is one of torch's."""
+    """Return whether an array is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def pack_array(array: Any, index: int | None = None) -> list[Any]:
-    """Describe a numpy array by values that msgpack knows.
+    """Describe a numpy array by values that msgpack can pack.
 
     Args:
         array: a ``numpy.ndarray``.
-        index: if given, it stands in the place of the bytes, which the caller stores elsewhere.
+        index: if given, it takes the place of the bytes, which the caller stores elsewhere.
 
     Returns:
         ``[dtype, shape, bytes]``, or ``[dtype, shape, index]``.
@@ -73,7 +73,7 @@ def pack_array(array: Any, index: int | None = None) -> list[Any]:
 
 
 def unpack_array(fields: list[Any]) -> Any:
-    """Make the array of what ``pack_array`` returned.
+    """Make an array from the fields that ``pack_array`` returned.
 
     Args:
         fields: ``[dtype, shape, bytes]``.
@@ -82,7 +82,7 @@ def unpack_array(fields: list[Any]) -> Any:
         A writable ``numpy.ndarray`` in C order.
 
     Raises:
-        ValueError: bytes and shape do not fit.
+        ValueError: the bytes do not fit the shape, or the dtype is not a plain one.
     """
     import numpy
 
@@ -95,18 +95,18 @@ def unpack_array(fields: list[Any]) -> Any:
 
 
 def pack_tensor(tensor: Any, index: int | None = None) -> list[Any]:
-    """Describe a tensor by values that msgpack knows.
+    """Describe a tensor by values that msgpack can pack.
 
     Args:
         tensor: a ``torch.Tensor`` or ``torch.nn.Parameter`` on any device.
-        index: if given, it stands in the place of the bytes, which the caller stores elsewhere. Only for tensors for
-            which ``may_be_apart`` is true.
+        index: if given, it takes the place of the bytes, which the caller stores elsewhere. Only for tensors for which
+            ``may_be_apart`` is true.
 
     Returns:
-        ``[dtype, shape, bytes, requires_grad, is_parameter]``.
+        ``[dtype, shape, bytes or index, requires_grad, is_parameter]``.
 
     Raises:
-        NotPlainError: it is of another subclass, or not strided, or has no data.
+        NotPlainError: the tensor is of another subclass, is not strided, or has no data.
     """
     import torch
 
@@ -128,13 +128,13 @@ def pack_tensor(tensor: Any, index: int | None = None) -> list[Any]:
 
 
 def unpack_tensor(fields: list[Any]) -> Any:
-    """Make the tensor of what ``pack_tensor`` returned, on the CPU.
+    """Make a tensor, on the CPU, from the fields that ``pack_tensor`` returned.
 
     Args:
         fields: ``[dtype, shape, bytes, requires_grad, is_parameter]``.
 
     Raises:
-        ValueError: bytes and shape do not fit, or there is no such dtype.
+        ValueError: the bytes do not fit the shape, or torch has no such dtype.
     """
     import torch
 
@@ -149,7 +149,7 @@ def unpack_tensor(fields: list[Any]) -> Any:
 
 
 def _check_shape(shape: list[int], itemsize: int, data: bytes) -> None:
-    """Refuse a shape that does not fit the bytes, before memory is allocated for it."""
+    """Raise ValueError if a shape does not fit the bytes, before memory is allocated for it."""
     if len(shape) > _DIMENSIONS_MAX:
         raise ValueError(f"{len(shape)} dimensions are more than an array can have")
     if not all(type(extent) is int and extent >= 0 for extent in shape):

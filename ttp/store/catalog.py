@@ -1,6 +1,7 @@
 """Lists a ``save_dir``, finds the checkpoints that can be restored, and removes those that are too old.
 
-What cannot be read is never removed: it may belong to another program, to a newer ttp, or be readable again later.
+A directory that cannot be read is never removed: it may belong to another program, to a newer ttp, or be readable again
+later.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from ttp.store.walk import ATTEMPTS, NotTriedError, walk_back
 _log = logging.getLogger("ttp.store")
 
 SKIPPED_MAX = 50
-"""How many reasons are listed at most: a save_dir may hold many thousand directories that are no checkpoints."""
+"""Most reasons that are listed: a save_dir may hold many thousand directories that are no checkpoints."""
 
 Kind = Literal["checkpoint", "draft", "superseded", "foreign"]
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One thing in a ``save_dir``.
+    """One entry of a ``save_dir``.
 
     Args:
         path: where it is.
-        version: from its name; None when the name tells none.
-        kind: ``checkpoint``: has the name of one and a manifest, be it a damaged one. ``draft``: being written or
-            removed, or left over from that. ``superseded``: its name was taken by another checkpoint of the same
-            version. ``foreign``: not made by ttp; with a version when it bears the name of a checkpoint.
-        manifest: None when there is none or it cannot be read.
-        problem: why it is not whole as far as names, manifest and sizes tell; None for a sound one and for drafts.
-        manifest_digest: of the manifest's file; empty without one.
+        version: from its name; None if the name has none.
+        kind: ``checkpoint``: has a checkpoint's name and a manifest, even a damaged one. ``draft``: is being written or
+            removed, or was left over from that. ``superseded``: its name was taken by another checkpoint of the same
+            version. ``foreign``: not made by ttp; it has a version if it bears a checkpoint's name.
+        manifest: None if there is none or it cannot be read.
+        problem: why it is not whole, as far as names, manifest and sizes tell; None for a whole checkpoint and for
+            drafts.
+        manifest_digest: digest of the manifest's file; empty without a manifest.
     """
 
     path: Path
@@ -53,12 +55,12 @@ class CatalogEntry:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a checkpoint, under its own or a superseded name, without a known problem."""
+        """Return whether this is a checkpoint, under its own or a superseded name, without a known problem."""
         return self.kind in ("checkpoint", "superseded") and self.problem is None
 
 
 def scan(save_dir: Path) -> list[CatalogEntry]:
-    """Everything in ``save_dir`` that is or may be taken for a checkpoint, newest version first, unnumbered last.
+    """Return everything in ``save_dir`` that is or may be taken for a checkpoint, newest first, without version last.
 
     Reads manifests and looks at sizes; reads no piece. A ``save_dir`` that does not exist is empty.
 
@@ -85,17 +87,17 @@ def find_whole(
     progress: Progress | None = None,
     share: Share = WHOLE,
 ) -> tuple[list[Candidate], list[str]]:
-    """Walk back from the newest checkpoint and return the whole ones, newest first, and why others were skipped.
+    """Walk back from the newest checkpoint; return the whole ones, newest first, and why others were skipped.
 
     Deletes nothing. Each manifest and each piece is read at most once, and pieces only up to the first bad one.
 
     Args:
         save_dir: where to look.
         attempts: how many checkpoints with a readable manifest to look at.
-        deep: recompute the digest of every piece; otherwise sizes must do.
+        deep: whether to recompute the digest of every piece; otherwise only sizes are compared.
         enough: stop after so many whole ones; None: only ``attempts`` limits.
         progress: called with the number of bytes newly read.
-        share: of the pieces; others read the rest. Sizes are looked at of all.
+        share: the part of the pieces to read; other ranks read the rest. The sizes of all pieces are compared.
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
@@ -111,7 +113,7 @@ def find_whole(
 
 
 def newest_whole(directory: Path, progress: Progress | None = None) -> tuple[Path, list[str]]:
-    """The newest checkpoint of a ``save_dir`` that is whole, and why newer ones were skipped.
+    """Return the newest whole checkpoint of a ``save_dir``, and why newer ones were skipped.
 
     Raises:
         CheckpointError: there is none, or ``directory`` cannot be listed.
@@ -123,11 +125,16 @@ def newest_whole(directory: Path, progress: Progress | None = None) -> tuple[Pat
 
 
 def sound(entry: CatalogEntry, progress: Progress | None = None, share: Share = WHOLE) -> Manifest:
-    """The manifest of a checkpoint that is whole: every digest is recomputed.
+    """Return the manifest of a checkpoint, after its digests were recomputed and found right.
+
+    Args:
+        entry: the checkpoint.
+        progress: called with the number of bytes newly read.
+        share: the part of the pieces to read.
 
     Raises:
-        CheckpointError: it is not; the text begins with its name.
-        NotTriedError: it has no manifest that can be read; no piece was.
+        CheckpointError: the checkpoint is not whole; the text begins with its name.
+        NotTriedError: it has no readable manifest, so no piece was read.
     """
     manifest = _promising(entry)
     for problem in verify.piece_problems(entry.path, manifest, progress, share):
@@ -156,14 +163,14 @@ def prune(
     *,
     verified: Collection[str] = (),
 ) -> list[str]:
-    """Remove what is too old and return the names removed.
+    """Remove drafts and checkpoints that are too old, and return the names removed.
 
-    Before a checkpoint goes, the newest one is read as a reader would, with all digests; one that is damaged does not
-    count, and the next one is read. That takes as long as reading it, so nobody should wait for this.
+    Before a checkpoint is removed, the newest one is read as a reader would, with all digests; if it is damaged it does
+    not count, and the next one is read. That takes as long as reading it, so nobody should wait for this function.
 
     Too old are whole checkpoints beyond the ``keep`` newest, superseded ones older than all that stay, and drafts older
-    than the newest whole one (a draft of that version or newer may be somebody's work in progress). Never touched: the
-    last whole one, anything that cannot be read, anything foreign, and the names in ``protect``.
+    than the newest whole one (a draft of that version or newer may be somebody's work in progress). Never removed: the
+    last whole checkpoint, anything that cannot be read, anything foreign, and the names in ``protect``.
 
     Each is renamed to a draft before it is deleted, so that a half-deleted checkpoint never looks whole.
 
@@ -176,7 +183,7 @@ def prune(
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
-        OSError: something could not be renamed; what was, is deleted by the next call.
+        OSError: something could not be renamed; what was renamed before is deleted by the next call.
     """
     disk = disk or Disk()
     found = _too_old(scan(save_dir), max(keep, 1), lambda e: e.path.name in verified or _is_sound(e))
@@ -191,7 +198,7 @@ def prune(
 
 
 def look(path: Path) -> CatalogEntry:
-    """One thing in a ``save_dir``. Reads its manifest and looks at sizes."""
+    """Return the catalog entry of one path in a ``save_dir``. Reads its manifest and looks at sizes."""
     name = path.name
     if (draft := names.parse_draft_name(name)) is not None:
         return CatalogEntry(path, draft[0], "draft")
@@ -219,10 +226,10 @@ def _newest_first(entry: CatalogEntry) -> tuple[int, str, str]:
 
 
 def restorable(entries: list[CatalogEntry]) -> Iterator[CatalogEntry]:
-    """The entries that ``restore()`` may try, in the given order.
+    """Yield the entries that ``restore()`` may try, in the given order.
 
-    These are the directories with the name of a checkpoint. A superseded checkpoint is one of them if no other one has
-    its name: then the commit that should have replaced it was cut off.
+    These are the directories with a checkpoint's name. A superseded checkpoint is one of them if no checkpoint has its
+    name: then the commit that should have replaced it was cut off.
     """
     published = {entry.version for entry in entries if entry.kind == "checkpoint"}
     for entry in entries:
@@ -232,7 +239,7 @@ def restorable(entries: list[CatalogEntry]) -> Iterator[CatalogEntry]:
 
 
 def _unfinished(entries: list[CatalogEntry], whole: list[Candidate]) -> list[str]:
-    """Reasons why drafts newer than what will be restored are not used; users ask where that work went."""
+    """Return why drafts newer than what will be restored are not used: users ask where that work went."""
     newest = whole[0].version if whole else -1
     drafts = [e for e in entries if e.kind == "draft" and e.version is not None and e.version > newest]
     return [f"{entry.path.name}: a draft, never committed" for entry in drafts]
@@ -253,7 +260,7 @@ def _too_old(
 
 
 def _aged(entries: list[CatalogEntry], whole: list[CatalogEntry], keep: int) -> list[CatalogEntry]:
-    """Whole entries that are older than the ``keep`` newest of ``whole``; none if ``whole`` is empty."""
+    """Return the whole entries that are older than the ``keep`` newest of ``whole``; none if ``whole`` is empty."""
     oldest_kept = _version(whole[:keep][-1]) if whole else -1
     return [entry for entry in entries if entry.whole and _version(entry) < oldest_kept]
 

@@ -1,4 +1,4 @@
-"""Finds what one rank can restore, and checks the checkpoint that all ranks agreed on before it is loaded."""
+"""Finds the checkpoints that one rank can restore, and checks the one that all ranks agreed on before it is loaded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ttp.store.verify import verify_checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank can restore.
+    """The checkpoints that one rank can restore.
 
     Args:
         candidates: newest first.
-        skipped: what was not taken and why; also which candidates lie in the fallback directory.
-        verified: candidates of which every digest of the share was recomputed.
-        where: the checkpoint of each candidate. Both directories use the same names.
-        readings: what is read of each candidate, in their order.
+        skipped: why checkpoints were skipped; also which candidates lie in the fallback directory.
+        verified: candidates of which this rank recomputed every digest of its share.
+        where: the path of each candidate. Both directories use the same names.
+        readings: the share of each candidate that this rank reads, in the order of ``candidates``.
     """
 
     candidates: tuple[Candidate, ...] = ()
@@ -44,21 +44,21 @@ def look_back(
 ) -> Found:
     """Find the whole checkpoints in ``save_dir`` and in the fallback directory, the newest first.
 
-    Of the newest whole checkpoint the share is read. Older ones, which are hardly ever chosen, are offered when their
-    files have the promised sizes; if one is chosen after all, its shares are read then (``older``), or all of it.
+    This rank's share of the newest whole checkpoint is read. Older ones, which are hardly ever chosen, are offered if
+    their files have the promised sizes; if one is chosen after all, its shares are read then (``older``), or all of it.
 
-    A directory that cannot be listed is skipped, with the reason, when something whole lies in the other one: that is
+    A directory that cannot be listed is skipped, with the reason, if the other one holds a whole checkpoint: that is
     what a fallback is for.
 
     Args:
         save_dir: the first place to look at.
         fallback_dir: the second.
-        share: of the reading in a directory that is this rank's.
-        older: read the share of older ones too.
-        later: read nothing now: whoever needs what is in the chosen one reads and verifies all of it then.
+        share: returns this rank's share of the reading in a directory.
+        older: read the share of older checkpoints too.
+        later: read nothing now, because the rank that loads the chosen checkpoint reads and verifies all of it then.
 
     Raises:
-        CheckpointError: a directory cannot be listed, and nothing whole is known.
+        CheckpointError: a directory cannot be listed, and no whole checkpoint is known.
     """
     search = _Search(share, older)
     for directory in (Path(save_dir), *([] if fallback_dir is None else [Path(fallback_dir)])):
@@ -80,7 +80,7 @@ def look_back(
 
 
 def _reading(checkpoint: Path, share: Share) -> Reading:
-    """What is said of a share. Times of the manifest tell one shared file, seen by all hosts, from copies of it."""
+    """Return what this rank tells of its share. The manifest's times tell a shared file from copies of it."""
     try:
         status = (checkpoint / MANIFEST).stat()
     except OSError:
@@ -90,7 +90,7 @@ def _reading(checkpoint: Path, share: Share) -> Reading:
 
 @dataclass(slots=True)
 class _Search:
-    """A search through several directories; the first is preferred where both have the same checkpoint."""
+    """A search through several directories; the first is preferred if two have the same checkpoint."""
 
     share: Callable[[Path], Share]
     older: bool
@@ -105,7 +105,7 @@ class _Search:
         return max(self.verified, key=lambda c: c.version, default=None)
 
     def look(self, directory: Path) -> None:
-        """Look at names and sizes."""
+        """List the checkpoints in ``directory`` that are whole by their names, manifests and sizes."""
         try:
             self.offers[directory], _ = find_whole(directory, deep=False)
         except CheckpointError as problem:
@@ -113,9 +113,9 @@ class _Search:
             self.skipped.append(str(problem))
 
     def read_newest(self) -> None:
-        """Read what may be the newest whole one; go on as long as a newer one may lie elsewhere."""
+        """Read the checkpoint that may be the newest whole one; go on as long as a newer one may lie elsewhere."""
         listed = [candidate for offered in self.offers.values() for candidate in offered]
-        twofold = len(set(listed)) < len(listed)  # one rank may judge this copy and another one that: each reads all
+        twofold = len(set(listed)) < len(listed)  # ranks may judge different copies: each reads all
         for directory, offered in sorted(self.offers.items(), key=lambda item: -_version(item[1])):
             share = self.shares[directory] = WHOLE if twofold else self.share(directory)
             every = self.older and share != WHOLE
@@ -128,12 +128,12 @@ class _Search:
             self.offers[directory] = [*whole, *unread]
 
     def share_read(self, candidate: Candidate, directory: Path) -> Share:
-        """What this rank has read of it, or reads before it loads it: a rank that shares with nobody reads all."""
+        """Return the share that this rank has read, or reads before it loads it; a rank without partners reads all."""
         share = self.shares[directory]
         return share if share == WHOLE or candidate in self.verified else NOTHING
 
     def places(self) -> dict[Candidate, Path]:
-        """Where the offers lie; what is in two places is taken from the preferred one."""
+        """Return the path of each offered checkpoint, in the preferred directory if two have it."""
         places: dict[Candidate, Path] = {}
         for directory, offered in self.offers.items():
             for candidate in offered:
@@ -146,7 +146,7 @@ def _version(offered: list[Candidate]) -> int:
 
 
 def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool, share: Share = WHOLE) -> None:
-    """Make sure that ``checkpoint`` is what the ranks agreed on, and that ``share`` of it is whole.
+    """Make sure that ``checkpoint`` is the one that the ranks agreed on, and that ``share`` of it is whole.
 
     Raises:
         RestoreError: it is not; the text says what is wrong.
@@ -159,7 +159,7 @@ def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool,
 
 
 def checkpoint_bytes(checkpoint: Path) -> int:
-    """Bytes of the pieces of a checkpoint, as its manifest says; 0: it cannot be read any more."""
+    """Return the bytes of all pieces of a checkpoint, as its manifest says; 0 if it cannot be read any more."""
     try:
         return sum(piece.size for piece in load_with_digest(checkpoint)[0].pieces)
     except CheckpointError:

@@ -1,28 +1,30 @@
-"""The moment at which a checkpoint begins to exist.
+"""The commit: it makes the pieces that savers have written a checkpoint, whole or not at all.
 
 Theory of operation
 -------------------
 Savers have written pieces into the draft and synced them. One rank, the committer, makes them a checkpoint. The order
-is the contract: what the rename shows is durable before it, so a plug pulled anywhere leaves the old or the new.
+of the steps is the contract: everything that the rename makes visible is durable before it, so after a power cut at any
+moment either the old checkpoint or the new one is there.
 
 1. **Claim.** A directory of its own, ``<draft>@g<generation>-r<rank>``, gets a second name (hard link) of every piece
-   that the order lists, after a look at its size. What the order does not list stays behind.
+   that the order lists, after a look at its size. Pieces that the order does not list stay behind.
 2. **Finalise.** The adapter adds the framework's own files, such as torch's ``.metadata``.
-3. **Manifest**, then the names of all of that.
-4. **Rename** to the final name, which either exists whole or not at all; then the names of ``save_dir``.
-5. **Look** at what now has the name: the manifest, and the size of every piece. Only then is it a success, and only
-   then is the draft removed; failing at that does not undo the success.
+3. **Manifest.** The manifest is written; then the names of all these files are made durable.
+4. **Rename** to the final name, which either exists whole or not at all; then the names in ``save_dir`` are made
+  durable.
+5. **Check** the directory that now has the name: its manifest, and the size of every piece. Only then is the commit a
+   success, and only then is the draft removed; a failure to remove it does not undo the success.
 
-Checkpoints beyond ``keep`` go afterwards, when nobody waits any more (``tidy``), and not before the digests of the new
-one have been read back from the storage: whatever happened to its bytes on the way, the last good one stays.
+Checkpoints beyond ``keep`` are removed later, when nobody waits any more (``tidy``), and not before the digests of the
+new one have been read back from the storage: whatever happened to its bytes on the way, the last good one stays.
 
 Two committers of one incident may live at the same time: one was declared lost and was not. They share no file that
-either of them writes, and renaming to the final name is won by one of them; the other finds the checkpoint there and is
-done too. That makes a repeated order harmless as well.
+either of them writes. One of them wins the rename to the final name; the other finds the checkpoint there and is done
+too. That makes a repeated order harmless as well.
 
-A name taken by a checkpoint of another incident is taken over by an atomic exchange, and the old one stays as
-``.superseded-step_12-<n>``. Where the file system cannot exchange, two renames must do; a reader who comes between them
-finds the old one under that name (``catalog``). Where it cannot link, pieces are moved.
+A final name that a checkpoint of another incident has is taken over by an atomic exchange, and the old checkpoint stays
+as ``.superseded-step_12-<n>``. Where the file system cannot exchange, two renames must do; a reader who comes between
+them finds the old one under that name (``catalog``). Where it cannot link, pieces are moved.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from ttp.store.manifest import MANIFEST, Manifest, safe_path
 _log = logging.getLogger("ttp.store")
 
 Finalise = Callable[[Path], Sequence[Piece]]
-"""Adds framework files to the directory it is given, durably, and returns them as pieces. May be called again."""
+"""Adds framework files to the directory that it is given, durably, and returns them as pieces. May be called again."""
 
 
 def commit(
@@ -63,21 +65,21 @@ def commit(
     May be repeated, by this rank or another: a checkpoint of the same incident under the final name is success.
 
     Args:
-        save_dir: where checkpoints live.
+        save_dir: the directory that holds the job's checkpoints.
         order: what to commit; its incident is unique among all jobs that ever used ``save_dir``.
         run_id: the job.
         world_size: ranks of the job.
         groups: replica groups of the job; each shard must be in some piece.
         framework: name of the adapter.
         finalise: see ``Finalise``.
-        disk: the disk.
+        disk: makes the disk calls.
 
     Returns:
         The checkpoint's path and the bytes of all its pieces.
 
     Raises:
-        CheckpointError: it does not exist now: a piece is missing or of another size, the disk refused, or a newer
-            incarnation of the job has committed this version. What was there before is still there.
+        CheckpointError: the checkpoint does not exist: a piece is missing or of another size, the disk refused, or a
+            newer incarnation of the job has committed this version. What was there before is still there.
     """
     job = _Job(Path(save_dir), order, run_id, world_size, groups, framework, finalise, disk or Disk())
     return job.run()
@@ -86,15 +88,15 @@ def commit(
 def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool, disk: Disk | None = None) -> list[str]:
     """Remove checkpoints beyond ``keep``, and left-overs, and return the names removed. Never raises.
 
-    Takes as long as reading the newest checkpoint where some have to go, unless it is verified: nobody should wait for
-    it. May be cut off anywhere, and done again.
+    If a checkpoint has to go, this takes as long as reading the newest one, unless that is verified: nobody should wait
+    for it. It may be cut off anywhere, and done again.
 
     Args:
-        save_dir: where checkpoints live.
+        save_dir: the directory that holds the job's checkpoints.
         keep: how many whole ones stay.
         newest: name of the one that was committed or restored; it stays.
-        verified: all of its digests have just been found right.
-        disk: the disk.
+        verified: whether all of its digests have just been found right.
+        disk: makes the disk calls.
     """
     try:
         removed = catalog.prune(save_dir, keep, {newest}, disk or Disk(), verified={newest} if verified else ())
@@ -126,7 +128,7 @@ class _Job:
         try:
             if self._committed() is None:
                 self._commit()
-            self.disk.sync_directory(self.save_dir)  # also when another renamed it: it may have died before this
+            self.disk.sync_directory(self.save_dir)  # also if another rank renamed it: it may have died before this
         except OSError as problem:
             raise CheckpointError(f"version {self.order.version} cannot be committed: {problem}") from problem
         manifest = self._committed()
@@ -155,7 +157,7 @@ class _Job:
         except Exception as problem:
             if self._committed() is None:
                 raise
-            _log.info("%s: another committer was faster (here: %s)", self.final, problem)  # it removed our left-overs
+            _log.info("%s: another committer was faster (here: %s)", self.final, problem)  # it removed our directory
 
     # ---------------------------------------------------------------------------------------------------- assembling
 
@@ -169,14 +171,14 @@ class _Job:
             self.disk.sync_directory(directory)
 
     def _gather(self, claim: Path) -> None:
-        """Put the ordered pieces into ``claim``. Another committer finds all that it needs at any time."""
+        """Put the ordered pieces into ``claim``, such that another committer finds all that it needs at any time."""
         source = self._source()
         if source == claim:
             return
-        if source.name != self.order.draft:  # its committer moved them there and came to nothing
+        if source.name != self.order.draft:  # the committer that moved them there failed
             self.disk.rename(source, claim)
             return
-        self.disk.remove_tree(claim)  # an earlier try of ours; the draft has everything
+        self.disk.remove_tree(claim)  # of an earlier try of this rank; the draft holds everything
         self.disk.make_directory(claim)
         try:
             for piece in self.order.pieces:
@@ -188,7 +190,7 @@ class _Job:
             self.disk.rename(source, claim)
 
     def _source(self) -> Path:
-        """The directory that holds all pieces: the draft, or a claim to which it was moved where links are refused."""
+        """Return the directory that holds all pieces: the draft, or a claim to which they were moved."""
         draft = self.save_dir / self.order.draft
         problems = self._size_problems(draft, self.order.pieces)
         if not problems:
@@ -211,7 +213,7 @@ class _Job:
         return tuple(pieces[file] for file in sorted(pieces))
 
     def _drop_unlisted(self, claim: Path, listed: set[str]) -> list[Path]:
-        """Remove what no piece names; returns the directories left, the deepest first."""
+        """Remove the files that no piece names; return the directories left, the deepest first."""
         directories, files = self.disk.tree(claim)
         for file in files:
             if file.relative_to(claim).as_posix() not in listed:
@@ -256,7 +258,7 @@ class _Job:
             )
 
     def _supersede(self, claim: Path) -> None:
-        """Exchange the new checkpoint with the one that has the final name, which is kept as a superseded one."""
+        """Exchange the new checkpoint with the one that has the final name; the old one is kept as superseded."""
         aside = self._free_superseded()
         self.disk.rename(claim, aside)
         try:
@@ -267,7 +269,7 @@ class _Job:
                 raise
             kept = self._free_superseded()
             self.disk.rename(self.final, kept)
-            self.disk.sync_directory(self.save_dir)  # a disk that kept only the next rename would have lost the old one
+            self.disk.sync_directory(self.save_dir)  # else a disk that kept only the next rename would lose the old one
             self.disk.rename(aside, self.final)
         _log.warning("%s was another checkpoint; it is kept as %s", self.final, kept.name)
 
@@ -279,7 +281,7 @@ class _Job:
     # ---------------------------------------------------------------------------------------------------- afterwards
 
     def _committed(self) -> Manifest | None:
-        """The manifest of this incident's checkpoint under the final name, if that is whole."""
+        """Return the manifest of this incident's checkpoint under the final name; None if there is no whole one."""
         manifest = self._there()
         if manifest is None:
             return None
@@ -291,7 +293,7 @@ class _Job:
     def _there(self) -> Manifest | None:
         try:
             return Manifest.load(self.final)
-        except CheckpointError:  # there is none, or it cannot be read: nothing that this commit has to respect
+        except CheckpointError:  # no checkpoint, or an unreadable one: nothing that this commit must respect
             return None
 
     def _tidy(self) -> None:
@@ -299,7 +301,7 @@ class _Job:
         try:
             for left in (self.save_dir / self.order.draft, *self._claims()):
                 self.disk.remove_tree(left)
-        except (OSError, RecursionError) as problem:  # the last: directories in directories in ...
+        except (OSError, RecursionError) as problem:  # RecursionError: directories nested too deep
             _log.warning("%s is committed, but old files could not be removed: %s", self.final, str(problem))
 
     def _claims(self) -> list[Path]:

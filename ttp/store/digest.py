@@ -1,6 +1,6 @@
-"""Digests of files: made while a file is written, and made again when it is read.
+"""Digests of files, computed while a file is written and again when it is read.
 
-xxh3_128 runs at memory speed, so the disk stays the limit. It finds accidents, not forgeries.
+xxh3_128 runs at memory speed, so the disk stays the limit. It detects accidents, not forgeries.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 ALGORITHM = "xxh3_128"
 
 _CHUNK = 1 << 20
-"""Bytes hashed, then written or read, at once: small enough that the second pass finds them in the cache."""
+"""Bytes that are hashed, then written or read, at once: few enough that the second pass finds them in the cache."""
 
 _DIRECT = 1 << 16
-"""A write of so many bytes or more is not copied into the buffer."""
+"""Bytes from which on a write is not copied into the buffer."""
 
 _WRITEBACK = 8 << 20
-"""Bytes after which the disk is told to start; without it the disk idles until fsync. 1.6 times faster in all."""
+"""Bytes after which the disk is told to start: else it idles until fsync. Makes writing 1.6 times faster in all."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes newly read, or newly written."""
 Watch = Callable[[str, "int | None"], Progress]
-"""Begins a phase: takes its name and its bytes (None: unknown), returns what is told of the bytes that are done."""
+"""Begins a phase: takes its name and its bytes (None if unknown), and returns the callback for bytes done."""
 
 
 class HashingFile(io.BufferedIOBase):
     """A new file that is written from start to end and digested on the way. For one thread.
 
-    Large buffers go to the kernel as they are, without a copy. A file that exists is unlinked first and never written
-    into: a committed checkpoint may hold the same bytes under another name.
+    Large buffers go to the kernel as they are, without a copy. An existing file is unlinked first and never written
+    into, because a committed checkpoint may hold the same bytes under another name.
 
     Args:
         path: the file; its directory exists.
-        progress: called when the kernel has taken bytes, and again when the disk has: while it is called, whatever is
-            written to is slow at worst and does not hang.
+        progress: called when the kernel has taken bytes, and again when the disk has written them: as long as calls
+            come, the storage may be slow but does not hang.
 
     Raises:
         OSError: the file cannot be made; so do all methods that write.
@@ -62,25 +62,25 @@ class HashingFile(io.BufferedIOBase):
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._hash = xxhash.xxh3_128()
         self._buffer = bytearray()
-        self._written = 0  # bytes the kernel has
-        self._started = 0  # bytes whose way to the disk has begun
+        self._written = 0  # bytes that the kernel has
+        self._started = 0  # bytes that the kernel was told to write back
         self._problem: OSError | None = None
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         return self._written + len(self._buffer)
 
     def tell(self) -> int:
-        """Bytes so far; the only position there is."""
+        """Return the number of bytes written so far, which is the only position there is."""
         return self.size
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """The descriptor. What is still in the buffer is not in the file: ``flush`` first."""
+        """Return the descriptor. Bytes that are still in the buffer are not in the file: call ``flush`` first."""
         if self.closed:
             raise ValueError(f"{self.path} is closed")
         return self._fd
@@ -101,12 +101,12 @@ class HashingFile(io.BufferedIOBase):
         return size
 
     def flush(self) -> None:
-        """Give everything to the kernel. That is not yet the disk."""
+        """Give all buffered bytes to the kernel. They are not yet on the disk."""
         if not self.closed:
             self._drain()
 
     def digest(self) -> str:
-        """Digest of all bytes so far, as ``xxh3_128:<hex>``."""
+        """Return the digest of all bytes so far, as ``xxh3_128:<hex>``."""
         self.flush()
         return _text(self._hash)
 
@@ -114,11 +114,11 @@ class HashingFile(io.BufferedIOBase):
         """Return size and digest once the bytes are on the disk. The name is durable after ``sync_directory``.
 
         Raises:
-            OSError: the disk refused now or at an earlier write; the file is closed and worth nothing.
+            OSError: the disk refused now or at an earlier write; the file is closed and must not be used.
         """
         try:
             self.flush()
-            if self._problem is not None:  # somebody swallowed it
+            if self._problem is not None:  # an earlier error that a caller swallowed
                 raise self._problem
             with naming(self.path):
                 self._sync()
@@ -169,7 +169,7 @@ class HashingFile(io.BufferedIOBase):
                 self._started = self._written
 
     def _sync(self) -> None:
-        """Piece by piece first: fsync alone may take minutes, and nobody could tell it from a disk that hangs."""
+        """Sync range by range first: fsync alone may take minutes, and nobody could tell it from a disk that hangs."""
         for start in range(0, self._written, _WRITEBACK):
             _finish_writeback(self.fileno(), start, _WRITEBACK)
             self._progress(min(_WRITEBACK, self._written - start))
@@ -177,10 +177,10 @@ class HashingFile(io.BufferedIOBase):
 
 
 def digest_file(path: Path, progress: Progress | None = None) -> tuple[int, str]:
-    """Size and digest of a file, from its bytes.
+    """Return the size and the digest of a file, from its bytes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     hashed, size = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(_CHUNK))
@@ -194,7 +194,7 @@ def digest_file(path: Path, progress: Progress | None = None) -> tuple[int, str]
 
 
 def digest_bytes(data: Buffer) -> str:
-    """Digest of bytes in memory, as ``xxh3_128:<hex>``."""
+    """Return the digest of bytes in memory, as ``xxh3_128:<hex>``."""
     return _text(xxhash.xxh3_128(data))
 
 
@@ -212,7 +212,7 @@ def _find_sync_file_range() -> Callable[..., int] | None:
 
 
 def _ignore(_: int) -> None:
-    """Nobody wants to know."""
+    """Do nothing: the progress callback if there is none."""
 
 
 _sync_file_range = _find_sync_file_range()
@@ -221,13 +221,13 @@ _REFUSALS = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno
 
 
 def _start_writeback(fd: int, start: int, size: int) -> None:
-    if _sync_file_range is not None:  # a hint: durability is fsync's, so the answer does not matter
+    if _sync_file_range is not None:  # a hint: fsync makes it durable, so the result does not matter
         _sync_file_range(fd, start, size, _WRITE)
 
 
 def _finish_writeback(fd: int, start: int, size: int) -> None:
-    """Wait for this range. The kernel tells of a failed write once only, here or at fsync, so it is taken here."""
+    """Wait until this range is written. The kernel reports a failed write only once, here or at fsync."""
     if _sync_file_range is None or _sync_file_range(fd, start, size, _WAIT_BEFORE | _WRITE | _WAIT_AFTER) == 0:
         return
-    if (problem := ctypes.get_errno()) in _REFUSALS:  # anything else: the call does not exist here, fsync does it all
+    if (problem := ctypes.get_errno()) in _REFUSALS:  # else the call does not exist here and fsync does it all
         raise OSError(problem, os.strerror(problem))

@@ -1,4 +1,4 @@
-"""The disk calls that ``commit`` and ``catalog`` make. One small class, so that tests can pull the plug at each."""
+"""The disk calls that ``commit`` and ``catalog`` make, in one small class, so that tests can cut the power at each."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ttp.store.digest import HashingFile, Progress
 UNSUPPORTED = frozenset(
     {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EMLINK, errno.EXDEV}
 )
-"""What file systems answer to a call that they do not have."""
+"""Errors with which file systems answer a call that they do not support."""
 
 OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
-"""What they answer to renaming a directory to a name that is taken."""
+"""Errors with which file systems answer renaming a directory to a name that is taken."""
 
 
 def _ignore(_: int) -> None:
-    """Nobody wants to know."""
+    """Do nothing: the progress callback if there is none."""
 
 
 class Disk:
-    """The real disk. Every method raises OSError when it refuses.
+    """The real disk. Every method raises OSError if the disk refuses.
 
     Args:
-        progress: called with a number of bytes, or with 1 for a name, when something has been done: a disk that is slow
-            goes on calling, one that hangs does not.
+        progress: called with a number of bytes, or with 1 for a name, when something has been done: a slow disk goes on
+            calling, a hanging one does not.
     """
 
     _progress: Progress = staticmethod(_ignore)
@@ -40,11 +40,11 @@ class Disk:
             self._progress = progress
 
     def names(self, directory: Path) -> list[str]:
-        """Names inside ``directory``, sorted."""
+        """Return the names inside ``directory``, sorted."""
         return sorted(entry.name for entry in Path(directory).iterdir())
 
     def tree(self, directory: Path) -> tuple[list[Path], list[Path]]:
-        """All directories at and below ``directory``, the deepest first; and all that is not a directory."""
+        """Return all directories at and below ``directory``, the deepest first, and everything else in them."""
         directories, files = [], []
         for folder, _, names in os.walk(directory, topdown=False):
             directories.append(Path(folder))
@@ -52,23 +52,23 @@ class Disk:
         return directories, files
 
     def size(self, file: Path) -> int | None:
-        """Bytes of a regular file; None when there is none."""
+        """Return the bytes of a regular file; None if there is none."""
         try:
             return file.stat().st_size if file.is_file() else None
         except FileNotFoundError:
             return None
 
     def make_directory(self, directory: Path) -> None:
-        """Make it and its parents; it may exist."""
+        """Make a directory and its parents. It may exist already."""
         directory.mkdir(parents=True, exist_ok=True)
 
     def link(self, source: Path, target: Path) -> None:
-        """A second name for a file."""
+        """Give a file a second name."""
         os.link(source, target)
         self._progress(1)
 
     def write(self, file: Path, data: bytes) -> str:
-        """Make a new file; its bytes are durable on return, its name is not. Returns its digest."""
+        """Write a new file and return its digest. On return its bytes are durable, its name is not."""
         hashing = HashingFile(file, self._progress)
         try:
             hashing.write(data)
@@ -77,11 +77,11 @@ class Disk:
         return digest
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomically give ``source`` another name. A directory in the way is an error unless it is empty."""
+        """Atomically give ``source`` another name. Fails if a directory is in the way, unless it is empty."""
         source.rename(target)
 
     def exchange(self, one: Path, other: Path) -> None:
-        """Atomically swap two names; the error is one of ``UNSUPPORTED`` where that is not possible."""
+        """Atomically swap two names. Raises one of ``UNSUPPORTED`` where the file system cannot do that."""
         _exchange(one, other)
 
     def sync_directory(self, directory: Path) -> None:
@@ -90,18 +90,18 @@ class Disk:
         self._progress(1)
 
     def remove(self, file: Path) -> None:
-        """Remove a file."""
+        """Remove a file. It may be gone already."""
         file.unlink(missing_ok=True)
         self._progress(1)
 
     def remove_tree(self, directory: Path) -> None:
-        """Remove a directory and all that is in it; it may be gone."""
-        for file in Disk.tree(self, directory)[1]:  # one after the other, large ones take their time
+        """Remove a directory and everything in it. It may be gone already."""
+        for file in Disk.tree(self, directory)[1]:  # one by one, because large files take time
             Disk.remove(self, file)
         try:
             shutil.rmtree(directory)
         except FileNotFoundError:
-            if directory.exists():  # somebody else removes it at the same time and was in between
+            if directory.exists():  # another process removes it at the same time
                 shutil.rmtree(directory, ignore_errors=True)
 
 

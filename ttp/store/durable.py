@@ -11,7 +11,7 @@ from pathlib import Path
 def write_durably(path: Path, data: bytes) -> None:
     """Put ``data`` at ``path``, whole or not at all, and return when it is on the disk.
 
-    An old file of that name is replaced, never written into: another name may stand for the same bytes.
+    An old file of that name is replaced, never written into: its bytes may have another name too.
 
     Raises:
         OSError: the disk refused; an old file of that name is still there.
@@ -27,18 +27,14 @@ def write_durably(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError:
-        with suppress(OSError):  # what was refused first says more
+        with suppress(OSError):  # the first error says more
             draft.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
 
 
 def make_directory(path: Path) -> None:
-    """Make ``path`` and its missing parents; on return their names are on the disk. It may exist.
-
-    Raises:
-        OSError: the disk refused.
-    """
+    """Make ``path`` and its missing parents; on return their names are on the disk. The directory may exist already."""
     path = Path(path)
     missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -62,7 +58,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the name of the file to errors of calls that take a descriptor, which do not tell it."""
+    """Add the file's name to errors of calls that take a descriptor, because the system does not tell it."""
     try:
         yield
     except OSError as problem:

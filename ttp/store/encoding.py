@@ -1,19 +1,17 @@
-"""Values as bytes and back, types included, without ever running what is read.
+"""Encodes values as bytes and decodes them with their types, without ever executing what is read.
 
-Theory of operation
--------------------
-``encode`` turns a value into one that msgpack knows: what msgpack has no type for (or would blur, such as a tuple)
-becomes an extension whose payload is msgpack again or raw bytes. In front go a magic word and a checksum of the rest:
-garbage is refused before it is looked at.
+Theory of operation ------------------- ``encode`` turns a value into one that msgpack can pack: a type that msgpack
+lacks (or would blur, such as a tuple) becomes an extension whose payload is msgpack again or raw bytes. A magic word
+and a checksum of the rest stand in front, so garbage is refused before it is parsed.
 
 Large arrays may be kept apart: ``repeated_encoding`` leaves their bytes to its caller, and the payload says which.
 
-``decode`` allocates no more than a multiple of what it was given: lengths are checked by a pass that builds nothing
-before anything is built, and shapes are checked against the bytes that are there.
+``decode`` allocates no more than a multiple of what it was given: a pass that builds nothing checks all lengths first,
+and shapes are compared with the bytes that are there.
 
-Known: None, bool, int of any size, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, Counter, set,
-frozenset, numpy arrays and scalars of plain dtypes, torch tensors and parameters (strided, any dtype; they come back on
-the CPU).
+Supported types: None, bool, int of any size, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict,
+Counter, set, frozenset, numpy arrays and scalars of plain dtypes, torch tensors and parameters (strided, any dtype;
+they come back on the CPU).
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from ttp.store import arrays
 MAGIC = b"ttp\x01"
 _CHECKSUM_SIZE = 8
 DEPTH_MAX = 100
-"""Containers inside containers. Deeper is a mistake, most likely a container inside itself."""
+"""Most containers inside containers. Deeper nesting is a mistake, most likely a container inside itself."""
 
 _TUPLE, _SET, _FROZENSET, _BIG_INT, _PAIRS, ORDERED, _BYTEARRAY, _COMPLEX, _COUNTER = range(1, 10)
 NUMPY_ARRAY, _NUMPY_SCALAR, TENSOR = 16, 17, 32
@@ -41,18 +39,18 @@ NATIVE = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class EncodingError(TtpError):
-    """A value that cannot become bytes, named by its path; or bytes that are not what ``encode`` made."""
+    """A value that cannot be encoded, named by its path; or bytes that ``encode`` did not make."""
 
 
 def encode(obj: object, name: str = "state") -> bytes:
-    """``obj`` as bytes.
+    """Return ``obj`` as bytes.
 
     Args:
-        obj: see the top of this module for what it may consist of.
+        obj: a value of the types that the module's docstring lists.
         name: what to call ``obj`` in an error.
 
     Raises:
-        EncodingError: it holds something else; the text says where, as in ``state['x'][3]``.
+        EncodingError: it holds a value of another type; the text says where, as in ``state['x'][3]``.
     """
     try:
         body = pack(to_plain(obj, 0))
@@ -62,11 +60,11 @@ def encode(obj: object, name: str = "state") -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, apart: Sequence[bytes] = ()) -> Any:
-    """The value that ``encode`` was given.
+    """Return the value that ``encode`` was given.
 
     Args:
-        data: what it made.
-        apart: the bytes of the arrays that an ``Encoder`` kept apart, in its order.
+        data: the bytes that ``encode`` returned.
+        apart: the bytes of the arrays that a ``RepeatedEncoder`` kept apart, in its order.
 
     Raises:
         EncodingError: these bytes were not made by ``encode``, or are damaged, or need a library that is not installed.
@@ -81,12 +79,12 @@ def decode(data: bytes | bytearray | memoryview, apart: Sequence[bytes] = ()) ->
         return _Decoder(apart).unpack(view[start:])
     except (EncodingError, MemoryError):
         raise
-    except Exception as problem:  # msgpack, numpy and torch raise a dozen kinds on bytes that somebody forged
+    except Exception as problem:  # msgpack, numpy and torch raise a dozen kinds on forged bytes
         raise EncodingError(f"encoded state cannot be read: {type(problem).__name__}: {problem}") from problem
 
 
 def checksum(body: bytes | memoryview) -> bytes:
-    """What stands in front of ``body``."""
+    """Return the checksum that stands in front of ``body``."""
     return xxhash.xxh3_64_digest(body)
 
 
@@ -94,7 +92,7 @@ def checksum(body: bytes | memoryview) -> bytes:
 
 
 class RefusedError(Exception):
-    """A value that cannot be stored, and on the way out where it is."""
+    """A value that cannot be stored; the callers add its path while the exception passes them."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -103,13 +101,13 @@ class RefusedError(Exception):
 
 
 def pack(plain: object) -> bytes:
-    """What ``to_plain`` has made, as bytes."""
+    """Pack a value that ``to_plain`` made into bytes."""
     packer = msgpack.Packer(default=big_int, unicode_errors="surrogatepass", buf_size=4096)
     return bytes(packer.pack(plain))
 
 
 def to_plain(obj: Any, depth: int) -> Any:
-    """``obj`` as something that msgpack gives back unchanged."""
+    """Return ``obj`` as a value that msgpack gives back unchanged."""
     kind = type(obj)
     if kind in NATIVE:
         return obj
@@ -126,7 +124,7 @@ def to_plain(obj: Any, depth: int) -> Any:
 
 
 def _foreign(obj: Any) -> Any:
-    """Values of libraries, which are not imported for it: if one is not, ``obj`` is none of its."""
+    """Convert a numpy or torch value. A library that is not loaded has no values here."""
     try:
         if (numpy := sys.modules.get("numpy")) is not None:
             if type(obj) is numpy.ndarray:
@@ -157,7 +155,7 @@ def _items(items: Iterable[Any], depth: int) -> list[Any]:
 
 def _list(obj: Any, depth: int) -> list[Any]:
     if NATIVE.issuperset(map(type, obj)):
-        return list(obj)  # long and flat, as the 625 numbers of a random generator are
+        return list(obj)  # fast for long flat lists, such as the 625 numbers of a random generator
     return _items(obj, depth)
 
 
@@ -199,7 +197,7 @@ def _value(key: Any, value: Any, depth: int) -> Any:
 
 
 def _extended(code: int, inside: Callable[[Any, int], list[Any]]) -> Callable[[Any, int], Any]:
-    """For a container that msgpack has no type for: it is packed as the list of what is ``inside``."""
+    """Return a converter for a container type that msgpack lacks: it packs the list that ``inside`` makes of it."""
     return lambda obj, depth: extension(code, pack(inside(obj, depth)))
 
 
@@ -215,12 +213,12 @@ _CONTAINERS: dict[type, Callable[[Any, int], Any]] = {
 
 
 def big_int(value: int) -> Any:
-    """What msgpack asks for when it cannot hold an int in 64 bits; nothing else gets as far as msgpack."""
+    """Convert an int beyond 64 bits. msgpack calls this for what it cannot pack; only such ints get that far."""
     return extension(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
 def extension(code: int, payload: bytes) -> Any:
-    """A value that msgpack has no type for."""
+    """Return a msgpack extension, which stands for a value of a type that msgpack lacks."""
     return msgpack.ExtType(code, payload)
 
 
@@ -270,7 +268,7 @@ class _Decoder:
         return value
 
     def _array(self, payload: bytes) -> list[Any]:
-        """Dtype, shape and bytes; where there is a number instead of the bytes, they were kept apart."""
+        """Return dtype, shape and bytes; bytes that were kept apart are looked up by their index."""
         fields = self._list(payload)
         if len(fields) > 2 and type(fields[2]) is int:
             fields[2] = self._apart[fields[2]]
@@ -282,7 +280,7 @@ class _Decoder:
 
 
 def _check_lengths(body: bytes | memoryview) -> None:
-    """Walk over the whole without building it: a length that promises more than there is ends here, for free."""
+    """Walk over the body without building it, so that a length that promises more than there is costs nothing."""
     walker = msgpack.Unpacker(max_buffer_size=len(body), strict_map_key=False)
     walker.feed(body)
     try:

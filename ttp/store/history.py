@@ -1,13 +1,13 @@
-"""Records the launches of the jobs that save to one directory: what each of them has saved, and how it ended.
+"""The history of launches: records, for the jobs that save to one directory, what each launch saved and how it ended.
 
 ``save_dir/incidents/launches.log`` has a line of JSON for each beginning (``incarnation``), for the moments when all
 ranks have joined (``formed``), have agreed on what they ``restore`` and have ``restored`` it, for each checkpoint
 (``committed``) and each end: ``finished`` is the mark of completion, ``released`` says with which exit code the ranks
 were told to leave, ``wrong`` that a rank has left with 64. A launch without an end was cut off with its controller. A
-line that cannot be read, such as half of one, is passed over.
+line that cannot be read, such as half of one, is skipped.
 
 If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
-``save_dir/incidents/wrong.json``. Of many such ranks the last one is kept.
+``save_dir/incidents/wrong.json``. If several ranks do, the last file is kept.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ FILE = "launches.log"
 WORD = "wrong.json"
 WORD_BYTES_MAX = 1 << 16
 WORD_S = 3.0
-"""How long a rank that leaves waits for the storage to take its word."""
+"""Seconds that a rank that exits waits for the storage to take the file ``WORD``."""
 FORMING_S = 600.0
-"""A word this much older than the beginning of a launch may still be of that launch, whose other ranks came later."""
+"""Seconds by which the file of a rank that exited with 64 may be older than the first line of its launch: the other
+ranks may have joined later.
+"""
 TAIL_BYTES = 4 << 20
-"""The newest lines, as many as are ever looked at."""
+"""Bytes of the newest lines that are read."""
 TEXT_MAX = 2000
 HISTORY_KINDS = ("formed", "restore", "restored", "committed", "finished", "released", "wrong")
 BEGINS = "incarnation"
@@ -52,16 +54,16 @@ class Launch:
     Args:
         run_id: the job.
         incarnation: number of the launch within the job, as its controller counted.
-        began_unix_s: when its first rank came.
-        progress: it has brought a new version, or trained to the end.
-        code: exit code of the job: 64, 70, 75 or 0; None: it was cut off.
-        text: why.
-        version: the newest that it saved; None: none.
-        ended_unix_s: when its end was written down; 0: it was not.
-        joined_unix_s: when all ranks were there; 0: they have not been.
-        restored_unix_s: when all of them had read what they begin with; 0: it was not written down.
+        began_unix_s: when its first rank joined.
+        progress: whether it brought a new version, or trained to the end.
+        code: exit code of the job: 64, 70, 75 or 0; None if it was cut off.
+        text: reason of the exit code.
+        version: the newest version that it saved; None if it saved none.
+        ended_unix_s: when its end was recorded; 0 if it was not.
+        joined_unix_s: when all ranks had joined; 0 if they have not.
+        restored_unix_s: when all ranks had read the checkpoint that they begin with; 0 if that was not recorded.
         restored: the version that they began with.
-        restored_bytes: size of that checkpoint; 0: not known.
+        restored_bytes: size of that checkpoint; 0 if not known.
     """
 
     run_id: str
@@ -80,12 +82,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class WrongWord:
-    """What a rank has written that exited with 64 (bad configuration).
+    """The file that a rank wrote before it exited with 64 (bad configuration).
 
     Args:
         run_id: of its job.
-        unix_s: when.
-        text: why.
+        unix_s: when it was written.
+        text: why the rank exited.
     """
 
     run_id: str
@@ -93,7 +95,7 @@ class WrongWord:
     text: str
 
     def holds(self, launches: Sequence[Launch]) -> bool:
-        """Whether this is the newest that is known of the job.
+        """Return whether this is newer than everything else known of the job.
 
         Args:
             launches: those in the log, the oldest first.
@@ -110,12 +112,12 @@ class WrongWord:
 
 
 def leave_word(save_dir: Path, run_id: str, text: str) -> None:
-    """Write down that a rank exits with 64. Waits at most ``WORD_S`` for the storage. Never raises.
+    """Record in a file that a rank exits with 64. Waits at most ``WORD_S`` for the storage. Never raises.
 
     Args:
-        save_dir: where checkpoints live.
+        save_dir: the directory that holds the job's checkpoints.
         run_id: the job.
-        text: why it exits.
+        text: why the rank exits.
     """
 
     def write() -> None:
@@ -132,7 +134,7 @@ def leave_word(save_dir: Path, run_id: str, text: str) -> None:
 
 
 def read_word(save_dir: Path) -> WrongWord | None:
-    """The last word of ``leave_word``; None: there is none that can be read."""
+    """Read the last file that ``leave_word`` wrote; return None if there is none or it cannot be read."""
     try:
         found = parse_json(read_plain(save_dir / INCIDENTS / WORD, WORD_BYTES_MAX))
     except (OSError, ValueError):
@@ -143,15 +145,15 @@ def read_word(save_dir: Path) -> WrongWord | None:
 
 
 def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:
-    """A line of ``launches.log``.
+    """Return a line of ``launches.log``.
 
     Args:
         kind: ``incarnation``, or one of ``HISTORY_KINDS``.
-        unix_s: when, in seconds since 1970.
-        facts: those of ``_FACTS`` are written.
+        unix_s: time of the event, in seconds since 1970.
+        facts: facts of the event; those in ``_FACTS`` are written.
 
     Returns:
-        The line. It begins with an end of line, so that a line that a crash has cut off does not join with it.
+        The line. It begins with an end of line, so that it does not join a line that a crash has cut off.
     """
     kept = {name: facts[name] for name in _FACTS if name in facts}
     if isinstance(kept.get("text"), str):
@@ -160,10 +162,10 @@ def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:
 
 
 def read_launches(save_dir: Path) -> list[Launch]:
-    """The launches of which the file knows, the oldest first; of a long file the newest ones.
+    """Return the launches that ``launches.log`` records, the oldest first; only the newest ones of a long file.
 
     Raises:
-        CheckpointError: there is a file, and it cannot be read.
+        CheckpointError: the file exists and cannot be read.
     """
     path = save_dir / INCIDENTS / FILE
     try:
@@ -178,7 +180,7 @@ def read_launches(save_dir: Path) -> list[Launch]:
 
 
 def parse_launches(data: bytes) -> list[Launch]:
-    """The launches of which lines tell, the oldest first."""
+    """Return the launches that the lines in ``data`` record, the oldest first."""
     return _launches(_records(data))
 
 
@@ -187,10 +189,10 @@ def behind(save_dir: Path, resumed: bool) -> tuple[int, bool]:
 
     Args:
         save_dir: of the job.
-        resumed: the last launch in the file is the present one; else the present one is not in it yet.
+        resumed: whether the last launch in the file is the present one; else the present one is not in it yet.
 
-    Returns:
-        How many launches in a row, up to the present one, saved nothing; and whether the present one saved something.
+    Returns: How many launches in a row before the present one brought no new version, and whether the present one
+        brought one.
     """
     try:
         launches = read_launches(save_dir)
@@ -201,7 +203,7 @@ def behind(save_dir: Path, resumed: bool) -> tuple[int, bool]:
 
 
 def fruitless(launches: Sequence[Launch]) -> int:
-    """How many of the last launches, in a row, brought no new version."""
+    """Return how many of the last launches, in a row, brought no new version."""
     count = 0
     for launch in reversed(launches):
         if launch.progress or launch.code == EXIT_BAD_CONFIG:
@@ -256,4 +258,4 @@ def _whole(value: Any) -> int | None:
 
 
 def _seconds(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e12 else 0.0  # NaN is not less
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e12 else 0.0  # false for NaN

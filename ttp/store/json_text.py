@@ -7,14 +7,16 @@ import math
 from typing import Any
 
 DEPTH_MAX = 64
-"""Containers inside containers; ttp writes a handful. Deeper ones break whoever prints, copies or compares them."""
+"""Most containers inside containers; ttp writes a handful. Printing, copying or comparing deeper ones overflows the
+stack.
+"""
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse ``text``.
 
     Raises:
-        ValueError: it is no JSON (nor is NaN), or nested deeper than ``DEPTH_MAX``.
+        ValueError: the text is no JSON, holds NaN or an infinity, or is nested deeper than ``DEPTH_MAX``.
     """
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)

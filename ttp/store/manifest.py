@@ -1,4 +1,4 @@
-"""``manifest.json``: what a checkpoint consists of, who wrote it, and why. It is written last, and read first."""
+"""``manifest.json``: what a checkpoint consists of, who wrote it, and why. It is written last and read first."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FORMAT_VERSION = 1
 
 _FORMAT = "ttp-checkpoint"
 _SEAL = "digest"
-"""Key of the digest of all the rest: most flipped bits of a manifest leave it good JSON that says something else."""
+"""Key of the digest of the rest: most flipped bits of a manifest leave valid JSON that says something else."""
 
 _SIZE_MAX = 1 << 30
-"""Bytes; a longer file of this name is not ours, and is not read into memory."""
+"""Most bytes of a manifest; a longer file of this name is not one of ttp and is not read into memory."""
 
 _NUMBER_MAX = 2**63 - 1
 
@@ -34,18 +34,18 @@ _DIGEST = re.compile(r"xxh3_128:[0-9a-f]{32}", re.ASCII)
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A directory that ttp did not write; nothing is wrong with it but it is not ours."""
+    """A directory that ttp did not write. Nothing is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is written about one checkpoint.
+    """The content of one checkpoint's manifest.
 
     Args:
         version: finished updates.
         run_id: the job, as its launcher calls it.
-        incarnation: launch of the job that wrote it.
-        incident: what made it be written.
+        incarnation: launch of the job that wrote the checkpoint.
+        incident: the incident, or the request, that it was written for.
         cause: the evidence that opened the incident.
         reason: why this version and these savers.
         world_size: ranks of the job that wrote it.
@@ -79,7 +79,7 @@ class Manifest:
         return sum(piece.size for piece in self.pieces)
 
     def to_json(self) -> str:
-        """The text of the file.
+        """Return the text of the file.
 
         Raises:
             CheckpointError: ``extra`` or a piece's table is not JSON.
@@ -102,13 +102,14 @@ class Manifest:
         """Read and check ``directory/manifest.json``.
 
         Raises:
-            CheckpointError: it is absent, damaged, not ttp's (``ForeignCheckpointError``), or of a newer format.
+            CheckpointError: the manifest is absent, damaged, not ttp's (``ForeignCheckpointError``), or of a newer
+                format.
         """
         return load_with_digest(directory)[0]
 
 
 def load_with_digest(directory: Path) -> tuple[Manifest, str]:
-    """The manifest and the digest of its file, from one read.
+    """Return the manifest and the digest of its file, from one read.
 
     Raises:
         CheckpointError: as ``Manifest.load``.
@@ -118,7 +119,7 @@ def load_with_digest(directory: Path) -> tuple[Manifest, str]:
 
 
 def manifest_digest(directory: Path) -> str:
-    """Digest of the manifest's bytes, which name the digest of every piece: it identifies the checkpoint.
+    """Return the digest of the manifest's bytes. It identifies the checkpoint, as the manifest has all pieces' digests.
 
     Raises:
         CheckpointError: there is no manifest, or it cannot be read.
@@ -127,7 +128,7 @@ def manifest_digest(directory: Path) -> str:
 
 
 def safe_path(file: str) -> bool:
-    """Whether ``file`` is a plain relative path that stays inside the checkpoint and is not the manifest."""
+    """Return whether ``file`` is a plain relative path that stays inside the checkpoint and is not the manifest."""
     parts = file.split("/")
     return all(part not in ("", ".", "..") and "\0" not in part for part in parts) and file != MANIFEST
 
@@ -167,7 +168,7 @@ def _parse(data: bytes, path: Path) -> Manifest:
 
 
 def _seal(document: dict[str, Any]) -> str:
-    """Digest of what ``document`` says, whatever the white space and order it is written with."""
+    """Return the digest of the content of ``document``, which does not depend on white space and order."""
     return digest_bytes(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
 
 

@@ -1,7 +1,7 @@
 """Checks that a directory is still on the mount that it was on at the start.
 
-After ``umount`` the same path names an empty directory of the disk below. A checkpoint written there would count as
-saved, and be hidden as soon as the storage is mounted again.
+After ``umount`` the same path names an empty directory of the file system below. A checkpoint written there would count
+as saved, and be hidden as soon as the storage is mounted again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ import psutil
 
 
 class Mounts:
-    """Remembers where directories are mounted.
-
-    Args:
-        directories: absolute paths; they need not exist.
-    """
+    """Remembers where directories are mounted."""
 
     def __init__(self, *directories: Path) -> None:
         self._mounts = {directory: mount_of(directory) for directory in directories}
@@ -28,23 +24,23 @@ class Mounts:
         """Make sure that ``directory`` is on the mount that it was on. Blocks as long as the storage does.
 
         Raises:
-            OSError: its mount is gone (ENODEV), or does not answer.
+            OSError: its mount is gone (ENODEV) or does not answer.
         """
         mount = self._mounts.get(directory)
         if mount is None:
             return
-        with contextlib.suppress(FileNotFoundError):  # somebody removed it, or what it was on
-            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))  # an automounter mounts it now
+        with contextlib.suppress(FileNotFoundError):  # it was removed, or its mount is gone
+            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))  # makes an automounter mount it
         if mount not in _mountpoints():
             raise OSError(errno.ENODEV, "not mounted any more, as it was when the job started", str(mount))
 
 
 def mount_of(directory: Path) -> Path:
-    """Where the file system is mounted that ``directory`` is on, or would be if it existed."""
-    known, real = _mountpoints(), Path(os.path.realpath(directory))  # a link is no mount, what it points to may be one
+    """Return the mount point of the file system that ``directory`` is on, or would be on if it existed."""
+    known, real = _mountpoints(), Path(os.path.realpath(directory))  # a link may lead to another mount
     return next((place for place in (real, *real.parents) if place in known), Path(real.anchor))
 
 
 def _mountpoints() -> set[Path]:
-    """All mount points, from the kernel's list: asking the directories would miss bind mounts, and might block."""
+    """Return all mount points from the kernel's list: asking directories would miss bind mounts and might block."""
     return {Path("/"), *(Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True))}

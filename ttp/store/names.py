@@ -21,50 +21,53 @@ _SUPERSEDED = re.compile(rf"\.superseded-step_{_VERSION}-([0-9]+)", re.ASCII)
 
 
 def checkpoint_name(version: Version) -> str:
-    """The name that makes a directory a checkpoint: ``tft_saved_checkpoints-step_12``."""
+    """Return the name that makes a directory a checkpoint: ``tft_saved_checkpoints-step_12``."""
     assert version >= 0, version
     return f"{_PREFIX}{version}"
 
 
 def parse_checkpoint_name(name: str) -> Version | None:
-    """The version in a name of ``checkpoint_name``; None for any other name, ``step_012`` included."""
+    """Return the version in a name of ``checkpoint_name``; None for any other name, ``step_012`` included."""
     match = _CHECKPOINT.fullmatch(name)
     return Version(int(match[1])) if match else None
 
 
 def draft_name(version: Version, incident: str) -> str:
-    """Where the savers of one incident write: ``.draft-step_12-<incident>``, the incident quoted as in a URL."""
+    """Return the name of the directory that the savers of one incident write to.
+
+    It is ``.draft-step_12-<incident>``, with the incident quoted as in a URL.
+    """
     assert version >= 0 and incident, (version, incident)
     return f".draft-step_{version}-{quote(incident, safe='')}"
 
 
 def claim_name(draft: str, generation: int, rank: Rank) -> str:
-    """The directory in which one committer assembles a checkpoint. It is a draft that no other process writes to."""
+    """Return the directory in which one committer assembles a checkpoint: a draft that no other process writes to."""
     return f"{draft}@g{generation}-r{rank}"
 
 
 def removed_name(version: Version, count: int) -> str:
-    """What a checkpoint is renamed to before it is deleted: a draft, which nobody takes for a whole one."""
+    """Return the name that a checkpoint gets before it is deleted: a draft's, which nobody takes for a whole one."""
     return f".draft-step_{version}-removed@{count}"
 
 
 def is_draft(name: str) -> bool:
-    """Whether ``name`` is that of a draft, of a committer's claim on one, or of a checkpoint being deleted."""
+    """Return whether ``name`` is that of a draft, of a committer's claim on one, or of a checkpoint being deleted."""
     return _DRAFT.fullmatch(name) is not None
 
 
 def parse_draft_name(name: str) -> tuple[Version, str] | None:
-    """Version and incident in the name of a draft or of a claim on one."""
+    """Return version and incident in the name of a draft or of a claim on one; None for any other name."""
     match = _DRAFT.fullmatch(name)
     return (Version(int(match[1])), unquote(match[2])) if match else None
 
 
 def superseded_name(version: Version, count: int) -> str:
-    """Where a checkpoint goes when another one takes its name."""
+    """Return the name that a checkpoint gets when another one takes its name."""
     return f".superseded-step_{version}-{count}"
 
 
 def parse_superseded_name(name: str) -> Version | None:
-    """The version in a name of ``superseded_name``; None for any other name."""
+    """Return the version in a name of ``superseded_name``; None for any other name."""
     match = _SUPERSEDED.fullmatch(name)
     return Version(int(match[1])) if match else None

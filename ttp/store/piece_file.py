@@ -1,4 +1,4 @@
-"""Writes the files of a draft. A file becomes a ``Piece`` when it is durable; if that fails it is removed."""
+"""Writes the files of a draft. A file becomes a ``Piece`` when it is durable, and is removed if that fails."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ttp.store.durable import write_durably
 
 @contextmanager
 def piece_file(path: Path, progress: Progress | None = None) -> Iterator[HashingFile]:
-    """A new file for one large piece. ``sync_and_close`` it inside the block; on an exception it is removed.
+    """Open a new file for one large piece. ``sync_and_close`` it inside the block; on an exception it is removed.
 
     Args:
         path: where it is; its directory exists.
         progress: see ``HashingFile``.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be made.
     """
     target = HashingFile(path, progress)
     try:
@@ -29,7 +29,7 @@ def piece_file(path: Path, progress: Progress | None = None) -> Iterator[Hashing
     except BaseException:
         with suppress(OSError):
             target.close()
-        with suppress(OSError):  # what was refused first says more
+        with suppress(OSError):  # the first error says more
             path.unlink(missing_ok=True)
         raise
 
@@ -38,7 +38,7 @@ def piece_file(path: Path, progress: Progress | None = None) -> Iterator[Hashing
 def all_or_nothing(draft: Path) -> Iterator[list[Piece]]:
     """Collect the pieces of one order, and remove them all if the block raises.
 
-    An order that failed is given again, with other file names: on a full disk the left-overs of each try would add up.
+    A failed order is given again with other file names: on a full disk the left-overs of each try would add up.
 
     Args:
         draft: the directory that the pieces are in.
@@ -65,7 +65,7 @@ def write_piece(draft: Path, file: str, data: bytes, kind: str, writer: Rank, ta
         data: its contents.
         kind: ``rank_local`` or ``job``.
         writer: the rank that writes.
-        table: what is inside, as JSON.
+        table: JSON that describes the contents.
 
     Raises:
         OSError: the disk refused.

@@ -1,4 +1,4 @@
-"""Opens a path that should be a regular file; in a shared directory it may be a pipe or a device."""
+"""Opens paths that should be regular files: in a shared directory they may be pipes or devices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def open_plain(path: Path) -> io.FileIO:
     """Open a regular file, or a link to one, for reading. Does not block, as opening a pipe would.
 
     Raises:
-        OSError: there is none, or it is something else, or it cannot be opened.
+        OSError: the file does not exist, is not a regular file, or cannot be opened.
     """
     try:
         handle = os.open(path, _FLAGS)
-    except ValueError as problem:  # a name that no file can have
+    except ValueError as problem:  # no file can have this name
         raise OSError(errno.EINVAL, str(problem), ascii(str(path))) from None
     try:
         mode = os.fstat(handle).st_mode
@@ -34,16 +34,16 @@ def open_plain(path: Path) -> io.FileIO:
 
 
 def read_plain(path: Path, size_max: int | None = None) -> bytes:
-    """The bytes of a regular file.
+    """Return the bytes of a regular file.
 
     Args:
         path: the file.
-        size_max: bytes of the longest file that is read; None: any.
+        size_max: bytes of the longest file that is read; None reads any.
 
     Raises:
-        OSError: as ``open_plain``; ``EFBIG`` when the file is longer than ``size_max``, and nothing of it was read.
+        OSError: as ``open_plain``; ``EFBIG`` if the file is longer than ``size_max``, and nothing of it was read.
     """
-    with open_plain(path) as raw, io.BufferedReader(raw) as file:  # one read of the kernel's ends at 2 GiB
+    with open_plain(path) as raw, io.BufferedReader(raw) as file:  # a single read(2) ends at 2 GiB
         size = os.fstat(file.fileno()).st_size
         if size_max is not None and size > size_max:
             raise OSError(errno.EFBIG, f"it is longer than {size_max} bytes", str(path))

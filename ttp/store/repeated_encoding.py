@@ -1,4 +1,4 @@
-"""Encodes the state of one object repeatedly. What has not changed since the last time costs little."""
+"""Encodes the state of one object again and again. Values that have not changed since the last time cost little."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from ttp.store.encoding import (
 )
 
 APART_BYTES = 64 << 10
-"""Arrays of this size and more are kept apart."""
+"""Bytes from which on arrays are kept apart."""
 
 _WHOLE = frozenset({type(None), int, str, bytes})
-"""Types whose values are the same for every purpose when they are equal; 0.0 and -0.0 are not."""
+"""Types of which equal values are interchangeable; floats are not, because of 0.0 and -0.0."""
 
 _DICTS, _TEXT = frozenset({dict, OrderedDict}), frozenset({str})
 
 _LONG = 16
-"""Shorter lists are packed as fast as they are compared."""
+"""Elements from which on a list is compared with its copy; shorter lists are packed as fast as they are compared."""
 
 
 _NOTHING = object()
@@ -48,7 +48,7 @@ class _Part:
 
     def __init__(self, key: bytes) -> None:
         self.key = key
-        self.last: object = _NOTHING  # what ``packed`` is of, if it cannot change
+        self.last: object = _NOTHING  # the value that ``packed`` encodes, if it cannot change
         self.inside: dict[Any, _Part] = {}
         self.copy: list[Any] | None = None
         self.packed = b""
@@ -57,7 +57,7 @@ class _Part:
 class RepeatedEncoder:
     """Encodes the state of one object again and again, at little cost where little has changed; for ``decode``.
 
-    Long lists that are equal to those of the last time are not packed again, nor looked through.
+    Long lists that equal those of the last time are neither packed again nor looked through.
 
     Args:
         name: what to call the state in an error.
@@ -65,13 +65,13 @@ class RepeatedEncoder:
 
     def __init__(self, name: str) -> None:
         self.apart: list[Any] = []
-        """The arrays that the last ``encode`` has left to the caller: contiguous, on the CPU."""
+        """The arrays that the last ``encode`` left to the caller: contiguous, on the CPU."""
         self._name = name
         self._root = _Part(b"")
         self._packer = msgpack.Packer(default=big_int, unicode_errors="surrogatepass", buf_size=4096)
 
     def encode(self, obj: object) -> bytes:
-        """Encode ``obj``. The bytes of large arrays are not in the result: they are left in ``apart``.
+        """Encode ``obj``. The bytes of large arrays are not in the result: the arrays are left in ``apart``.
 
         Raises:
             EncodingError: it holds something that cannot be stored; the text says where.
@@ -80,7 +80,7 @@ class RepeatedEncoder:
         try:
             body = self._value(self._root, obj, 0)
         except RefusedError:
-            encode(obj, self._name)  # says where
+            encode(obj, self._name)  # raises an error that says where
             raise EncodingError(f"{self._name}: it changed while it was encoded") from None
         return b"".join((MAGIC, checksum(body), body))
 
@@ -127,7 +127,7 @@ class RepeatedEncoder:
                 found.last, found.packed, found.copy = item, self._packer.pack(item), None
             pieces += (found.key, found.packed)
         if 2 * len(inside) >= len(pieces):
-            part.inside = {}  # something is gone, and is forgotten with the rest
+            part.inside = {}  # some keys are gone: forget all
         return b"".join(pieces)
 
     def _packed(self, plain: object) -> bytes:

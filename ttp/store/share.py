@@ -1,7 +1,7 @@
-"""Who verifies what: the ranks of a job share the reading of a checkpoint, and together they read all of it.
+"""Shares the verification of a checkpoint among the ranks of a job, so that together they read all of it.
 
-A rank offers a checkpoint for the restore when its own share is whole, and the ranks take one that all of them offer.
-So each byte is read once by somebody, instead of once by every rank: of a checkpoint of 1 TB, 1,000 ranks would read a
+A rank offers a checkpoint for the restore if its own share is whole, and the ranks take one that all of them offer.
+So each byte is read once by one rank, instead of once by every rank: of a checkpoint of 1 TB, 1,000 ranks would read a
 petabyte. Ranks that do not see the same files (a disk in each host) share only with those that do.
 """
 
@@ -23,7 +23,7 @@ _NETWORK = (
 )
 _FUSE = ("ceph", "ceph-fuse", "gcsfuse", "glusterfs", "juicefs", "moosefs", "s3fs", "seaweedfs", "sshfs")
 SEEN_BY_ALL_HOSTS = frozenset((*_NETWORK, *(f"fuse.{name}" for name in _FUSE)))
-"""Types of file systems in which a file is one file, whoever reads it."""
+"""Types of file systems on which all hosts see the same files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,20 @@ class Share:
     """One of ``count`` equal parts of the reading.
 
     Args:
-        index: which, from 0.
-        count: 1: all of it; 0: nothing.
+        index: number of the part, from 0.
+        count: 1: the share is everything; 0: the share is nothing.
     """
 
     index: int = 0
     count: int = 1
 
     def of(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces to read: about as many bytes as the other shares have. Every piece is in one share."""
+        """Return the pieces to read, about as many bytes as each other share has. Every piece is in one share."""
         if self.count <= 1:
             return list(pieces) if self.count else []
         loads = [(0, index) for index in range(self.count)]
         mine: list[Piece] = []
-        for piece in sorted(pieces, key=lambda piece: (-piece.size, piece.file)):  # the largest first: Graham 1969
+        for piece in sorted(pieces, key=lambda piece: (-piece.size, piece.file)):  # the largest first (Graham 1969)
             load, index = loads[0]
             heapq.heapreplace(loads, (load + piece.size, index))
             if index == self.index:
@@ -57,15 +57,15 @@ NOTHING = Share(0, 0)
 
 
 def everything(directory: Path) -> Share:
-    """The share of a rank that reads all pieces of the checkpoints in ``directory`` by itself."""
+    """Return the share of a rank that reads all pieces of the checkpoints in ``directory`` by itself."""
     return WHOLE
 
 
 def share_of(directory: Path, rank: int, world_size: int, environ: Mapping[str, str]) -> Share:
-    """What a rank of a job reads of the checkpoints in ``directory``.
+    """Return the share of the checkpoints in ``directory`` that a rank of a job reads.
 
-    With everybody where all hosts see the same files, with the ranks of its host elsewhere. A rank that was not told
-    how many it shares its host with (``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``) reads everything.
+    A rank shares with all ranks where all hosts see the same files, and with the ranks of its host elsewhere. A rank
+    that was not told its place on its host (``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``) reads everything.
     """
     if _file_system(directory) in SEEN_BY_ALL_HOSTS:
         return Share(rank, world_size)
@@ -77,7 +77,7 @@ def share_of(directory: Path, rank: int, world_size: int, environ: Mapping[str, 
 
 
 def _file_system(directory: Path) -> str:
-    """Its type, as ``mount`` names it; empty when nothing tells."""
+    """Return the type of the file system of ``directory``, as ``mount`` names it; empty if the system does not tell."""
     try:
         mount = mount_of(directory)
         return next((p.fstype for p in reversed(psutil.disk_partitions(all=True)) if Path(p.mountpoint) == mount), "")

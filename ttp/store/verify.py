@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is what its manifest says. Frameworks load a flipped byte without an error."""
+"""Checks that a checkpoint is what its manifest says: frameworks load a flipped byte without an error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ttp.store.share import WHOLE, Share
 
 
 def verify_checkpoint(path: Path, progress: Progress | None = None, share: Share = WHOLE) -> list[str]:
-    """Read every piece of the checkpoint at ``path`` and return what is wrong with it; nothing wrong: an empty list.
+    """Read every piece of the checkpoint at ``path`` and return what is wrong with it; an empty list if nothing is.
 
     A file that the manifest does not list is no problem, see ``unlisted_files``.
 
     Args:
         path: directory of the checkpoint.
-        progress: called with the number of bytes newly read; ``Manifest.size`` is what they add up to.
+        progress: called with the number of bytes newly read; they add up to ``Manifest.size``.
         share: which of the pieces to read.
     """
     path = Path(path)
@@ -32,7 +32,7 @@ def verify_checkpoint(path: Path, progress: Progress | None = None, share: Share
 
 
 def name_problems(path: Path, manifest: Manifest) -> list[str]:
-    """A list with one problem if the directory is named for another version than its manifest; else an empty list."""
+    """Return one problem if the directory is named for another version than its manifest has; else an empty list."""
     named = names.parse_checkpoint_name(Path(path).name)
     if named is None or named == manifest.version:
         return []
@@ -40,7 +40,7 @@ def name_problems(path: Path, manifest: Manifest) -> list[str]:
 
 
 def size_problems(path: Path, manifest: Manifest) -> list[str]:
-    """One problem for each piece that is missing or has another size. Reads no piece: one ``stat`` for each."""
+    """Return one problem for each piece that is missing or has another size. Reads no piece: one ``stat`` for each."""
     found = ((piece, _size(path / piece.file)) for piece in manifest.pieces)
     return [describe(piece.file, size, piece.size) for piece, size in found if size != piece.size]
 
@@ -48,17 +48,7 @@ def size_problems(path: Path, manifest: Manifest) -> list[str]:
 def piece_problems(
     path: Path, manifest: Manifest, progress: Progress | None = None, share: Share = WHOLE
 ) -> Iterator[str]:
-    """Read pieces and compare their digests with the manifest.
-
-    Args:
-        path: directory of the checkpoint.
-        manifest: of that checkpoint.
-        progress: called with the number of bytes newly read.
-        share: which of the pieces to read.
-
-    Yields:
-        A text for each piece that is missing, has another size or other contents, or cannot be read.
-    """
+    """Read pieces and compare their digests with the manifest."""
     for piece in share.of(manifest.pieces):
         file = path / piece.file
         size = _size(file)
@@ -75,16 +65,18 @@ def piece_problems(
 
 
 def unlisted_files(path: Path, manifest: Manifest) -> list[str]:
-    """Paths of files in the checkpoint that its manifest does not list. They do no harm, and are not verified.
+    """Return the paths of files in the checkpoint that its manifest does not list. They are harmless and not verified.
 
-    Directories that cannot be listed are passed over, and links are not followed.
+    Directories that cannot be listed are skipped, and links are not followed.
     """
     listed = {MANIFEST, *(piece.file for piece in manifest.pieces)}
     return sorted(file for file in _files(os.fspath(path)) if file not in listed)
 
 
 def _files(root: str) -> Iterator[str]:
-    """Paths, relative to ``root``, of all that is no directory. Not recursive: trees may be deeper than the stack."""
+    """Yield the paths, relative to ``root``, of all but directories. Not recursive: a tree may be deeper than the
+    stack.
+    """
     folders = [""]
     while folders:
         folder = folders.pop()
@@ -108,11 +100,11 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def describe(file: str, size: int | str | None, wanted: int) -> str:
-    """What is wrong with a piece, as a text.
+    """Return what is wrong with a piece, as a text.
 
     Args:
         file: the piece, relative to the checkpoint.
-        size: its bytes; None: it is missing; a text: why it cannot be read.
+        size: its bytes; None if it is missing; a text if it cannot be read, saying why.
         wanted: bytes that the manifest promises.
     """
     if size is None:
@@ -123,7 +115,7 @@ def describe(file: str, size: int | str | None, wanted: int) -> str:
 
 
 def _size(file: Path) -> int | str | None:
-    """Bytes of a regular file; None when there is none; or why that cannot be known."""
+    """Return the bytes of a regular file; None if there is none; a text if that cannot be known, saying why."""
     try:
         return file.stat().st_size if file.is_file() else None
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Finds the newest candidate that can be opened, and tells why newer ones could not.
+"""Finds the newest candidate that can be opened, and says why newer ones could not.
 
-One rule for everything that looks for a checkpoint: ``restore``, ``ttp convert``, ``ttp recover``, ``ttp reshard`` and
-``load_newest``. Pure; what a candidate is and what opening it means is the caller's.
+All that look for a checkpoint use it: ``restore``, ``ttp convert``, ``ttp recover``, ``ttp reshard`` and
+``load_newest``. Pure: the caller decides what a candidate is and what opening it means.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TypeVar
 from ttp.errors import CheckpointError
 
 ATTEMPTS = 5
-"""How many are tried, as in MindSpore's Pangu training: five damaged ones in a row have a common cause."""
+"""Candidates that are tried, as in MindSpore's Pangu training: five damaged ones in a row have a common cause."""
 
 Candidate = TypeVar("Candidate")
 Opened = TypeVar("Opened")
 
 
 class NotTriedError(CheckpointError):
-    """This is no checkpoint, as its name or manifest tells: it does not count as an attempt."""
+    """A candidate that is no checkpoint, as its name or manifest tells: it does not count as an attempt."""
 
 
 def walk_back(
@@ -33,11 +33,11 @@ def walk_back(
     """Open candidates in their order until there are enough.
 
     Args:
-        newest_first: what to try.
+        newest_first: the candidates to try.
         open_one: opens one and makes sure that it is whole; raises ``not_whole`` if it is not.
         attempts: how many to open at most, whole or not.
         enough: stop after so many whole ones; None: only ``attempts`` limits.
-        not_whole: which error means that an older one may do; another one ends the walk.
+        not_whole: the error after which the next candidate is tried; any other error ends the walk.
 
     Returns:
         What was opened, and for each of the others that were tried why it was not.

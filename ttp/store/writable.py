@@ -1,4 +1,4 @@
-"""Checks at the start of a job that checkpoints can be written, so that a mistake does not show at the failure."""
+"""Checks at the start of a job that checkpoints can be written, so that mistakes do not first show at the failure."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ FALLBACK = "TTP_FALLBACK_DIR"
 
 
 def check_places(save_dir: str, fallback_dir: str | None, *, restart: bool = False) -> Path:
-    """``check_writable`` for the ``save_dir`` and, where there is one, the fallback. Returns the ``save_dir``'s path.
+    """Check the ``save_dir`` and the fallback, if there is one, by ``check_writable``. Return the ``save_dir``'s path.
 
     One of the two is enough to go on with: a job that was saved to its fallback has to start again while the
-    ``save_dir`` is broken. What is broken is said in the log. At the first start a fallback must work, though: it is
+    ``save_dir`` is broken. The log then says what is broken. At the first start a fallback must work, though: it is
     hardly ever written to, and a mistake would be found when it is needed.
 
     Args:
         save_dir: as ``check_writable``.
         fallback_dir: absolute path, or None.
-        restart: the job was launched before with the same settings.
+        restart: whether the job was launched before with the same settings.
 
     Raises:
         ConfigError: nothing can be saved anywhere; the fallback cannot be used and this is no restart; or both are one
@@ -77,16 +77,16 @@ def _problem(place: str, what: str) -> str:
 
 
 def check_writable(save_dir: str, what: str = "save_dir") -> Path:
-    """Make ``save_dir`` and do there once, in small, what a commit does. Returns its absolute path.
+    """Make ``save_dir`` and rehearse a commit in it: write, sync, rename. Return its absolute path.
 
-    Every rank may call it at the same time.
+    Every rank may call this at the same time.
 
     Args:
         save_dir: a path, relative to the working directory or absolute.
         what: its name in messages.
 
     Raises:
-        ConfigError: it is no path of a mounted file system, or something of this is refused; says what to do.
+        ConfigError: it is no path of a mounted file system, or a call was refused; the text says what to do.
     """
     path = as_path(save_dir, what)
     probe = path / f"{names.PROBE_PREFIX}{uuid.uuid4().hex}"
@@ -97,7 +97,7 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
             _rehearse(disk, probe)
         finally:
             for left in (probe, _renamed(probe)):
-                with suppress(OSError):  # what was refused above says more
+                with suppress(OSError):  # the first error says more
                     disk.remove_tree(left)
     except OSError as problem:
         name = errno.errorcode.get(problem.errno or 0, "unknown error")
@@ -109,10 +109,10 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
 
 
 def as_path(save_dir: str, what: str = "save_dir") -> Path:
-    """The absolute path of a directory that a user has named.
+    """Return the absolute path of a directory that a user has named.
 
     Raises:
-        ConfigError: it is empty, or a URL, or nothing that could be told to other processes.
+        ConfigError: it is empty, a URL, or not UTF-8, so that it could not be told to other processes.
     """
     text = os.fspath(save_dir)
     if not text.strip():

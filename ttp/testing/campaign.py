@@ -1,4 +1,4 @@
-"""Plays many simulated jobs, one for each seed, on several processes."""
+"""Plays many simulated jobs, one for each seed, on several processes, and reads their faults from text."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from ttp.testing.scenario import (
 from ttp.testing.simulation import Simulation
 
 SEEDS_AT_ONCE = 100
-"""Runs between two collections of garbage; what a process is given at a time."""
+"""Seeds that a process is given at a time; the garbage of their runs is collected once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The options of the jobs to play. What is ``None`` is drawn by the seed.
+    """The options of the jobs to play. An option that is ``None`` is drawn by the seed.
 
     Args:
-        shards: distinct pieces of state.
-        replicas: ranks that hold each of them.
-        hosts: machines; ranks are spread evenly.
+        shards: number of distinct shards.
+        replicas: ranks that hold each shard.
+        hosts: number of hosts; ranks are spread evenly.
         steps: updates until the training is over.
         faults: see ``parse_faults``.
-        relays: every job has relays; else the seed says.
+        relays: whether every job has relays; else the seed decides.
         transfers: see ``Scenario``.
     """
 
@@ -59,10 +59,10 @@ class Wish:
     transfers: bool = False
 
     def scenario(self, seed: int) -> Scenario:
-        """The job of one seed.
+        """Return the job of one seed.
 
         Raises:
-            UsageError: the faults make no sense.
+            UsageError: the options or faults make no sense.
         """
         scenario = random_scenario(seed, self.shards, self.replicas)
         if self.shards is not None and self.replicas is not None:
@@ -85,17 +85,17 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one run ended.
+    """The end of one run.
 
     Args:
         seed: of the run.
-        problem: what was broken, in words; empty: nothing.
-        exits: for every incarnation, how many ranks ended with which code; ``None``: killed.
+        problem: the invariant that was broken, in words; empty if none was.
+        exits: for every incarnation, how many ranks ended with which exit code; ``None`` stands for killed.
         saved: versions of the checkpoints.
-        events: what happened, in calls.
-        virtual_s: how long it took in virtual time.
+        events: number of calls that the clock made.
+        virtual_s: how long the run took in virtual time.
         digest: of the trace.
-        trace: what happened, if it was kept.
+        trace: the text of the trace, if it was kept.
     """
 
     seed: int
@@ -109,7 +109,7 @@ class Outcome:
 
 
 def play(wish: Wish, seed: int, *, keep_trace: bool = False) -> Outcome:
-    """Play one run. An error in it is part of the outcome, and not raised."""
+    """Play one run. An error in it becomes part of the outcome and is not raised."""
     simulation = Simulation(wish.scenario(seed), keep_trace=keep_trace)
     try:
         with no_collections():
@@ -127,9 +127,9 @@ def play_many(wish: Wish, seeds: range, jobs: int) -> Iterator[Outcome]:
     """Play one run for each seed, in order.
 
     Args:
-        wish: what is played.
-        seeds: which.
-        jobs: processes; with one it is this process.
+        wish: the options of the jobs.
+        seeds: the seeds to play.
+        jobs: number of processes; 1 plays in this process.
 
     Raises:
         TtpError: one of the processes was killed.
@@ -158,12 +158,12 @@ def _play_part(part: tuple[Wish, range]) -> list[Outcome]:
 
 
 def _begin_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process hears of it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process handles it
 
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Switch the collection of cycles off: it takes half the time of a large world and frees nothing."""
+    """Switch garbage collection off: in a large world it takes half the time and frees nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -174,16 +174,18 @@ def no_collections() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------------ faults in words
+# The faults of a simulated job, as written on the command line:
 #
-# Reads the faults of a simulated job from the command line.
+# ``kill:3@0.2``: rank 3 is killed 0.2 s after the launch
+# ``kill:1%@0.2``: so is one rank in a hundred, drawn by the seed; ``*`` is every rank
+# ``stop:2@0.2+1.5``: rank 2 is stopped for 1.5 s; ``+ever`` is for good
+# ``kill:0@in_update#2``: rank 0 is killed when it is in mid-update for the second time
+# ``raise:1@forward#3``: the third forward pass of rank 1 raises
+# ``partition:h1@0.25``: host h1 is cut off, for as long as the seed decides
+# ``controller@0.3``: the controller is killed
+# ``kill=2``: two kills, drawn by the seed
 #
-# ``kill:3@0.2`` rank 3 is killed 0.2 s after the launch ``kill:1%@0.2`` so is one rank in a hundred, drawn by the seed;
-# ``*`` is every rank ``stop:2@0.2+1.5`` rank 2 is stopped for 1.5 s; ``+ever`` is for good ``kill:0@in_update#2`` rank
-# 0 is killed when it is in mid-update for the second time ``raise:1@forward#3`` the third forward pass of rank 1 raises
-# ``partition:h1@0.25`` host h1 is cut off, as long as the seed says ``controller@0.3`` the controller is killed
-# ``kill=2`` two kills, drawn by the seed
-#
-# What is left out is drawn by the seed. Several are separated by commas; they all happen in the first incarnation.
+# The seed draws what is left out. Several faults are separated by commas; they all happen in the first incarnation.
 
 
 _ITEM = re.compile(r"(?P<kind>[a-z_]+)(?::(?P<target>[^@+=]+))?(?:@(?P<when>[^@+=]+))?(?:\+(?P<lasts>[^@+=]+))?")
@@ -194,15 +196,15 @@ _ALL_THE_TIME = ("write", "commit", "slow", "transfer")
 
 
 def parse_faults(text: str, seed: int, hosts: Sequence[str]) -> tuple[Fault, ...]:
-    """The faults that ``text`` names.
+    """Return the faults that ``text`` names.
 
     Args:
-        text: see the module; empty or ``none``: no faults.
-        seed: of what chance decides.
+        text: see the comment above; empty or ``none`` for no faults.
+        seed: draws what the text leaves out.
         hosts: name of the host of each rank.
 
     Raises:
-        UsageError: with what would be right.
+        UsageError: the text is not understood; the message says what would be right.
     """
     rng = random.Random(f"faults {seed}")
     items = [item.strip() for item in text.split(",") if item.strip()]

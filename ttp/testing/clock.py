@@ -13,10 +13,10 @@ LINES_AT_ONCE = 256
 
 
 class Clock:
-    """A queue of calls, each with its time; constant space for every call that is due.
+    """A queue of calls, each with its time. Takes constant space for every call that is due.
 
     Args:
-        keep_trace: keep the text of the trace; its digest is always made.
+        keep_trace: whether to keep the text of the trace; its digest is always computed.
     """
 
     def __init__(self, *, keep_trace: bool = False) -> None:
@@ -30,7 +30,7 @@ class Clock:
         self._order = itertools.count()
 
     def at(self, when: float, what: Callable[..., None], *args: Any) -> None:
-        """Call ``what(*args)`` at ``when``; what is due at the same time happens in the order of these calls."""
+        """Call ``what(*args)`` at ``when``. Calls due at the same time are made in the order of these calls."""
         heapq.heappush(self._queue, (when, next(self._order), what, args))
 
     def after(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
@@ -38,7 +38,7 @@ class Clock:
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), what, args))
 
     def step(self) -> bool:
-        """Make the next call. Returns False when there is none."""
+        """Make the next call. Return False if there is none."""
         if not self._queue:
             return False
         self.now, _, what, args = heapq.heappop(self._queue)
@@ -59,12 +59,12 @@ class Clock:
             self._absorb()
 
     def digest(self) -> str:
-        """Digest of the trace. Runs in which the same happened have equal digests."""
+        """Return the digest of the trace. It is equal for runs in which the same happened."""
         self._absorb()
         return self._hash.hexdigest()
 
     def text(self) -> str:
-        """The trace, if it was kept."""
+        """Return the text of the trace, if it was kept."""
         self._absorb()
         return "".join(self.lines)
 

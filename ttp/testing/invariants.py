@@ -38,7 +38,16 @@ def largest_version(
     written: Mapping[Shard, Version],
     kept: Collection[tuple[Shard, Version]] = (),
 ) -> Version | None:
-    """Statement 1, read naively: the largest n that for every shard some rank holds, has written or can bring."""
+    """Return the largest version that Statement 1 allows, computed naively.
+
+    It is the largest version of which, for every shard, some rank holds, has written or can bring a copy.
+
+    Args:
+        layout: which ranks hold which shards.
+        copies: the versions that each rank can write.
+        written: the version of each shard that is written already.
+        kept: second copies that ranks can bring.
+    """
     everything = {v for versions in copies.values() for v in versions} | {*written.values(), *(v for _, v in kept)}
     for version in sorted(everything, reverse=True):
         if all(
@@ -60,9 +69,9 @@ class Judge:
 
     def __init__(self, world: Simulation) -> None:
         self.approximate = False
-        """A rank-local page was lost with its host: from here on no bits are promised."""
+        """Whether a rank-local page was lost with its host: from then on no bits are promised."""
         self.saved: list[Version] = []
-        """Versions of the checkpoints, in the order in which they came to exist."""
+        """Versions of the checkpoints, in the order in which they were committed."""
         self._world = world
         self._reference = [ToyState.initial(world.layout)]
         self._seen: dict[Version, Checkpoint] = {}
@@ -73,11 +82,11 @@ class Judge:
         return self._reference[0]
 
     def begin(self, start: ToyState) -> None:
-        """An incarnation starts from ``start``; what follows without faults is known."""
+        """Begin an incarnation that starts from ``start``; its states without faults follow from that."""
         self._reference = [start]
 
     def expected(self, version: Version) -> ToyState:
-        """The state of a run without faults."""
+        """Return the state that a run without faults has at ``version``."""
         while self._reference[-1].version < version:
             self._reference.append(self._reference[-1].advanced(self._world.layout))
         return self._reference[version - self.base.version]
@@ -100,7 +109,7 @@ class Judge:
             return
         match record.kind:
             case "nothing_new" if thaws and not incident.snapshot:
-                pass  # a false alarm: whoever has not answered yet loses nothing
+                pass  # a false alarm: ranks that have not answered yet lose nothing
             case "plan" | "nothing_new":
                 best = self._best(machine, job, incident, aside=aside)
                 if best is not None and best > max(record.facts["version"], self.base.version):
@@ -136,14 +145,15 @@ class Judge:
     def _released_again(self, machine: ControllerMachine, incident: Incident) -> None:
         if incident.saved not in self._world.storage.checkpoints:
             raise InvariantBroken(f"I8: ranks are to go on from step {incident.saved}, which does not exist")
-        launches = {member.hello.launch for member in machine.job.members.values()}  # of others it frees no seat
+        # The release frees no seats of ranks of other launches.
+        launches = {member.hello.launch for member in machine.job.members.values()}
         processes = {r: p for r, p in self._world.ranks.items() if p.alive and p.hello.launch in launches}
         undead = sorted(processes.keys() - machine.job.live)
         if undead:
             raise InvariantBroken(f"I8: the seats of ranks {undead} are to be filled, and they live")
 
     def goes_on(self, rank: SimRank) -> None:
-        """A rank goes on in its process."""
+        """Check that a rank that goes on in its process has not raised."""
         broken = rank.machine._state.broken
         if broken is not None and broken.kind is not m.FaultKind.COLLECTIVE:
             raise InvariantBroken(f"I8: rank {rank.rank} goes on, and has raised: {broken.text}")
@@ -151,10 +161,11 @@ class Judge:
     def _best(
         self, machine: ControllerMachine, job: Membership, incident: Incident, *, aside: bool = False
     ) -> Version | None:
-        """By the truth about every rank that the controller can speak to and that has not failed or kept silent.
+        """Return the best version by the true state of every rank that the controller can speak to and that has neither
+        failed nor kept silent; None if no version is possible.
 
-        Updates are made or unmade only for a version that somebody has finished and that is not whole otherwise, and by
-        ranks that have said that they can.
+        Updates are redone or undone only for a version that some rank has finished and that is not whole otherwise, and
+        only by ranks that have said that they can.
         """
         plain: dict[Rank, set[Version]] = {}
         offered: dict[Rank, set[Version]] = {}
@@ -170,7 +181,7 @@ class Judge:
             whole = phase in (m.Phase.IDLE, m.Phase.DONE)
             answer = incident.answers.get(rank)
             if rank in incident.redoing and answer is not None and answer.version == version:
-                continue  # it was told to leave that version
+                continue  # it is ordered to redo, and so to leave that version
             if whole:
                 plain[rank] = {version}
             offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole)
@@ -184,7 +195,7 @@ class Judge:
         return full if best is None else max(best, best if full is None else full)
 
     def committed(self, version: Version) -> None:
-        """Check a checkpoint that has appeared, or that was there already."""
+        """Check a checkpoint that was just committed, or that was there already."""
         there = self._world.storage.checkpoints
         if self._seen.keys() - there.keys() and len(there) < self._world.storage.keep:
             raise InvariantBroken(f"I5: of the checkpoints {sorted(self._seen)} only {sorted(there)} are left")
@@ -203,12 +214,12 @@ class Judge:
     # -------------------------------------------------------------------------------------------------------------- end
 
     def operator_came(self, controller: SimController | None, rank: SimRank) -> None:
-        """Somebody outside has seen that a rank does not move: the controller should have, if it looks for that."""
+        """Check that the controller had no chance to notice the hang of a rank that an operator reports."""
         heard = any(r.alive and not r.stopped for r in self._world.ranks.values())
         if controller is None or controller.machine.stage != "training" or not heard:
             return
         if any(member.done for member in controller.machine.job.members.values()):
-            return  # who has left its loop may wait for another one's last evaluation: no hang is looked for any more
+            return  # a rank that left its loop may wait for another's last evaluation: hangs are not looked for
         patience_s = controller.machine._parts.hangs.patience_s
         if patience_s is not None:
             raise InvariantBroken(
@@ -216,13 +227,13 @@ class Judge:
             )
 
     def needed_the_launcher(self, ranks: Sequence[SimRank]) -> None:
-        """Ranks are left long after the first death: only where nothing had been trained yet, or if they do nothing."""
+        """Check that ranks left long after the first death are stopped or had trained nothing."""
         left = {r.rank: r.truth for r in ranks if r.alive and not r.stopped}
         if any(version > self.base.version for version, _ in left.values()):
             raise InvariantBroken(f"I6: ranks {left} are never released")
 
     def trained(self, ranks: Mapping[Rank, SimRank]) -> None:
-        """Check the end of a job of which every rank has ended with 0."""
+        """Check the end of a job in which every rank has ended with 0."""
         final = self.expected(Version(self._world.steps))
         if not self.approximate:
             state = ToyState.initial(self._world.layout)
@@ -245,7 +256,7 @@ def _silent(incident: Incident) -> set[Rank]:
 def _kept(
     keepers: Mapping[Rank, Sequence[Shard]], answer: m.Frozen | None, there: Collection[tuple[Rank, Version]]
 ) -> set[tuple[Shard, Version]]:
-    """Second copies that a rank has said that it can bring, and that are still ``there``."""
+    """Return the second copies that a rank has said it can bring and that are still ``there``."""
     if answer is None or not (answer.final and answer.kept):
         return set()
     found = (copy for copy in answer.kept if (copy.of, copy.version) in there)
@@ -253,7 +264,7 @@ def _kept(
 
 
 def _offers(answer: m.Frozen | None, version: Version, whole: bool) -> set[Version]:
-    """What a rank at ``version`` has said that it can go to."""
+    """Return the versions that a rank at ``version`` has said it can go to by redo or undo."""
     if answer is None or not answer.final or answer.version != version:
         return set()
     offers: set[Version] = set()

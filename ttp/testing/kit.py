@@ -1,16 +1,16 @@
-"""Does a training program come back bit for bit, wherever one of its ranks is killed?
+"""Tests whether a training program comes back bit for bit, wherever one of its ranks is killed.
 
-A job is described, and one of its ranks killed in each phase of a step, each time in a life of its own; the life after
-it resumes. The last one runs to the end, and is compared with a run that nothing happened to, without ttp. ::
+A job is described, and one of its ranks is killed in each phase of a step, each time in a life (launch) of its own; the
+next life resumes. The last life runs to the end and is compared with an unbroken run without ttp. ::
 
     found = kit.run(kit.Job("my_program", kills=[kit.Kill("backward"), kit.Kill("on_log", rank=1, after=3)]), tmp_path)
     print(found)
     found.check()
 
 ``my_program`` is a module, or the path of a file, with ``main(steps, save_dir, report)``. It trains for so many steps,
-protects itself with ``save_dir``, says ``report(step, loss)`` at the end of each step, and returns a dict of what is to
-be compared: objects with ``state_dict()``, or plain values. The default process group is there when it is called, of
-gloo. Seeds differ between ranks and between lives, so that nothing is equal by chance. The phases are
+protects itself with ``save_dir``, calls ``report(step, loss)`` at the end of each step, and returns a dict of what is
+to be compared: objects with ``state_dict()``, or plain values. The default process group, of gloo, exists when ``main``
+is called. Seeds differ between ranks and between lives, so that nothing is equal by chance. The phases are
 
 ======== ==========================================================
 forward  inside of the model, behind its first layer
@@ -43,17 +43,17 @@ from ttp.launch.ports import hold_port
 
 KILLED = -9
 WRITTEN_S = 20
-"""How long a controller may take to write down what it has said already."""
+"""Seconds that a controller may take to write its records after the ranks have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A rank that kills itself with SIGKILL.
+    """The planned death of a rank by SIGKILL.
 
     Args:
-        phase: where; see the top of this module.
-        rank: who.
-        after: so many steps of the optimizer in this life first.
+        phase: where; see the module's docstring.
+        rank: the rank that kills itself.
+        after: steps of the optimizer that this life makes first.
     """
 
     phase: str
@@ -63,16 +63,16 @@ class Kill:
 
 @dataclass(frozen=True)
 class Job:
-    """What is run.
+    """The job to run.
 
     Args:
-        program: see the top of this module.
+        program: see the module's docstring.
         kills: one for each life but the last.
         world_size: ranks.
-        steps: what ``main`` is told.
-        launcher: ``""``: ranks are started here; ``"ttp"`` or ``"torchrun"``.
+        steps: the ``steps`` that ``main`` gets.
+        launcher: ``""`` starts the ranks directly; ``"ttp"`` or ``"torchrun"``.
         env: variables for the program.
-        may_lose: so many finished steps may be made again after a kill, where a shard is on one rank only (``buddy``).
+        may_lose: finished steps that may be made again after a kill, where a shard is on one rank only (``buddy``).
     """
 
     program: str
@@ -86,12 +86,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one kill.
+    """The result of one kill.
 
     Args:
-        kill: it.
-        codes: exit codes of that life, by rank; of a launcher the one of the job.
-        version: what was saved; None: nothing.
+        kill: the kill.
+        codes: exit codes of that life, by rank; of a launcher the one code of the job.
+        version: the version that was saved; None if none was.
         lost: finished steps of a rank that the next life made again.
         may_lose: of the job.
     """
@@ -104,7 +104,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether the rank was killed, a version saved, and no more steps lost than may be."""
+        """Return whether the rank was killed, a version saved, and no more steps lost than may be."""
         wanted = [EXIT_SAVED] * len(self.codes)
         if len(wanted) > 1:
             wanted[self.kill.rank] = KILLED
@@ -114,11 +114,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What came out.
+    """The results of all kills and the comparison with the unbroken run.
 
     Args:
         rows: one for each kill.
-        differences: what is not as in the unbroken run, in words.
+        differences: what differs from the unbroken run, in words.
         story: the ends of all logs.
     """
 
@@ -127,7 +127,7 @@ class Report:
     story: str
 
     def check(self) -> None:
-        """Raise an ``AssertionError`` that tells all, unless nothing was lost but what may be."""
+        """Raise an ``AssertionError`` that shows everything, unless all rows are good and nothing differs."""
         assert all(row.good for row in self.rows) and not self.differences, f"{self}\n{self.story}"
 
     def __str__(self) -> str:
@@ -140,17 +140,17 @@ class Report:
 
 
 class Process(Protocol):
-    """As ``subprocess.Popen``."""
+    """A started process, as ``subprocess.Popen``."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code; negative: the signal."""
+        """Return the exit code; minus the signal's number if a signal ended the process."""
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
 
 
 Start = Callable[[str, Sequence[object], dict[str, str], Path], Process]
-"""Starts ``python -m MODULE ARGUMENTS`` with a whole environment and a log to append to."""
+"""Starts ``python -m MODULE ARGUMENTS`` with a complete environment and a log file to append to."""
 
 
 def start_python(module: str, arguments: Sequence[object], env: dict[str, str], log: Path) -> Process:
@@ -161,13 +161,13 @@ def start_python(module: str, arguments: Sequence[object], env: dict[str, str], 
 
 
 def run(job: Job, directory: Path, *, start: Start = start_python, timeout_s: float = 150) -> Report:
-    """Live through all kills, and compare.
+    """Run the job through all its kills, run it without faults, and compare.
 
     Args:
-        job: see there.
-        directory: everything is kept here.
-        start: how processes are started.
-        timeout_s: of each life.
+        job: the job and its kills.
+        directory: holds all files of both runs.
+        start: starts a process.
+        timeout_s: seconds that each life may take.
     """
     with hold_port() as ours, hold_port() as masters:
         ports = int(ours.getsockname()[1]), int(masters.getsockname()[1])
@@ -215,7 +215,7 @@ class _Lives:
         self.codes: list[tuple[int, ...]] = []
 
     def live_all(self, kills: Sequence[Kill]) -> None:
-        """A life for each kill, and one to the end; fewer if one does not end as it should."""
+        """Run a life for each kill, and one to the end; fewer if a life does not end as it should."""
         if self._job.launcher:
             self.codes = [self._launch(len(kills))]
             return
@@ -242,7 +242,7 @@ class _Lives:
         codes = tuple(_ended(rank, deadline) for rank in ranks)
         written = time.monotonic() + WRITTEN_S if EXIT_SAVED in codes else 0
         while time.monotonic() < written and len(self.committed()) < life + 1:
-            time.sleep(0.02)  # the controller writes what became of the incident behind the ranks' back
+            time.sleep(0.02)  # the controller writes what became of the incident after the ranks have left
         stop_controllers(self._directory)
         return codes
 
@@ -277,33 +277,33 @@ class _Lives:
         return base | job.env
 
     def committed(self) -> list[int]:
-        """Versions, in the order in which they were saved."""
+        """Return the committed versions, in the order in which they were saved."""
         events: list[Any] = []
         for path in sorted((self._directory / "checkpoints" / "incidents").glob("*.jsonl")):
             events += map(json.loads, path.read_text().splitlines())
         return [event["version"] for event in events if event["kind"] == "committed"]
 
     def log(self, rank: int) -> list[tuple[int, int, str]]:
-        """Life, step and what the rank reported of it."""
+        """Return life, step and text of each report of a rank."""
         path = self._directory / f"reported{rank}.log"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [(int(life), int(step), said) for life, step, said in (line.split(" ", 2) for line in lines)]
 
     def result(self, rank: int) -> dict[str, str]:
-        """Digests of what it ended with."""
+        """Return the digests of what a rank ended with."""
         path = self._directory / f"result{rank}.json"
         found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {"it": "did not end"}
         return found
 
     def story(self) -> str:
-        """What ranks and controllers said last."""
+        """Return the last lines of all ranks and controllers."""
         files = [*sorted(self._directory.glob("*.out")), *self._directory.glob("run*/controller.log")]
         files += sorted(self._directory.glob("checkpoints/incidents/*.jsonl"))[-1:]
         return "\n".join(f"--- {self.name}/{path.name}\n{path.read_text()[-5000:]}" for path in files)
 
 
 def _ended(process: Process, deadline: float) -> int:
-    """Its exit code; who has not ended by then is killed, and has -15 for one."""
+    """Return the exit code of a process, or -15 if it has not ended by ``deadline`` and is killed."""
     try:
         return process.wait(max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -313,7 +313,7 @@ def _ended(process: Process, deadline: float) -> int:
 
 
 def stop_controllers(run_dir: Path) -> None:
-    """End those whose run directory is in this one. They would leave by themselves, a while after the last rank."""
+    """Kill the controllers whose run directory is inside this one. They would leave later by themselves."""
     for process in psutil.process_iter(["environ"]):
         if (process.info["environ"] or {}).get("TTP_RUN_DIR", "").startswith(str(run_dir)):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -321,7 +321,7 @@ def stop_controllers(run_dir: Path) -> None:
 
 
 def at(phase: str) -> None:
-    """A phase of the program's own: this rank dies here if that is planned. Otherwise nothing happens."""
+    """Mark a phase of the program's own: this rank dies here if that is planned. Otherwise nothing happens."""
     if _plan is not None:
         _plan(phase)
 
@@ -331,6 +331,6 @@ _plan: Callable[[str], None] | None = None
 
 
 def plan(kill: Callable[[str], None]) -> None:
-    """What ``at`` does from now on."""
+    """Set the function that ``at`` calls from now on."""
     global _plan
     _plan = kill

@@ -1,4 +1,4 @@
-"""A rank of a job of ``kit``: runs the program, dies at the planned point, and writes down what it ends with.
+"""A rank of a job of ``kit``: it runs the program, dies at the planned point, and writes digests of what it ends with.
 
 The program knows nothing of this: the points are found through torch's global hooks.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Killer:
-    """Ends this process at the planned point.
+    """Kills this process at the planned point.
 
     Args:
-        fault: phase and number of steps.
+        fault: the planned ``Kill`` as a dict.
     """
 
     def __init__(self, fault: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Killer:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self._fault = fault
-        self._depth = 0  # of steps: a container's step() makes those of its optimizers
+        self._depth = 0  # of nested steps: a container's step() calls those of its optimizers
         self._steps = 0
         register_module_forward_hook(self._forward)
         register_optimizer_step_pre_hook(self._before)
@@ -44,11 +44,11 @@ class Killer:
                 _halve(library, f"_{kind}_{name}", self)
 
     def due(self, phase: str) -> bool:
-        """Whether this is the point."""
+        """Return whether this is the planned point."""
         return bool(self._steps >= self._fault["after"] and self._fault["phase"] == phase)
 
     def at(self, phase: str) -> None:
-        """Die if it is."""
+        """Die if this is the planned point."""
         if self.due(phase):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -56,7 +56,7 @@ class Killer:
         import torch
 
         if any(True for _ in module.children()) or not (isinstance(output, torch.Tensor) and output.requires_grad):
-            return  # only a layer of the model that is trained
+            return  # only a layer of the trained model counts
         self.at("forward")
         if self.due("backward"):
             hook: Any = output.register_hook
@@ -74,7 +74,7 @@ class Killer:
 
 
 def _halve(library: Any, name: str, killer: Killer) -> None:
-    """Let torch's own update of all parameters stop half-way, where a kill is due in it."""
+    """Make torch's own update of all parameters stop half-way if the kill is due in it."""
     whole = getattr(library, name)
 
     def update(params: list[Tensor], *lists: Any, **settings: Any) -> None:
@@ -99,7 +99,7 @@ def _program(name: str) -> Any:
 
 
 def main() -> None:
-    """See the top of this module; everything is said in variables."""
+    """Run the rank that the environment variables describe; see the module's docstring."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -117,7 +117,7 @@ def main() -> None:
 
     def report(step: int, value: Any) -> None:
         said = value if isinstance(value, str) else float(value).hex()
-        with (place / f"reported{rank}.log").open("a") as log:  # one write each, which outlives a SIGKILL
+        with (place / f"reported{rank}.log").open("a") as log:  # one write each survives a SIGKILL
             log.write(f"{life} {step} {said}\n")
 
     ended: dict[str, Any] = program.main(int(os.environ["KIT_STEPS"]), place / "checkpoints", report)

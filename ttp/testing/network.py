@@ -1,7 +1,7 @@
-"""Simulated gRPC streams: messages are in order and delayed. A stream may break at any moment and lose what was sent.
+"""Simulated gRPC streams: messages are delayed but in order, and a stream may break at any moment and lose messages.
 
-Messages of one stream are neither lost nor reordered while it lives; different streams are independent, and the two
-ends learn of a break at different times. On request messages are repeated, at once or after their stream is gone.
+While a stream lives its messages are neither lost nor reordered; different streams are independent, and the two ends
+learn of a break at different times. On request messages are repeated, at once or after their stream is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ttp.testing.clock import Clock
 
 
 def apart(actions: Iterable[Action]) -> list[Action]:
-    """An order for several ranks, as orders for each."""
+    """Split each order for several ranks into one order for each."""
     found: list[Action] = []
     for action in actions:
         if isinstance(action, SendAlike):
@@ -33,10 +33,10 @@ class RankEnd(Protocol):
     """The rank's end of a stream."""
 
     def on_order(self, stream: Stream, order: Any) -> None:
-        """An order has arrived."""
+        """Handle an order that has arrived."""
 
     def on_down(self, stream: Stream | None) -> None:
-        """The stream is over."""
+        """Handle the end of the stream; None stands for a failed attempt to connect."""
 
 
 class ControllerEnd(Protocol):
@@ -45,7 +45,7 @@ class ControllerEnd(Protocol):
     machine: ControllerMachine
 
     def on_event(self, event: Received | StreamEnded) -> None:
-        """Something has arrived."""
+        """Handle a report that has arrived, or the end of a stream."""
 
 
 class Stream:
@@ -53,11 +53,11 @@ class Stream:
 
     Args:
         clock: virtual time.
-        rng: where chance comes from.
-        rank: one end.
-        controller: the other end.
-        connection: its number at the controller.
-        delay_s: of a message, usually at most; one in twenty takes up to ten times as long.
+        rng: draws delays and repeats.
+        rank: the rank's end.
+        controller: the controller's end.
+        connection: the stream's number at the controller.
+        delay_s: largest usual delay of a message; one in twenty takes up to ten times as long.
         repeats: share of the messages that arrive twice.
     """
 
@@ -103,7 +103,7 @@ class Stream:
         self._break(self._last_up, self._last_down, 0.0, 0.0)
 
     def cut(self, *, rank_learns_s: float, controller_learns_s: float) -> None:
-        """Break the stream now. Messages on their way arrive up to a random point."""
+        """Break the stream now. Messages under way arrive up to a random point."""
         now = self._clock.now
         up = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
         down = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
@@ -151,4 +151,4 @@ class Stream:
 
 
 ONCE = (m.Welcome, m.Refused, RestoreDecision)
-"""First and single answers; whoever repeats them speaks another protocol."""
+"""Orders that are never repeated: first and single answers, so a peer that repeats them breaks the protocol."""

@@ -37,9 +37,9 @@ POINTS = (
     "before return",
     "after Hello",
 )
-"""Where a rank can be killed, beside any moment."""
+"""Points of its step or of a rescue at which a rank can be hit, besides any moment."""
 TRANSFER_POINTS = ("verified", "said", "sending", "receiving", "received")
-"""And where ranks that go on come to their state, which is played where it is asked for."""
+"""Further points, for jobs with transfers: where ranks that go on get their state."""
 
 KINDS = {
     "kill": "SIGKILL of a rank",
@@ -68,7 +68,7 @@ KINDS = {
 """Kinds of faults."""
 
 LARGE = 64
-"""From so many ranks on a world has hosts of eight."""
+"""Ranks from which on a world has hosts of eight ranks."""
 
 NEVER = float("inf")
 LASTS: dict[str, tuple[float, ...]] = {
@@ -85,17 +85,17 @@ LASTS: dict[str, tuple[float, ...]] = {
     "write": (0.01, 1.0, NEVER),
     "commit": (0.01, 1.0, NEVER),
 }
-"""How long what goes wrong lasts, for kinds that end; one is drawn."""
+"""Seconds that a fault lasts, for kinds that end; one is drawn."""
 
 AT_POINTS = ("kill", "kill", "kill", "flap", "flap", "controller", "stop", "silent", "hang", "host", "partition",
              "power", "silence", "controller_twice", "controller_stop")  # fmt: skip
-"""Kinds of faults that come when a rank is at a point, with weights."""
+"""Kinds of faults that strike when a rank is at a point; repeated kinds are likelier."""
 ANY_TIME = (
     "kill", "kill", "kill", "flap", "flap", "controller", "raise", "raise", "sigterm", "save", "save", "write", "write",
     "commit", "commit", "host", "power", "silence", "stop", "silent", "hang", "partition", "split",
     "controller_restart", "controller_stop", "slow",
 )  # fmt: skip
-"""Kinds of faults that come at some time, with weights."""
+"""Kinds of faults that strike at a random time; repeated kinds are likelier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,10 @@ class Fault:
 
     Args:
         kind: one of ``KINDS``.
-        at: virtual time in seconds after the launch; with a point: the how-maniest time there.
-        rank: whom, or whose host, it hits.
-        point: one of ``POINTS``: it strikes there; for ``raise`` ``forward``, ``update`` or ``refused``.
-        lasts_s: how long.
+        at: virtual time in seconds after the launch; with a point: the number of the visit there, from 1.
+        rank: the rank that it hits, or whose host it hits.
+        point: one of ``POINTS``, where it strikes; for ``raise``: ``forward``, ``update`` or ``refused``.
+        lasts_s: seconds that it lasts.
     """
 
     kind: str
@@ -119,26 +119,26 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A job, and the faults of each of its incarnations; later ones run without.
+    """A job, and the faults of each of its incarnations; later incarnations have none.
 
     Args:
         seed: of everything that chance decides in the run.
         layout: replica groups.
         hosts: name of the host of each rank; the job's address is on that of rank 0.
         steps: updates until the training is over.
-        delay_s: of a message.
+        delay_s: delay of a message.
         repeats: share of the messages that arrive twice.
         faults: of each incarnation.
-        undo: ranks keep the state before their last update.
-        fallback: there is a second directory for checkpoints.
-        mirror: rank-local pages are kept on another host too.
-        watched: hangs are looked for.
-        buddy: second copies are kept.
+        undo: whether ranks keep the state before their last update.
+        fallback: whether there is a second directory for checkpoints.
+        mirror: whether rank-local pages are kept on another host too.
+        watched: whether hangs are looked for.
+        buddy: whether second copies are kept.
         stripes: into how many parts shards are cut, as in ``TTP_STRIPES``.
-        uneven: this rank deals its shards out in another way than its replicas.
-        relays: ranks speak to controllers through the relay of their host.
-        keep: survivors of a death may go on in their processes, and launchers can start the dead alone.
-        transfers: those that go on keep their state or get it from each other; else they read the checkpoint.
+        uneven: the rank that deals the words of its shards out in another way than its replicas; None for no rank.
+        relays: whether ranks speak to controllers through the relay of their host.
+        keep: whether survivors of a death may go on in their processes, and launchers can start the dead alone.
+        transfers: whether ranks that go on keep their state or get it from each other; else they read the checkpoint.
     """
 
     seed: int
@@ -161,25 +161,27 @@ class Scenario:
 
 
 def grid(shards: int, replicas: int) -> Layout:
-    """``shards * replicas`` ranks; rank r holds shard ``r % shards``."""
+    """Return the layout of ``shards * replicas`` ranks in which rank r holds shard ``r % shards``."""
     world = shards * replicas
     groups = {Shard(f"s{s}"): tuple(Rank(r) for r in range(s, world, shards)) for s in range(shards)}
     return Layout(world, groups)
 
 
 def mixed(layout: Layout) -> Layout:
-    """The same with a shard that every rank holds, and one that has two holders: dense and expert groups differ."""
+    """Return the layout with two more shards, one that every rank holds and one with two holders, as dense and expert
+    groups have.
+    """
     everybody = tuple(Rank(r) for r in range(layout.world_size))
     return Layout(layout.world_size, {**layout.groups, Shard("dense"): everybody, Shard("expert"): everybody[:2]})
 
 
 def random_scenario(seed: int, shards: int | None = None, replicas: int | None = None) -> Scenario:
-    """A small job and up to three faults in each of its first two incarnations.
+    """Draw a small job and up to three faults in each of its first two incarnations.
 
     Args:
         seed: everything follows from it.
-        shards: distinct pieces of state; drawn if not given.
-        replicas: ranks that hold each of them; drawn if not given.
+        shards: number of distinct shards; drawn if not given.
+        replicas: ranks that hold each shard; drawn if not given.
     """
     rng = random.Random(f"scenario {seed}")
     shards = shards or rng.choice((1, 1, 1, 2, 2, 3))
@@ -214,7 +216,7 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
 
 
 def with_relays(scenario: Scenario) -> Scenario:
-    """The same job through relays, one of which may die at any point."""
+    """Return the same job with relays, one of which may die at any point."""
     rng = random.Random(f"relays {scenario.seed}")
     first, *others = scenario.faults
     if rng.random() < 0.6:
@@ -227,10 +229,10 @@ def with_relays(scenario: Scenario) -> Scenario:
 
 
 def with_transfers(scenario: Scenario) -> Scenario:
-    """The same job, whose ranks go on after deaths, and something may go wrong where they come to their state."""
+    """Return the same job with ranks that go on after deaths, and faults while they get their state."""
     rng, world = random.Random(f"transfers {scenario.seed}"), scenario.layout.world_size
     first, *others = scenario.faults
-    if rng.random() < 0.8:  # else what has been drawn, after which nobody may go on
+    if rng.random() < 0.8:  # else the drawn faults stay, after which perhaps no rank may go on
         kills = range(rng.choice((1, 1, 1, 2)))
         first = tuple(
             Fault("kill", rng.randint(2, 4), Rank(rng.randrange(world)), rng.choice(POINTS[1:11])) for _ in kills
@@ -270,7 +272,7 @@ def _fault(rng: random.Random, world: int) -> Fault:
 
 
 def random_fault(rng: random.Random, world: int, kind: str) -> Fault:
-    """A fault of this kind, at a random time on a random rank."""
+    """Draw a fault of this kind, at a random time on a random rank."""
     rank, at = Rank(rng.randrange(world)), 0.03 + rng.random() * 0.25
     if kind == "raise":
         return Fault(kind, rng.randint(1, 4), rank, rng.choice(("forward", "update")))

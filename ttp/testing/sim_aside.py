@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class SimAside:
-    """The end of the second stream near its rank: ``RankEnd``.
+    """The rank's end of its second stream; a ``RankEnd``.
 
     Args:
-        rank: whose.
+        rank: the rank that owns the stream.
     """
 
     __slots__ = ("_attempt", "rank", "stream")
@@ -27,7 +27,7 @@ class SimAside:
         self._attempt = 0
 
     def perform(self, action: act.LookAtController | act.ConnectAside | act.SendAside | act.CloseAside) -> None:
-        """Look whether one is needed, open it, send on it, close it."""
+        """Look whether a second stream is needed, open it, send on it or close it."""
         world = self.rank.world
         match action:
             case act.LookAtController():
@@ -44,11 +44,11 @@ class SimAside:
                     stream.end()
 
     def wanted(self, attempt: int) -> bool:
-        """Whether the stream of this attempt is still wanted."""
+        """Return whether the stream of this attempt is still wanted."""
         return self.rank.alive and attempt == self._attempt
 
     def attached(self, stream: Stream | None, attempt: int) -> None:
-        """The attempt has ended with a stream, or with none."""
+        """Take the result of an attempt to connect: a stream, or None if nobody answered."""
         if not self.wanted(attempt):
             if stream is not None:
                 stream.end()
@@ -58,7 +58,7 @@ class SimAside:
         self.rank.run(self.rank.put, event)
 
     def died(self, controller_learns_s: float) -> None:
-        """The process has ended."""
+        """Cut the stream, because the process has ended."""
         self._attempt += 1
         if self.stream is not None:
             self.stream.cut(rank_learns_s=0.0, controller_learns_s=controller_learns_s)

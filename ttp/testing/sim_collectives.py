@@ -1,4 +1,4 @@
-"""Simulated all-reduces and barriers: over when all ranks have come. If one dies, some get away and others hang."""
+"""Simulated all-reduces and barriers: all ranks must come. If one dies, some leave and others hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 Told = Callable[[int | None], None]
-"""Gets the result; None: it failed."""
+"""Called with the result; None: the collective failed."""
 
 
 class _Collective:
@@ -41,7 +41,7 @@ class Collectives:
         self._somebody_died = False
 
     def arrive(self, rank: SimRank, name: tuple[str, int], part: int, told: Told) -> None:
-        """A rank brings its part of the sum, and waits."""
+        """Let a rank bring its part of the sum and wait."""
         collective = self._open.get(name)
         if collective is None:
             collective = self._open[name] = _Collective()
@@ -64,7 +64,7 @@ class Collectives:
             self._ranks[rank].run(collective.told[rank], total)
 
     def broken_by(self, dead: Rank) -> None:
-        """A rank has died: ranks that wait for it hang or fail; some of those that have all they need get away."""
+        """Break the open collectives after a death: waiting ranks hang or fail; some with all they need leave."""
         self._somebody_died = True
         for collective in self._open.values():
             if not collective.complete:

@@ -1,4 +1,4 @@
-"""One simulated controller: the real machine, streams in virtual time, and a death between any two of its actions."""
+"""A simulated controller: the real machine, streams in virtual time, and deaths between any two of its actions."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 KEEPALIVE_S = 1.0
-"""After so long without an answer gRPC takes a stream for dead; a process that is stopped gives none."""
+"""Seconds without an answer after which gRPC takes a stream for dead. A stopped process gives none."""
 
 
 class SimController:
-    """See the module.
+    """One controller process.
 
     Args:
         world: the simulation.
-        patience: of the machine.
+        patience: the machine's timeouts.
         host: where it runs.
         name: for the trace, and in the ids of its incidents.
     """
@@ -53,7 +53,7 @@ class SimController:
         self.alive = True
         self.host, self.name = host, name
         self.restarts = 0
-        """How often it is started again at once when it dies; its successors inherit what is left."""
+        """How often it is started again at once when it dies; its successor inherits the rest."""
         self.machine = ControllerMachine(patience, lambda n: f"{name}-i{n}", world.now, host)
         self._world = world
         self._missed: list[Event] | None = None
@@ -76,17 +76,17 @@ class SimController:
         return stream
 
     def adopt(self, line: Line) -> ConnectionId:
-        """A rank opens a stream through the relay of its host; returns its number."""
+        """Accept a rank's line through the relay of its host. Return its number."""
         connection = self._world.roads.next_connection()
         self._streams[connection] = line
         return connection
 
     def carries(self, uplink: Stream) -> None:
-        """A relay opens a stream."""
+        """Accept a relay's stream."""
         self._streams[uplink.connection] = uplink
 
     def carries_no_more(self, uplink: Stream) -> None:
-        """It has ended."""
+        """Forget a relay's stream, which has ended."""
         self._streams.pop(uplink.connection, None)
 
     def kill(self) -> None:
@@ -121,15 +121,15 @@ class SimController:
 
     def _cont(self) -> None:
         missed, self._missed = self._missed or [], None
-        for event in missed:  # everything at once
+        for event in missed:  # all at once
             self._world.after(0.0, self.on_event, event)
 
     def kill_in(self, events: int, actions: int) -> None:
-        """Kill the process while it carries out actions."""
+        """Kill the process at its ``events``-th event from now, after so many of that event's actions."""
         self._events_left, self._actions_left = events, actions
 
     def on_event(self, event: Event, *, more: bool = False) -> None:
-        """See ``ControllerEnd``; reports of replaced streams arrive here too. ``more``: ``settle`` will be called."""
+        """See ``ControllerEnd``; a second copy of a report arrives here too. ``more``: ``settle`` will be called."""
         if self._missed is not None:
             self._missed.append(event)
             return
@@ -142,7 +142,7 @@ class SimController:
         self._act(actions)
 
     def settle(self) -> None:
-        """All of a frame was said."""
+        """Decide what follows once all reports of a frame were given to the machine."""
         if self.alive and not self.stopped:
             self._act(self.machine.settle(self._world.now))
 
@@ -215,7 +215,7 @@ class SimController:
 
 
 def _apart(actions: list[Action]) -> Iterator[Action]:
-    """It may die when some have been told and others have not."""
+    """Split orders for several ranks, because the controller may die when only some have got theirs."""
     for action in actions:
         if isinstance(action, SendAlike):
             yield from (SendAlike((one,), action.order) for one in action.who)

@@ -1,6 +1,6 @@
-"""Second copies of a simulated rank: what ``ttp.processor.copies.copier`` does with threads, in virtual time.
+"""The second copies of a simulated rank: does in virtual time what ``ttp.processor.copies.copier`` does with threads.
 
-The state is taken at once; how long it takes to arrive in the host's memory, and at the buddy, is drawn.
+The state is copied at once; how long it takes to reach the host's memory and the buddy is drawn.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ EVERY = 2
 Copy = tuple[dict[Shard, Words], int]
 """Shards and random stream of a rank."""
 Copies = dict[tuple[Rank, Version], Copy]
-"""In the memory of a host: of which rank, of which version."""
+"""The copies in the memory of a host, by rank and version."""
 
 
 class SimCopies:
-    """See the module.
+    """The copies that one rank makes, and those that its host keeps.
 
     Args:
-        rank: whose copies these are.
+        rank: the rank that makes the copies.
     """
 
     __slots__ = ("_buddy", "_deferred", "_generations", "_rank", "_world")
@@ -43,11 +43,11 @@ class SimCopies:
         self._deferred: list[act.SettleCopy] = []
 
     def named(self, order: CopyTo) -> None:
-        """Send copies to this rank from now on."""
+        """Send copies to the buddy that the order names from now on."""
         self._buddy = order.buddy
 
     def updated(self, version: Version) -> None:
-        """An update is finished."""
+        """Begin a copy, if one is due after the update to ``version``."""
         if self._buddy is None or version % EVERY:
             return
         if not self._generations.begin(version):
@@ -83,7 +83,7 @@ class SimCopies:
             self._rank.put(ev.CopyMade(version, True))
 
     def settle(self, action: act.SettleCopy) -> None:
-        """The controller has decided which copies stay."""
+        """Apply the controller's decision which copies stay."""
         if self._rank.machine.incident:
             self._deferred.append(action)
             return
@@ -92,22 +92,22 @@ class SimCopies:
             self._world.copies(self._rank.host).pop((self._rank.rank, gone), None)
 
     def thaw(self) -> None:
-        """Training goes on."""
+        """Apply the decisions that came while the job was frozen."""
         deferred, self._deferred = self._deferred, []
         for action in deferred:
             self.settle(action)
 
     def held(self) -> tuple[m.KeptCopy, ...]:
-        """The copies that this rank can bring."""
+        """Return the copies that this rank can bring."""
         return tuple(m.KeptCopy(of, version) for of, version in sorted(self._world.copies(self._rank.host)))
 
     def shard(self, shard: Shard, version: Version) -> Words | None:
-        """The shard of a kept copy; None: it is gone."""
+        """Return the shard of a kept copy; None if the copy is gone."""
         keeper = next(rank for rank, shards in self._world.keepers.items() if shard in shards)
         copy = self._world.copies(self._rank.host).get((keeper, version))
         return None if copy is None else copy[0][shard]
 
     def page(self, of: Rank, version: Version) -> int | None:
-        """The page of a kept copy; None: there is none."""
+        """Return the page of a kept copy; None if there is none."""
         found = self._world.copies(self._rank.host).get((of, version))
         return None if found is None else found[1]

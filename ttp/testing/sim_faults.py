@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 OPERATOR_S = 8.0
-"""After so long somebody reports a rank that does not move; see ``ttp report-fault``."""
+"""Seconds after which an operator reports a rank that does not move; see ``ttp report-fault``."""
 OPERATOR_REPEATS_S, OPERATOR_TRIES = 2.0, 20
-"""How often, and how many times until that somebody ends the job by hand."""
+"""Seconds between the operator's reports, and their number before the operator ends the job by hand."""
 NEVER = float("inf")
 TINY_S = 1e-9
-"""A disk refuses once at least."""
+"""Makes a disk that refuses for 0 s refuse once."""
 RESTARTS = {"controller": 0, "controller_restart": 1, "controller_twice": 2}
 
 
@@ -29,7 +29,7 @@ class Faults:
 
     Args:
         world: the simulation; its ranks exist already.
-        faults: what goes wrong.
+        faults: the faults to inject.
     """
 
     def __init__(self, world: Simulation, faults: tuple[Fault, ...]) -> None:
@@ -58,7 +58,7 @@ class Faults:
     # ------------------------------------------------------------------------------------------- asked by the processes
 
     def reached(self, point: str, rank: SimRank) -> None:
-        """A rank has come to a point: inject the faults that wait for it."""
+        """Inject the faults that wait for this rank at this point."""
         if self._at_points:
             for left, fault in self._at_points.get((point, rank.rank), ()):
                 left[0] -= 1
@@ -67,19 +67,19 @@ class Faults:
                     self._strike(fault)
 
     def raises(self, rank: SimRank, where: str) -> bool:
-        """Whether the training code raises now."""
+        """Return whether the training code raises now."""
         if self._raises and self._raises[where, rank.rank]:
             self._raises[where, rank.rank] -= 1
             return not self._raises[where, rank.rank]
         return False
 
     def refuses(self, kind: str, rank: SimRank) -> bool:
-        """Whether the disk refuses a ``write`` or a ``commit``."""
+        """Return whether the disk refuses a ``write`` or a ``commit`` now."""
         lasts_s, now = self._refuses.get((kind, rank.rank)), self._world.now
         return lasts_s is not None and now < self._heals_at.setdefault((kind, rank.rank), now + lasts_s) + TINY_S
 
     def extra_s(self, kind: str, rank: SimRank) -> float:
-        """Extra seconds that a file (``slow``) or a message of a ``transfer`` takes; infinite: it never returns."""
+        """Return the extra seconds that a file (``slow``) or a message of a ``transfer`` takes; infinite: for ever."""
         return self._slow.get((kind, rank.rank), 0.0)
 
     # ------------------------------------------------------------------------------------------------------ it happens
@@ -87,7 +87,7 @@ class Faults:
     def _strike(self, fault: Fault) -> None:
         rank, world = self._ranks[fault.rank], self._world
         if self._ranks is not world.ranks:
-            return  # of an incarnation that is over
+            return  # the fault belongs to an incarnation that is over
         match fault.kind:
             case "kill":
                 rank.exit(None)

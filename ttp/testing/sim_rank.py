@@ -1,8 +1,8 @@
-"""One simulated rank: the real machine and the real gate, around a toy trainer and a toy saver.
+"""A simulated rank: the real machine and the real gate, around a toy trainer and a toy saver.
 
-What ``ttp.processor.processor`` does with threads is done here with events in virtual time, in the same order: an inbox
-in front of the machine, a saver (``sim_saver``), a training thread that stands still at the closed gate
-(``sim_trainer``). All of them pass through ``run``, so that a process that is killed or stopped does nothing.
+Events in virtual time do, in the same order, what ``ttp.processor.processor`` does with threads: there is an inbox
+in front of the machine, a saver (``sim_saver``), and a training thread that waits at the closed gate
+(``sim_trainer``). All their calls pass through ``run``, so that a process that is killed or stopped does nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 COMES_S = 0.05
-"""So long a training thread in a barrier may take to come to the gate once it is closed."""
+"""Seconds that a training thread in a barrier may take to come to the gate once it is closed."""
 SHARD_BYTES = 8 * PART_BYTES_MIN
-"""What a shard is said to have: enough to be cut."""
+"""Bytes that each shard is said to have: enough to be cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was seen while the gate was closed. ``closure``: how often it had been opened before."""
+    """The state that was seen while the gate was closed. ``closure``: how often the gate had been opened before."""
 
     closure: int
     quiet: ev.Quiet
@@ -50,12 +50,12 @@ class Killed(Exception):  # noqa: N818 - not an error
 
 
 class SimRank:
-    """See the module.
+    """One rank's process.
 
     Args:
         world: the simulation.
-        hello: who it is.
-        timeouts: waits of the machine.
+        hello: the rank's greeting, which identifies it.
+        timeouts: the machine's timeouts.
     """
 
     __slots__ = (
@@ -89,23 +89,23 @@ class SimRank:
 
     @property
     def streams(self) -> list[Stream]:
-        """Those that are open; none of a process that has ended."""
+        """The open streams of this rank; none if its process has ended."""
         return [s for s in (self.stream, self.aside.stream) if s is not None and self.alive]
 
     @property
     def truth(self) -> tuple[Version, m.Phase]:
-        """The real state of this rank's copy."""
+        """The real version and phase of this rank's copy."""
         state = self.trainer.gate.state()
         return state.version, state.phase
 
     def takes(self, seconds: float) -> float:
-        """A random duration around ``seconds``."""
+        """Return a random duration around ``seconds``."""
         return seconds * self.mood * (0.5 + self._rng.random())
 
     # ----------------------------------------------------------------------------------------------------- the process
 
     def run(self, what: Callable[..., None], *args: Any) -> None:
-        """Run a call of this process: not if it is gone, later if it is stopped."""
+        """Run a call of this process: now, later if it is stopped, or never if it has ended."""
         if self._missed is not None:
             self._missed.append((what, args))
         elif self.alive:
@@ -128,7 +128,7 @@ class SimRank:
 
     def _cont(self) -> None:
         missed, self._missed = self._missed or [], None
-        for what, args in missed:  # everything at once
+        for what, args in missed:  # all at once
             self.world.after(0.0, self.run, what, *args)
 
     def preempt(self) -> None:
@@ -224,7 +224,7 @@ class SimRank:
             case act.Exit(code, text):
                 self.world.trace(self.name, f"exits {code}: {text}")
                 self.exit(code)
-            case act.GoOn(text):  # all that is left of it is a process: it begins as any other of the next launch
+            case act.GoOn(text):  # this process ends; the rank begins as any other of the next launch
                 self.world.judge.goes_on(self)
                 self.world.trace(self.name, f"goes on: {text}")
                 self.exit(EXIT_SAVED)
@@ -238,7 +238,7 @@ class SimRank:
             case act.SettleCopy():
                 self.copies.settle(action)
             case _:
-                pass  # leases and pages are the edges' business
+                pass  # leases and pages are handled outside of the machine
 
     def _serve(self, action: act.ProbeHost | act.StartStandby | act.TakeStack | act.KeepPage) -> None:
         world, soon = self.world, self._rng.random() * 0.01
@@ -271,7 +271,7 @@ class SimRank:
         self.said(report, self.stream)
 
     def said(self, report: m.Report, stream: Stream | None) -> None:
-        """Put a report on a stream of this rank; it may be killed before and after that."""
+        """Send a report on a stream of this rank; the rank may be killed before or after that."""
         if isinstance(report, m.Frozen) and report.final:
             self.acked = True
         kind = type(report).__name__
@@ -284,12 +284,12 @@ class SimRank:
     # ------------------------------------------------------------------------------------------------------------ gate
 
     def on_quiet(self) -> None:
-        """Called by the gate when the state is quiet."""
+        """Report the quiet state. The gate calls this when the state is quiet."""
         if self.machine.incident:
             self._say_quiet(self.trainer.gate.state())
 
     def _say_quiet(self, state: GateState) -> None:
-        """While an update is running that is all to say; else a thread of its own has a look."""
+        """Report the gate's state: at once while an update runs, else after a look at the rank's state."""
         if state.phase is m.Phase.UPDATING:
             self.put(_Look(state.closure, ev.Quiet(state.version, state.phase, state.parked, False)))
         else:
@@ -327,7 +327,7 @@ class SimRank:
     # ---------------------------------------------------------------------------------------------------------- stream
 
     def attached(self, stream: Stream) -> None:
-        """A stream was opened for this rank."""
+        """Take a stream that was opened for this rank."""
         self.stream = stream
         self.run(self.put, ev.StreamUp())
 

@@ -1,7 +1,7 @@
 """The relay of a simulated host: the real machines of ``ttp.core.relay`` between the streams of ranks and controllers.
 
-A rank's stream ends at the relay of its host, which holds one stream to each controller that its ranks speak to. When
-the relay dies all of them break at once, and ranks connect without it.
+A rank's stream ends at the relay of its host, which holds one stream to each controller that its ranks speak to. If
+the relay dies all these streams break at once, and ranks connect without it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 LOOPBACK_S = 0.0001
-"""Delay of messages on one host."""
+"""Delay of messages on one host, in seconds."""
 CUT_SHORT = 0.2
-"""Share of the orders that are not followed by another one in the same message."""
+"""Share of the orders after which a message ends at once, so that the next order needs a message of its own."""
 
 
 class SimRelay:
-    """See the module.
+    """The relay of one host.
 
     Args:
         world: the simulation.
@@ -38,18 +38,18 @@ class SimRelay:
         self._uplinks: dict[SimController, Uplink] = {}
 
     def attach(self, rank: RankEnd, controller: SimController) -> Stream:
-        """A rank opens a stream to a controller."""
+        """Open a rank's stream to a controller."""
         uplink = self._uplinks.get(controller)
         if uplink is None or not uplink.up.open:
             uplink = self._uplinks[controller] = Uplink(self, controller)
         return uplink.attach(rank)
 
     def crossing(self, host: str) -> list[Stream]:
-        """Its streams between ``host`` and another one."""
+        """Return the relay's streams that run between ``host`` and another host."""
         return [u.up for c, u in self._uplinks.items() if (self.host == host) != (c.host == host)]
 
     def kill(self, controller_learns_s: float) -> None:
-        """SIGKILL, or its host dies; controllers elsewhere may learn of it late."""
+        """Kill the relay, by SIGKILL or with its host. Controllers elsewhere may learn of it late."""
         if self.alive:
             self.alive = False
             self.world.trace(f"relay of {self.host}", "is killed")
@@ -58,11 +58,11 @@ class SimRelay:
 
 
 class Uplink:
-    """The streams of ranks to one controller, and the one that carries them: ``ControllerEnd`` and ``RankEnd``.
+    """The streams of a host's ranks to one controller, and their carrier: a ``ControllerEnd`` and ``RankEnd``.
 
     Args:
-        relay: whose.
-        controller: to whom.
+        relay: the relay that holds the streams.
+        controller: the controller at the other end.
     """
 
     def __init__(self, relay: SimRelay, controller: SimController) -> None:
@@ -80,7 +80,7 @@ class Uplink:
         controller.carries(self.up)
 
     def attach(self, rank: RankEnd) -> Stream:
-        """A rank opens a stream."""
+        """Open a rank's stream."""
         self._lines += 1
         world, line = self._world, ConnectionId(self._lines)
         stream = Stream(world, world.rng, rank, self, line, delay_s=LOOPBACK_S, repeats=0)
@@ -88,7 +88,7 @@ class Uplink:
         return stream
 
     def break_off(self, controller_learns_s: float) -> None:
-        """The relay is gone."""
+        """Cut all streams, because the relay is gone."""
         self.up.cut(rank_learns_s=0.0, controller_learns_s=controller_learns_s)
         for stream in self._ranks.values():
             stream.cut(rank_learns_s=self._world.rng.choice((0.0, 0.001, 0.05)), controller_learns_s=0.0)
@@ -96,7 +96,7 @@ class Uplink:
     # ----------------------------------------------------------------------------------------------- towards the ranks
 
     def on_event(self, event: Received | StreamEnded) -> None:
-        """A rank has said something, or its stream has ended."""
+        """Take a rank's report, or the end of its stream."""
         line, now = LineId(event.connection), self._world.now
         if not self._relay.alive or line not in self._ranks:
             return
@@ -126,7 +126,7 @@ class Uplink:
     # ------------------------------------------------------------------------------------------ towards the controller
 
     def on_order(self, _: Stream, orders: list[tuple[Lines, m.Order | None]]) -> None:
-        """What comes down, to those for whom it is meant."""
+        """Deliver orders from the controller to the lines that they name."""
         if not self._relay.alive:
             return
         for lines, order in orders:
@@ -142,14 +142,14 @@ class Uplink:
                         self._ranks[line].order(order)
 
     def on_down(self, stream: Stream | None) -> None:
-        """The controller, or the way to it, is gone."""
+        """End the ranks' streams, because the stream to the controller has ended."""
         if self._relay.alive:
             for attached in self._ranks.values():
                 attached.end()
 
 
 class _Port:
-    """The end of an uplink in the controller: ``ControllerEnd``."""
+    """The controller's end of an uplink; a ``ControllerEnd``."""
 
     up: Stream
 
@@ -161,7 +161,7 @@ class _Port:
         self._orders: list[tuple[LineId, m.Order | None]] = []
 
     def on_event(self, event: Received | StreamEnded) -> None:
-        """A frame has arrived, or the stream has ended."""
+        """Take a frame that has arrived, or the end of the stream."""
         if isinstance(event, StreamEnded):
             for line in list(self._lines.values()):
                 self._ended(line)
@@ -171,7 +171,7 @@ class _Port:
             if isinstance(report, m.Hello) and numbers[0] not in self._lines:
                 known = self._lines[numbers[0]] = Line(self, numbers[0], report.rank)
                 known.connection = self._controller.adopt(known)
-            lines = [self._lines[number] for number in numbers if number in self._lines]  # others it has ended
+            lines = [self._lines[number] for number in numbers if number in self._lines]  # else it has ended
             who = tuple((line.connection, line.rank) for line in lines if line.open)
             if report is None:
                 for line in lines:
@@ -184,7 +184,7 @@ class _Port:
         self._controller.settle()
 
     def put(self, line: LineId, order: m.Order | None) -> None:
-        """What is said within one moment goes down together, or in pieces: a controller may die in between."""
+        """Queue an order. Orders of one moment go down together, or in pieces: a controller may die in between."""
         self._orders.append((line, order))
         if self._world.rng.random() < CUT_SHORT:
             self._send()
@@ -192,7 +192,7 @@ class _Port:
             self._world.after(0.0, self._send)
 
     def end(self, line: Line) -> None:
-        """The controller has said its last word on this line."""
+        """End a line after the orders queued for it."""
         self.put(line.number, None)
         self._world.after(0.0, self._ended, line)
 
@@ -209,12 +209,12 @@ class _Port:
 
 
 class Line:
-    """One rank behind a relay, as its controller sees it; see ``Stream``.
+    """The line of one rank behind a relay, as its controller sees it; see ``Stream``.
 
     Args:
-        port: carries it.
-        number: at the relay.
-        rank: that has opened it.
+        port: the end of the uplink that carries the line.
+        number: the line's number at the relay.
+        rank: the rank that has opened it.
     """
 
     def __init__(self, port: _Port, number: LineId, rank: Rank) -> None:
@@ -223,16 +223,16 @@ class Line:
         self._port = port
 
     def order(self, order: m.Order) -> None:
-        """The controller speaks."""
+        """Send an order to the rank."""
         if self.open:
             self._port.put(self.number, order)
 
     def end(self) -> None:
-        """The controller has said its last word."""
+        """End the line after the orders sent before."""
         if self.open:
             self.open = False
             self._port.end(self)
 
     def cut(self, *, rank_learns_s: float, controller_learns_s: float) -> None:
-        """The stream that carries it breaks."""
+        """Break the stream that carries this line, with all its lines."""
         self._port.up.cut(rank_learns_s=rank_learns_s, controller_learns_s=controller_learns_s)

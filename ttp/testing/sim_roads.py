@@ -1,8 +1,8 @@
 """The connections of a simulated job: controllers, the streams to them, and faults of the network.
 
-A controller listens at an address: the job's own, on the host of rank 0, where ranks of that host start another one
-when nobody answers; or that of a host where one stands by. Hosts can be cut off, ranks be blocked, and the network can
-split so that some ranks reach the controller they have and the others every other one.
+A controller listens at an address: the job's own, on the host of rank 0, where ranks of that host start another
+controller if nobody answers; or that of a host where one stands by. Hosts can be cut off, ranks be blocked, and the
+network can split so that some ranks reach only the leading controller and the others only the rest.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 LEARNS_S = (0.0, 0.001, 0.01, 0.1)
-"""How long an end may need to see that its stream is broken."""
+"""Seconds that an end may need to see that its stream is broken; one is drawn."""
 NEVER = float("inf")
 NO_ANSWER_S = 1.5
-"""How long it takes until an attempt is given up that nobody answers."""
+"""Seconds after which an attempt to connect is given up if nobody answers."""
 KNOCK_S = 0.05
-"""Between two tries of such an attempt."""
+"""Seconds between two tries of such an attempt."""
 GIVES_UP_S = 2.5
-"""After so long gRPC takes a stream for dead on which nothing passes; in ``ttp.wire.channel`` that is ten seconds."""
+"""Seconds after which gRPC takes a stream for dead on which nothing passes; in ``ttp.wire.channel`` it is 10."""
 RETRANSMIT_S = 0.2
-"""After so long TCP says again what was not acknowledged."""
+"""Seconds after which TCP repeats what was not acknowledged."""
 NO_STANDBY = 0.1
 """Share of the standby controllers that cannot be started."""
 
 
 def _said_again(lasts_s: float) -> float:
-    """When TCP repeats what was not acknowledged, after such a silence; it waits twice as long each time."""
+    """Return the seconds until TCP's first repetition after such a silence; it waits twice as long each time."""
     again_s = RETRANSMIT_S
     while again_s < lasts_s < NEVER:
         again_s = 2 * again_s + RETRANSMIT_S
@@ -46,11 +46,11 @@ def _said_again(lasts_s: float) -> float:
 
 
 class Roads:
-    """See the module.
+    """The network of one simulation and the controllers on it.
 
     Args:
         world: the simulation.
-        patience: of every controller.
+        patience: the timeouts of every controller.
     """
 
     def __init__(self, world: Simulation, patience: ControllerTimeouts) -> None:
@@ -80,14 +80,14 @@ class Roads:
 
     @property
     def controller(self) -> SimController | None:
-        """The controller that commands from outside reach: the one that leads, as far as that can be seen."""
+        """The controller that commands from outside reach: the one that seems to lead, with the most ranks."""
         alive = [c for c in self._at.values() if c.alive and not c.stopped]
         return max(alive, key=lambda c: len(c.machine.job.live), default=None)
 
     def nobody_to_ask(self, rank: SimRank) -> bool:
-        """Every controller that this rank has heard of is gone, and nobody at home could start one.
+        """Return whether every controller that this rank has heard of is gone and no rank at home could start one.
 
-        It may have been cut off when others were announced; then its launcher ends it with the rest of the job.
+        The rank may have been cut off when others were announced; then its launcher ends it with the rest of the job.
         """
         known = (self._at.get(address) for address in (HOME, *rank.machine._route.standbys))
         if any(controller is not None and controller.alive and not controller.stopped for controller in known):
@@ -95,7 +95,7 @@ class Roads:
         return not any(r.alive and not r.stopped and r.host == self._home for r in self._world.ranks.values())
 
     def start_standby(self, host: str) -> str:
-        """Start a standby controller on ``host``. Returns its address; empty: it could not be started."""
+        """Start a standby controller on ``host``. Return its address; empty if it could not be started."""
         if self._world.rng.random() < NO_STANDBY:
             return ""
         address = f"{host}:1"
@@ -111,21 +111,21 @@ class Roads:
         return controller
 
     def controller_died(self, dead: SimController) -> None:
-        """A controller has died: its supervisor may start another one."""
+        """Start a successor of a controller that has died, if its supervisor does."""
         if dead.restarts:
             address = next(a for a, c in self._at.items() if c is dead)
             self._world.after(self._world.rng.random() * 0.02, self._restart, dead, address)
 
     def _restart(self, dead: SimController, address: str) -> None:
         if self._at.get(address) is not dead:
-            return  # a rank was faster
+            return  # a rank started one first
         successor, rng = self._start(dead.host, address), self._world.rng
         successor.restarts = max(0, dead.restarts - 1)  # its host may have died since
         if successor.restarts:
             successor.kill_in(events=rng.randint(1, 40), actions=rng.randint(0, 4))
 
     def host_died(self, host: str) -> None:
-        """A host has died: remove what ran there."""
+        """Kill the controllers on a host that has died."""
         for controller in list(self._at.values()):
             if controller.host == host:
                 controller.restarts = 0
@@ -134,7 +134,7 @@ class Roads:
     # ---------------------------------------------------------------------------------------------------------- streams
 
     def connect(self, rank: SimRank, wanted: act.Connect) -> None:
-        """A rank opens a stream to an address; at home it may start a controller when nobody listens."""
+        """Open a rank's stream to an address; at home the rank may start a controller if nobody listens."""
         self._world.after(self._world.delay(), self._connect, rank, wanted)
 
     def _connect(self, rank: SimRank, wanted: act.Connect) -> None:
@@ -164,7 +164,7 @@ class Roads:
             self._world.after(self._world.delay(), self._attach, rank, stream)
 
     def connect_aside(self, rank: SimRank, wanted: act.ConnectAside, attempt: int) -> None:
-        """A rank opens a second stream."""
+        """Open a rank's second stream."""
         self._world.after(
             self._world.delay(), self._knock_aside, rank, wanted, attempt, self._world.now + wanted.within_s
         )
@@ -183,24 +183,24 @@ class Roads:
             self._world.after(self._world.delay(), rank.aside.attached, stream, attempt)
 
     def next_connection(self) -> ConnectionId:
-        """A new number for a stream."""
+        """Return a new number for a stream."""
         self._connections += 1
         return ConnectionId(self._connections)
 
     def _relay(self, host: str) -> SimRelay | None:
-        """Of a host, in a job that has relays; who has lost it does without."""
+        """Return the living relay of a host, in a job that has relays; else None."""
         if not self._world.scenario.relays:
             return None
         relay = self._relays.setdefault(host, SimRelay(self._world, host))
         return relay if relay.alive else None
 
     def relay_dies(self, host: str) -> None:
-        """Without a last word if the power of its host is gone."""
+        """Kill a host's relay. If the host's power is gone its streams do not end at once."""
         if host in self._relays:
             self._relays[host].kill(self.gives_up_s if self._silent(host) else self._world.rng.choice(LEARNS_S))
 
     def given_up_after(self, host: str) -> float:
-        """How long others need to see that a process of a host has ended; its own do at once."""
+        """Return the seconds that other hosts need to see that a process of ``host`` has ended."""
         return self.gives_up_s if self._silent(host) else 0.0
 
     def _silent(self, host: str) -> bool:
@@ -212,7 +212,7 @@ class Roads:
         elif stream.open:
             rank.attached(stream)
         else:
-            rank.on_down(None)  # it broke before it was of any use
+            rank.on_down(None)  # it broke before it could be used
 
     def _road(self, rank: SimRank, controller: SimController) -> bool:
         if self._world.now < self._split_until and (rank.rank in self._beyond) == (controller is self._split_from):
@@ -220,20 +220,20 @@ class Roads:
         return self.hosts_speak(rank.host, controller.host)
 
     def hosts_speak(self, one: str, other: str) -> bool:
-        """Whether messages pass between two hosts now."""
+        """Return whether messages pass between two hosts now."""
         if not self._cut_off_until or one == other:
             return True
         return all(self._cut_off_until.get(host, 0.0) <= self._world.now for host in (one, other))
 
     def reaches(self, rank: SimRank, host: str) -> bool:
-        """Whether another host answers a rank; what cuts off a host may concern the controller's side only."""
+        """Return whether another host answers a rank. A host's cut may concern the controller's side only."""
         there = any(r.alive for r in self._world.ranks.values() if r.host == host)
         return there and (self.hosts_speak(rank.host, host) or self._world.rng.random() < 0.5)
 
     # --------------------------------------------------------------------------------------------------------- cut off
 
     def block(self, rank: SimRank, lasts_s: float) -> None:
-        """Break the stream of a rank. For a while it cannot open another one."""
+        """Break the streams of a rank, which cannot open another one for ``lasts_s`` seconds."""
         self._blocked_until[rank.rank] = self._world.now + lasts_s
         self._world.trace(rank.name, f"cannot be reached for {lasts_s} s")
         for stream in rank.streams:
@@ -247,7 +247,7 @@ class Roads:
             self._cut(stream)
 
     def _crossing(self, host: str) -> Iterator[Stream]:
-        """Streams between a host and others."""
+        """Yield the streams between a host and others."""
         for rank in self._world.ranks.values():
             for stream in rank.streams:
                 other = stream.controller
@@ -280,12 +280,12 @@ class Roads:
         self._silent_since[host], self._cut_off_until[host] = self._world.now, NEVER
 
     def learns_late(self, rank: SimRank) -> float:
-        """How long a controller elsewhere needs to learn that the stream of a dead rank has ended; 0: it is told."""
+        """Return the seconds until a controller elsewhere learns that a dead rank's stream has ended; 0: at once."""
         elsewhere = rank.stream is not None and getattr(rank.stream.controller, "host", "") != rank.host
         return self.gives_up_s if self._silent(rank.host) and elsewhere else 0.0
 
     def silent_s(self, controller: SimController, host: str) -> float:
-        """How long nothing has come to a controller from the kernel of a host: no word and no acknowledgement."""
+        """Return the seconds since a controller got any data or acknowledgement from the kernel of a host."""
         now, ends = self._world.now, (host, controller.host)
         since = [self._silent_since[h] for h in ends if h in self._silent_since and self._passes_at(h) > now]
         if controller.host == host or not since:
@@ -294,7 +294,9 @@ class Roads:
         return now - min(*since, max(seen, default=now))
 
     def unheard_s(self, rank: SimRank) -> float | None:
-        """How long nothing has come to a rank, or to its relay, from the kernel of its controller's host."""
+        """Return the seconds since a rank, or its relay, got anything from the kernel of its controller's host; None if
+        it has no controller.
+        """
         there = rank.stream.controller if rank.stream is not None else None
         if isinstance(there, Uplink):
             there = there.to
@@ -306,7 +308,7 @@ class Roads:
         ]
         if there.host == rank.host or not since:
             return 0.0
-        beat_s = self._world.timeouts.heartbeat_s  # what it said last was acknowledged at another moment on each rank
+        beat_s = self._world.timeouts.heartbeat_s  # its last message was acknowledged at another moment on each rank
         return now - min(since) + (rank.rank * 0.37) % 1 * beat_s
 
     def _passes_at(self, host: str) -> float:
@@ -314,13 +316,13 @@ class Roads:
         return since + _said_again(self._cut_off_until[host] - since)
 
     def split(self, lasts_s: float) -> None:
-        """Some ranks lose the controller that leads and reach every other one; the others reach only that."""
+        """Split the network: some ranks lose the leading controller and reach all others; the rest reach only it."""
         leader = self.controller
         if leader is None:
             return
         ranks, rng = self._world.ranks, self._world.rng
         self._split_until, self._split_from = self._world.now + lasts_s, leader
-        if self._world.scenario.relays:  # ranks of a host go one way
+        if self._world.scenario.relays:  # all ranks of a host are on one side
             apart = {host for host in dict.fromkeys(self._world.scenario.hosts) if rng.random() < 0.5}
             self._beyond = {rank for rank in ranks if ranks[rank].host in apart}
         else:

@@ -1,4 +1,4 @@
-"""The saver thread of a simulated rank: makes saves and commits on a toy storage, one after the other."""
+"""The saver thread of a simulated rank: carries out saves and commits on a toy storage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEVER = float("inf")
 
 
 class Saver:
-    """See the module.
+    """Carries out the orders of one rank.
 
     Args:
         rank: whose saver this is.
@@ -47,7 +47,7 @@ class Saver:
         self._cancelled[0] = True
 
     def _submit(self, job: Job) -> None:
-        """What still runs was cancelled, or hangs: it goes on by itself, on a thread that was left behind."""
+        """Start a job. An unfinished job was cancelled, or hangs: it goes on, as on a thread that was left behind."""
         self.written = 0
         self._world.after(0.0001, self._rank.run, self._work, job)
 

@@ -1,9 +1,9 @@
 """The training thread of a simulated rank: a toy step around the real gate.
 
 A step waits for data, runs forward and backward, joins the all-reduce and, where there are several shards and updates
-cannot be undone, a barrier; then it updates. Who is frozen in the barrier, or left in a broken one, stands at the gate.
-Each shard is written word by word, so that a copy taken in between shows. The thread is a generator that yields how
-long it takes, or ``None`` when it waits for somebody.
+cannot be undone, a barrier; then it updates. A rank that is frozen in the barrier, or left in a broken one, stops at
+the gate. Each shard is written word by word, so that a copy taken in between shows. The thread is a generator that
+yields the seconds that it takes, or ``None`` when it waits for others.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Turnstile:
         self._opened = opened
 
     def clear(self) -> None:
-        """Nothing to reset."""
+        """Do nothing: there is no state to reset."""
 
     def set(self) -> None:
-        """The gate has opened."""
+        """Tell that the gate has opened."""
         self._opened()
 
     def wait(self) -> None:
-        """The training thread would block."""
+        """Raise ``Parked`` where the training thread would block."""
         raise Parked
 
 
 class Trainer:
-    """See the module.
+    """The training thread of one rank.
 
     Args:
         rank: whose training thread this is.
@@ -90,14 +90,14 @@ class Trainer:
         self.hanging = False
         self.mark = 0
         self.received: dict[Shard, Words] | None = None
-        """The state that a rank which goes on has, or got from another one; None: it is read."""
+        """The state that a rank that goes on has kept or got from another rank; None: the checkpoint is read."""
         self.image: tuple[Version, dict[Shard, Words]] | None = None
-        """The state before the last update, and its version."""
+        """The version and state before the last update."""
         self.redos = 0
         """Updates that may be made though the gate is closed."""
         self._redoing = False
         self._barrier: bool | None = None
-        """Whether it has let this rank go; False: it broke; None: others have not come."""
+        """Whether the barrier has let this rank go; False: it broke; None: other ranks have not come."""
         self._polling = False
         self._held: list[int | None] = []
         self._rank, self._world = rank, rank.world
@@ -108,7 +108,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ from outside
 
     def go_on(self, value: int | None = None) -> None:
-        """Run the thread until it waits. A finished collective hands it the gradient."""
+        """Run the thread until it waits. ``value``: the result of the collective that it waited for."""
         if self.hanging:
             self._held.append(value)
             return
@@ -120,7 +120,7 @@ class Trainer:
             self._world.after(wait, self._rank.run, self.go_on)
 
     def hang(self, lasts_s: float) -> None:
-        """Stop this thread for good, wherever it is. The rest of the process goes on."""
+        """Stop this thread where it is, for ``lasts_s`` seconds or for good. The rest of the process goes on."""
         self.hanging = True
         if lasts_s < FOR_EVER:
             self._world.after(lasts_s, self._rank.run, self._wake)
@@ -132,29 +132,29 @@ class Trainer:
             self.go_on(value)
 
     def decided(self, decision: RestoreDecision) -> None:
-        """The answer to the question what to restore."""
+        """Take the decision which version to restore."""
         self._restored = decision
         self._world.after(0.0, self._rank.run, self.go_on)
 
     def barrier_over(self, passed: int | None) -> None:
-        """The barrier has let this rank go, or (``None``) it broke."""
+        """Take the end of the barrier; ``None``: it broke."""
         self._barrier = passed is not None
         self.look_up()
 
     def look_up(self) -> None:
-        """Look, while in the barrier, whether it has ended or the gate was closed."""
+        """Let the thread, if it is in the barrier, look whether the barrier is over or the gate was closed."""
         if self._polling:
             self.go_on()
 
     def has_preimage(self) -> bool:
-        """Whether the last update, torn or finished, can be undone."""
+        """Return whether the last update, torn or finished, can be undone."""
         state = self.gate.state()
         if self.image is None or state.phase is m.Phase.UPDATING:
             return False
         return self.image[0] == (state.version if state.phase is m.Phase.TORN else state.version - 1)
 
     def saved_state(self, version: Version) -> dict[Shard, Words]:
-        """What a saver reads to write ``version``; an update that is undone is undone there only."""
+        """Return the shards that a saver reads to write ``version``: those before the last update, or the live ones."""
         torn = self.gate.state().phase is m.Phase.TORN
         if self.image is not None and self.image[0] == version and (torn or version != self.gate.version):
             return self.image[1]
@@ -269,7 +269,7 @@ class Trainer:
             yield from self._raise("in a broken barrier", m.FaultKind.COLLECTIVE)
 
     def _meet(self) -> Generator[float | None, int | None, bool]:
-        """Wait in the barrier. Whether it lets the rank go, or an order does."""
+        """Wait in the barrier. Return whether the rank may pass: the barrier ended, or an order lets it go."""
         while not self._barrier:
             if self._barrier is False:
                 self._rank.put(ev.Raised(m.FaultKind.COLLECTIVE, f"rank {self._rank.rank}: the barrier broke"))

@@ -1,14 +1,14 @@
-"""How ranks that go on come to their state in a simulated job: they have kept it, get it from another one, or read it.
+"""How ranks that go on get their state in a simulated job: they have kept it, get it from another rank, or read it.
 
-As in ``ttp.adapters.torch.restoring.registered`` all ranks of such a launch meet behind the decision what is restored,
-once when each has verified its share of the checkpoint and once to say who has a state; then givers send theirs, in
-several messages. What is kept, adopted and given is decided by ``ttp.core.rank.kept_state``. Messages are collectives
-of torch, so none of the machines hears of them: when one end dies the other gets an error, or waits for ever.
+As in ``ttp.adapters.torch.restoring.registered``, all ranks of such a launch meet after the decision what to restore:
+once when each has verified its share of the checkpoint, and once to say which ranks have a state. Then givers send
+theirs, in several messages. ``ttp.core.rank.kept_state`` decides what is kept, adopted and given. The messages are
+torch's collectives, so none of the machines sees them: if one end dies the other gets an error, or waits for ever.
 
-Until its first update a rank has a mark, and ``CONTINUE_S`` for it. A launcher kills who has one when another process
-of the launch ends, or when that time is over and the process does not leave by itself.
+Until its first update such a rank is marked, and has ``CONTINUE_S`` to make it. A launcher kills a marked rank when
+another process of the launch ends, or when that time is over and the process does not leave by itself.
 
-What this abstracts: the groups through which they speak are there, and bytes come as they were sent or not at all.
+Not modelled: setting up the process groups, and messages that arrive damaged.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 CONTINUE_S, LATE_S = 30.0, 0.5
-"""How long a rank may take to its first update, and how much later its launcher ends it."""
+"""Seconds that a rank may take to its first update, and how many later its launcher ends it."""
 HAS_GRADIENT = 4
-"""Of ``Trainer.mark``: in the barrier, or at the gate."""
+"""Value of ``Trainer.mark`` from which on the gradient is reduced: in the barrier, or at the gate."""
 MESSAGES = 4
-"""What a state consists of, its tensors in two parts, and their digest."""
+"""Messages of one transfer: what the state consists of, its tensors in two parts, and their digest."""
 State = tuple[Origin, Mapping[Shard, Words]]
 
 
 class Transfers:
-    """Of one simulation.
+    """The transfers of one simulation.
 
     Args:
         world: the simulation.
@@ -50,12 +50,12 @@ class Transfers:
         self._marked: dict[SimRank, float] = {}
         self._holders: set[Rank] = set()
         self._open: dict[tuple[Rank, Rank, int], SimRank] = {}
-        """Who waits for the other end of a message."""
+        """Open messages (giver, taker, number), each with the rank that waits for the other end."""
         self.gone: list[SimRank] = []
-        """Who of this launch was released to go on."""
+        """The ranks of this launch that were released to go on."""
 
     def begin(self, *, going_on: bool) -> None:
-        """A launch begins; ``going_on``: survivors of the last one are in it."""
+        """Begin a launch. ``going_on``: survivors of the last launch are in it."""
         self._looks, self._marked, self._open = {}, {}, {}
         self._holders, self.gone = set(), []
         if not going_on:
@@ -67,9 +67,9 @@ class Transfers:
             self._world.after(CONTINUE_S + LATE_S, self._end_late, rank)
 
     def goes_on(self, rank: SimRank) -> None:
-        """A rank is out of its loop, and keeps its state where that is what it was when all stopped."""
+        """Let a rank that left its loop keep its state, if the state is still the one of the freeze."""
         self.gone.append(rank)
-        if self._world.rng.random() < 0.1:  # the program has written to its state since all stopped
+        if self._world.rng.random() < 0.1:  # the program has written to its state since the freeze
             shard, (word, other) = next(iter(rank.trainer.shards.items()))
             rank.trainer.shards[shard] = (word + 1, other)
         version, phase = rank.truth
@@ -77,7 +77,7 @@ class Transfers:
             self._kept[rank.rank] = Origin(version, rank.machine.incident), dict(rank.trainer.shards)
 
     def reached(self, point: str, rank: SimRank) -> None:
-        """A rank is at a point of its step."""
+        """Note that a rank is at a point of its step."""
         if point == "after Frozen" and rank.acked:
             self._looks[rank] = _look(rank)
         elif point in ("in barrier", "before update") and rank in self._marked:
@@ -93,7 +93,7 @@ class Transfers:
     # ---------------------------------------------------------------------------------------------- the training thread
 
     def state(self, rank: SimRank, version: Version) -> Thread:
-        """Until it is known which state of that version this rank has; it is put into ``trainer.received``."""
+        """Get the state of ``version`` for a rank that goes on, into ``trainer.received``; None there: it reads it."""
         rank.trainer.received = None
         if rank not in self._marked:
             return
@@ -121,7 +121,7 @@ class Transfers:
         yield from self._wait(rank)
 
     def _send(self, rank: SimRank, other: SimRank, point: str) -> Thread:
-        """One end of a transfer."""
+        """Run one end of a transfer."""
         world = self._world
         giver, taker = (rank, other) if point == "sending" else (other, rank)
         for number in range(MESSAGES):
@@ -145,7 +145,7 @@ class Transfers:
             self._fail(rank)
 
     def _wait(self, rank: SimRank) -> Thread:
-        """For the others; whoever meets an error leaves with 75."""
+        """Wait for the other ranks; leave with 75 on an error."""
         given = yield None
         if given is None:
             self._leave(rank, "has met an error on its way")
@@ -153,12 +153,12 @@ class Transfers:
     def _leave(self, rank: SimRank, why: str) -> None:
         self._world.trace(rank.name, why)
         rank.exit(EXIT_SAVED)
-        self._world.reached("", rank)  # raises: nothing of it runs on
+        self._world.reached("", rank)  # raises Killed: nothing of the process runs on
 
     # -------------------------------------------------------------------------------------------------------- its ends
 
     def ended(self, rank: SimRank) -> None:
-        """A process has ended: those that wait for it hang or fail, and a launcher starts all anew."""
+        """Handle the end of a process: ranks that wait for it hang or fail, and its launcher starts all ranks anew."""
         self._marked.pop(rank, None)
         for place in [place for place in self._open if rank.rank in place[:2] and self._open[place] is not rank]:
             self._broken(place)
@@ -185,7 +185,7 @@ class Transfers:
             self._kill(rank)
 
     def _kill(self, rank: SimRank) -> None:
-        """The launcher ends a rank that is on its way, which has nothing to lose."""
+        """Kill a rank that has not made its first update, after a check that the job loses nothing by it."""
         world = self._world
         held = {r: {each.trainer.gate.version} for r, each in world.ranks.items() if each.alive and each is not rank}
         newest = max((v for versions in held.values() for v in versions), default=Version(0))

@@ -1,18 +1,18 @@
 """Plays a whole job in one thread and in virtual time: the real machines, a toy trainer, and faults.
 
-One seed is one run: ``ttp simulate --seed 7 --trace`` repeats it and prints what happened. A run ends well when the job
-was trained to the end, through as many restarts as its faults cause, with every invariant of ``ttp.testing.invariants``
-held at every moment and the bits of a run without faults.
+One seed is one run: ``ttp simulate --seed 7 --trace`` repeats it and prints its trace. A run ends well if the job was
+trained to the end, through as many restarts as its faults cause, every invariant of ``ttp.testing.invariants`` held at
+every moment, and the bits are those of a run without faults.
 
-What is modelled: a network that delays, breaks streams and repeats messages (``network``), hosts that are cut off, two
+Modelled are: a network that delays, breaks streams and repeats messages (``network``), hosts that are cut off, two
 controllers at a time (``sim_roads``); ranks that die at any point, raise, stand still, get SIGTERM (``sim_rank``);
 collectives that some ranks leave and others do not when one dies (``sim_collectives``); controllers that die between
-two actions of one event and are replaced; savers and committers that fail or take for ever; updates that are made or
-unmade on request, with a barrier where that is needed; snapshots; where it is asked for, how ranks that go on come to
-their state (``sim_transfers``). What is not: threads, disks (``tests/store`` pulls
-that plug), several jobs on one port (``tests/core/test_admission.py``).
+two actions of one event and are replaced; savers and committers that fail or take for ever; redo and undo of updates,
+with a barrier where that is needed; snapshots; on request, how ranks that go on get their state (``sim_transfers``).
+Not modelled are: threads, disks (``tests/store`` cuts the power there), several jobs on one port
+(``tests/core/test_admission.py``).
 
-Every event costs constant time, so worlds of 10^5 ranks can be played.
+Every event takes constant time, so worlds of 10^5 ranks can be played.
 """
 
 from __future__ import annotations
@@ -76,27 +76,27 @@ RANK_TIMEOUTS = RankTimeouts(
     doubt_s=1.0,
 )
 WATCHED_BEAT_S, WATCHED_FLOOR_S = 0.02, 0.1
-"""Heartbeats and patience of jobs in which hangs are looked for: they are over before others beat once."""
+"""Heartbeat and patience, in seconds, of jobs in which hangs are looked for: they end before the usual heartbeat."""
 EVENTS_MAX, EVENTS_PER_RANK_MAX = 40_000, 4_000
-"""Budget of one incarnation: more is a live-lock."""
+"""Most events of one incarnation, and more for each rank: beyond them it is a live-lock."""
 PATIENCE_OF_LAUNCHER_S = 30.0
-"""After a process has ended badly a launcher waits so long for the others, then it kills them: it never has to."""
+"""Seconds that a launcher waits after a process ended badly before it kills the others. It never has to."""
 INCARNATIONS_MAX = 8
 
 
 @dataclass(slots=True)
 class Result:
-    """How a run ended.
+    """The end of a run.
 
     Args:
-        incarnations: launches of the job.
-        events: what happened, in calls.
-        exits: exit codes of all ranks of each incarnation; ``None``: killed.
+        incarnations: number of launches of the job.
+        events: number of calls that the clock made.
+        exits: exit codes of all ranks of each incarnation; ``None`` stands for killed.
         saved: versions of the checkpoints that were committed, in that order.
         digest: of the trace.
-        trace: what happened, if it was kept.
-        points: how often ranks were at a point of ``scenario.POINTS``.
-        virtual_s: how long it took in virtual time.
+        trace: the text of the trace, if it was kept.
+        points: how often ranks were at each point of ``scenario.POINTS``.
+        virtual_s: how long the run took in virtual time.
     """
 
     incarnations: int
@@ -110,14 +110,14 @@ class Result:
 
 
 class Simulation(Clock):
-    """See the module.
+    """One simulated job.
 
     Args:
         scenario: the job and its faults.
-        keep_trace: keep the text of the trace; its digest is always made.
-        patience: of every controller; as a rule a fraction of what it is in real jobs.
-        timeouts: of every rank; likewise.
-        keepalive_s: when gRPC takes a stream for dead whose other end gives no answer.
+        keep_trace: whether to keep the text of the trace; its digest is always computed.
+        patience: the timeouts of every controller; usually a fraction of those of real jobs.
+        timeouts: the timeouts of every rank; likewise.
+        keepalive_s: seconds without an answer from the other end after which gRPC takes a stream for dead.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Simulation(Clock):
         self.rng = random.Random(f"run {scenario.seed}")
         self.storage = ToyStorage(self.layout)
         self.keepers = keepers(self.layout)
-        """Who keeps copies of which shards; the same on all ranks, and computed once for all of them here."""
+        """The ranks that keep copies of shards; equal on all ranks, so computed once for all of them here."""
         self.judge = Judge(self)
         self.patience, self.timeouts = patience, timeouts
         if scenario.watched:
@@ -147,11 +147,11 @@ class Simulation(Clock):
         self.points: Counter[str] = Counter()
         self._faults = Faults(self, ())
         self.parts = in_parts(self.layout)
-        """What a controller is told of the layout when it asks."""
+        """The layout in parts, as a controller that asks for it is told."""
         self._early: dict[Rank, SimRank] = {}
-        """Of the next launch: ranks that go on in their processes; the others of this one may not know of it yet."""
+        """Ranks of the next launch that go on in their processes; other ranks may not know of that launch yet."""
         self.transfers = Transfers(self) if scenario.transfers else None
-        self._skipped = 0  # launches that came to nothing
+        self._skipped = 0  # launches cut off because the launcher started all ranks anew
         self._hosts: dict[str, Pages] = {}
         self._copies: dict[str, Copies] = {}
         self.barrier = len(self.layout.groups) > 1 and not scenario.undo
@@ -166,7 +166,7 @@ class Simulation(Clock):
         """Play the job until it has trained to the end.
 
         Raises:
-            InvariantBroken: with the seed in its text.
+            InvariantBroken: an invariant was broken; the text names the seed.
         """
         exits: list[list[int | None]] = []
         try:
@@ -212,7 +212,7 @@ class Simulation(Clock):
         self._faults = Faults(self, faults[launch] if launch < len(faults) else ())
 
     def goes_on(self, rank: SimRank) -> None:
-        """A rank was released to go on in its process: it may say hello before others have heard of their release."""
+        """Let a rank go on in its process. It may say hello before other ranks have heard of their release."""
         if self.transfers is not None:
             self.transfers.goes_on(rank)
         if not self.scenario.relays:
@@ -223,7 +223,7 @@ class Simulation(Clock):
             self._early[old.rank] = SimRank(self, self._hello(old.rank, old.hello.launch + 1), self.timeouts)
 
     def _early_of(self, launch: int) -> dict[Rank, SimRank]:
-        """Ranks of the next launch that are there already. Where not all go on the launcher starts all anew."""
+        """Return the ranks of the next launch that are there already; none if the launcher starts all anew."""
         for rank in self.transfers.gone if self.transfers is not None else ():
             self._rejoin(rank)
         early, self._early = self._early, {}
@@ -255,7 +255,7 @@ class Simulation(Clock):
     # -------------------------------------------------------------------------------------------- the launcher, people
 
     def ended(self, rank: SimRank) -> None:
-        """A process has ended: its stream ends, and peers may see the death."""
+        """Handle the end of a process: its stream ends, and peers may see the death."""
         early = self.ranks.get(rank.rank) is not rank
         self._alive -= not early
         if rank.stream is not None:
@@ -273,7 +273,7 @@ class Simulation(Clock):
                 self.after(PATIENCE_OF_LAUNCHER_S, self._kill_what_is_left, self.ranks)
             self._neighbours_see(rank)
             told = 0.9 if self.scenario.keep else 0.4
-            if self.rng.random() < told and not self.roads.learns_late(rank):  # nor has its launcher power
+            if self.rng.random() < told and not self.roads.learns_late(rank):  # a launcher without power tells nothing
                 seat = SEAT_READY if self.scenario.keep else ""
                 accused = Accused((rank.rank,), m.FaultKind.EXITED, "exited", (rank.hello.pid,), seat=seat)
                 self.after(self.rng.random() * 0.1, self.tell_controller, accused)
@@ -281,7 +281,7 @@ class Simulation(Clock):
             self.collectives.broken_by(rank.rank)
 
     def _neighbours_see(self, dead: SimRank) -> None:
-        """Another process of the host may see the death before anybody else can."""
+        """Let another process of the host see the death, perhaps before anybody else."""
         if self.rng.random() < 0.5:
             for r in range(dead.rank + 1, dead.rank + 8):
                 other = self.ranks[Rank(r % self.layout.world_size)]
@@ -291,7 +291,7 @@ class Simulation(Clock):
                     return
 
     def _kill_what_is_left(self, ranks: dict[Rank, SimRank]) -> None:
-        """Long after the first death; only a job that has not trained yet may need that."""
+        """End a launch long after its first death; only a job that has not trained yet may need that."""
         if ranks is self.ranks:
             self.end_by_hand()
 
@@ -308,27 +308,27 @@ class Simulation(Clock):
             controller.on_event(event)
 
     def next_request(self) -> int:
-        """A new number for a request to save."""
+        """Return a new number for a request to save."""
         self._requests += 1
         return self._requests
 
     def controller_died(self, controller: SimController) -> None:
-        """A controller was killed."""
+        """Handle the death of a controller."""
         self.roads.controller_died(controller)
 
     # -------------------------------------------------------------------------------------------------- for the ranks
 
     def stream(self, rank: RankEnd, controller: SimController, connection: ConnectionId) -> Stream:
-        """A new stream."""
+        """Open a stream."""
         s = self.scenario
         return Stream(self, self.rng, rank, controller, connection, delay_s=s.delay_s, repeats=s.repeats)
 
     def delay(self) -> float:
-        """Seconds that a connection takes."""
+        """Return the seconds that opening a connection takes."""
         return self.scenario.delay_s * (0.5 + self.rng.random())
 
     def reached(self, point: str, rank: SimRank) -> None:
-        """A rank is at a point of ``scenario.POINTS``; raises ``Killed`` if it dies there."""
+        """Note that a rank is at a point of ``scenario.POINTS``. Raises ``Killed`` if it dies there."""
         self.points[point] += 1
         self._faults.reached(point, rank)
         if self.transfers is not None and rank.alive:
@@ -337,13 +337,13 @@ class Simulation(Clock):
             raise Killed
 
     def raises(self, rank: SimRank, where: str) -> bool:
-        """Whether the training code raises here."""
+        """Return whether the training code raises here."""
         return self._faults.raises(rank, where)
 
     # ---------------------------------------------------------------------------------------------------------- storage
 
     def state_at(self, version: Version) -> ToyState:
-        """The state that a rank restores. If its page was lost, its random stream is a new one."""
+        """Return the state that ranks restore. A rank whose page was lost gets a new random stream."""
         if version == self.judge.base.version:
             return self.judge.base
         found = self.storage.checkpoints[version]
@@ -353,35 +353,35 @@ class Simulation(Clock):
         return ToyState(version, dict(found.shards), random_words)
 
     def pages(self, host: str) -> Pages:
-        """The shared memory of a host."""
+        """Return the pages in the shared memory of a host."""
         return self._hosts.setdefault(host, {})
 
     def copies(self, host: str) -> Copies:
-        """Second copies in the memory of a host."""
+        """Return the second copies in the memory of a host."""
         return self._copies.setdefault(host, {})
 
     def commit(self, order: m.Commit) -> None:
-        """Rename a draft."""
+        """Commit a draft."""
         self.storage.commit(order)
         self.judge.committed(order.version)
 
     def write_fails(self, rank: SimRank) -> bool:
-        """Whether a save of this rank fails."""
+        """Return whether a save of this rank fails."""
         return self._faults.refuses("write", rank)
 
     def commit_fails(self, rank: SimRank) -> bool:
-        """Whether a commit of this rank fails."""
+        """Return whether a commit of this rank fails."""
         return self._faults.refuses("commit", rank)
 
     def disk_extra_s(self, rank: SimRank) -> float:
-        """How much longer a file takes than usual."""
+        """Return the extra seconds that a file takes."""
         return self._faults.extra_s("slow", rank)
 
     def transfer_extra_s(self, rank: SimRank) -> float:
-        """How much longer what it sends and receives of a state takes than usual."""
+        """Return the extra seconds that each message of a state takes that the rank sends or receives."""
         return self._faults.extra_s("transfer", rank)
 
 
 def run_seed(seed: int, *, keep_trace: bool = False, shards: int | None = None, replicas: int | None = None) -> Result:
-    """One run of a random scenario."""
+    """Run a random scenario."""
     return Simulation(random_scenario(seed, shards, replicas), keep_trace=keep_trace).run()

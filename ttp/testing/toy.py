@@ -1,8 +1,8 @@
-"""A training job small enough to know every bit of, and a storage that tears what is not finished.
+"""A training job small enough to know every bit of, and a storage on which unfinished files are torn.
 
 The state of a shard is two words that an update writes one after the other, so that a copy taken in mid-update shows. A
 rank has a word of its own, its random stream, which each forward pass consumes. The gradient depends on every word of
-every rank: a resume that is off anywhere ends with other bits.
+every rank, so a resume that is wrong anywhere ends with other bits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ttp.core.stripes import Part, base_of, lacking
 
 Words = tuple[int, int]
 Pages = dict[tuple[Rank, int], tuple[Version, int]]
-"""Shared memory of one host: (rank, slot) -> (version, random)."""
+"""The pages in the shared memory of one host: (rank, slot) -> (version, random)."""
 SLOTS = 3
-"""Page slots: a rank may write n + 1 while a neighbour is still at n - 1."""
+"""Page slots: a rank may write version n + 1 while a neighbour is still at n - 1."""
 
 
 class InvariantBroken(AssertionError):  # noqa: N818 - it is what it says
@@ -28,7 +28,7 @@ class InvariantBroken(AssertionError):  # noqa: N818 - it is what it says
 
 
 def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
-    """The greeting of a rank of a made up job that starts; ``more``: fields in which it differs."""
+    """Return the greeting of a rank that starts in a made-up job. ``more``: fields in which it differs."""
     facts: dict[str, Any] = {
         "protocol_major": m.PROTOCOL_MAJOR, "protocol_minor": m.PROTOCOL_MINOR, "ttp_version": "0", "run_id": "job",
         "launch": 0, "incarnation": 0, "nonce": f"n{rank}", "world_size": layout.world_size,
@@ -40,7 +40,7 @@ def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
 
 
 def mix(*words: int | str) -> int:
-    """A well spread 32-bit word that depends on every argument; equal on every machine."""
+    """Return a well spread 32-bit word that depends on every argument and is equal on every machine."""
     return zlib.crc32(repr(words).encode())
 
 
@@ -54,12 +54,12 @@ class ToyState:
 
     @classmethod
     def initial(cls, layout: Layout) -> ToyState:
-        """Version 0."""
+        """Return the state of version 0."""
         shards = {s: (mix("a", s), mix("b", s)) for s in layout.groups}
         return cls(Version(0), shards, {Rank(r): mix("rng", r) for r in range(layout.world_size)})
 
     def advanced(self, layout: Layout) -> ToyState:
-        """One update later, without any of ttp."""
+        """Return the state one update later, computed without any of ttp."""
         drawn = {r: draw(word) for r, word in self.random.items()}
         parts = (contribution([self.shards[s] for s in layout.shards_of(r)], drawn[r]) for r in self.random)
         gradient = reduce(parts)
@@ -68,28 +68,31 @@ class ToyState:
 
 
 def dealt(words: Words, part: Part, *, uneven: bool = False) -> tuple[tuple[int, int], ...]:
-    """Which words of a shard are in a part of it, with their places. ``uneven``: not as the other replicas deal."""
+    """Return the words of a shard that are in a part of it, with their places.
+
+    ``uneven``: deal them in reverse order, unlike the other replicas.
+    """
     placed = list(enumerate(words))
     return tuple(placed[::-1] if uneven else placed)[part.index - 1 :: part.count]
 
 
 def draw(random: int) -> int:
-    """A forward pass consumes the random stream."""
+    """Return the random stream after a forward pass has consumed a number."""
     return mix("draw", random)
 
 
 def contribution(words: list[Words], random: int) -> int:
-    """What one rank brings to the all-reduce."""
+    """Return what one rank contributes to the all-reduce."""
     return mix(*(w for pair in words for w in pair), random)
 
 
 def reduce(parts: Iterable[int]) -> int:
-    """The all-reduce: a sum, as order does not matter."""
+    """Return the result of the all-reduce: a sum, so order does not matter."""
     return sum(parts) & 0xFFFFFFFF
 
 
 def update(word: int, gradient: int) -> int:
-    """One word of a shard, one update later."""
+    """Return one word of a shard, one update later."""
     return mix(word, gradient)
 
 
@@ -114,10 +117,10 @@ class File:
 
 @dataclass(slots=True)
 class ToyStorage:
-    """Drafts and checkpoints, in all directories. Breaking a promise of the store raises ``InvariantBroken``.
+    """Drafts and checkpoints, in all directories. Raises ``InvariantBroken`` if a promise of the store is broken.
 
     Args:
-        layout: each shard has to be in a checkpoint exactly once.
+        layout: each of its shards has to be in a checkpoint exactly once.
         keep: whole checkpoints that retention leaves.
     """
 
@@ -138,7 +141,7 @@ class ToyStorage:
         self.drafts[draft][file].content = content
 
     def commit(self, order: m.Commit) -> None:
-        """Rename. Raises ``InvariantBroken`` where a real store would make a bad checkpoint."""
+        """Commit a draft. Raises ``InvariantBroken`` where a real store would make a bad checkpoint."""
         there = self.checkpoints.get(order.version)
         if there is not None and (there.incident, there.incarnation) == (order.incident, order.incarnation):
             return  # done before, by this rank or another
@@ -186,5 +189,5 @@ class ToyStorage:
 
 
 def digest(content: tuple[object, ...]) -> str:
-    """Digest of a file's content."""
+    """Return the digest of a file's content."""
     return f"{mix(repr(content)):08x}"

@@ -1,9 +1,9 @@
 """The page as an ASGI application: GET only, and only with the page's own token.
 
 The token comes once as ``/?token=...`` and is a cookie from then on, or as ``Authorization: Bearer``. It is not the
-job's: who has it can look, and nothing else. A page of another origin has no such cookie, under whatever name it
-reaches this server. Everything the page needs is served from here; its texts come from programs that crashed, so the
-script sets them as text, and the policy lets nothing run that is not a file of ours.
+job's token: its holder can look, and do nothing else. A page of another origin has no such cookie, under whatever name
+it reaches this server. Everything the page needs is served from here. Its texts come from programs that crashed, so the
+script sets them as text, and the policy lets nothing run that is not a file of this package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HEADERS = {
 }
 WAIT_S = 1.0
 QUIET_S = 15.0
-"""A stream says something at least so often: what lies between drops connections that are silent."""
+"""Maximum seconds without data in a stream: proxies drop connections that are silent."""
 FIRST_S = 8.0
 WATCHERS_MAX = 64
 REFUSED = (
@@ -60,13 +60,13 @@ REFUSED = (
 
 
 class Door:
-    """Lets requests in that have the token, and adds headers to every answer."""
+    """A middleware that admits requests with the token, and adds headers to every answer."""
 
     def __init__(self, app: ASGIApp, token: str, cookie: str, secure: bool) -> None:
         self._app, self._token, self._cookie, self._secure = app, token, cookie, secure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle a request; see ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -83,7 +83,7 @@ class Door:
         given = request.query_params.get("token")
         if given is not None and self._fits(given):
             response: Response = RedirectResponse(request.url.path or "/", 303)
-            # Lax: a link in a chat leads here, and nothing that a request of another site could change is here.
+            # Lax: a link in a chat leads here, and nothing here could be changed by a request of another site.
             settings: Any = {"httponly": True, "samesite": "lax", "secure": self._secure}
             response.set_cookie(self._cookie, self._token, **settings)
             await response(scope, receive, answer)
@@ -110,14 +110,14 @@ def _bearer(request: Request) -> str:
 def make_app(
     looks: Looks, token: str, port: int = 0, secure: bool = False, ends: Callable[[], bool] | None = None
 ) -> Any:
-    """The application.
+    """Make the application.
 
     Args:
-        looks: at the job; runs as long as the application.
-        token: of the page; see ``Door``.
-        port: cookies are shared by all ports of a host, so it is in the cookie's name.
-        secure: it is served by TLS.
-        ends: whether the server is about to end, for streams.
+        looks: observes the job; runs as long as the application.
+        token: token of the page; see ``Door``.
+        port: is part of the cookie's name, as cookies are shared by all ports of a host.
+        secure: the page is served by TLS.
+        ends: returns whether the server is about to end, for streams.
     """
     pages = _Pages(looks, ends or (lambda: False))
 
@@ -145,22 +145,22 @@ def make_app(
 
 
 class _Pages:
-    """What is served under which address."""
+    """The handlers of all addresses."""
 
     def __init__(self, looks: Looks, ends: Callable[[], bool]) -> None:
         self._looks, self._ends = looks, ends
         self._watching = 0
 
     async def health(self, request: Request) -> Response:
-        """That this process lives."""
+        """Answer that this process lives."""
         return PlainTextResponse("ok\n")
 
     async def page(self, request: Request) -> Response:
-        """The page; its script fills it."""
+        """Send the page; its script fills it."""
         return Response(await asyncio.to_thread((STATIC / "page.html").read_bytes), media_type="text/html")
 
     async def plain(self, request: Request) -> Response:
-        """The same as text, for terminals and where scripts are off: what ``ttp status`` says, and the incidents."""
+        """Send the page as text, for terminals and browsers without scripts: ``ttp status``, and the incidents."""
         await self._fresh()
         out = io.StringIO()
         console = Console(file=out, width=140, force_terminal=False, highlight=False)
@@ -180,25 +180,25 @@ class _Pages:
         return self._looks.incidents.listed
 
     async def _fresh(self) -> None:
-        """Wait for a look that begins now; a controller that does not answer is waited for some seconds."""
+        """Wait for a look that begins now; some seconds at most if the controller does not answer."""
         await self._looks.newer(self._looks.number, FIRST_S)
 
     async def status(self, request: Request) -> Response:
-        """The view, once."""
+        """Send the view, once."""
         await self._fresh()
         return Response(self._looks.text, media_type="application/json")
 
     async def incidents(self, request: Request) -> Response:
-        """The list of incidents, the newest first."""
+        """Send the list of incidents, the newest first."""
         await asyncio.to_thread(self._looks.incidents.look)
         return JSONResponse(self._listed)
 
     async def incident(self, request: Request) -> Response:
-        """One incident; see ``ttp.web.story``."""
+        """Send one incident; see ``ttp.web.story``."""
         return await self._of_incident(request, lambda log: json.dumps(story(log)))
 
     async def trace(self, request: Request) -> Response:
-        """One incident, for ui.perfetto.dev."""
+        """Send one incident as a trace for ui.perfetto.dev."""
         return await self._of_incident(request, trace_text)
 
     async def _of_incident(self, request: Request, tell: Callable[[Any], str]) -> Response:
@@ -215,7 +215,7 @@ class _Pages:
         return Response(text, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
-        """Every view as it comes, as server-sent events. Each is whole, so a client that is slow misses some."""
+        """Send every view as it comes, as server-sent events. Each is whole, so a client that is slow misses some."""
         if self._watching >= WATCHERS_MAX:
             return PlainTextResponse(f"{WATCHERS_MAX} pages are open already\n", 503)
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})

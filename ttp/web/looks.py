@@ -1,7 +1,7 @@
-"""Looks at a job for everybody who watches: one question at a time, and none while nobody watches.
+"""Observes a job for all watchers: one request at a time, and none while no page is open.
 
-The status and the files of incidents are looked at by two tasks, each in threads of its own: storage that hangs does
-not keep the status from being shown. The controller spends at most a twentieth of its time on answers.
+Two tasks read the status and the incident files, each in threads of its own, so that the status is shown even if
+storage hangs. The controller spends at most a twentieth of its time on answers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger("ttp.web")
 
 LOOK_S = 0.4
 SHARE = 20
-"""The time between two looks is at least so many times what the last one took."""
+"""The time between two looks is at least this many times the duration of the last one."""
 IDLE_S = 10.0
-"""So long after the last request nobody watches any more."""
+"""Seconds after the last request until no page counts as open."""
 LATE_S = 3.0
-"""Beats are a second apart; who has not reached by then what another had is late."""
+"""Heartbeats are a second apart; a rank is late that has not reached after these seconds what another had."""
 LISTED_MAX = 100
-"""Incidents in the list, the newest."""
+"""Maximum number of incidents in the list, the newest."""
 
 Answer = tuple[pb.GetStatusResponse, str, Path | None]
 """A status, the controller that gave it, and the job's run directory on this host, if there is one."""
@@ -48,10 +48,10 @@ class Asker:
         self._client: Client | None = None
 
     def __call__(self) -> Answer:
-        """The status now.
+        """Return the status now.
 
         Raises:
-            TtpError: nobody answers; the text says what to do.
+            TtpError: no controller answers; the text says what to do.
         """
         client = self._client = self._client or Client(find(*self._given))
         try:
@@ -78,7 +78,7 @@ class Incidents:
         self.newest: IncidentLog | None = None
 
     def belong_to(self, save_dir: str, run_dir: Path | None) -> None:
-        """Where a job's incidents are: its save_dir, and its run directory for those that storage refused."""
+        """Set where the job's incidents are: its save_dir, and its run directory for those that storage refused."""
         there = [self._given, Path(save_dir) if save_dir else None, run_dir]
         self.places = tuple(dict.fromkeys(place for place in there if place is not None))
 
@@ -106,7 +106,7 @@ class Incidents:
         return changed
 
     def ended(self) -> str:
-        """How the last launch ended, if that was written down; empty: it may run still, or was cut off."""
+        """Return how the last launch ended, if that was recorded; empty: it may run still, or was cut off."""
         for place in self.places:
             with contextlib.suppress(TtpError):
                 if (launches := read_launches(place)) and (last := launches[-1]).code is not None:
@@ -119,26 +119,26 @@ class Incidents:
                 yield from incident_files(place)[:LISTED_MAX]
 
     def read(self, name: str) -> IncidentLog | None:
-        """One incident by its id; None: there is none of that name. The longest story of those in several places."""
+        """Return an incident by its id, the longest story if several places have it; None: there is none."""
         paths = [path for path in self._files() if path.stem == name]
         stories = [read_incident(path) for path in paths]
         return max(stories, key=lambda story: len(story.lines), default=None)
 
 
 def _age(story: IncidentLog) -> tuple[float, str, int]:
-    """Of two files of one incident the longer one is newer."""
+    """Return a key that sorts by age: of two files of one incident the longer one is newer."""
     return story.opened_unix_s, story.id, len(story.lines)
 
 
 class Progress:
-    """Sees how a job moves; see ``Pace``."""
+    """Tracks how a job moves; see ``Pace``."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
         self._still: tuple[int, int, float] = (0, -1, 0.0)
 
     def at(self, now: pb.GetStatusResponse, at_s: float) -> Pace:
-        """Look at the job, at a time of the monotonic clock."""
+        """Note the status at a time of the monotonic clock in seconds, and return the pace."""
         newest = max((rank.version for rank in now.ranks), default=0)
         if self._still[:2] != (now.incarnation, newest):
             if self._still[0] != now.incarnation:
@@ -155,14 +155,14 @@ class Looks:
     """What is known of the job, for all watchers. Lives on one event loop.
 
     Args:
-        ask: gives the status; None: there is no controller, only incidents.
-        incidents: where the files are.
+        ask: returns the status; None: there is no controller, only incidents.
+        incidents: the incident files.
     """
 
     def __init__(self, ask: Callable[[], Answer] | None, incidents: Incidents) -> None:
         self.incidents = incidents
         self.number = 0
-        """Of the latest news."""
+        """Number of the latest view."""
         self.text = "{}"
         """The latest view as JSON; see ``ttp.web.view``."""
         self.status: pb.GetStatusResponse | None = None
@@ -175,12 +175,12 @@ class Looks:
         self._progress = Progress()
 
     def want(self) -> None:
-        """Somebody watches: look for the next seconds."""
+        """Note that a page is open, so that the job is observed for the next seconds."""
         self._wanted_at = time.monotonic()
         self._wanted.set()
 
     async def newer(self, number: int, timeout_s: float) -> bool:
-        """Wait until there is something newer than ``number``. Returns whether there is."""
+        """Wait up to ``timeout_s`` seconds for a view newer than ``number``. Returns whether there is one."""
         self.want()
         async with self._news:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -188,7 +188,7 @@ class Looks:
         return self.number > number
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Observe until cancelled."""
         tasks = [asyncio.create_task(self._watch(look)) for look in (self._look_at_job, self._look_at_files)]
         try:
             await asyncio.gather(*tasks)

@@ -24,18 +24,18 @@ log = logging.getLogger("ttp.web")
 
 CONNECTIONS_MAX = 200
 END_S = 2
-"""How long requests that run may take once the server is told to end."""
+"""Seconds that running requests may take once the server is told to end."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how to listen.
+    """Address and options to listen with.
 
     Args:
         address: an address of this host.
         port: 0: any that is free.
-        token_file: the page's token; None: one is made.
-        client_certificates: with TLS, whether browsers have to show one too.
+        token_file: file with the page's token; None: a token is made.
+        client_certificates: with TLS, whether browsers have to show a certificate too.
     """
 
     address: str

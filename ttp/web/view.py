@@ -1,4 +1,4 @@
-"""What the page shows of a job: one object for JSON, made of a status and of the incident that it speaks of.
+"""Makes the page's data of a job: one object for JSON, from a status and the incident that it mentions.
 
 Ranks are columns, one entry a rank: of 4,096 ranks that is 90 kB. Sentences for people are made here, where they are
 tested, and not in the browser.
@@ -20,21 +20,21 @@ from ttp.errors import EXIT_SAVED
 from ttp.wire.v1 import controller_pb2 as pb
 
 SILENT_S = 5.0
-"""A rank that trains beats every second."""
+"""Seconds of silence after which a rank is shown as silent; a rank that trains sends a heartbeat every second."""
 STILL_S = 15.0
-"""Steps of large jobs take some seconds."""
+"""Seconds without a finished step after which this is shown; steps of large jobs take some seconds."""
 GROUPS_MAX = 64
 TEXT_MAX = 2_000
-"""Characters of a text of a rank that are sent."""
+"""Maximum number of characters of a rank's text that are sent."""
 HERE = ("live", "frozen", "broken")
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How the job moves, as it was seen from here: ranks tell their versions once a second, not all at the same time.
+    """How the job moves, as seen from here: ranks report versions once a second, not all at the same time.
 
     Args:
-        passed: the newest version of some seconds ago; who is not there yet is late.
+        passed: the newest version of some seconds ago; a rank that has not reached it is late.
         still_s: seconds for which no rank has finished a step.
     """
 
@@ -43,12 +43,12 @@ class Pace:
 
 
 def view(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()) -> dict[str, Any]:
-    """The whole page.
+    """Return the data of the whole page.
 
     Args:
         now: the status.
         log: the newest incident's file; None: there is none that can be read here.
-        pace: of the job.
+        pace: how the job moves.
     """
     if log is not None and log.id != now.last_incident.id:
         log = None
@@ -80,7 +80,7 @@ def view(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()
 
 
 def _hosts(ranks: Iterable[pb.RankStatus]) -> list[tuple[str, list[int]]]:
-    """Names of hosts with their ranks, in the order of their first ranks."""
+    """Return names of hosts with their ranks, in the order of their first ranks."""
     found: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         found[rank.host].append(rank.rank)
@@ -88,7 +88,7 @@ def _hosts(ranks: Iterable[pb.RankStatus]) -> list[tuple[str, list[int]]]:
 
 
 def _groups(now: pb.GetStatusResponse) -> list[dict[str, Any]]:
-    """Replica groups, those with the fewest living copies first."""
+    """Return the replica groups, those with the fewest living copies first."""
     here = {rank.rank for rank in now.ranks if rank.state in HERE}
     found = []
     for group in now.groups:
@@ -109,7 +109,7 @@ def _groups(now: pb.GetStatusResponse) -> list[dict[str, Any]]:
 
 
 def late(now: pb.GetStatusResponse, pace: Pace) -> list[int]:
-    """Ranks of a job that trains which are silent, or not where others were some seconds ago."""
+    """Return ranks of a training job that are silent, or have not reached where others were some seconds ago."""
     if now.stage != "training":
         return []
     live = (rank for rank in now.ranks if rank.state in HERE)
@@ -117,7 +117,7 @@ def late(now: pb.GetStatusResponse, pace: Pace) -> list[int]:
 
 
 def waits(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()) -> Iterator[str]:
-    """Who waits for what, in sentences; none: everything goes on."""
+    """Yield sentences about which ranks wait for what; none: everything goes on."""
     states: dict[str, list[int]] = defaultdict(list)
     for rank in now.ranks:
         states[rank.state].append(rank.rank)
@@ -196,7 +196,7 @@ def _incident(now: pb.GetStatusResponse, log: IncidentLog | None) -> dict[str, A
 
 
 def tell(log: IncidentLog) -> dict[str, Any]:
-    """What an incident's file adds: who was hurt, what was saved, and whether that is good."""
+    """Return what an incident's file adds: which ranks were hurt, what was saved, and whether that is good."""
     over = log.last("released", "thawed", "closed") is not None
     told: dict[str, Any] = {"cause": log.cause[:TEXT_MAX], "dead": hurt(log), "path": log.checkpoint}
     if (line := log.last("committed")) is not None:
@@ -214,7 +214,7 @@ def tell(log: IncidentLog) -> dict[str, Any]:
 
 
 def hurt(log: IncidentLog) -> list[int]:
-    """Ranks that the evidence is against, but for those that only saw a collective fail; at most 64."""
+    """Return the ranks that evidence accuses, except those that only saw a collective fail; at most 64."""
     back = {(line.facts.get("rank"), line.facts.get("evidence")) for line in log.of("retracted")}
     found = [
         line.facts["rank"]

@@ -1,1 +1,1 @@
-"""Messages on the wire: protobuf and its conversion, channels, token, TLS."""
+"""The wire protocol: protobuf messages and their conversion, gRPC channels, authentication by token, and TLS."""

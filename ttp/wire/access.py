@@ -1,12 +1,12 @@
-"""Who may speak to a service of ttp, and where it listens.
+"""Access control for the gRPC servers of a job: which address a server listens on, and whose requests it serves.
 
-The same rules hold for every gRPC server of a job. A request is served when it carries the job's token and, with TLS,
-shows a valid certificate of the job's authority that was not revoked. A server without a token listens on loopback, and
-serves processes of its own user and of root: the kernel tells the owner of a connection within one host.
-``TTP_INSECURE=1`` serves everybody.
+The same rules hold for every gRPC server of a job. A server serves a request that carries the job's token and, with
+TLS, shows a valid certificate of the job's authority that was not revoked. A server without a token listens on loopback
+and serves only processes of its own user and of root: the kernel tells who owns a connection within one host. With
+``TTP_INSECURE=1`` a server serves everybody.
 
-A new service: ``grpc.server(..., interceptors=guards(config))`` or ``grpc.aio.server(..., interceptors=
-aio_guards(config))``, then ``tls.add_port(server, target(listening_address(config), port))``. Who calls it adds
+To add a service, make ``grpc.server(..., interceptors=guards(config))`` or ``grpc.aio.server(..., interceptors=
+aio_guards(config))``, then call ``tls.add_port(server, target(listening_address(config), port))``. Its clients add
 ``channel.metadata(config.token)`` to each request.
 """
 
@@ -30,6 +30,7 @@ import grpc.aio
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.wire import tls
+from ttp.wire.sock_diag import owner_of_connection
 
 log = logging.getLogger("ttp.access")
 
@@ -37,7 +38,7 @@ TOKEN_KEY = "ttp-token"
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
 OPEN_TO_ALL = "/grpc.health.v1.Health/"
-"""Served without a token: health checks tell only that a process lives."""
+"""Prefix of the methods that are served without a token: health checks tell only that a process is alive."""
 NO_TOKEN = (
     "the request does not carry this job's token: set TTP_TOKEN or TTP_TOKEN_FILE to what the job was started with"
 )
@@ -46,7 +47,7 @@ _ESTABLISHED = "01"
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address``, a name or a number, can only be reached from this host."""
+    """Return whether ``address``, a host name or an IP address, can only be reached from this host."""
     try:
         found = socket.getaddrinfo(address.strip("[]"), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -55,10 +56,10 @@ def is_loopback(address: str) -> bool:
 
 
 def listening_address(config: Config) -> str:
-    """What a service binds to: ``TTP_BIND``, else every address; without a token loopback.
+    """Return the address that a service binds to: ``TTP_BIND``, else every address, or loopback if there is no token.
 
     Raises:
-        ConfigError: ``TTP_BIND`` is an address that others reach, and nothing keeps them out.
+        ConfigError: ``TTP_BIND`` is an address that other hosts reach, and neither a token nor ``TTP_INSECURE`` is set.
     """
     if config.token or config.insecure:
         return config.bind or EVERYWHERE
@@ -72,7 +73,7 @@ def listening_address(config: Config) -> str:
 
 @functools.cache
 def warn_if_open(insecure: bool) -> None:
-    """Warn, once in each process, that the job serves everybody."""
+    """Warn, once in each process, if the job serves everybody."""
     if insecure:
         log.warning(
             "TTP_INSECURE=1 and no token: everybody who reaches a port of this job can end it, save it and read its "
@@ -81,10 +82,10 @@ def warn_if_open(insecure: bool) -> None:
 
 
 class Door:
-    """Decides which requests are served.
+    """Decides which requests a server accepts.
 
     Args:
-        config: the job's; its token, and whether it is ``insecure``.
+        config: the job's configuration; its token and ``insecure`` are used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -93,20 +94,22 @@ class Door:
         self._guard = None if mine is None else mine.guard
         self._asks_kernel = not config.token and not config.insecure
         self.looks_at_peers = self._guard is not None or self._asks_kernel
-        """Whether ``about_peer`` has anything to say."""
+        """Whether ``about_peer`` can refuse a request: there are revocation lists, or there is no token."""
         warn_if_open(not config.token and config.insecure)
 
     def about_token(self, metadata: Iterable[tuple[str, Any]] | None) -> str:
-        """Why a request is refused for its token; empty: it is not."""
+        """Return why the request is refused for its token; empty if it is not."""
         given = str(dict(metadata or ()).get(TOKEN_KEY, "")).encode()
         return "" if not self._token or hmac.compare_digest(given, self._token) else NO_TOKEN
 
     def about_peer(self, peer: str, auth_context: Mapping[str, list[bytes]]) -> str:
-        """Why a request is refused for its certificate or its user; empty: it is not. May ask openssl or the kernel.
+        """Return why the request is refused for its certificate or its user; empty if it is not.
+
+        May run openssl, or read the kernel's list of connections, and so may block.
 
         Args:
-            peer: as gRPC names it, ``ipv4:127.0.0.1:4711``.
-            auth_context: as gRPC's.
+            peer: the caller's address as gRPC writes it, ``ipv4:127.0.0.1:4711``.
+            auth_context: gRPC's authentication context of the call.
         """
         if self._guard is not None and (problem := self._guard.caller_problem(auth_context)):
             return f"the certificate of this request: {problem}"
@@ -119,16 +122,18 @@ class Door:
 
 
 UNKNOWN = -1
-"""Nobody's connection: it is gone, or of another network namespace."""
+"""User id for a connection that no process owns: it is closed, or belongs to another network namespace."""
 
 
 def owner_of(peer: str) -> int | None:
-    """User id of the process that has opened a connection from this host; ``UNKNOWN``: there is no such process.
-
-    None: this system does not say (``/proc/net`` is missing).
+    """Return the user id of the process of this host that opened a connection.
 
     Args:
-        peer: as gRPC names it.
+        peer: the connection's address as gRPC writes it.
+
+    Returns:
+        The user id; ``UNKNOWN`` if no process of this host has the connection open; None if the system does not tell
+        (``/proc/net`` is missing).
     """
     kind, _, where = peer.partition(":")
     host, _, port = where.rpartition(":")
@@ -141,19 +146,27 @@ def owner_of(peer: str) -> int | None:
         return UNKNOWN
     if kind not in ("ipv4", "ipv6") or not address.is_loopback:
         return UNKNOWN
+    for served_at, served in tuple(tls.SERVED):
+        with contextlib.suppress(ValueError):  # it is a name
+            owner = owner_of_connection((address, int(port)), (ipaddress.ip_address(served_at), served))
+            if owner is not None:
+                return owner
     told = False
-    for name in ("tcp", "tcp6"):  # each takes the kernel some milliseconds
+    for name in ("tcp", "tcp6"):  # the kernel takes some milliseconds for each table
         lines = _connections(f"/proc/net/{name}", names)
         told |= lines is not None
         for fields in lines or ():
-            local, state, owner, inode = fields[1], fields[3], fields[7], fields[9]
+            local, state, uid, inode = fields[1], fields[3], fields[7], fields[9]
             if state == _ESTABLISHED and inode != "0" and local in names:
-                return int(owner)
+                return int(uid)
     return UNKNOWN if told else None
 
 
 def _connections(table: str, names: Iterable[str]) -> list[list[str]] | None:
-    """The fields of all lines that name one of these addresses; a job of many ranks has thousands of other lines."""
+    """Return the fields of the lines of ``table`` that contain one of ``names``; None if the table cannot be read.
+
+    All other lines are skipped unparsed: a job of many ranks has thousands of them.
+    """
     try:
         with Path(table).open() as lines:
             return [line.split() for line in lines if any(name in line for name in names)]
@@ -162,7 +175,7 @@ def _connections(table: str, names: Iterable[str]) -> list[list[str]] | None:
 
 
 def _as_in_proc(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> tuple[str, ...]:
-    """An address and port as ``/proc/net/tcp`` and ``tcp6`` write them: words of 32 bits in the host's order."""
+    """Return an address and port as ``/proc/net/tcp`` and ``tcp6`` write them: words of 32 bits in the host's order."""
 
     def words(packed: bytes) -> str:
         numbers = (int.from_bytes(packed[i : i + 4], "big") for i in range(0, len(packed), 4))
@@ -173,19 +186,19 @@ def _as_in_proc(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: in
 
 
 def guards(config: Config) -> list[grpc.ServerInterceptor]:
-    """Interceptors for a server with threads: they refuse requests that ``Door`` refuses.
+    """Return interceptors that make a threaded gRPC server refuse the requests that ``Door`` refuses.
 
     Raises:
-        ConfigError: TLS is asked for and cannot be had.
+        ConfigError: TLS is configured and cannot be used.
     """
     return [_Guard(Door(config))]
 
 
 def aio_guards(config: Config) -> list[grpc.aio.ServerInterceptor]:
-    """Interceptors for a server with an event loop: they refuse requests that ``Door`` refuses.
+    """Return interceptors that make an asyncio gRPC server refuse the requests that ``Door`` refuses.
 
     Raises:
-        ConfigError: TLS is asked for and cannot be had.
+        ConfigError: TLS is configured and cannot be used.
     """
     return [_AioGuard(Door(config))]
 
@@ -199,7 +212,7 @@ _MAKERS = {
 
 
 def _like(handler: Any, behaviour: Callable[[Any], Any]) -> Any:
-    """A handler of the same kind with ``behaviour(inner)``."""
+    """Return a handler of the same kind as ``handler`` that calls ``behaviour(its function)``."""
     make, name = _MAKERS[bool(handler.request_streaming), bool(handler.response_streaming)]
     return make(behaviour(getattr(handler, name)), handler.request_deserializer, handler.response_serializer)
 
@@ -209,7 +222,7 @@ class _Guard(grpc.ServerInterceptor):
         self._door = door
 
     def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
-        """See grpc."""
+        """Refuse a request without the token now, and wrap the handler so that the caller is checked before it runs."""
         handler = continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
             return handler
@@ -219,7 +232,7 @@ class _Guard(grpc.ServerInterceptor):
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
                 yield  # makes this a generator
 
-            return grpc.stream_stream_rpc_method_handler(refuse)  # of whatever kind: not even read
+            return grpc.stream_stream_rpc_method_handler(refuse)  # fits any method: nothing is read
         if not self._door.looks_at_peers:
             return handler
 
@@ -246,7 +259,7 @@ class _AioGuard(grpc.aio.ServerInterceptor):
         self._door = door
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """See grpc.aio."""
+        """Refuse a request without the token now, and wrap the handler so that the caller is checked before it runs."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
             return handler
@@ -256,7 +269,7 @@ class _AioGuard(grpc.aio.ServerInterceptor):
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
                 yield  # makes this a generator
 
-            return grpc.stream_stream_rpc_method_handler(refuse)  # of whatever kind: not even read
+            return grpc.stream_stream_rpc_method_handler(refuse)  # fits any method: nothing is read
         if not self._door.looks_at_peers:
             return handler
 

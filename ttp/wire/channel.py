@@ -1,4 +1,4 @@
-"""Options of all gRPC channels and servers of ttp."""
+"""Options of every gRPC channel and server of ttp, and the functions that open a channel to a controller."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ttp.wire.address import target
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 MESSAGE_BYTES_MAX = 256 << 20
-"""Largest message. Tables of pieces travel in messages: about 300 bytes per tensor."""
+"""Largest message in bytes. Tables of pieces travel in messages and take about 300 bytes per tensor."""
 
 
 def _keepalive(after_ms: int, patience_ms: int) -> list[tuple[str, Any]]:
-    """A peer that was silent for ``after_ms`` is asked, and taken for dead when no answer comes for ``patience_ms``."""
+    """Return the options that probe a peer after ``after_ms`` of silence and drop it ``patience_ms`` after that."""
     patience = [("grpc.keepalive_timeout_ms", patience_ms), ("grpc.http2.ping_timeout_ms", patience_ms)]
     return [("grpc.keepalive_time_ms", after_ms), *patience]
 
@@ -40,7 +40,7 @@ CLIENT_OPTIONS = [
 
 SERVER_OPTIONS = [
     *_COMMON,
-    *_keepalive(1_250, 8_750),  # asks early, so that its kernel can tell who is cut off, and believes late
+    *_keepalive(1_250, 8_750),  # probes early, so that its kernel notices hosts that are cut off, and gives up late
     ("grpc.so_reuseport", 0),  # two controllers on one port must not be possible
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -50,14 +50,21 @@ SERVER_OPTIONS = [
 
 
 RELAY_OPTIONS = [("grpc.keepalive_time_ms", 2_000), ("grpc.keepalive_timeout_ms", 2_000)]
-"""A process of this host that does not answer is left behind soon: others can be reached without it."""
+"""Options of a rank's channel to a relay of its host: a relay that does not answer is given up early, because the
+controller can be reached without it.
+"""
 
 
 def open_channel(address: str, port: int, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
-    """A channel of its own connection to the controller; ``options`` beside, or instead of, the usual ones.
+    """Open a channel with a connection of its own to the controller.
+
+    Args:
+        address: the controller's host.
+        port: the controller's port.
+        options: gRPC options that are added to ``CLIENT_OPTIONS``, or replace the ones of the same name.
 
     Raises:
-        ConfigError: TLS is asked for and cannot be had; see ``ttp.wire.tls``.
+        ConfigError: TLS is configured and cannot be used; see ``ttp.wire.tls``.
     """
     instead = {name for name, _ in options}
     usual = [option for option in CLIENT_OPTIONS if option[0] not in instead]
@@ -65,10 +72,10 @@ def open_channel(address: str, port: int, options: Sequence[tuple[str, Any]] = (
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that every request carries: the token."""
+    """Return the metadata that every request carries: the token, if there is one."""
     return ((TOKEN_KEY, token),) if token else ()
 
 
 def stub(channel: grpc.Channel) -> rpc.ControllerStub:
-    """A client of the controller's service."""
+    """Return a client of the controller's service."""
     return rpc.ControllerStub(channel)

@@ -1,7 +1,8 @@
-"""Converts between the core's values and protobuf messages. Protobuf types stop here.
+"""Conversion between the core's values and protobuf messages. No other layer inside sees protobuf types.
 
-Both sides use the same field names, so the conversion is driven by the dataclasses: enums by name, nested values and
-tuples recursively. A field that one side does not know is an error at import time of the tests, not in production.
+Dataclasses and protobuf messages use the same field names, so the dataclasses drive the conversion: enums by name,
+nested values and tuples recursively. A field that one of the two lacks fails when the tests import this module, not in
+production.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = [
 
 
 def _kinds(base: type) -> tuple[type, ...]:
-    """All messages of a kind, in the order of their modules; not the bases of others."""
+    """Return all subclasses of ``base`` that are messages (bases of no other), in the order of their modules."""
     everything = [each for module in (m, lm, cm, sm, rm) for each in vars(module).values()]
     found = {each: None for each in everything if isinstance(each, type) and issubclass(each, base)}
     bases = {above for each in found for above in each.__mro__[1:]}
@@ -54,12 +55,12 @@ ORDERS = _kinds(m.Order)
 
 
 def report_to_wire(report: m.Report) -> pb.RankReport:
-    """Core report -> protobuf."""
+    """Convert a core report to protobuf."""
     return pb.RankReport(**{_snake(type(report).__name__): _to_wire(report)})
 
 
 def order_to_wire(order: m.Order) -> pb.ControllerOrder:
-    """Core order -> protobuf. An order for several ranks is converted once for all of them: it is not to be changed."""
+    """Convert a core order to protobuf. An order for several ranks is converted once: do not change the result."""
     return _order_to_wire(order) if order.rank != m.SEVERAL else _shared_order(order)
 
 
@@ -71,10 +72,10 @@ _shared_order = functools.lru_cache(8)(_order_to_wire)
 
 
 def parse_report(data: bytes) -> m.Report:
-    """Bytes of a stream -> core report.
+    """Parse the bytes that a stream delivered into a core report.
 
     Raises:
-        WireError: they are no report, or one that does not make sense, or one that would take too much memory.
+        WireError: the bytes are no report, hold a value that makes no sense, or would take too much memory.
     """
     limits.check_size(data)
     try:
@@ -85,46 +86,38 @@ def parse_report(data: bytes) -> m.Report:
 
 
 def report_from_wire(message: pb.RankReport) -> m.Report:
-    """Protobuf -> core report.
-
-    Raises:
-        WireError: the message is empty or holds a value that this version does not know.
-    """
+    """Convert a protobuf report to a core report."""
     return typing.cast(m.Report, _one_of(message, "report", _REPORT_TYPES))
 
 
 def order_from_wire(message: pb.ControllerOrder) -> m.Order:
-    """Protobuf -> core order.
-
-    Raises:
-        WireError: the message is empty or holds a value that this version does not know.
-    """
+    """Convert a protobuf order to a core order."""
     return typing.cast(m.Order, _one_of(message, "order", _ORDER_TYPES))
 
 
 def pages_from_wire(messages: Iterable[pb.Mirror]) -> tuple[cm.Mirror, ...]:
-    """Pages that a launcher hands over.
+    """Convert the pages that a launcher hands over.
 
     Raises:
-        WireError: one of them makes no sense.
+        WireError: the content of a page message makes no sense.
     """
     return tuple(typing.cast(cm.Mirror, _from_wire(cm.Mirror, message)) for message in messages)
 
 
 @functools.cache
 def enum_to_wire(value: enum.Enum) -> int:
-    """Core enum -> protobuf number."""
+    """Return the protobuf number of a core enum's member."""
     kind = type(value)
     number: int = getattr(pb, f"{_snake(kind.__name__).upper()}_{value.name}")
     return number
 
 
-@functools.cache  # of what is known: nothing is kept of an error
+@functools.cache  # caches known values only: lru_cache keeps no exceptions
 def enum_from_wire(kind: type[enum.Enum], number: int) -> Any:
-    """Protobuf number -> core enum.
+    """Return the member of ``kind`` that has this protobuf number.
 
     Raises:
-        WireError: this version does not know it.
+        WireError: this version of ttp does not know the number.
     """
     names = getattr(pb, kind.__name__).DESCRIPTOR.values_by_number
     name = names[number].name if number in names else str(number)
@@ -151,7 +144,7 @@ def _to_wire(value: Any) -> Any:
 
 
 def _plain(item: Any) -> Any:
-    """What protobuf takes for a value; it takes scalars, and lists of them, as they are."""
+    """Return ``item`` as protobuf takes it. Protobuf takes scalars, and lists of scalars, as they are."""
     kind = type(item)
     if kind in _SCALARS:
         return item
@@ -171,11 +164,12 @@ def _from_wire(kind: type, message: Any) -> Any:
 
 
 def _reader(name: str, hint: Any) -> Callable[[Any], Any] | None:
-    """What makes a field's value of what protobuf has; every message of every rank goes through these.
+    """Return the function that makes a field's value from its protobuf value and checks it.
 
-    None: that is the value, and nothing can be wrong with it.
+    Every field of every message of every rank passes through these functions, so a field that needs neither conversion
+    nor check has None.
     """
-    hint = getattr(hint, "__supertype__", hint)  # a rank is an int
+    hint = getattr(hint, "__supertype__", hint)  # Rank is a NewType of int
     if hint in (bool, float, bytes) or (hint is int and name not in limits.NUMBERS):
         return None
     if typing.get_origin(hint) is tuple:
@@ -206,10 +200,10 @@ def _snake(name: str) -> str:
 
 
 class _Fields:
-    """Of one kind of value: how to make it of a message, and a message of it.
+    """The fields of one kind of dataclass, and how to convert it from and to its protobuf message.
 
     Args:
-        kind: a dataclass with the name, and the names of the fields, of a message.
+        kind: a dataclass whose name and field names are those of a protobuf message.
     """
 
     def __init__(self, kind: type) -> None:
@@ -220,7 +214,7 @@ class _Fields:
         self.message: Callable[..., Any] = getattr(pb, kind.__name__)
         get = operator.attrgetter(*self.names)
         self.of: Callable[[Any], Iterable[Any]] = get if len(self.names) > 1 else lambda value: (get(value),)
-        """The fields of a value, or of a message, in order."""
+        """Returns the fields of a value or of a message, in the order of ``names``."""
 
 
 _SCALARS = frozenset({int, str, bool, float, bytes})

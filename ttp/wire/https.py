@@ -1,7 +1,8 @@
 """The job's TLS for servers that are not gRPC's: metrics and the web page.
 
-As those of gRPC do (``ttp.wire.tls``) they look at their files again for every connection, and use what was renewed
-there: certificate, authority and revocation lists. What cannot be used is said once, and the last one that could stays.
+As gRPC's servers do (``ttp.wire.tls``), they look at their files again for every connection and use renewed ones:
+certificate, authority and revocation lists. A problem with a renewed file is logged once, and the last usable one
+stays.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from ttp.wire import tls
 
 
 def server_context(config: Config, *, client_certificates: bool = True) -> ssl.SSLContext | None:
-    """What a server wraps its connections with; None: this job does not encrypt.
+    """Return the TLS context of a server; None if this job does not encrypt.
 
     Args:
         config: names the files.
-        client_certificates: whether clients have to show one of the job's authority, too.
+        client_certificates: whether clients must show a certificate of the job's authority too.
 
     Raises:
         ConfigError: a file cannot be used; the text says what to do.
@@ -31,7 +32,7 @@ def server_context(config: Config, *, client_certificates: bool = True) -> ssl.S
     newest = [made]
 
     def greeted(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
-        """The first word of a client: from here on the connection goes by what the files hold now."""
+        """Switch a new connection to the files' present content. Called on the first message of a client."""
         if renewals.renewed() is not None:
             newest[0] = _context(config, client_certificates)
             newest[0].sni_callback = greeted
@@ -46,7 +47,7 @@ def _context(config: Config, client_certificates: bool) -> ssl.SSLContext:
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.load_cert_chain(config.tls_cert, config.tls_key, lambda: tls.key_password(config))
     if client_certificates:
-        made.minimum_version, made.num_tickets = ssl.TLSVersion.TLSv1_3, 0  # a session resumed is not judged again
+        made.minimum_version, made.num_tickets = ssl.TLSVersion.TLSv1_3, 0  # a resumed session is not checked
         made.verify_mode = ssl.CERT_REQUIRED
         made.load_verify_locations(config.tls_ca)
         if config.tls_crl:

@@ -1,4 +1,4 @@
-"""Limits of messages. Everybody who reaches the port can send anything: more than this is refused or cut.
+"""Limits of messages. Everybody who reaches the port can send anything: what exceeds a limit is refused or cut.
 
 Names that are too long, numbers that are too large to compute with, and lists that are longer than any real message
 needs are refused. Texts for people are cut instead: a very long error still has to be reported.
@@ -12,22 +12,22 @@ from collections.abc import Iterator
 from ttp.core.layout import WORLD_SIZE_MAX
 
 VERSION_MAX = 10**18 - 2
-"""A directory's name holds eighteen digits, and the next version must fit too."""
+"""Largest version: a directory's name holds eighteen digits, and the next version must fit too."""
 COUNT_MAX = (1 << 32) - (1 << 20)
-"""Launches and incarnations: thirty-two bits on the wire, and each is counted on from the largest that was heard."""
+"""Largest launch and incarnation: they have 32 bits on the wire, and each counts on from the largest that was heard."""
 TERM_MAX = (1 << 16) - (1 << 10)
-"""Generations of a term are 32 bits with the term in the upper half; see ``ttp.core.controller.saving``."""
+"""Largest term: a generation has 32 bits, and its term is the upper half; see ``ttp.core.controller.saving``."""
 
 NAME_MAX = 4096
-"""Characters of what names something: a path is the longest of them."""
+"""Most characters of a name; paths are the longest names."""
 TEXT_MAX = 16_384
-"""Characters of what people read. A traceback has a few thousand."""
+"""Most characters of a text for people. A traceback has a few thousand."""
 TEXTS_MAX = 100
-"""Such texts in one message."""
+"""Most texts for people in one message."""
 ENTRIES_MAX = 1 << 18
-"""Fields of a message and of what is directly in it: every piece, group or candidate is one."""
+"""Most fields of a message, with those of the messages directly in it: each piece or candidate is one."""
 FREE_BYTES = 1 << 20
-"""Below this a message is not looked at before it is parsed: it cannot become larger than 60 times its bytes."""
+"""Bytes up to which a message is parsed without a count of its fields: it grows to at most 60 times that."""
 
 NUMBERS = {
     "world_size": WORLD_SIZE_MAX,
@@ -42,22 +42,22 @@ _FILE_NAME = re.compile(r"[\w.:@%+=-]{0,200}", re.ASCII)
 
 TEXTS = frozenset({"text", "detail", "broken", "activity", "skipped", "bad", "cause", "reason", "error", "table"})
 UNCUT = frozenset({"table"})
-"""Texts for programs, as long as they have to be."""
+"""Names of texts that programs read: they may have any length."""
 FILE_NAMES = frozenset({"incident", "draft"})
-"""Become names of files and directories."""
+"""Names of texts that become names of files and directories."""
 CUT_LISTS = frozenset({"skipped", "bad", "candidates", "readings", "standbys"})
-"""Lists whose beginning says the most; of others all entries are needed."""
+"""Lists that are cut to ``TEXTS_MAX`` entries: their beginning says the most. Others are needed whole."""
 
 
 class WireError(Exception):
-    """A message that does not make sense: an empty one, an unknown enum value, a number beyond all limits."""
+    """A message that makes no sense: it is empty, or holds an unknown enum value or a number beyond its limit."""
 
 
 def number(name: str, value: int) -> int:
-    """``value``.
+    """Return ``value`` if it is within the limit of the field ``name``.
 
     Raises:
-        WireError: it is beyond what ``name`` can be.
+        WireError: the value is larger.
     """
     most = NUMBERS.get(name)
     if most is not None and value > most:
@@ -66,10 +66,10 @@ def number(name: str, value: int) -> int:
 
 
 def text(name: str, value: str) -> str:
-    """``value``, cut when it is for people.
+    """Return ``value``, cut to ``TEXT_MAX`` characters if the field ``name`` is a text for people.
 
     Raises:
-        WireError: it is a name, and too long for one, or the file that it names could be anywhere.
+        WireError: the field is a name and the value is too long, or the file that it names could lie anywhere.
     """
     if name in UNCUT:
         return value
@@ -83,10 +83,10 @@ def text(name: str, value: str) -> str:
 
 
 def entries(name: str, count: int) -> int:
-    """How many of ``count`` entries are taken.
+    """Return how many of the ``count`` entries of the list ``name`` to take.
 
     Raises:
-        WireError: all are needed, and there are too many.
+        WireError: the list is needed whole and has too many entries.
     """
     if name in CUT_LISTS:
         return min(count, TEXTS_MAX)
@@ -96,12 +96,13 @@ def entries(name: str, count: int) -> int:
 
 
 def check_size(data: bytes) -> None:
-    """Count the fields of a serialised report before it is parsed: two bytes can become an object of a hundred.
+    """Check the number of fields of a serialised message before it is parsed: 2 bytes can become an object of 100.
 
-    By hand, as all that protobuf offers for it (unknown fields of an empty message) makes the objects, too.
+    The fields are counted by hand, because what protobuf offers for it (unknown fields of an empty message) makes the
+    objects too.
 
     Raises:
-        WireError: it has too many, or is no message at all.
+        WireError: the message has too many fields, or the bytes are no message at all.
     """
     if len(data) <= FREE_BYTES:
         return
@@ -117,7 +118,7 @@ def check_size(data: bytes) -> None:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where the contents of the fields of a message begin and end; empty for what holds no others."""
+    """Yield begin and end of the content of each field of a message; equal for a field without nested fields."""
     while at < end:
         tag, at = _varint(data, at, end)
         size = 0

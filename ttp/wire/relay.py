@@ -1,6 +1,7 @@
-"""Converts between a relay's frames and protobuf. Reports and orders inside stay serialised: each is parsed alone.
+"""Conversion between a relay's frames and protobuf.
 
-What ranks of a thousand hosts say alike is parsed once.
+Reports and orders inside a frame stay serialised, so that each is parsed alone and a bad one harms no other. A report
+that ranks of many hosts send with the same content is parsed once.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_re
 from ttp.wire.v1 import controller_pb2 as pb
 
 PROTOCOL = ("ttp-protocol", str(m.PROTOCOL_MAJOR))
-"""Metadata with which both ends of a relay's stream begin: frames of another protocol cannot even be read."""
+"""Metadata that both ends of a relay's stream send first: frames of another protocol cannot even be read."""
 LINES_MAX = 4096
-"""Ranks of one host, and more than any has."""
+"""Most ranks behind one relay: more than any host has."""
 ALIKE_MAX, ALIKE_BYTES_MAX = 64, 1 << 14
-"""So many of the last reports are remembered, and no larger ones."""
+"""How many parsed reports are remembered, and the most bytes that such a report may have."""
 
 
 def mismatch(metadata: Iterable[tuple[str, str | bytes]] | None, who: str) -> str:
-    """Why the peer that begins with ``metadata`` is not understood; empty: it is. ``who`` it is, in words."""
+    """Return why the peer's protocol is not understood; empty if it is.
+
+    Args:
+        metadata: the metadata with which the peer began its stream.
+        who: the peer, in words for the message.
+    """
     name, mine = PROTOCOL
     theirs = dict(metadata or ()).get(name)
     return (
@@ -38,7 +44,7 @@ def mismatch(metadata: Iterable[tuple[str, str | bytes]] | None, who: str) -> st
 
 
 def frame_to_wire(frame: Frame) -> pb.RelayFrame:
-    """Core frame -> protobuf."""
+    """Convert a core frame to protobuf."""
     reports = (
         pb.LineReport(lines=lines, report=None if report is None else report_to_wire(report).SerializeToString())
         for lines, report in frame.reports
@@ -47,10 +53,14 @@ def frame_to_wire(frame: Frame) -> pb.RelayFrame:
 
 
 def parse_frame(data: bytes) -> tuple[Frame, dict[LineId, str]]:
-    """Bytes of a relay's stream -> core frame, and what is wrong with which line: nothing of it follows in the frame.
+    """Parse the bytes of a relay's stream into a core frame.
+
+    Returns:
+        The frame, and for each line with a malformed report what is wrong with it. The frame holds nothing that a line
+        sent after its malformed report.
 
     Raises:
-        WireError: they are no frame, or one of more lines than a host can have.
+        WireError: the bytes are no frame, or a frame of more lines than a host can have.
     """
     limits.check_size(data)
     try:
@@ -81,7 +91,7 @@ _parsed = functools.lru_cache(ALIKE_MAX)(parse_report)
 
 
 def orders_to_wire(orders: Iterable[tuple[Lines, m.Order | None]]) -> pb.RelayOrders:
-    """Core orders, each for some lines -> protobuf."""
+    """Convert core orders, each with the lines that it is for, to protobuf."""
     return pb.RelayOrders(
         orders=(
             pb.LineOrder(lines=lines, order=None if order is None else order_to_wire(order).SerializeToString())
@@ -91,7 +101,7 @@ def orders_to_wire(orders: Iterable[tuple[Lines, m.Order | None]]) -> pb.RelayOr
 
 
 def orders_from_wire(message: pb.RelayOrders) -> Iterator[tuple[Lines, m.Order | None]]:
-    """Protobuf -> core orders.
+    """Convert protobuf orders to core orders, each with the lines that it is for.
 
     Raises:
         WireError: an order is empty, or holds a value that this version does not know.

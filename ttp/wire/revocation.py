@@ -1,8 +1,8 @@
-"""Revocation lists: they make a stolen certificate of the job's authority invalid before it ends.
+"""Checks of certificates against revocation lists, which make a stolen certificate invalid before it expires.
 
-gRPC's Python takes no such lists, so they are checked beside it. A server lets openssl check the certificate of each
-caller before it serves the request. A client first makes a TLS handshake of its own with the server, which checks the
-server's certificate, and then makes gRPC accept that very certificate and no other. So nobody can step in between.
+gRPC for Python takes no revocation lists, so they are checked beside it. A server lets openssl check the certificate of
+each caller before it serves the request. A client first makes a TLS handshake of its own with the server, which checks
+the server's certificate, and then makes gRPC accept that very certificate and no other. So nobody can step in between.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ttp.wire.address import split
 log = logging.getLogger("ttp.tls")
 
 REACH_S = 1.0
-"""How long a server may take to answer the handshake; a client has others to try."""
+"""Seconds that a server may take to answer the handshake; a client has other servers to try."""
 OPENSSL_S = 30.0
 AGAIN_S = 600.0
-"""How long the result of a check is used: lists and certificates have dates. A renewed list counts at once."""
+"""Seconds for which the result of a check is used: lists and certificates expire. A renewed list is used at once."""
 
 _WHY = re.compile(r"lookup: ?(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Checks certificates against the lists.
+    """Checks certificates against revocation lists.
 
     Args:
-        lists: PEM, a list of each authority that has signed something.
-        authority: PEM.
-        own: PEM, the certificate of this process, then those in between.
-        key: PEM, of that.
-        password: of the key; empty: it is not encrypted.
+        lists: PEM file with one list of each authority that has signed a certificate.
+        authority: PEM file of the authority.
+        own: PEM file with the certificate of this process, followed by intermediate certificates.
+        key: PEM file with the key of that certificate.
+        password: of the key; empty if it is not encrypted.
     """
 
     lists: Path
@@ -50,20 +50,22 @@ class Guard:
     password: str
 
     def problem(self, certificate: bytes) -> str:
-        """Why a certificate (PEM) is not valid; empty: it is. The first check of a certificate takes some 20 ms."""
+        """Return why a certificate (PEM) is not valid; empty if it is. The first check takes some 20 ms."""
         return _judged(certificate, self, _changed(self.lists), int(time.time() // AGAIN_S))
 
     def caller_problem(self, auth_context: Mapping[str, list[bytes]]) -> str:
-        """Why the certificate of a gRPC caller is not valid; empty: it is."""
+        """Return why the certificate of a gRPC caller is not valid; empty if it is."""
         shown = auth_context.get("x509_pem_cert", [])
         return self.problem(shown[0]) if shown else "no certificate was shown"
 
     def believed(self, where: str) -> bytes:
-        """The certificate (PEM) that the server at ``host:port`` shows. Where nobody answers, or shows one that is not
-        to be believed, it is that of this process: a channel then is made to a server with the same one, or to none.
+        """Return the certificate (PEM) that the server at ``where`` (``host:port``) shows, if it is valid.
+
+        If nobody answers, or the certificate is not valid, return this process' own: a channel that trusts only that
+        one connects to a server with the same certificate, or to none.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False  # gRPC sees to that
+        context.check_hostname = False  # gRPC checks the name
         context.set_alpn_protocols(["h2"])
         try:
             context.load_verify_locations(cafile=str(self.authority))
@@ -75,7 +77,7 @@ class Guard:
                     shown = secure.getpeercert(binary_form=True)
         except ssl.SSLCertVerificationError as problem:
             log.error("the certificate of the server at %s is not believed: %s", where, problem.verify_message)
-        except OSError as problem:  # ssl.SSLError is one
+        except OSError as problem:  # covers ssl.SSLError
             log.debug("nobody at %s shows a certificate: %s", where, problem)
         else:
             return ssl.DER_cert_to_PEM_cert(shown or b"").encode()
@@ -86,10 +88,10 @@ def _changed(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:
-        return 0  # openssl says what is wrong
+        return 0  # openssl reports the problem
 
 
-@functools.lru_cache(maxsize=10_000)  # every rank may have one of its own
+@functools.lru_cache(maxsize=10_000)  # every rank may have a certificate of its own
 def _judged(certificate: bytes, guard: Guard, _changed: int, _time: int) -> str:
     command = ["openssl", "verify", "-crl_check_all", "-CAfile", str(guard.authority), "-CRLfile", str(guard.lists)]
     try:

@@ -1,7 +1,8 @@
 """How long a peer's host has been silent, as this host's kernel measures it (``TCP_INFO``).
 
-Received data counts, read by this process or not, and so does an acknowledgement, which the peer's kernel sends even
-while its processes are stopped. gRPC does not expose its sockets, so they are found among this process's descriptors.
+Received data counts, whether or not this process has read it, and so does an acknowledgement, which the peer's kernel
+sends even while its processes are stopped. gRPC does not expose its sockets, so they are found among this process's
+descriptors.
 """
 
 from __future__ import annotations
@@ -30,26 +31,27 @@ class Sockets:
     """The TCP sockets of this process, by peer. Descriptors are cached.
 
     Args:
-        gives_up_ms: the kernel drops a probed connection after so many ms without an answer; None: as it is set.
+        gives_up_ms: milliseconds without an answer after which the kernel drops a probed connection; None keeps the
+            system's setting.
     """
 
     def __init__(self, gives_up_ms: int | None = None) -> None:
         self._gives_up_ms = gives_up_ms
-        self._found: dict[Peer, tuple[int, object]] = {}  # descriptor, and the peer as the kernel writes it
+        self._found: dict[Peer, tuple[int, object]] = {}  # descriptor, and the peer's address as the kernel gives it
         self._asked: set[tuple[int, object]] = set()
 
     def heard_of(self, names: Iterable[str]) -> float | None:
-        """``silent_s`` of one peer, of which only one of ``names`` is the one that gRPC has for it."""
+        """Return ``silent_s`` of one peer that gRPC knows by one of ``names``; None if none is connected."""
         ages = (self.silent_s([name]) for name in names)
         return next((age_s for age_s in ages if age_s is not None), None)
 
     def silent_s(self, peers: Iterable[str]) -> float | None:
-        """Seconds since anything arrived from any of ``peers``; None when that cannot be known.
+        """Return the seconds since anything arrived from any of ``peers``; None if that cannot be known.
 
-        Also turns on TCP keepalive for them, so that an idle peer's kernel has something to acknowledge.
+        Also turns on TCP keepalive for their connections, so that an idle peer's kernel has something to acknowledge.
 
         Args:
-            peers: addresses as gRPC names them, such as ``ipv4:10.0.0.1:80``.
+            peers: addresses as gRPC writes them, such as ``ipv4:10.0.0.1:80``.
         """
         ages = []
         for peer in {known for known in map(parse, set(peers)) if known is not None}:
@@ -86,7 +88,7 @@ class Sockets:
 
 
 def peers(host: str, port: int) -> tuple[str, ...]:
-    """Every name that gRPC may have for ``host:port``; none if that has no address. Asks the name service."""
+    """Return every name that gRPC may use for ``host:port``; none if the host has no address. Asks the name service."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return tuple(f"{'ipv6' if ':' in str(to[0]) else 'ipv4'}:{target(str(to[0]), port)}" for *_, to in found)
@@ -128,7 +130,7 @@ def _connections() -> Iterator[tuple[Peer, tuple[int, object]]]:
 
 
 def _ask(view: socket.socket, gives_up_ms: int | None) -> None:
-    """Turn on TCP keepalive, once a second."""
+    """Turn on TCP keepalive with one probe a second, and the limit after which the kernel drops the connection."""
     if gives_up_ms is not None:
         view.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, gives_up_ms)
     for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):

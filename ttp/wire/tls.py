@@ -5,8 +5,8 @@ authority, its key, and that authority. A server accepts every client with a cer
 requires that the server's certificate bears the same name as its own (its first DNS name, else its common name): the
 addresses of hosts change, the job's name does not.
 
-The identity comes from ``TTP_TLS_CERT``, ``TTP_TLS_KEY`` and ``TTP_TLS_CA`` and is read again for every connection, on
-both sides, so that a certificate that was renewed is used by the next one.
+The identity comes from ``TTP_TLS_CERT``, ``TTP_TLS_KEY`` and ``TTP_TLS_CA``. Both sides read it again for every
+connection, so that the next connection uses a renewed certificate.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.tls")
 
 WARN_DAYS = 30
-"""A certificate that ends within so many days is warned about."""
+"""Days before the end of a certificate from which on a warning is logged."""
 OPENSSL_S = 30.0
 DAY_S = 86_400
 GREETING_S = 2.0
-"""How long a server may take to accept a connection when it is asked whether it speaks TLS."""
+"""Seconds that a server may take to accept a connection when it is asked whether it speaks TLS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The certificate of a process, and the authority that it trusts.
+    """The certificate of a process, its key, and the authority that the process trusts.
 
     Args:
-        certificate: PEM, the process' own first, then those in between.
+        certificate: PEM, the process' own certificate first, then intermediate ones.
         key: PEM, not encrypted.
         authority: PEM.
-        name: that a peer's certificate has to bear.
-        guard: judges certificates by revocation lists; None: there are none.
-        lists: time of change of these lists.
+        name: the name that a peer's certificate must bear.
+        guard: checks certificates against revocation lists; None if there are none.
+        lists: time of change of these lists, in nanoseconds.
     """
 
     certificate: bytes
@@ -59,13 +59,13 @@ class Identity:
 
 
 def identity(config: Config | None = None) -> Identity | None:
-    """The identity of this process; None: connections are not encrypted.
+    """Return the identity of this process; None if connections are not encrypted.
 
     Args:
-        config: names the files; None: the environment does.
+        config: names the files; None takes the configuration from the environment.
 
     Raises:
-        ConfigError: it cannot be used; the text says what to do.
+        ConfigError: the identity cannot be used; the text says what to do.
     """
     config = config or Config.from_env()
     files = {"TTP_TLS_CERT": config.tls_cert, "TTP_TLS_KEY": config.tls_key, "TTP_TLS_CA": config.tls_ca}
@@ -84,7 +84,7 @@ def identity(config: Config | None = None) -> Identity | None:
 
 
 def key_password(config: Config) -> str:
-    """What opens the key; empty: it is not encrypted.
+    """Return the password of the key; empty if the key is not encrypted.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -93,13 +93,13 @@ def key_password(config: Config) -> str:
 
 
 def secured() -> bool:
-    """Whether this process speaks TLS."""
+    """Return whether this process is configured to speak TLS."""
     config = Config.from_env()
     return bool(config.tls_cert or config.tls_key or config.tls_ca)
 
 
 def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
-    """A channel to ``host:port``, encrypted when this process has an identity.
+    """Open a channel to ``host:port``, encrypted if this process has an identity.
 
     Raises:
         ConfigError: see ``identity``.
@@ -116,11 +116,16 @@ def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
     )  # fmt: skip
 
 
-def add_port(server: Any, where: str) -> int:
-    """Let a gRPC server, of either kind, listen at ``where``; the port, 0 if it cannot be had.
+SERVED: set[tuple[str, int]] = set()
+"""Where services of this process listen, as host and port."""
 
-    With TLS the server looks at its files again for every connection, and shows what it finds there: a job may outlive
-    its certificate. What cannot be used is said once, and the last one that could be stays.
+
+def add_port(server: Any, where: str) -> int:
+    """Make a gRPC server, threaded or asyncio, listen at ``where``. Return the port, or 0 if it cannot be bound.
+
+    With TLS the server looks at its files again for every connection and shows the certificate that it finds there,
+    because a job may outlive its certificate. A problem with a renewed file is logged once, and the last usable one
+    stays.
 
     Raises:
         ConfigError: see ``identity``.
@@ -130,31 +135,36 @@ def add_port(server: Any, where: str) -> int:
     config = Config.from_env()
     mine = identity(config)
     if mine is None:
-        return int(server.add_insecure_port(where))
+        return _noted(where, server.add_insecure_port(where))
     renewals = Renewals(config, mine)
 
     def again() -> Any:
-        """The certificate to show from now on; None: the same as before. No exception may reach gRPC."""
+        """Return the certificate to show from now on; None keeps the present one. No exception may reach gRPC."""
         renewed = renewals.renewed()
         return None if renewed is None else _as_grpc(renewed)
 
     credentials = grpc.dynamic_ssl_server_credentials(_as_grpc(mine), again, require_client_authentication=True)
-    return int(server.add_secure_port(where, credentials))
+    return _noted(where, server.add_secure_port(where, credentials))
+
+
+def _noted(where: str, port: int) -> int:
+    SERVED.add((where.rpartition(":")[0].strip("[]"), port))
+    return port
 
 
 class Renewals:
-    """The identity of a server, looked at again for each connection.
+    """The identity of a server, read again for each connection.
 
     Args:
         config: names the files.
-        mine: the present one.
+        mine: the present identity.
     """
 
     def __init__(self, config: Config, mine: Identity) -> None:
         self._config, self._mine, self._problem = config, mine, ""
 
     def renewed(self) -> Identity | None:
-        """The identity to use from now on; None: the same as before. Never raises."""
+        """Return the identity to use from now on; None keeps the present one. Never raises."""
         try:
             mine = identity(self._config)
         except Exception as problem:
@@ -177,12 +187,12 @@ def _as_grpc(mine: Identity) -> grpc.ServerCertificateConfiguration:
 
 
 def diagnose(address: str, port: int, details: str) -> str | None:
-    """What is wrong with the encryption of a failed connection; None: the reason is another one.
+    """Return what is wrong with the encryption of a failed connection; None if the failure has another reason.
 
     Args:
         address: of the server.
-        port: of it.
-        details: what gRPC said.
+        port: of the server.
+        details: what gRPC said of the failure.
     """
     where = f"{address}:{port}"
     mine = secured()
@@ -211,7 +221,7 @@ def diagnose(address: str, port: int, details: str) -> str | None:
 
 
 def speaks_tls(address: str, port: int) -> bool | None:
-    """Whether the server there answers a TLS greeting; None: nobody answers at all."""
+    """Return whether the server there answers a TLS greeting; None if nobody answers at all."""
     import socket
 
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -221,7 +231,7 @@ def speaks_tls(address: str, port: int) -> bool | None:
         with socket.create_connection((address, port), GREETING_S) as plain, asking.wrap_socket(plain):
             return True
     except ssl.SSLError as problem:
-        return "ALERT" in (problem.reason or "")  # an answer in TLS, if not a friendly one
+        return "ALERT" in (problem.reason or "")  # an alert is an answer in TLS too
     except ConnectionResetError:
         return False
     except OSError:
@@ -276,10 +286,10 @@ def _read(path: Path) -> bytes:
 
 
 def _shake_hands(cert: Path, key: Path, ca: Path, password: str) -> dict[str, Any]:
-    """Make a TLS handshake of this identity with itself, in memory. Returns the content of its certificate.
+    """Make a TLS handshake of this identity with itself, in memory. Return the content of its certificate.
 
     Raises:
-        ConfigError: a peer would not believe it; why.
+        ConfigError: a peer would not accept the identity; the text says why.
     """
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
@@ -323,7 +333,7 @@ def _about_pair(cert: Path, key: Path, password: str, problem: Exception) -> str
 
 
 def _plain_key(path: Path, password: str) -> bytes:
-    """The key without its encryption, as gRPC needs it."""
+    """Return the key decrypted, as gRPC needs it."""
     data = _read(path)
     if b"ENCRYPTED" not in data[:4096]:
         return data

@@ -1,1 +1,1 @@
-"""One full file out of a checkpoint of any layout, and a checkpoint out of such a file."""
+"""Converts a checkpoint of any layout to one full file, and such a file to a checkpoint. Start with ``conversion``."""

@@ -1,4 +1,4 @@
-"""The nested state that is converted. Its tensors are read one at a time, whatever file they come from."""
+"""The form of a state between reading and writing of a conversion. Its tensors are read one at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class LazyTensor:
     """One whole tensor that has not been read yet.
 
     Args:
-        dtype: element type; it is kept.
-        shape: of the whole tensor.
-        identity: equal for entries that are one tensor under several names (tied weights).
-        read: brings the whole tensor to the CPU. Nobody keeps what it returns for longer than it takes to write it.
+        dtype: element type, which a conversion keeps.
+        shape: shape of the whole tensor.
+        identity: a value that is equal for entries that are one tensor under several names (tied weights).
+        read: brings the whole tensor to the CPU. The caller drops the result as soon as it has been written.
     """
 
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Size of all elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @classmethod
@@ -50,9 +50,9 @@ class StateValue:
     """One value of the nested state.
 
     Args:
-        path: where it sits; see ``piece_index.StatePath``.
-        int_keys: positions in ``path`` whose mapping key is an ``int``.
-        value: an ``LazyTensor``, or a plain value.
+        path: where it sits in the nested state; see ``piece_index.StatePath``.
+        int_keys: positions in ``path`` at which the mapping's key is an ``int``.
+        value: a ``LazyTensor``, or a plain value.
     """
 
     path: StatePath
@@ -61,7 +61,7 @@ class StateValue:
 
     @property
     def key(self) -> str:
-        """The flattened name."""
+        """The flattened name of the value."""
         return ".".join(map(str, self.path))
 
 
@@ -69,16 +69,16 @@ class StateValue:
 class WholeState:
     """The whole training state, as the reading side of a conversion hands it to the writing side.
 
-    ``model`` is what ``model.state_dict()`` gives, ``optim`` what ``get_optimizer_state_dict`` of torch does: state and
-    param groups, with the names of parameters. ``extra`` are the modules given to ``extra_state``.
+    ``model`` is what ``model.state_dict()`` returns, ``optim`` what ``get_optimizer_state_dict`` of torch returns:
+    state and param groups, with the names of parameters. ``extra`` has the modules that were given to ``extra_state``.
 
     Args:
-        source: what it is called in messages.
-        version: finished updates; None when the source does not tell.
-        leaves: of the nested state, in its own order.
-        optimizer: class of the optimizer; empty when unknown.
-        job: job-wide scalars by the names that ``JobState`` has for them.
-        notes: what is not as it was, in words.
+        source: the name of the source in messages.
+        version: finished updates; None: the source does not tell.
+        leaves: the values of the nested state, in its own order.
+        optimizer: class of the optimizer; empty: unknown.
+        job: job-wide scalars, by the names of the fields of ``JobState``; None: there are none.
+        notes: differences from the state that was saved, in words.
     """
 
     source: str
@@ -89,7 +89,7 @@ class WholeState:
     notes: tuple[str, ...] = ()
 
     def below(self, *heads: str) -> Iterator[StateValue]:
-        """The values under these top-level names."""
+        """Yield the values under these top-level names."""
         return (leaf for leaf in self.leaves if leaf.path[0] in heads)
 
     @property
@@ -99,7 +99,7 @@ class WholeState:
 
 
 def leaves_of(state: Mapping[str, Any]) -> tuple[StateValue, ...]:
-    """The values of a nested state that is in memory or mapped from a file."""
+    """Return the values of a nested state that is in memory or mapped from a file."""
     return tuple(
         StateValue(path, int_keys, LazyTensor.of(value) if isinstance(value, Tensor) else value)
         for path, int_keys, value in leaves(state)
@@ -107,7 +107,7 @@ def leaves_of(state: Mapping[str, Any]) -> tuple[StateValue, ...]:
 
 
 def tree(found: Iterator[StateValue], make: Callable[[LazyTensor], Any]) -> dict[str, Any]:
-    """The nested state again; ``make`` says what stands for a tensor. Tied weights are made once."""
+    """Build the nested state from its values; ``make`` converts each tensor, and is called once for tied weights."""
     root: dict[str, Any] = {}
     made: dict[Hashable, Any] = {}
     for leaf in found:
@@ -121,18 +121,18 @@ def tree(found: Iterator[StateValue], make: Callable[[LazyTensor], Any]) -> dict
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a tensor of the CPU in their order; the memory of the tensor itself where that is possible."""
+    """Return the bytes of a CPU tensor's elements in their order, without a copy where that is possible."""
     flat = whole(tensor.detach()).contiguous().reshape(-1)
     data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(data)
 
 
 def digest_of(tensor: Tensor) -> str:
-    """A digest of a tensor: of its bytes, its dtype and its shape."""
+    """Return a digest of a tensor's bytes, dtype and shape."""
     described = f"{tensor.dtype}{tuple(tensor.shape)}"
     return f"{described} {xxhash.xxh3_128(bytes_of(tensor)).hexdigest()}"
 
 
 def parts(optimizer: bool) -> tuple[str, ...]:
-    """The top-level names of the state that are converted, with or without the optimizer's."""
+    """Return the top-level names that are converted, with or without the optimizer's state."""
     return ("model", "extra", "optim") if optimizer else ("model", "extra")

@@ -1,11 +1,11 @@
-"""``ttp convert``: which form is read and written how, and that a target exists whole and checked, or not at all.
+"""Implements ``ttp convert``: chooses reader and writer, and makes a target that is whole and checked, or not there.
 
-Memory, beside what the libraries themselves take:
+Memory that a conversion takes, in addition to that of the libraries themselves:
 
 =========================  ========================================================================================
 checkpoint -> safetensors  the largest tensor, and the largest chunk of it where several ranks wrote it
 checkpoint -> torch        the same; on disk, while it runs, as much space again as the target takes
-file -> any                the largest tensor that is not contiguous; all of a torch file older than torch's zip format
+file -> any                the largest non-contiguous tensor; the whole file if it is older than torch's zip format
 =========================  ========================================================================================
 """
 
@@ -41,15 +41,15 @@ class Converted:
     """The result of a conversion.
 
     Args:
-        source: what was read.
-        target: what was written.
-        version: finished updates; None when the source does not tell.
-        tensors: how many were written, tied ones once.
+        source: path of the source.
+        target: path of the target that was written.
+        version: finished updates; None: the source does not tell.
+        tensors: number of tensors that were written; tied ones count once.
         size: bytes of the target on disk.
-        optimizer: whether its state is in it.
+        optimizer: whether the optimizer's state is in the target.
         tied: other name -> the name under which a tied weight is stored; safetensors only.
-        left_out: what the target's format has no place for.
-        notes: what is not as it was, in words.
+        left_out: names of the values for which the target's format has no place.
+        notes: differences from the state that was saved, in words.
     """
 
     source: Path
@@ -74,25 +74,28 @@ def convert(
     step: int | None = None,
     verified: bool = False,
 ) -> Converted:
-    """Read ``source`` and write ``target``, durably, under a name that nobody takes for it until it is whole.
+    """Convert ``source`` to ``target``, durably. The target gets its name only when it is whole.
 
-    What was saved by ttp is verified before it is read; what was written is read back and compared.
+    A checkpoint of ttp is verified before it is read; the target is read back and compared.
 
     Args:
         source: a checkpoint of ttp, a torch file or a safetensors file.
-        target: the file to write; for ``dcp`` the checkpoint's directory, or the ``save_dir`` to make it in.
-        to: what to write.
-        watch: see ``Watch``.
-        optimizer: whether its state is wanted; None: not in safetensors, elsewhere where there is one.
-        force: an old target is replaced; an old checkpoint is kept under another name.
-        step: finished updates, for ``dcp``; None: what the source says, else 0.
-        verified: the digests of the source have just been recomputed.
+        target: the file to write; for ``dcp`` the checkpoint's directory, or the ``save_dir`` in which to make it.
+        to: the form of the target.
+        watch: reports progress; see ``Watch``.
+        optimizer: whether to write the optimizer's state; None: not to safetensors, else if there is one.
+        force: whether to replace an old target; an old checkpoint is kept under another name.
+        step: finished updates, for ``dcp``; None: the source's number, or 0.
+        verified: whether the digests of the source have just been recomputed, so that need not be done again.
+
+    Returns:
+        A description of what was written.
 
     Raises:
         UsageError: the arguments do not fit together, or the target exists.
         ConfigError: a package is not installed.
-        CheckpointError: the source is damaged or cannot be converted, the target is not what was written, or the disk
-            refused.
+        CheckpointError: the source is damaged or cannot be converted, the target is not what was written, or the
+            storage failed.
     """
     if to == "dcp":
         if source.is_dir():
@@ -130,7 +133,7 @@ def _read_file(source: Path, optimizer: bool) -> WholeState:
 
 
 def _wanted(contents: WholeState, optimizer: bool, *, asked: bool | None) -> bool:
-    """Whether the optimizer's state is written."""
+    """Return whether the optimizer's state is written; refuse if it was asked for and there is none."""
     if asked and not contents.has_optimizer:
         raise CheckpointError(f"{contents.source} holds no state of an optimizer")
     return optimizer and contents.has_optimizer
@@ -164,13 +167,13 @@ def _to_file(source: Path, target: Path, to: Form, contents: WholeState, watch: 
 
 
 _Written = tuple[int, Mapping[str, str], tuple[str, ...]]
-"""How many tensors, which are tied, and what was left out."""
+"""The number of tensors written, the tied names, and the names of left-out values."""
 
 
 def _write_safetensors(draft: Path, contents: WholeState, watch: Watch, optimizer: bool) -> _Written:
     plan = safetensors_file.plan(contents, optimizer=optimizer)
     total = sum(entry.nbytes for entry in plan.tensors.values())
-    digests = safetensors_file.write(draft, plan, watch("writing", 2 * total))  # to the kernel, and to the disk
+    digests = safetensors_file.write(draft, plan, watch("writing", 2 * total))  # each byte to the kernel, then to disk
     safetensors_file.read_back(draft, plan, digests, watch("checking", total))
     return len(plan.tensors), plan.tied, plan.left_out
 
@@ -217,7 +220,7 @@ def _to_checkpoint(
 
 
 def _place(target: Path, step: int | None, said: int | None) -> tuple[Path, Version]:
-    """The ``save_dir`` and the version of a checkpoint to make at or in ``target``."""
+    """Return the ``save_dir`` and the version of a checkpoint to make at ``target``, or in it."""
     named = names.parse_checkpoint_name(target.name)
     version = next((number for number in (step, said, named) if number is not None), 0)
     if version < 0:

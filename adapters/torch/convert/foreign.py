@@ -1,4 +1,4 @@
-"""Brings state dicts in the forms that people save into the form of a checkpoint."""
+"""Converts state dicts in the forms that people usually save to the form of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _MODEL = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER = ("optim", "optimizer", "optimizer_state_dict")
 _VERSION = ("version", "step", "global_step")
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before every name."""
+"""Prefixes that DistributedDataParallel and torch.compile put before every name."""
 
 
 def understood(path: Path, loaded: Any, *, optimizer: bool) -> WholeState:
-    """The contents of a torch file.
+    """Convert the loaded contents of a torch file.
 
-    Forms: what ``ttp convert --to torch`` writes; a mapping with the state dicts of model and optimizer under one of
-    the usual names (``model``, ``model_state_dict``, ``state_dict``; ``optim``, ``optimizer``,
+    Three forms are understood: a file of ``ttp convert --to torch``; a mapping with the state dicts of model and
+    optimizer under one of the usual names (``model``, ``model_state_dict``, ``state_dict``; ``optim``, ``optimizer``,
     ``optimizer_state_dict``); the state dict of a model alone.
 
     Args:
-        path: the file.
-        loaded: what it holds.
+        path: the file, for messages.
+        loaded: its contents.
         optimizer: whether the optimizer's state is wanted at all.
 
     Raises:
-        CheckpointError: it is none of these, or an optimizer's parameters have no names.
+        CheckpointError: the file has none of these forms, or an optimizer's parameters have no names.
     """
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}: a mapping of names to tensors is wanted")
@@ -62,7 +62,7 @@ def _unwrapped(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(path: Path, optim: Mapping[str, Any], model: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The optimizer's state with names in the place of the numbers that ``optimizer.state_dict()`` gives."""
+    """Return the optimizer's state with names in place of the numbers that ``optimizer.state_dict()`` gives."""
     groups, state = optim.get("param_groups"), optim.get("state")
     if not isinstance(groups, list) or not isinstance(state, Mapping):
         raise CheckpointError(f"the optimizer state in {path} has no state and param_groups: use --no-optimizer")
@@ -87,7 +87,7 @@ def _named(path: Path, optim: Mapping[str, Any], model: Mapping[str, Any], notes
 def _by_position(
     path: Path, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], model: Mapping[str, Any]
 ) -> list[str]:
-    """Names by the order of the model, if nothing contradicts it: one group, as many tensors, moments of such shape."""
+    """Name the parameters in the order of the model, if the number of groups and tensors and all shapes allow it."""
     distinct: dict[Any, str] = {}
     for name, value in model.items():
         if isinstance(value, Tensor):

@@ -23,10 +23,10 @@ FRAMEWORK, MEGATRON = "torch", "megatron"
 
 
 def read_checkpoint(path: Path) -> WholeState:
-    """What the checkpoint at ``path`` holds; its digests have been verified.
+    """Read the checkpoint at ``path``, whose digests have been verified. Its tensors are read later, one at a time.
 
     Raises:
-        CheckpointError: it is of another framework's adapter, or its shards do not fit together.
+        CheckpointError: another framework's adapter has written it, or its shards do not fit together.
     """
     manifest = Manifest.load(path)
     if manifest.framework == MEGATRON:
@@ -34,7 +34,7 @@ def read_checkpoint(path: Path) -> WholeState:
 
         return read_megatron(path)
     items = _torch_items(path, manifest)
-    build_metadata(items, StorageMeta())  # that chunks cover every tensor exactly once
+    build_metadata(items, StorageMeta())  # checks that chunks cover every tensor exactly once
     job = read_job_state(path, manifest.pieces) if any(p.kind == JOB_KIND for p in manifest.pieces) else None
     kind = next((item for item in items if item.path == ("ttp", "optimizer")), None)
     found = tuple(_leaf(path, chunks) for chunks in _by_path(items))
@@ -61,7 +61,7 @@ def _torch_items(path: Path, manifest: Manifest) -> list[IndexEntry]:
 
 
 def _by_path(items: Sequence[IndexEntry]) -> list[list[IndexEntry]]:
-    """The distinct chunks of each value, values in the order in which they were written."""
+    """Return the distinct chunks of each value, values in the order in which they were written."""
     found: dict[tuple[str | int, ...], dict[object, IndexEntry]] = {}
     for item in items:  # replicas may have written a chunk twice; the first is taken, as stock torch does
         found.setdefault(item.path, {}).setdefault((item.offsets, item.sizes), item)
@@ -106,16 +106,18 @@ def _notes(manifest: Manifest, job: JobState | None) -> tuple[str, ...]:
 
 # -------------------------------------------------------------------------------------------- flattened optimizer state
 #
-# Optimizer state in torch's flattened form, which jobs of several pipeline stages write, made nested again.
+# Conversion of optimizer state from torch's flattened form, which jobs of several pipeline stages write, to nested
+# form.
 
 
 _STATE, _GROUPS = "state.", "param_groups."
 
 
 def nested_optimizer(leaves: Sequence[StateValue]) -> tuple[StateValue, ...]:
-    """``optim.state.<parameter>.<key>`` and ``optim.param_groups.<parameter>.<setting>`` as state and groups.
+    """Return the values with ``optim`` nested, whose names may be flattened.
 
-    Parameters of equal settings share a group, in the order of the model; the groups that the job had are not known.
+    Flattened names are ``optim.state.<parameter>.<key>`` and ``optim.param_groups.<parameter>.<setting>``. Parameters
+    of equal settings share a group, in the order of the model; the groups that the job had are not known.
 
     Raises:
         CheckpointError: a name belongs to no parameter.
@@ -133,7 +135,7 @@ def _is_flat(leaf: StateValue) -> bool:
 
 
 def _split(leaf: StateValue, head: str, parameters: Container[str]) -> tuple[str, str]:
-    """The parameter and what it has; names of both may hold dots."""
+    """Split a flattened name into the parameter and its key; names of both may contain dots."""
     owner, dot, key = str(leaf.path[1]).removeprefix(head).rpartition(".")
     while dot and owner not in parameters:
         owner, dot, before = owner.rpartition(".")

@@ -1,13 +1,13 @@
-"""One ``safetensors`` file: written with its header first, then a tensor at a time.
+"""Writes and reads a ``safetensors`` file: the header first, then one tensor at a time.
 
-The library's own ``save_file`` wants all tensors in memory. The format is a length, a JSON header and the bytes, so it
-is written here, and read by the library: to import a file, and to check what was written.
+The library's own ``save_file`` wants all tensors in memory. The format is a length, a JSON header and the bytes, so
+writing is done here; the library reads: to import a file, and to check what was written.
 
-Names: a weight or buffer has the name it has in ``model.state_dict()``. With the optimizer, its tensors are
+Names: a weight or buffer has its name in ``model.state_dict()``. If the optimizer's state is included, its tensors are
 ``optim.state.<parameter>.<key>``, and the metadata's ``ttp.optim`` is JSON of the param groups and of the plain numbers
-in the state. Tied weights are stored once, under the first of their names; as the library's ``save_model`` does, the
-metadata says ``{other name: stored name}``, and its ``load_model`` understands that. ``ttp.version`` counts finished
-updates.
+in the state. Tied weights are stored once, under the first of their names; as in files of the library's ``save_model``,
+the metadata says ``{other name: stored name}``, which its ``load_model`` understands. ``ttp.version`` is the number of
+finished updates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ttp.errors import CheckpointError, ConfigError
 from ttp.store.digest import HashingFile, Progress
 
 HEADER_MAX = 100_000_000
-"""Bytes; the library refuses a longer one."""
+"""Most bytes of a header; the library refuses a longer one."""
 
 _STATE = "optim.state."
 _VERSION, _SOURCE, _KIND, _OPTIM = "ttp.version", "ttp.source", "ttp.optimizer", "ttp.optim"
@@ -41,13 +41,13 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """What a file will hold.
+    """The planned contents of a file.
 
     Args:
-        tensors: by name, in the order in which their bytes follow each other.
+        tensors: the tensors by name, in the order of their bytes in the file.
         metadata: texts by name.
-        tied: other name -> stored name.
-        left_out: names of what the format has no place for.
+        tied: other name -> stored name, for tied weights.
+        left_out: names of the values for which the format has no place.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -57,10 +57,10 @@ class FilePlan:
 
 
 def require() -> Any:
-    """The ``safetensors`` library.
+    """Return the ``safetensors`` library.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the library is not installed.
     """
     try:
         import safetensors
@@ -73,10 +73,10 @@ def require() -> Any:
 
 
 def plan(contents: WholeState, *, optimizer: bool) -> FilePlan:
-    """Decide what of ``contents`` stands where in the file.
+    """Decide which values of ``contents`` the file holds, under which names, and where.
 
     Raises:
-        CheckpointError: something has no form in this format.
+        CheckpointError: a value or a name cannot be stored in this format.
     """
     named, left_out = _weights(contents)
     metadata = {"format": "pt", _SOURCE: contents.source}
@@ -89,7 +89,7 @@ def plan(contents: WholeState, *, optimizer: bool) -> FilePlan:
     clash = sorted(tied.keys() & metadata.keys())
     if clash:
         raise CheckpointError(f"the weight {clash[0]} cannot be called so in a safetensors file: use --to torch")
-    # As the library does: so every tensor is aligned to its elements.
+    # The library's order: with the widest elements first, every tensor is aligned to its elements.
     ordered = sorted(stored.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
     return FilePlan(dict(ordered), metadata | tied, tied, left_out)
 
@@ -99,7 +99,7 @@ def write(target: Path, what: FilePlan, progress: Progress) -> dict[str, str]:
 
     Raises:
         CheckpointError: a tensor cannot be read, or the header would be too long.
-        OSError: the disk refused.
+        OSError: the storage failed.
     """
     with HashingFile(target, progress) as file:
         file.write(_header(what))
@@ -109,10 +109,10 @@ def write(target: Path, what: FilePlan, progress: Progress) -> dict[str, str]:
 
 
 def read_back(path: Path, what: FilePlan, digests: Mapping[str, str], progress: Progress) -> None:
-    """Read the file with the library and compare.
+    """Read the file with the library and compare names, metadata and digests.
 
     Raises:
-        CheckpointError: it is not what was written.
+        CheckpointError: the file is not what was written.
     """
     try:
         with require().safe_open(path, framework="pt") as file:
@@ -215,7 +215,7 @@ def read_safetensors(path: Path) -> WholeState:
     """Read the names and the optimizer's numbers of a file. Its tensors stay mapped, not read.
 
     Raises:
-        CheckpointError: it is damaged, or its optimizer state is not of the form above.
+        CheckpointError: the file is damaged, or its optimizer state does not have the form that the module describes.
     """
     safetensors = require()
     try:
@@ -253,5 +253,5 @@ def _tuples(value: dict[str, Any]) -> Any:
 
 
 def looks_like(head: bytes) -> bool:
-    """Whether a file that begins with these nine bytes is one of safetensors."""
+    """Return whether a file that begins with these nine bytes is a safetensors file."""
     return len(head) >= 9 and 2 <= int.from_bytes(head[:8], "little") <= HEADER_MAX and head[8:9] == b"{"

@@ -32,10 +32,10 @@ _WHY = "`ttp convert` made this checkpoint, and a file has no rank-local state"
 def write_checkpoint(
     save_dir: Path, version: Version, contents: WholeState, progress: Progress, *, optimizer: bool
 ) -> Path:
-    """Commit ``contents`` as the checkpoint of ``version`` in ``save_dir``; one of that name is kept as superseded.
+    """Commit ``contents`` as the checkpoint of ``version`` in ``save_dir``; an old one is kept as superseded.
 
     Raises:
-        CheckpointError: a tensor or value has no form on disk, or the disk refused.
+        CheckpointError: a tensor or value has no form on disk, or the storage failed.
     """
     incident = f"convert-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
     draft = save_dir / names.draft_name(version, incident)

@@ -1,12 +1,13 @@
-"""One torch file: ``{"model": ..., "optim": ..., "version": ...}``, for ``torch.load(..., weights_only=True)``.
+"""Writes and reads a torch file: ``{"model": ..., "optim": ..., "version": ...}``, loadable with ``weights_only=True``.
 
 ``model`` is what ``model.load_state_dict`` takes and ``optim`` what ``optimizer.load_state_dict`` takes: param groups
-name their parameters instead of numbering them, which torch accepts, and ``set_optimizer_state_dict`` wants. Where
-there is one, ``scheduler`` is for the LR scheduler's ``load_state_dict``. ``extra`` holds the modules given to
-``extra_state``. ``ttp`` is what only ttp needs to make a checkpoint of it again.
+name their parameters instead of numbering them, which torch accepts and ``set_optimizer_state_dict`` wants.
+``scheduler``, if there is one, is for the LR scheduler's ``load_state_dict``. ``extra`` holds the modules given to
+``extra_state``. ``ttp`` is what only ttp needs to make a checkpoint of the file again.
 
-Memory: ``torch.save`` wants all tensors at once. They are first written one by one into a file without a name beside
-the target, and mapped from there, so that the kernel can drop them; as much free space is needed as the target takes.
+Memory: ``torch.save`` wants all tensors at once. So they are first written one by one to an unnamed file beside the
+target, and mapped from there, so that the kernel can drop them from memory; that file needs as much free space as the
+target takes.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ _ALIGNMENT = 64
 def write(
     target: Path, contents: WholeState, progress: Progress, *, optimizer: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """Write the file, durably; the digest of every tensor by its flattened name, and the names of what was left out.
+    """Write the file, durably.
+
+    Returns:
+        The digest of every tensor by its flattened name, and the names of values that were left out.
 
     Raises:
         CheckpointError: a tensor cannot be read.
-        OSError: the disk refused.
+        OSError: the storage failed.
     """
     leaves = list(contents.below(*parts(optimizer)))
     plain = [leaf for leaf in leaves if not isinstance(leaf.value, LazyTensor)]
@@ -65,7 +69,7 @@ def write(
 
 
 def _rest(contents: WholeState, *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
-    """All that is not a tensor. Without the optimizer its schedule is left out too."""
+    """Return the entries of the file that hold no tensors, and the names of left-out ones."""
     rest: dict[str, Any] = {"version": contents.version}
     if not optimizer:
         return rest, []
@@ -77,7 +81,7 @@ def _rest(contents: WholeState, *, optimizer: bool) -> tuple[dict[str, Any], lis
 
 
 class _Mapped:
-    """Tensors written one by one into ``scratch``, then looked at where they lie."""
+    """Tensors that are written one by one to the file ``scratch`` and then mapped into memory."""
 
     def __init__(self, scratch: Any, progress: Progress) -> None:
         self._scratch, self._progress = scratch, progress
@@ -86,7 +90,7 @@ class _Mapped:
         self.digests: dict[Any, str] = {}
 
     def add(self, entry: LazyTensor) -> None:
-        """Write the tensor, unless it has been written under another name."""
+        """Write the tensor to the file, unless it has been written under another name."""
         if entry.identity in self._places:
             return
         tensor = entry.read()
@@ -97,7 +101,7 @@ class _Mapped:
         self._progress(entry.nbytes)
 
     def tensor(self, entry: LazyTensor) -> Tensor:
-        """The tensor as it lies in the mapped file. ``add`` may not be called after this."""
+        """Return the tensor in the mapped file. ``add`` may not be called after this."""
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
         if self._memory is None:
@@ -109,10 +113,10 @@ class _Mapped:
 
 
 def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> None:
-    """Load the file, mapped, and compare.
+    """Load the file, mapped, and compare the digests.
 
     Raises:
-        CheckpointError: it is not what was written.
+        CheckpointError: the file is not what was written.
     """
     try:
         state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
@@ -129,12 +133,12 @@ def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> Non
 
 
 def read_torch(path: Path, *, optimizer: bool) -> WholeState:
-    """What the file holds, with or without the optimizer's state; see ``foreign`` for the forms that are understood.
+    """Read a torch file, with or without the optimizer's state; see ``foreign`` for the forms that are understood.
 
-    Files in torch's zip format stay mapped, not read. Older ones are read into memory whole.
+    Files in torch's zip format stay mapped, not read. Older files are read into memory whole.
 
     Raises:
-        CheckpointError: it is damaged, would have to be unpickled, or is of another form.
+        CheckpointError: the file is damaged, would have to be unpickled, or has another form.
     """
     try:
         loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))

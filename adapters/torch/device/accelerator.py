@@ -22,15 +22,16 @@ log = logging.getLogger("ttp.adapters.torch")
 _cuda: Any = torch.cuda
 _POLL_S = 0.0002
 _PRIORITY = -2
-"""Of the streams made here: torch deals out streams of a priority in turn, so that after some dozens two users share
-one. Communicators take theirs from the lowest and the highest; one that hangs may not be ours."""
+"""Priority of the streams made here. torch hands out a few dozen streams of each priority in turn, so that two users
+may share one. Communicators take theirs from the lowest and the highest priority; we must not share one that hangs."""
 
 AHEAD_MAX = 8
-"""Updates that a host may be ahead of its device before something that was kept of the oldest is gone."""
+"""Number of updates that a host may be ahead of its device before copies of the oldest version are dropped."""
 
 
 _NUMBERS, _NUMBER_BYTES = 512, 16
-"""As many single numbers are remembered; a job with several scaled optimizers sends some dozens for each update."""
+"""How many single numbers are remembered, and bytes for each; a job with several scaled optimizers sends some dozens
+per update."""
 _NUMBER_S = 5.0
 
 
@@ -38,14 +39,14 @@ class Event(Protocol):
     """A mark in a stream of work."""
 
     def query(self) -> bool:
-        """Whether everything queued before the mark is done. Does not wait.
+        """Return whether everything queued before the mark is done. Does not wait.
 
         Raises:
             RuntimeError: the device is broken.
         """
 
     def synchronize(self) -> None:
-        """Block until it is, without using the CPU meanwhile; perhaps for ever.
+        """Block until everything queued before the mark is done, without using the CPU; perhaps for ever.
 
         Raises:
             RuntimeError: the device is broken.
@@ -56,7 +57,7 @@ class Hold(Protocol):
     """A word in host memory for which streams of a device can wait."""
 
     def queue(self, number: int) -> None:
-        """Work queued later on the current stream of this thread waits until the word has reached ``number``."""
+        """Make work queued later on the current stream of this thread wait until the word has reached ``number``."""
 
     def release(self, number: int) -> None:
         """Set the word to ``number``. May be called on any thread; does not wait."""
@@ -66,45 +67,45 @@ class Runtime(Protocol):
     """The operations of one device that ttp needs."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the memory of the tensor is on this device."""
+        """Return whether the memory of the tensor is on this device."""
 
     def capturing(self) -> bool:
-        """Whether work that this thread queues becomes part of a CUDA graph.
+        """Return whether work that this thread queues becomes part of a CUDA graph.
 
         ttp must then queue nothing, not even a mark.
         """
 
     def mark(self, *, side: bool) -> Event:
-        """Put a mark behind the work queued so far on the current stream of this thread, or on the side stream."""
+        """Return a mark behind the work queued so far on the current stream of this thread, or on the side stream."""
 
     def side_waits_for(self, event: Event) -> None:
-        """Work queued later on the side stream runs after the mark."""
+        """Make work queued later on the side stream run after the mark."""
 
     def training_waits_for(self, event: Event) -> None:
-        """Work queued later on the current stream of this thread runs after the mark."""
+        """Make work queued later on the current stream of this thread run after the mark."""
 
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
-        """Work that is queued in the block goes to the side stream."""
+        """Return a context manager in whose block work is queued on the side stream."""
 
     def hold(self) -> Hold:
-        """A new word with the value 0. Only at the start.
+        """Make a new word with the value 0. Call it at the start only.
 
         Raises:
-            OSError, AttributeError, RuntimeError: this device or driver has none.
+            OSError, AttributeError, RuntimeError: this device or its driver cannot wait for a word.
         """
 
     def noticing(self, found: list[str]) -> contextlib.AbstractContextManager[None]:
         """Add to ``found`` the places where this thread waits for the device, while the block runs."""
 
     def pinned(self, size: int) -> Tensor:
-        """``size`` bytes of page-locked host memory. Only at the start."""
+        """Allocate ``size`` bytes of page-locked host memory. Call it at the start only."""
 
     def on_device(self, size: int) -> Tensor:
-        """``size`` bytes of device memory. At start only."""
+        """Allocate ``size`` bytes of device memory. Call it at the start only."""
 
 
 class CudaRuntime:
-    """``Runtime`` of one CUDA device. Make it at the start: it allocates memory."""
+    """The ``Runtime`` of one CUDA device. Make it at the start, because it allocates memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -155,21 +156,21 @@ class CudaRuntime:
 
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    """The CUDA devices that hold any of these tensors, without repetitions."""
+    """Return the CUDA devices that hold any of these tensors, without repetitions."""
     found = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     return tuple(sorted(found, key=lambda device: device.index or 0))
 
 
 def runtimes_on(devices: Iterable[torch.device]) -> tuple[Runtime, ...]:
-    """A new runtime for each of these devices; none for the host."""
+    """Return a new runtime for each of these devices; none for the host."""
     return tuple(CudaRuntime(device) for device in devices if device.type == "cuda")
 
 
 def holder(runtimes: Sequence[Runtime], tensor: Tensor) -> Runtime | None:
-    """The device that holds the tensor; None: the host does.
+    """Return the device that holds the tensor; None: the host does.
 
     Raises:
-        CheckpointError: another kind of device does.
+        CheckpointError: a device that is none of ``runtimes`` holds it.
     """
     for runtime in runtimes:
         if runtime.holds(tensor):
@@ -205,10 +206,10 @@ class Number:
         self._numbers, self._turn, self._slot, self._event = numbers, turn, slot, event
 
     def value(self) -> float | int:
-        """Its value at the moment of the training at which it was sent. Not for the training thread.
+        """Return its value at the point of the training's work at which it was sent. Not for the training thread.
 
         Raises:
-            CheckpointError: it did not come, or is gone.
+            CheckpointError: the number did not arrive in time, or its memory was used again.
         """
         if not poll(self._event.query, _NUMBER_S):
             raise CheckpointError(f"a number did not leave the device in {_NUMBER_S:g} s")
@@ -219,12 +220,12 @@ class Number:
 
 
 class Numbers:
-    """Brings single numbers, like a loss scale, to the host as they are in the order of the training's work.
+    """Copies single numbers, like a loss scale, to the host, with their values in the order of the training's work.
 
     ``item()`` would wait for the device, and behind a hang for ever.
 
     Args:
-        runtimes: the devices; a little pinned memory is set aside here and now.
+        runtimes: the devices; a little pinned memory is allocated in the constructor.
     """
 
     def __init__(self, runtimes: Sequence[Runtime] = ()) -> None:
@@ -233,7 +234,7 @@ class Numbers:
         self.turn = 0
 
     def bring(self, value: Any) -> Any:
-        """A tensor of one element, as a ``Number``, or what is on the host, as it is now. Training thread.
+        """Return a one-element tensor on a device as a ``Number``, other values as they are now. Training thread only.
 
         Raises:
             CheckpointError: a CUDA graph is being captured.
@@ -252,15 +253,15 @@ class Numbers:
         return Number(self, self.turn - 1, slot, runtime.mark(side=False))
 
     def elsewhere(self, value: Any) -> bool:
-        """Whether ``value`` is a number on a device."""
+        """Return whether ``value`` is a number on a device."""
         return isinstance(value, Tensor) and holder(self._runtimes, value) is not None
 
 
 def number(value: Any) -> Any:
-    """The value of what ``Numbers.bring`` has returned; waits for it a bounded time.
+    """Return the value of a result of ``Numbers.bring``; waits for it a limited time.
 
     Raises:
-        CheckpointError: it does not come.
+        CheckpointError: the number did not arrive in time.
     """
     return value.value() if isinstance(value, Number) else value
 
@@ -269,16 +270,16 @@ def number(value: Any) -> Any:
 
 
 class Fence(Protocol):
-    """Tells which version the memory of the state has: on a device that is behind the host, an older one."""
+    """Tells which version the memory of the state holds: an older one on a device that is behind the host."""
 
     def record(self, version: int) -> None:
-        """Training thread, after the last write of ``version`` was queued. Does not wait."""
+        """Mark ``version``, whose last write has been queued. For the training thread; does not wait."""
 
     def finished_version(self) -> int:
-        """The newest version whose writes are all done. Any thread; does not wait."""
+        """Return the newest version whose writes are all done. For any thread; does not wait."""
 
     def wait(self, version: int, timeout_s: float) -> bool:
-        """Wait until ``version`` is finished. Not for the training thread. False: it was not in ``timeout_s``."""
+        """Wait up to ``timeout_s`` until ``version`` is finished; return whether it is. Not for the training thread."""
 
 
 class HostFence:
@@ -301,7 +302,7 @@ class HostFence:
 
 
 class DeviceFence:
-    """The fence for state on one device: a version is finished when the event behind it is."""
+    """The fence for state on one device: a version is finished when the device has reached the mark behind it."""
 
     def __init__(self, runtime: Runtime, base: int = 0) -> None:
         self._runtime = runtime
@@ -310,7 +311,7 @@ class DeviceFence:
         self._collecting = threading.Lock()
 
     def record(self, version: int) -> None:
-        """See ``Fence``. Of a device that is broken nothing is finished any more; the program finds out by itself."""
+        """See ``Fence``. On a broken device no version is finished any more; the program finds that out itself."""
         try:
             self._pending.append((version, self._runtime.mark(side=False)))
         except RuntimeError as problem:
@@ -333,11 +334,11 @@ class DeviceFence:
 
 
 class DevicesFence:
-    """Of several devices: what all have reached, or, of an update that begins, what any has.
+    """The fence for state on several devices: the version that all have reached, or the newest that one has reached.
 
     Args:
-        fences: of each.
-        newest: whether one is enough.
+        fences: the fence of each device.
+        newest: whether one device is enough, as for the beginning of an update.
     """
 
     def __init__(self, fences: Sequence[Fence], newest: bool) -> None:
@@ -358,12 +359,12 @@ class DevicesFence:
 
 
 def make_fence(runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = False) -> Fence:
-    """The fence for state on these devices; none: on the host.
+    """Make the fence for state on these devices.
 
     Args:
-        runtimes: of the devices.
-        base: the version that the state has now.
-        newest: of what begins it is enough that one device has begun it.
+        runtimes: the devices; empty: the state is on the host.
+        base: the version of the state now.
+        newest: whether one device is enough; see ``DevicesFence``.
     """
     fences = [DeviceFence(runtime, base) for runtime in runtimes]
     if len(fences) > 1:
@@ -372,7 +373,7 @@ def make_fence(runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = Fal
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask repeatedly until the answer is true or the time is over. A wait inside the driver could not be given up."""
+    """Call ``done`` until it returns True or ``timeout_s`` is over; return which. Driver waits have no limit."""
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
@@ -382,5 +383,5 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """A view of the memory of a contiguous tensor as a vector of bytes."""
+    """Return the memory of a contiguous tensor as a vector of bytes, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8)

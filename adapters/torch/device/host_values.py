@@ -1,4 +1,4 @@
-"""Keeps the numbers that an optimizer has on the host beside a state on devices, such as counts of steps."""
+"""Keeps the numbers that an optimizer has on the host while its other state is on devices, such as counts of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ttp.adapters.torch.device.accelerator import AHEAD_MAX
 from ttp.errors import CheckpointError
 
 _SCANS = 3
-"""Updates after which an optimizer has made all that it keeps of its parameters."""
+"""Number of updates after which an optimizer has made all of its state."""
 
 _Values = dict[Any, Any]
 _Entry = tuple[_Values, Any]
@@ -30,11 +30,11 @@ class _Kept:
 
 
 class HostValues:
-    """Copies these numbers after each update, as the host is ahead of the devices.
+    """Copies the optimizer's numbers on the host after each update, because the host may be ahead of the devices.
 
     Args:
-        state: the live state of the optimizer, by parameter.
-        on_host: whether a tensor is on the host.
+        state: returns the live state of the optimizer, by parameter.
+        on_host: returns whether a tensor is on the host.
     """
 
     def __init__(self, state: Callable[[], Mapping[Any, Any]], on_host: Callable[[Tensor], bool]) -> None:
@@ -46,31 +46,31 @@ class HostValues:
         self._places: dict[_Place, tuple[int, int]] = {}
 
     def note(self, version: int) -> None:
-        """The numbers belong to ``version`` now. For the training thread."""
+        """Copy the numbers, which are those of ``version`` now. For the training thread."""
         state = self._state()
         if self._scans < _SCANS or len(state) != self._known:
             self._scan(state)
         try:
             self._keep(version)
-        except (KeyError, RuntimeError, TypeError):  # it keeps other things than before
+        except (KeyError, RuntimeError, TypeError):  # the optimizer keeps other values than before
             self._scan(state)
             self._keep(version)
 
     def of(self, values: Any, version: int) -> Any:
-        """The optimizer state of one parameter, with the numbers that belong to ``version``. Any thread.
+        """Return the optimizer state of one parameter, with the numbers of ``version``. May be called on any thread.
 
         Raises:
-            CheckpointError: nobody knows what they were.
+            CheckpointError: the numbers of that version are not known.
         """
         if not isinstance(values, dict):
             return values
         return {key: self.value(values, key, version) for key in list(values)}
 
     def value(self, values: _Values, key: Any, version: int) -> Any:
-        """One of them, or what the devices have.
+        """Return one value of that state: a number of ``version``, or a tensor on a device as it is.
 
         Raises:
-            CheckpointError: nobody knows what it was.
+            CheckpointError: the number of that version is not known.
         """
         value = values[key]
         there = isinstance(value, Tensor) and self._on_host(value)

@@ -1,4 +1,4 @@
-"""Copies a module's buffers from the device to the host beside the training, and writes them to the rank's page."""
+"""Copies a module's buffers from devices to the host while training goes on, and writes them to the rank's page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from ttp.adapters.torch.device.accelerator import AllEvents, Event, Runtime, flat_bytes, holder
 from ttp.adapters.torch.local_state.buffers import BufferEntry, BufferTable
+from ttp.inbox import Inbox
 from ttp.processor.local_state.pages import Buffer, Kept
 
 log = logging.getLogger("ttp.adapters.torch")
 
 _POOL = 12
-"""Captures on their way at once: three per update, and the host may be some updates ahead of the device."""
+"""Number of captures that may be on their way: three per update, and the host may be some updates ahead."""
 _COPIES_MAX = 4
-"""Of one large buffer in different states, on their way at once."""
+"""Number of copies of one large buffer, in different states, that may be on their way."""
 _TWIN_BYTES = 8 << 20
 _PATIENCE_S = 5.0
 _ALIGNMENT = 16
@@ -33,9 +34,11 @@ class Staged:
     """A capture that is being copied to the host.
 
     Args:
-        parts: of the small buffers, valid when ``ready`` is done.
-        kept: of the large ones; the same.
-        ready: behind the last copy; None: everything is there.
+        parts: the memory of the small buffers, valid when ``ready`` is done.
+        kept: the stamps and the memory of the large buffers, valid when ``ready`` is done.
+        ready: the mark behind the last copy; None: everything has arrived.
+        staging: the host memory of the small buffers.
+        large: the copies of the large buffers.
     """
 
     parts: list[Buffer] = field(default_factory=list)
@@ -47,7 +50,7 @@ class Staged:
 
 @dataclass(slots=True)
 class _Twin:
-    """Memory on the device that buffers are copied to first; ``left`` is behind what was brought from it last."""
+    """Memory on the device to which buffers are copied first; ``left`` is the mark behind the last copy from it."""
 
     memory: Tensor
     left: Event | None = None
@@ -75,11 +78,11 @@ class _StagingBuffer:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A large buffer as it was once. ``users``: captures on their way, and being the newest one."""
+    """A copy of a large buffer in one state. ``users`` counts captures on their way, plus one for the newest copy."""
 
     stamp: Hashable
     pinned: Tensor
-    home: list[Tensor]  # where the memory goes when nobody uses it
+    home: list[Tensor]  # the list to which the memory returns when nobody uses it
     users: int = 1
 
 
@@ -94,11 +97,11 @@ class _Large:
 
 
 class DeviceBuffers:
-    """All buffers of a module that lies, at least partly, on devices. Its memory is allocated at the start.
+    """Captures all buffers of a module that lies, at least partly, on devices. Its memory is allocated at the start.
 
     Args:
-        module: whose buffers.
-        runtimes: the devices, those without buffers too.
+        module: the module with the buffers.
+        runtimes: all devices, also those without buffers.
     """
 
     def __init__(self, module: nn.Module, runtimes: Sequence[Runtime]) -> None:
@@ -111,7 +114,7 @@ class DeviceBuffers:
         self._large: dict[tuple[str, int], _Large] = {}  # by name and size
         self._twins: dict[int, list[_Twin]] = {}
         self._turn = 0
-        self._returned: queue.SimpleQueue[Staged] = queue.SimpleQueue()
+        self._returned: Inbox[Staged] = Inbox()
         self._stuck = False
         self._build()
 
@@ -119,8 +122,11 @@ class DeviceBuffers:
         """Begin to copy the buffers, as they are after the work queued so far. For the training thread.
 
         A host that is several updates ahead of its device waits here for memory: a version without a page would be
-        worse, and the device has work. None: none came free, the device does not move; or a CUDA graph is being
-        captured, whose work is not done now.
+        worse, and the device has work.
+
+        Returns:
+            The capture; None: no memory came free because the device hangs, or a CUDA graph is being captured, whose
+            work is not done now.
         """
         if any(runtime.capturing() for runtime in self._runtimes):
             return None
@@ -151,17 +157,17 @@ class DeviceBuffers:
         return staged
 
     def release(self, staged: Staged) -> None:
-        """The capture was written or given up: its memory may be used again. May be called on any thread."""
+        """Give back the memory of a capture that was written or given up. May be called on any thread."""
         self._returned.put(staged)
 
     # ------------------------------------------------------------------------------------------------------- memory
 
     def _until(self, there: Callable[[], object]) -> bool:
-        """Wait until memory has come back; only once for a device that does not move."""
+        """Wait until memory has come back; returns whether it has. A device that hangs is waited for only once."""
         deadline = time.monotonic() + (0.0 if self._stuck else _PATIENCE_S)
         while not there():
             try:
-                self._take_back(self._returned.get(timeout=max(0.0, deadline - time.monotonic())))
+                self._take_back(self._returned.get(timeout=deadline - time.monotonic()))
             except queue.Empty:
                 self._stuck = True
                 return False
@@ -178,7 +184,7 @@ class DeviceBuffers:
     # ----------------------------------------------------------------------------------------------------- bringing
 
     def _bring_small(self, small: _Small, pinned: Tensor) -> Event:
-        """What is small on one device; where nothing is, a mark tells when the device has come here."""
+        """Copy the small buffers of one device; returns a mark behind the copy, or behind the work so far if none."""
         if not small.entries:
             return small.runtime.mark(side=False)
         twin, slots = small.twins[self._turn % 2], small.slots[self._turn % 2]
@@ -188,7 +194,7 @@ class DeviceBuffers:
         return self._leave(small.runtime, twin, [(pinned, twin.memory)])
 
     def _bring_large(self, entry: BufferEntry, events: list[Event]) -> _Held | None:
-        """The newest state of a large buffer, under way already when it has not changed; None: no memory came free."""
+        """Return a copy of a large buffer, begun now or earlier if it has not changed; None: no memory came free."""
         large, stamp = self._large[entry.info.name, entry.size], entry.stamp()
         newest = large.newest
         if newest is not None and stamp is not None and newest.stamp == stamp:
@@ -221,7 +227,7 @@ class DeviceBuffers:
 
     @staticmethod
     def _reuse(runtime: Runtime, twin: _Twin) -> None:
-        """The training's stream writes to it when what was there has left: the device waits, not the host."""
+        """Make the training's stream, not the host, wait until the twin's old content has been copied."""
         if twin.left is not None:
             runtime.training_waits_for(twin.left)
 
@@ -237,7 +243,7 @@ class DeviceBuffers:
     # ------------------------------------------------------------------------------------------------------ building
 
     def _build(self) -> None:
-        """Memory for the buffers that the module has now. A buffer that was replaced by one of its kind needs none."""
+        """Allocate memory for the module's present buffers; none for a buffer that was replaced by one of its kind."""
         places = [(holder(self._runtimes, entry.tensor), entry) for entry in self.table.small]
         layout = tuple((id(runtime), entry.info.dtype, entry.info.shape) for runtime, entry in places)
         if layout != self._layout or not self._built:
@@ -305,19 +311,19 @@ def _view(host: Tensor) -> memoryview:
 
 
 class ArrivalWriter:
-    """A thread that writes each capture when it has arrived, in order. It sleeps until then, in the driver.
+    """A thread that writes each capture when it has arrived, in order. It sleeps in the driver until then.
 
     Args:
-        write: writes a page; given version, final, what comes before the buffers, and what arrived.
-        release: takes the memory back.
+        write: writes a page, from version, final, the bytes before the buffers, and the capture.
+        release: takes the memory of a capture back.
     """
 
     def __init__(self, write: Callable[[int, bool, bytes, Staged], None], release: Callable[[Staged], None]) -> None:
         self._write = write
         self._release = release
         self.arrived = 0
-        """How many captures have arrived: as long as that grows the device moves."""
-        self._inbox: queue.SimpleQueue[tuple[int, bool, bytes, Staged] | None] = queue.SimpleQueue()
+        """Number of captures that have arrived: as long as it grows, the device is working."""
+        self._inbox: Inbox[tuple[int, bool, bytes, Staged] | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="ttp-pages", daemon=True)
         self._thread.start()
 
@@ -338,6 +344,6 @@ class ArrivalWriter:
                     staged.ready.synchronize()
                 self.arrived += 1
                 self._write(*item)
-            except Exception as problem:  # the device is gone: so is this capture
+            except Exception as problem:  # the device is gone, and this capture with it
                 log.debug("a capture of device buffers did not arrive: %s", problem)
             self._release(staged)

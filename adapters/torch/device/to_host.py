@@ -1,4 +1,4 @@
-"""Copies large tensors to the host on a side stream, so that work that hangs on the device is not waited for."""
+"""Copies large tensors to the host on a side stream, so as not to wait for work that hangs on the device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from ttp.adapters.torch.device.accelerator import Event, Runtime, flat_bytes, ho
 
 RING_BYTES = 64 << 20
 PACK_BYTES = 8 << 20
-"""Device memory for slabs of tensors that are not dense, on each device."""
+"""Bytes of device memory for slabs of tensors that are not dense, on each device."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 ONCE_BYTES = 256
-"""Of the memory that ``launch_once`` wants."""
+"""Bytes of device memory that ``launch_once`` needs."""
 _START_S = 60.0
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A chunk that is being copied to the host; without an event it has arrived."""
+    """A chunk that is being copied to the host.
+
+    Args:
+        event: the mark behind the copy; None: the chunk has arrived.
+        staged: the pinned memory to which it is copied.
+        target: the memory to which it is moved from there.
+        completes: the tensor of which it is the last chunk; None: it is not the last one.
+    """
 
     event: Event | None
     staged: Tensor
@@ -34,11 +41,11 @@ class HostCopier:
     """Copies tensors of devices to the host. For one thread at a time.
 
     Args:
-        runtimes: the devices; none: tensors are handed through.
-        ring: number of pinned buffers, allocated here and now.
-        buffer_bytes: size of each.
-        pack_bytes: of device memory for tensors that are not dense, on each device, allocated here and now.
-        timeout_s: how long one chunk may take before the device counts as stuck.
+        runtimes: the devices; empty: tensors are returned themselves.
+        ring: number of pinned buffers, allocated in the constructor.
+        buffer_bytes: size of each of these buffers.
+        pack_bytes: bytes of device memory for tensors that are not dense, allocated on each device in the constructor.
+        timeout_s: seconds that one chunk may take before the device counts as hanging.
     """
 
     def __init__(
@@ -59,9 +66,10 @@ class HostCopier:
             launch_once(runtime, self._packs[id(runtime)], self._ring[0])
 
     def copy_to_host(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The tensors in order, each an ordinary CPU tensor of the same shape, dtype and strides.
+        """Yield the tensors in order, each as an ordinary CPU tensor of the same shape, dtype and strides.
 
-        The caller has waited for the fence. One chunk is on its way while the one before is moved out of its buffer.
+        The caller has waited for the fence before. While one chunk is copied to a pinned buffer, the one before is
+        moved out of its buffer.
 
         Raises:
             TimeoutError: a chunk did not arrive.
@@ -70,7 +78,7 @@ class HostCopier:
         flights: deque[_Flight] = deque()
         for flight in self._flights(tensors):
             flights.append(flight)
-            if len(flights) >= max(1, len(self._ring)):  # the next one needs the buffer of the oldest
+            if len(flights) >= max(1, len(self._ring)):  # the next chunk needs the buffer of the oldest
                 yield from self._land(flights.popleft())
         while flights:
             yield from self._land(flights.popleft())
@@ -98,14 +106,16 @@ class HostCopier:
             at = end
 
     def _dense(self, source: Tensor) -> Iterator[Tensor]:
-        """Its bytes, as much at once as a pinned buffer takes; of an empty one an empty piece."""
+        """Yield the bytes of a dense tensor in slabs that fit a pinned buffer; of an empty tensor one empty slab."""
         data, step = flat_bytes(source), self._ring[0].numel()
         for start in range(0, max(1, data.numel()), step):
             yield data[start : start + step]
 
     def _packed(self, runtime: Runtime, source: Tensor) -> Iterator[Tensor]:
-        """Its elements in order, brought together in the memory for that. What is taken from there is queued before
-        the next slab is, on the same stream, so that one memory is enough."""
+        """Yield the elements of a tensor with gaps in order, packed slab by slab in the memory set aside for that.
+
+        One memory is enough: the copy out of it is queued before the next slab, on the same stream.
+        """
         memory = self._packs[id(runtime)]
         room = min(memory.numel(), self._ring[0].numel())
         for slab in _slabs(words(source), room // source.element_size()):
@@ -124,15 +134,15 @@ class HostCopier:
 
 
 def words(tensor: Tensor) -> Tensor:
-    """The same elements as plain words, whatever they mean: a view. So few kernels can copy any kind of tensor."""
+    """Return a view of the elements as plain integers of the same size, so that few kernels copy any kind of tensor."""
     return tensor.detach().view(_WORDS[tensor.element_size()])
 
 
 def launch_once(runtime: Runtime, memory: Tensor, pinned: Tensor) -> None:
-    """Have every kernel loaded that copies tensors with gaps, while nothing hangs.
+    """Load every kernel that copies tensors with gaps, by using it once, while nothing hangs.
 
     Raises:
-        TimeoutError: the device does nothing any more.
+        TimeoutError: the device does not respond.
     """
     with runtime.on_side():
         for word in _WORDS.values():
@@ -151,18 +161,18 @@ def launch_once(runtime: Runtime, memory: Tensor, pinned: Tensor) -> None:
 
 
 def _by_stride(tensor: Tensor) -> Tensor:
-    """A view with the dimensions in the order of memory: dense tensors are contiguous so (channels last is one)."""
+    """Return a view with the dimensions in memory order, so that dense tensors (channels last) are contiguous."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _back(tensor: Tensor, target: Tensor) -> Tensor:
-    """A view of ``target``, of the form that ``_by_stride`` gave, with the dimensions of ``tensor``."""
+    """Return a view of ``target``, which has the form of ``_by_stride(tensor)``, with the dimensions of ``tensor``."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return target.permute(sorted(range(tensor.dim()), key=order.__getitem__))
 
 
 def _slabs(tensor: Tensor, limit: int) -> Iterator[Tensor]:
-    """The tensor in pieces of at most ``limit`` elements, in the order of its elements."""
+    """Yield the tensor in slabs of at most ``limit`` elements, in the order of its elements."""
     if tensor.numel() <= limit:
         yield tensor
     elif (row := tensor.numel() // tensor.shape[0]) <= limit:

@@ -1,10 +1,10 @@
-"""The buffers of a module as bytes: BatchNorm statistics, queues, masks, whatever ``register_buffer`` was given.
+"""Captures and restores the buffers of a module as bytes: BatchNorm statistics, queues, masks and other buffers.
 
-Small buffers are taken every time, as live memory that the page copies once. Large ones carry a stamp, and are copied
-again only when it changes: a causal mask of 48 MB costs nothing per step. The stamp is the identity of the tensor, of
-its memory, and torch's version counter. Two things write without counting: BatchNorm's kernels (such buffers count as
-small, whatever their size) and writes through ``.data``; for these the first captures compare bytes, and a buffer that
-changed under the same stamp is taken every time from then on.
+Small buffers are captured every time, as live memory that the page copies once. Large buffers carry a stamp, and are
+copied again only when it changes: a causal mask of 48 MB costs nothing per step. The stamp consists of the identity of
+the tensor and its memory, and of torch's version counter. Two kinds of writes do not raise that counter: those of
+BatchNorm's kernels (such buffers count as small, whatever their size) and writes through ``.data``. Because of these
+the first captures compare bytes, and a buffer that changed under the same stamp is captured every time from then on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ttp.processor.local_state.pages import Buffer, Kept
 
 LARGE_BYTES = 64 << 10
 _LEARNING_CAPTURES = 8
-"""Captures that compare the bytes of large buffers: four updates' worth."""
+"""Number of captures that compare the bytes of large buffers: those of four updates."""
 
 _serials = itertools.count(1)
 
@@ -45,7 +45,7 @@ class BufferInfo:
 
     @property
     def size(self) -> int:
-        """Bytes.
+        """The size of the buffer in bytes.
 
         Raises:
             CheckpointError: there is no such dtype or shape.
@@ -58,7 +58,7 @@ class BufferInfo:
 
 @dataclass(slots=True, eq=False)
 class BufferEntry:
-    """A buffer of a module, as it was when it was last looked at."""
+    """A buffer of a module, as the last scan found it."""
 
     owner: dict[str, Tensor | None]
     key: str
@@ -66,17 +66,17 @@ class BufferEntry:
     tensor: Tensor
     address: int
     serial: int
-    counted: bool  # whoever writes to it raises its version counter
+    counted: bool  # every write to it raises its version counter, as far as is known
     digest: int = 0
     digest_of: Hashable = None
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size of the buffer in bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
     def stamp(self) -> Hashable:
-        """A value that changes with the bytes; None: a change cannot be seen without reading them."""
+        """Return a value that changes when the bytes do; None: only reading the bytes shows a change."""
         return (self.serial, self.tensor._version) if self.counted else None
 
 
@@ -86,13 +86,15 @@ class BufferTable:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.skipped: list[str] = []
-        """Names of buffers that are no plain memory (sparse, quantized, distributed)."""
+        """Names of buffers that are no plain memory (sparse, quantized, distributed), and so cannot be captured."""
         self.layout = 0
-        """Goes up whenever ``infos`` may have changed."""
+        """A number that grows whenever ``infos`` may have changed."""
         self.small: list[BufferEntry] = []
         self.large: list[BufferEntry] = []
         self._absent: list[tuple[dict[str, Tensor | None], str]] = []
-        self._owners: list[dict[str, Tensor | None]] = []  # of all, absent ones too
+        self._owners: list[
+            dict[str, Tensor | None]
+        ] = []  # the dictionaries of all buffers, also of those that are None
         self._keys: list[str] = []
         self._found: list[Tensor | None] = []
         self._tensors: list[Tensor] = []
@@ -106,20 +108,20 @@ class BufferTable:
         return tuple(entry.info for entry in (*self.small, *self.large))
 
     def is_current(self) -> bool:
-        """Whether the module still has these tensors under these names, in the same memory, and no others.
+        """Return whether the module still has these tensors under these names, in the same memory, and no others.
 
-        A ResNet has 160 of them: so nothing here is done by the interpreter for each.
+        A ResNet has 160 buffers, so no Python code runs for each of them here.
         """
         same = all(map(is_, map(dict.get, self._owners, self._keys), self._found))
         return same and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
 
     def refresh(self) -> None:
-        """Scan again if a buffer was replaced since."""
+        """Scan again if a buffer was replaced since the last scan."""
         if not self.is_current():
             self.scan()
 
     def scan(self) -> None:
-        """Look at all modules again."""
+        """Find the buffers of all modules anew."""
         self.small, self.large, self._absent, self.skipped = [], [], [], []
         self.layout += 1
         for _, prefix, owner in walk(self._module):
@@ -127,7 +129,7 @@ class BufferTable:
                 if tensor is None:
                     self._absent.append((owner._buffers, key))
                 elif (
-                    type(tensor.detach()) is not Tensor  # what is behind another class is not in its memory
+                    type(tensor.detach()) is not Tensor  # the content of a subclass need not be in its own memory
                     or tensor.layout is not torch.strided
                     or tensor.is_quantized
                     or tensor.is_meta
@@ -150,7 +152,7 @@ class BufferTable:
         (self.large if large else self.small).append(entry)
 
     def distrust(self, entry: BufferEntry) -> None:
-        """Read this buffer every time from now on: its bytes changed while its stamp did not."""
+        """Read this buffer at every capture from now on: its bytes changed while its stamp did not."""
         entry.counted = False
         self._uncounted.add(entry.info.name)
 
@@ -162,17 +164,17 @@ class BufferSet:
         self.table = BufferTable(module)
         self._captures = 0
         self._viewed = 0
-        self._views: list[Buffer | None] = []  # None: not contiguous, copied each time
-        self._plain: list[Buffer] = []  # the others
+        self._views: list[Buffer | None] = []  # of the small buffers; None: not contiguous, copied at each capture
+        self._plain: list[Buffer] = []  # those that are not None
         self._large_views: list[Buffer] = []
         self._kept: list[Kept] = []
 
     def capture(self) -> tuple[Sequence[Buffer], Sequence[Kept]]:
-        """The bytes of all buffers, mostly as live memory: copy them before the next forward pass.
+        """Return the bytes of all buffers, mostly as live memory: copy them before the next forward pass.
 
         Returns:
-            The bytes of each small buffer; and the large buffers with their stamps, in the list of the last time if
-            nothing in it has changed.
+            The bytes of each small buffer; and the large buffers with their stamps, as the same list object as the last
+            time if none of them has changed.
         """
         table = self.table
         table.refresh()
@@ -191,11 +193,11 @@ class BufferSet:
 
     @property
     def is_live(self) -> bool:
-        """Whether the parts that ``capture`` returned are live memory of all small buffers."""
+        """Whether all parts that ``capture`` returned for small buffers are live memory."""
         return len(self._plain) == len(self.table.small)
 
     def capture_large(self) -> Sequence[Kept]:
-        """The second list of ``capture`` alone, if the buffers are still the same tensors."""
+        """Return the second list of ``capture`` alone. Call it only if the buffers are still the same tensors."""
         if not self.table.large:
             return ()
         if self._captures < _LEARNING_CAPTURES:
@@ -217,20 +219,20 @@ class BufferSet:
 
 
 def _live(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor. Whoever keeps the view keeps the tensor."""
+    """Return a view of the memory of a contiguous CPU tensor. The view keeps the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
     memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    memory._tensor = tensor  # so that a view of a copy does not outlive it
+    memory._tensor = tensor  # keeps the tensor alive, which may be a copy that nobody else holds
     return memoryview(memory).cast("B")
 
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
-    """Put saved buffers into those of ``module``.
+    """Copy saved buffers into those of ``module``.
 
-    A buffer that may take any shape gets the saved one. A buffer that belongs into no checkpoint and has another shape
-    or dtype is a cache: it stays as this program has made it.
+    A buffer that may take any shape is replaced by the saved one. A buffer that belongs into no checkpoint and has
+    another shape or dtype is a cache: it stays as this program has made it.
 
     Args:
         module: the registered model.
@@ -270,7 +272,7 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory, as in an expanded one: torch refuses to write to it."""
+    """Return whether elements of a tensor share memory, as in an expanded one: torch refuses to write to it."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -279,7 +281,7 @@ def _form(tensor: Tensor | None) -> str:
 
 
 def decode_buffer(info: BufferInfo, data: bytes) -> Tensor:
-    """Make the tensor of a buffer of its bytes; ``data`` has ``info.size`` of them."""
+    """Make the tensor of a buffer from its bytes; ``data`` has ``info.size`` bytes."""
     tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
     if data:
         flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -1,10 +1,10 @@
 """Writes the rank-local state of one version to the page of the rank: random streams, buffers, ``extra_state``.
 
-Nothing here raises into training: a part that fails is given up with one warning, and ``problem`` says so in the
-manifest. ``image`` says how it is laid out.
+Nothing here raises into training: if a part fails, a warning is logged once, the part is left out from then on, and
+``problem`` says so in the manifest. The module ``image`` defines the layout of the bytes.
 
-``capture`` asks every object. ``look_again``, at the gate, asks only those whose state was seen to change between two
-captures of one version. An image that is in the page already is not written again. See decision 30.
+``capture`` asks every object for its state. ``look_again``, at the gate, asks only those whose state was seen to change
+between two captures of one version. An image that is in the page already is not written again. See decision 30.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 log = logging.getLogger("ttp.adapters.torch")
 
 _LEARNING_UPDATES = 4
-"""In so many updates every extra state is asked at the gate again, to learn which of them change before it."""
+"""In so many first updates every extra state is asked at the gate too, to learn which of them change before it."""
 
 _Section = tuple[bytes, Sequence[Kept]]
-"""An extra state, encoded, and its large arrays."""
+"""An encoded extra state, and its large arrays."""
 
 _NOWHERE: tuple[int, bytes, Sequence[Kept]] = (-1, b"", ())
-"""Version, image and large parts of a provisional page; there is none."""
+"""In place of version, image and large parts of a provisional page: there is no such page."""
 
 _GIVEN_UP: _Section = (b"", ())
 
@@ -49,10 +49,10 @@ class LocalCapture:
     """Captures the rank-local state and writes it to the rank's page.
 
     Args:
-        module: whose buffers belong to the rank.
-        extra: the user's objects.
-        page: where to write; may come later by ``open_page``. Without one nothing is captured.
-        runtimes: the devices of the module, not to be used by others; None: found out.
+        module: the module whose buffers belong to the rank.
+        extra: the user's objects of ``extra_state``.
+        page: the page to write to; may be given later by ``open_page``. Without a page nothing is captured.
+        runtimes: the devices of the module, for this object alone; None: they are found.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class LocalCapture:
         self._sections: dict[str, _Section] = dict.fromkeys(self._names, _GIVEN_UP)
         self._kept: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())
         self._in_page = _NOWHERE
-        self._parts: list[Buffer] = []  # of the image, mostly live memory
+        self._parts: list[Buffer] = []  # the parts of the image, mostly live memory
         self._has_kept = False
-        self._first_section = 0  # its place among them
-        self._stands: Callable[[], bool] = _never  # whether they still are all there is, but for buffers
-        self._buffers_stand: Callable[[], bool] = _never  # the same of these
+        self._first_section = 0  # position of the first extra state among the parts
+        self._stands: Callable[[], bool] = _never  # whether the parts still describe all state, apart from buffers
+        self._buffers_stand: Callable[[], bool] = _never  # whether the parts still describe all buffers
         self._moving: set[str] = set()  # extra states that were seen to change between the captures of one version
         self._updates = 0
         self._given_up: dict[str, str] = {}
@@ -94,15 +94,15 @@ class LocalCapture:
     # ------------------------------------------------------------------------------------------------ steady state
 
     def open_page(self, page: PageWriter) -> None:
-        """Write to this page from now on. The page is empty: call ``capture`` next."""
+        """Write to this page from now on. The page is empty, so call ``capture`` next."""
         self._page = page
 
     def capture(self, version: int, final: bool) -> None:
-        """Put the state of this moment into the page as that of ``version``. Never raises.
+        """Write the state of this moment to the page as that of ``version``. Never raises.
 
         Args:
             version: the version that the state belongs to.
-            final: false before the update of that version, when the rank may still die.
+            final: False before the update of that version, when the rank may still die in it.
         """
         if self._page is None:
             return
@@ -127,7 +127,7 @@ class LocalCapture:
         self._put(page, version, final=False)
 
     def image(self) -> bytes | None:
-        """The state of this moment, for ``decode``; None: not all of it is in the image, or can be captured."""
+        """Return the state of this moment, for ``decode``; None: not all of it can be captured in one image."""
         if self._host is None or self._page is None or self.problem:
             return None
         self._ask(self._names, compare=False)
@@ -165,7 +165,7 @@ class LocalCapture:
             self._in_page = _NOWHERE if final else (version, image, kept)
             if version != known[0] or image != known[1] or kept is not known[2]:
                 written = page.write(version, final, (image,), kept)
-            else:  # it is there already
+            else:  # the page holds this image already
                 written = final and page.finish(version)
             if written and self.on_written is not None:
                 self.on_written(version, final)
@@ -175,14 +175,14 @@ class LocalCapture:
             self._give_up("buffers", "the model's buffers", problem)
 
     def _assemble(self) -> Sequence[Kept]:
-        """Ask for all parts of the image anew; returns what lies apart.
+        """Collect all parts of the image anew. Returns the large buffers and arrays, which are kept apart from it.
 
-        As long as all of them are live memory, or bytes that only ``_ask`` replaces, the next capture takes what is in
-        them by then.
+        As long as all parts are live memory, or bytes that only ``_ask`` replaces, the next capture uses the same parts
+        with their new content.
         """
         parts, kept = self._host.capture() if self._host is not None else ([], ())
         kept = self._with_apart(kept)
-        small = self._small()  # behind that: it describes the buffers that were found
+        small = self._small()  # after the capture, because it describes the buffers that were found
         self._first_section = len(small) - len(self._sections)
         self._parts = [*small, *parts]
         self._has_kept = bool(kept)
@@ -192,13 +192,13 @@ class LocalCapture:
         return kept
 
     def _small(self) -> list[Buffer]:
-        """What comes before the buffers. Some parts are live memory."""
+        """Return the parts of the image before the buffers. Some of them are live memory."""
         rng = self._capture_rng()
         sections = [section for section, _ in self._sections.values()]
         return [self._described(), self._lengths.pack(sum(map(len, rng)), *map(len, sections)), *rng, *sections]
 
     def _with_apart(self, kept: Sequence[Kept]) -> Sequence[Kept]:
-        """Large buffers and large arrays of extra states; the same list as before when nothing has changed."""
+        """Return large buffers and large arrays of extra states; the same list as before if nothing has changed."""
         lists = [kept, *(apart for _, apart in self._sections.values() if apart)]
         if len(lists) == 1:
             return kept
@@ -225,7 +225,7 @@ class LocalCapture:
         return _GIVEN_UP
 
     def _described(self) -> bytes:
-        """The header and the description; made anew only when buffers or large arrays are others."""
+        """Return header and description of the image; made anew only when buffers or large arrays were replaced."""
         holder = self._host or self._device
         layout = holder.table.layout if holder is not None else 0
         apart = [len(kept) for _, kept in self._sections.values()]
@@ -240,9 +240,9 @@ class LocalCapture:
     def _stage(self, device: DeviceBuffers, version: int, final: bool) -> None:
         staged = device.capture()
         if staged is None:
-            return  # the device does not move, and neither will the versions; or nothing is done now
-        parts = self._small()  # behind that: it describes the buffers that were found
-        for _, apart in self._sections.values():  # live memory: what is written later is a copy
+            return  # the device hangs, and so there will be no new version; or the device captures nothing at present
+        parts = self._small()  # after the capture, because it describes the buffers that were found
+        for _, apart in self._sections.values():  # live memory is copied now, because it is written later
             staged.kept += [(stamp, bytes(data)) for stamp, data in apart]
         if self._arrivals is None:
             self._arrivals = ArrivalWriter(self._write_arrived, device.release)
@@ -262,20 +262,20 @@ class LocalCapture:
 
     @property
     def arrived(self) -> int:
-        """How many captures have arrived from a device that is behind its host."""
+        """Number of captures that have arrived from a device that is behind its host."""
         return 0 if self._arrivals is None else self._arrivals.arrived
 
     # ------------------------------------------------------------------------------------------------ save, restore
 
     @property
     def skipped(self) -> list[str]:
-        """Names of buffers that cannot be captured, because they are no plain memory."""
+        """The names of buffers that cannot be captured, because they are no plain memory."""
         holder = self._host or self._device
         return [] if holder is None else holder.table.skipped
 
     @property
     def problem(self) -> str:
-        """What is not captured, and why, for the manifest; empty: everything is."""
+        """Which state is not captured, and why, for the manifest; empty: everything is captured."""
         problems = list(self._given_up.values())
         page = self._page
         if page is not None and page.problem:
@@ -285,10 +285,10 @@ class LocalCapture:
         return "; ".join(problems)
 
     def restore(self, state: LocalState) -> list[str]:
-        """Put everything back; random streams last. Returns notes on what only one side has.
+        """Restore all rank-local state, random streams last. Returns notes on state that only one side has.
 
         Raises:
-            CheckpointError: it does not fit this model or these objects.
+            CheckpointError: the state does not fit this model or these objects.
         """
         notes = restore_buffers(self._module, state.buffers)
         notes += self._extra.restore(state.extra)

@@ -1,11 +1,11 @@
 """Saves and restores ``extra_state``, the objects that a user wants back besides model, optimizer and schedule.
 
-Three kinds, by what the object is:
+There are three kinds of objects:
 
-* anything with ``state_dict()`` and ``load_state_dict()``: belongs to one rank, is taken at the end of each update;
-* one that says ``ttp_constant = True``: it changes seldom and at no particular moment, so it is asked only when a
+* an object with ``state_dict()`` and ``load_state_dict()`` belongs to one rank and is captured with each update;
+* an object that says ``ttp_constant = True`` changes seldom and at no particular moment, so it is asked only when a
   checkpoint is written;
-* an ``nn.Module`` (an average of the weights): large and equal on every replica, read where it lies at save time.
+* an ``nn.Module`` (an average of the weights) is large and equal on every replica, and is read in place at save time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ExtraState:
     def __init__(self, given: Any = None) -> None:
         named = _named(given)
         self.modules: dict[str, nn.Module] = {n: o for n, o in named.items() if isinstance(o, nn.Module)}
-        """Replicated state; its tensors go into the shard."""
+        """The modules: replicated state, whose tensors go into the shard."""
         others = {n: o for n, o in named.items() if n not in self.modules}
         loaders = {n: o for n, o in others.items() if type(o).__module__.startswith("torchdata.")}
         self._late = [n for n, o in loaders.items() if hasattr(getattr(o, "sampler", None), "set_epoch")]
@@ -58,7 +58,7 @@ class ExtraState:
         self._memories = {name: ApartMemory() for name in self._changing}
 
     def notes(self) -> list[str]:
-        """Warnings for jobs with several ranks."""
+        """Return warnings that matter in jobs with several ranks."""
         late = [
             f"{_path(name)} takes its place again in ttp.restore(), in the order of the epoch that its sampler then "
             "has: set_epoch() behind it is too late in mid-epoch. Give the sampler's epoch as extra_state too, before "
@@ -75,23 +75,23 @@ class ExtraState:
 
     @property
     def objects(self) -> tuple[Any, ...]:
-        """All of them."""
+        """All given objects."""
         return (*self.modules.values(), *self._changing.values(), *self._constant.values())
 
     def object(self, name: str) -> Any:
-        """A changing object."""
+        """Return the changing object of this name."""
         return self._changing[name]
 
     @property
     def changing(self) -> tuple[str, ...]:
-        """Names of the objects taken at the end of each update."""
+        """Names of the objects that are captured with each update."""
         return tuple(self._changing)
 
     def capture(self, name: str) -> tuple[bytes, Sequence[Kept]]:
         """Ask a changing object for its state.
 
         Args:
-            name: of the object.
+            name: the name of the object.
 
         Returns:
             The encoded state without its large arrays, and these arrays as live memory with stamps.
@@ -101,7 +101,7 @@ class ExtraState:
         return encoded, self._memories[name].look_at(encoder.apart)
 
     def capture_constant(self) -> dict[str, bytes]:
-        """The states of the constant objects, at save time. May be called from another thread than training's.
+        """Return the encoded states of the constant objects, at save time. May be called on any thread.
 
         Raises:
             UsageError: a state cannot be stored.
@@ -109,7 +109,7 @@ class ExtraState:
         return {name: _encoded(name, value) for name, value in self._constant.items()}
 
     def restore(self, saved: Mapping[str, bytes]) -> list[str]:
-        """Give every object that is not a module its state back. Returns notes on those that only one side has.
+        """Restore every object that is not a module. Returns notes on those that only one side has.
 
         Raises:
             CheckpointError: a saved state cannot be read, or its object does not take it.
@@ -120,7 +120,9 @@ class ExtraState:
             try:
                 objects[name].load_state_dict(state)
                 if name in self._changing:
-                    objects[name].state_dict()  # a loader makes its iterator now, which draws: the streams come after
+                    objects[
+                        name
+                    ].state_dict()  # a data loader makes its iterator here and draws, before streams are restored
             except Exception as problem:
                 raise CheckpointError(f"{_path(name)}.load_state_dict() refused what was saved: {problem}") from problem
         notes = [f"{_path(name)} was not saved: it begins anew" for name in objects if name not in saved]
@@ -128,7 +130,7 @@ class ExtraState:
 
 
 def _own_statistics(module: nn.Module) -> str | None:
-    """The first layer whose statistics each rank makes from its own batches."""
+    """Return the name of the first layer whose statistics each rank computes from its own batches; None: none."""
     kept = ((name, each) for name, each in module.named_modules() if isinstance(each, _NormBase))
     own = ((name, each) for name, each in kept if each.track_running_stats and not isinstance(each, nn.SyncBatchNorm))
     return next((name for name, _ in own), None)
@@ -174,14 +176,14 @@ def _decoded(name: str, data: bytes) -> Any:
 #
 # Large arrays in the ``extra_state``: their memory, and whether it has changed since it was last looked at.
 #
-# An average of the weights that is no module is such a state: megabytes that change once a step. They are copied to the
-# page as the memory that they are, once for each change. What has changed is told by torch's version counter where the
-# program was seen to raise it: the counter of the same memory moved. Else, and for numpy, the bytes are compared by
-# their digest, which costs a third of copying them.
+# An average of the weights that is no module is such a state: megabytes that change once a step. The arrays are copied
+# to the page as raw memory, once for each change. Torch's version counter tells a change if it was seen to do so
+# before: the counter moved while the memory stayed the same. Else, and for numpy, the bytes are compared by a digest,
+# which costs a third of copying them.
 
 
 _MOVES = 2
-"""So often the counter of one memory must have moved before it is believed to tell of every change."""
+"""How often the counter of the same memory must have moved before it is trusted to show every change."""
 
 _serials = itertools.count(1)
 
@@ -191,13 +193,13 @@ class _Place:
     """One array of the state, as it was when last looked at.
 
     Args:
-        array: kept, so that its memory is nobody else's.
-        address: of its memory.
-        version: torch's counter; -1 for numpy.
+        array: the array; it is kept alive so that its memory is not reused.
+        address: address of its memory.
+        version: torch's version counter; -1 for numpy.
         view: its memory.
-        stamp: equal as long as the bytes are.
-        digest: of the bytes; None: not known.
-        moves: how often the counter moved; -1: the bytes changed without it.
+        stamp: a number that stays the same as long as the bytes do.
+        digest: digest of the bytes; None: not known.
+        moves: how often the counter moved; -1: the bytes changed while the counter did not, so it is not trusted.
     """
 
     array: Any
@@ -217,13 +219,13 @@ class ApartMemory:
         self._kept: list[Kept] = []
 
     def look_at(self, arrays: Sequence[Any]) -> Sequence[Kept]:
-        """The memory of these arrays, with stamps that change with the bytes.
+        """Return the memory of these arrays, with stamps that change when the bytes do.
 
         Args:
             arrays: the large arrays of the state, always in the same order.
 
         Returns:
-            The same list as the last time if nothing has changed.
+            Pairs of stamp and memory, as the same list object as the last time if nothing has changed.
         """
         if not arrays and not self._kept:
             return self._kept
@@ -249,7 +251,7 @@ def _placed(array: Any) -> _Place:
 
 
 def _has_changed(place: _Place, array: Any) -> bool:
-    """Whether the bytes differ from the last time. ``place`` describes ``array`` afterwards."""
+    """Return whether the bytes differ from the last time. Afterwards ``place`` describes ``array``."""
     address, version, size = _facts(array)
     same = address == place.address and size == len(place.view)
     moved = version != place.version
@@ -269,14 +271,14 @@ def _has_changed(place: _Place, array: Any) -> bool:
 
 
 def _facts(array: Any) -> tuple[int, int, int]:
-    """Address, version counter and size in bytes of an array."""
+    """Return address, version counter and size in bytes of an array."""
     if isinstance(array, Tensor):
-        version = -1 if array.is_inference() else array._version  # such a tensor has no counter
+        version = -1 if array.is_inference() else array._version  # inference tensors have no counter
         return array.data_ptr(), version, array.numel() * array.element_size()
     return array.ctypes.data, -1, array.nbytes
 
 
 def _memory(array: Any, address: int, size: int) -> Buffer:
     memory: Any = (ctypes.c_char * size).from_address(address)
-    memory._array = array  # so that a view of it does not outlive the array
+    memory._array = array  # keeps the array alive as long as a view of its memory
     return memoryview(memory).cast("B")

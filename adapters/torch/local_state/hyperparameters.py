@@ -1,8 +1,8 @@
 """Copies the hyperparameters of param groups as they are at one moment.
 
-A job may have a thousand groups, and they are looked at twice in each step. So all values of an optimizer are copied to
-one list and compared as one. A dictionary for each group in each step would keep the garbage collector busy. The
-dictionaries are made when they are asked for.
+A job may have a thousand groups, and they are copied twice in each step. So all values of an optimizer are copied to
+one list and compared as one. A dictionary for each group in each step would keep the garbage collector busy, so
+dictionaries are made only when a caller asks for them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ ParamGroups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
 
 
-@dataclass(slots=True)  # frozen it would take three times as long to make
+@dataclass(slots=True)  # making a frozen one would take three times as long
 class _Columns:
     """The hyperparameters of all groups of one optimizer. Immutable.
 
     Args:
-        lengths: values in each group.
-        names: of all values, group after group.
-        values: of these.
-        types: of the values.
-        others: where those are that are no numbers: the parameters, tuples.
-        copies: the groups, where some values can change in place; None: all of them can only be replaced.
-        few: the groups with their parameters, where they are few: as such they are compared faster.
+        lengths: number of values in each group.
+        names: names of all values, group after group.
+        values: all values, in the order of ``names``.
+        types: types of the values.
+        others: positions of the values that are no plain values: the parameters, tuples.
+        copies: copies of the groups, if some values can change in place; None: all values can only be replaced.
+        few: the groups with their parameters, if there are few groups, which compare faster in this form; else None.
     """
 
     lengths: list[int]
@@ -47,7 +47,7 @@ class _Columns:
     few: ParamGroups | None
 
     def groups(self) -> ParamGroups:
-        """As dictionaries."""
+        """Return the groups as dictionaries, without the parameters."""
         if self.copies is not None:
             return self.copies
         items = zip(self.names, self.values, strict=True)
@@ -62,7 +62,7 @@ class Hyperparameters:
     """The hyperparameters of all param groups of some optimizers.
 
     Args:
-        columns: of each optimizer.
+        columns: the hyperparameters of each optimizer.
     """
 
     columns: list[_Columns]
@@ -72,8 +72,8 @@ class Hyperparameters:
         """Copy the hyperparameters as they are now. May be called on any thread.
 
         Args:
-            optimizers: whose param groups are looked at.
-            before: an earlier copy; parts of it that have not changed are used again.
+            optimizers: the optimizers whose param groups are copied.
+            before: an earlier copy; parts of it that have not changed are used again. None: there is none.
         """
         if before is None:
             return Hyperparameters([_looked_at(each.param_groups, None) for each in optimizers])
@@ -81,7 +81,7 @@ class Hyperparameters:
         return before if all(map(is_, now, before.columns)) else Hyperparameters(now)
 
     def groups(self) -> list[ParamGroups]:
-        """The param groups of each optimizer, as dictionaries without parameters."""
+        """Return the param groups of each optimizer, as dictionaries without parameters."""
         return [columns.groups() for columns in self.columns]
 
 
@@ -101,7 +101,7 @@ def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
 
 
 def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], values: list[Any]) -> _Columns:
-    """Copy all values; needed where types have changed, or values can change in place."""
+    """Copy all values; needed if types have changed, or if values can change in place."""
     types = [*map(type, values)]
     others = [index for index, kind in enumerate(types) if kind not in PLAIN]
     copies = None
@@ -117,10 +117,10 @@ def _few(groups: list[dict[str, Any]]) -> ParamGroups | None:
 def _equal(values: list[Any], last: list[Any]) -> bool:
     try:
         return values == last
-    except Exception:  # tensors of other parameters, compared
+    except Exception:  # comparing lists of different tensors raises
         return False
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value cannot change in place."""
+    """Return whether a value cannot change in place."""
     return type(value) is tuple and PLAIN.issuperset(map(type, value))

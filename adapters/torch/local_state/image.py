@@ -1,4 +1,4 @@
-"""How the rank-local state of one version is laid out, in a page and in a checkpoint.
+"""Encodes and decodes the rank-local state of one version as an image, for pages and checkpoints.
 
 An image consists of a header, a description of the buffers (msgpack), the length of each section, the sections (random
 streams, each object of ``extra_state``), the buffers, and the large arrays of ``extra_state``. It holds no pickle.
@@ -24,7 +24,7 @@ from ttp.store.encoding import decode as decode_values
 
 _MAGIC = b"TTPL\x01"
 _MAGIC_APART = b"TTPL\x02"
-"""Of an image with large arrays of extra states behind it."""
+"""First bytes of an image that ends with large arrays of extra states."""
 _HEADER = struct.Struct("<5sxHI")  # magic, number of extra states, bytes of the description
 
 _UNREADABLE = (
@@ -37,7 +37,7 @@ class LocalState:
     """The rank-local state of one version, as it was saved.
 
     Args:
-        rng: for ``RngState.restore``; empty when it could not be captured.
+        rng: the random streams, for ``RngState.restore``; empty: they could not be captured.
         buffers: every buffer of the model, on the CPU.
         extra: encoded states for ``ExtraState.restore``.
     """
@@ -48,12 +48,12 @@ class LocalState:
 
 
 def encode_head(extra: Sequence[str], buffers: Sequence[BufferInfo], apart: Sequence[Sequence[int]]) -> bytes:
-    """The header and the description.
+    """Encode the header and the description of an image.
 
     Args:
         extra: names of the objects of ``extra_state``.
-        buffers: in their order.
-        apart: bytes of the large arrays of each object; empty: there are none.
+        buffers: descriptions of the buffers, in their order in the image.
+        apart: sizes, in bytes, of the large arrays of each object; empty: there are none.
     """
     description: dict[str, Any] = {"extra": extra}
     description["buffers"] = [[info.name, info.dtype, info.shape] for info in buffers]
@@ -64,10 +64,10 @@ def encode_head(extra: Sequence[str], buffers: Sequence[BufferInfo], apart: Sequ
 
 
 def decode(data: bytes) -> LocalState:
-    """Read an image.
+    """Decode an image.
 
     Raises:
-        CheckpointError: these bytes are none.
+        CheckpointError: the bytes are no image.
     """
     try:
         return _decode(data)
@@ -76,7 +76,7 @@ def decode(data: bytes) -> LocalState:
 
 
 def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:
-    """Read what the checkpoint at ``path`` keeps of ``rank``; None if it keeps nothing.
+    """Read the rank-local state of ``rank`` from the checkpoint at ``path``; None: the checkpoint has none.
 
     Raises:
         CheckpointError: a piece cannot be read.

@@ -1,8 +1,8 @@
-"""The random streams of one process: python, numpy's global one, torch, the device.
+"""Captures and restores the random streams of one process: Python, numpy's global one, torch, the device.
 
-Taking them costs a few microseconds: see ``ttp.processor.local_state.host_rng``. Torch's own stream is a Mersenne
-Twister too, and is handed over as the memory it lies in: its ``get_state()`` makes a tensor of twice the size. Where
-that memory is, is looked for at start on a private generator, and checked against ``get_state()``.
+A capture costs a few microseconds: see ``ttp.processor.local_state.host_rng``. Torch's own stream is a Mersenne Twister
+too, and is captured as live memory, because its ``get_state()`` makes a tensor of twice the size. The position of that
+memory is found at the start on a private generator, and checked against ``get_state()``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RngState:
         self._live = live_memory(self._torch)
 
     def capture(self) -> list[Buffer]:
-        """The state of every random stream. Some parts are live memory: copy them before the next random number."""
+        """Return the state of every stream. Some parts are live memory: copy them before the next random number."""
         python, python_gauss, numpy, numpy_gauss = self._host.capture()
         host = self._live if self._live is not None else _tensor_bytes(self._torch.get_state())
         device = _capture_device(self._devices)
@@ -52,12 +52,12 @@ class RngState:
         return [_HEADER.pack(_MAGIC, *sizes), python, python_gauss, numpy, numpy_gauss, host, device]
 
     def standing(self) -> Callable[[], bool] | None:
-        """A function that tells whether the parts of the last ``capture`` still describe all streams.
+        """Return a function that tells whether the parts of the last ``capture`` still describe all streams.
 
-        Parts in live memory follow their streams. The function is false when a stream was replaced.
+        Parts in live memory follow their streams, so the function returns False only when a stream was replaced.
 
         Returns:
-            None if a part is not live memory.
+            The function; None: a part is not live memory.
         """
         host = self._host.standing() if self._live is not None else None
         if host is None or not _backends.cuda.is_built():
@@ -65,10 +65,10 @@ class RngState:
         return None if _cuda.is_initialized() else lambda: host() and not _cuda.is_initialized()
 
     def restore(self, data: bytes) -> list[str]:
-        """Put back what ``capture`` gave, joined. Returns notes on streams that this process does not have.
+        """Restore the streams from the joined parts of a ``capture``. Returns notes on streams that this process lacks.
 
         Raises:
-            CheckpointError: these are not captured streams.
+            CheckpointError: the bytes are not captured streams.
         """
         python, python_gauss, numpy, numpy_gauss, host, device = _split(data)
         notes: list[str] = []
@@ -104,17 +104,17 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 _WORDS = 624
 _LIVE = struct.Struct(f"<Qi?3xI{_WORDS}I4xf?3xd?7x")
-"""As it lies in memory: seed, numbers left, seeded, next, words; spare normal numbers and whether they are there."""
+"""The layout in memory: seed, numbers left, seeded, next, words; spare normal numbers and whether there are any."""
 
 _OFFICIAL = struct.Struct(f"<QiiQ{_WORDS}QdddI4xf?3x")
-"""As ``get_state()`` says it: words of eight bytes; three doubles of which the second is the spare normal number."""
+"""The layout of ``get_state()``: words of eight bytes; three doubles, the second being the spare normal number."""
 
 _LOOKED_THROUGH = 512
-"""Bytes of a generator in which its stream begins; it has more than two thousand."""
+"""The stream begins within so many bytes of a generator, which has more than two thousand."""
 
 
 def live_memory(generator: torch.Generator) -> memoryview | None:
-    """The memory of a CPU generator's state; None if this torch keeps it in another way."""
+    """Return the memory of a CPU generator's state; None: this torch keeps it in another way."""
     try:
         offset = _offset() if sys.byteorder == "little" else None
         found: Any = generator
@@ -125,7 +125,7 @@ def live_memory(generator: torch.Generator) -> memoryview | None:
 
 @functools.cache
 def _offset() -> int | None:
-    """Where in a generator its state lies: found and checked on a generator of our own."""
+    """Return the offset of the state in a generator, found and checked on a private generator; None: not found."""
     probe: Any = torch.Generator()
     probe.manual_seed(20_11)
     begin = _OFFICIAL.unpack(_tensor_bytes(probe.get_state()))
@@ -150,17 +150,17 @@ def _offset() -> int | None:
 
 
 def _crafted(state: torch.Tensor, single: float, double: float) -> torch.Tensor:
-    """A state with spare normal numbers of both kinds."""
+    """Return a state with spare normal numbers of both kinds."""
     fields = list(_OFFICIAL.unpack(_tensor_bytes(state)))
     fields[-5], fields[-3:] = double, [1, single, True]
     return torch.frombuffer(bytearray(_OFFICIAL.pack(*fields)), dtype=torch.uint8)
 
 
 def _torch_state(data: bytes) -> torch.Tensor:
-    """What ``capture`` gave of torch's stream, for ``set_state``: it may be as it lay in memory.
+    """Convert a captured state of torch's stream, which may have the layout in memory, for ``set_state``.
 
     Raises:
-        struct.error: it is neither.
+        struct.error: the state cannot be converted.
     """
     if len(data) == _LIVE.size:
         seed, left, seeded, following, *words, single, has_single, double, has_double = _LIVE.unpack(data)
@@ -177,10 +177,10 @@ def _generators(devices: Sequence[int]) -> list[torch.Generator]:
 
 
 def _capture_device(devices: Sequence[int]) -> bytes:
-    """Seeds and offsets of the CUDA generators, concatenated.
+    """Return seeds and offsets of the CUDA generators, concatenated.
 
-    They live on the host: nothing waits for a device. A CUDA graph keeps an offset on the device for its own launches;
-    what it has used up is added on the host when the graph is launched.
+    They live on the host, so nothing waits for a device. A CUDA graph keeps an offset on the device for its own
+    launches; the numbers that a launch uses up are added to the offset on the host when the graph is launched.
     """
     if not _cuda.is_initialized():
         return b""

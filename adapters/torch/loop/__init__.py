@@ -1,1 +1,1 @@
-"""Where ttp touches the training loop: hooks, the bracket around an update, the barrier. Start with ``hooks``."""
+"""Follows the training loop by hooks: the bracket around an update, the barrier, post-steps. Start with ``hooks``."""

@@ -1,20 +1,21 @@
 """A barrier of all ranks between the reduced gradient and the update, for layouts of several shards.
 
 With one shard any replica will do, and no barrier is needed. With several, one shard's group could start an update
-whose gradient another group never gets; then no version is whole in every shard. Behind the barrier every rank holds
-its final gradient: ranks that were left behind can make the same update. Where updates can be undone it is not needed
-either: the ranks ahead go back.
+whose gradient another group never gets; then no version is whole in every shard. After the barrier every rank holds
+its final gradient: ranks that were left behind can make the same update. Where updates can be undone, no barrier is
+needed either: the ranks ahead go back.
 
-Who is frozen in the barrier stands at the gate there, as it holds its gradient: it may be told to make the update
-without the others (redo). So does who is left in a barrier that broke, because a peer died: it reports that, waits for
-the freeze and raises only when none comes or the rescue is over.
+A rank that is frozen in the barrier counts as standing at the gate, because it holds its gradient: it may be told to
+make the update without the others (redo). The same is true of a rank whose barrier broke because a peer died: it
+reports that, waits for the freeze, and raises only when none comes or the rescue is over.
 
-Ranks of a host meet in shared memory (``gate.meeting``); where there are several hosts, one thread of each
-meets those of the others over gloo, in a group of its own. The training thread sleeps on a word of memory, and is woken
-by whoever closes its gate or sees a neighbour die. Decision 33 says why this is sound.
+Ranks of a host meet in shared memory (``gate.meeting``); where there are several hosts, one thread of each host
+(``Courier``) meets those of the other hosts over gloo, in a group of its own. The training thread sleeps on a word of
+memory, and is woken when its gate is closed or a neighbour dies. Decision 33 says why this is sound.
 
-It runs on the host. On a device the host first waits for the gradient, because a host at the barrier says nothing about
-its device; that costs the host its lead. ``TTP_STREAM_BARRIER=1`` has the device wait instead (``stream_barrier.py``).
+The barrier runs on the host. Where the state is on a device, the host first waits for the gradient, because a host at
+the barrier says nothing about its device; so the host can no longer run ahead. ``TTP_STREAM_BARRIER=1`` makes the
+device wait instead (``stream_barrier.py``).
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from ttp.processor.gate.meeting_place import find_place
 log = logging.getLogger("ttp.adapters.torch")
 
 FREEZE_S = 30.0
-"""How long a rank whose barrier broke waits to be frozen. Outlasts the loss of a controller."""
+"""How long, in seconds, a rank whose barrier broke waits to be frozen. Outlasts the loss of a controller."""
 COMES_S = 1800.0
-"""After which a rank that does not come is an error; that of torch for its own collectives."""
+"""Seconds after which a rank that does not come is an error; torch's own timeout for collectives."""
 
 
 class Frozen(Protocol):
-    """What the barrier needs of the processor."""
+    """The part of the processor that the barrier uses."""
 
     gate: Gate
     on_death: Callable[[], None]
@@ -60,11 +61,11 @@ class Frozen(Protocol):
         """A directory in which ranks of this host may share memory."""
 
     def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
-        """Say that this rank cannot train on."""
+        """Report to the controller that this rank cannot train on."""
 
 
 def needs_barrier(layout: Layout, undo: str | None) -> bool:
-    """Whether an update of this layout has to wait until all ranks can make it.
+    """Return whether an update of this layout has to wait until all ranks can make it.
 
     Shards that the same ranks hold are never at different versions: only distinct replica groups need to agree.
     """
@@ -72,16 +73,19 @@ def needs_barrier(layout: Layout, undo: str | None) -> bool:
 
 
 class UpdateBarrier:
-    """The barrier before an update. All ranks make it at the same point of their programs: it makes a process group.
+    """The barrier before an update. All ranks construct it at the same point of their programs.
+
+    The constructor communicates with the other ranks and, with several hosts, makes a process group.
 
     Args:
         world_size: ranks of the job; all of them take part.
         runtimes: the devices on which the state lives.
-        processor: of this rank.
-        reduced: called when the gradient is final, before anybody is waited for.
-        stream: the device that is to wait instead of its host, and why it may not; see ``StreamBarrier``.
-        timeout: after which a rank that does not come is an error; None: that of torch, half an hour, because ranks
-            may wait for each other for good reasons. The death of a rank is an error at once.
+        processor: the processor of this rank.
+        reduced: called when the gradient is final, before this rank waits for others.
+        stream: two functions that return the device that is to wait instead of its host, and why it may not (see
+            ``StreamBarrier``); None: the host waits.
+        timeout: after which a rank that does not come is an error; None: torch's, half an hour, because ranks may wait
+            for each other for good reasons. The death of a rank is an error at once.
 
     Raises:
         ConfigError: there is no process group of this size yet.
@@ -118,7 +122,7 @@ class UpdateBarrier:
         text = "rank %d meets ranks %s in shared memory before each update, and %d hosts (or lone ranks) over gloo"
         log.info(text, dist.get_rank(), place.ranks, len(place.firsts) - 1)
         self.stream = None if stream is None else self._on_stream(*stream)
-        """The barrier on the training's stream, where there is one."""
+        """The barrier on the training's stream; None: the host waits."""
         processor.on_death = self._warn
 
     def _on_stream(self, runtime: Callable[[], Runtime], why_not: Callable[[], str]) -> StreamBarrier | None:
@@ -133,7 +137,7 @@ class UpdateBarrier:
         """Wait until every rank holds its final gradient, or until this rank is ordered to make the update alone.
 
         Raises:
-            RuntimeError: a rank died or does not come: like any collective of the program.
+            RuntimeError: a rank died or does not come; a collective of the program would raise the same.
         """
         self._turn += 1
         gate, stream = self._processor.gate, self.stream
@@ -155,30 +159,30 @@ class UpdateBarrier:
             stream.watch(self._turn)
 
     def updated(self) -> None:
-        """Say that the update is finished on the host."""
+        """Note that the host has finished the update."""
         if self.stream is not None:
             self.stream.updated()
 
     def close(self) -> None:
-        """End the thread that meets other hosts. The training thread makes no more updates."""
+        """End the threads of the barrier. The training thread may make no more updates."""
         if self.stream is not None:
             self.stream.close()
         for courier in self._couriers:
             courier.close()
 
     def _ring(self) -> None:
-        """Wake the training thread, if it waits here, so that it looks at the gate."""
+        """Wake the training thread if it waits in the barrier, so that it looks at the gate."""
         with contextlib.suppress(OSError):
             run(self.meeting.ring())
 
     def _warn(self) -> None:
-        """A neighbour has died."""
+        """Tell the meeting that a neighbour has died."""
         with contextlib.suppress(OSError):
             run(self.meeting.warn())
 
     @staticmethod
     def _patience(gate: Gate, patience_s: float) -> Any:
-        """What is asked when the training thread is woken: whether to leave; no longer than ``patience_s``."""
+        """Return a function that says, when the thread is woken, whether to leave; it raises after ``patience_s``."""
         deadline = time.monotonic() + patience_s
 
         async def leave() -> bool:
@@ -194,7 +198,7 @@ class UpdateBarrier:
         return "; ".join([describe(problem), *(courier.problem for courier in self._couriers if courier.problem)])
 
     def _rescued(self, problem: Exception) -> bool:
-        """The barrier broke, the gradient is whole: whether the update is to be made all the same."""
+        """Report the broken barrier and wait for the freeze. Returns whether this rank is to make the update anyway."""
         self._processor.report(FaultKind.COLLECTIVE, f"the barrier before the update broke: {self._why(problem)}")
         gate, deadline = self._processor.gate, time.monotonic() + FREEZE_S
         while not gate.closed and time.monotonic() < deadline:
@@ -203,11 +207,11 @@ class UpdateBarrier:
 
 
 class Courier:
-    """A thread that meets the couriers of other hosts, on behalf of all ranks of this one.
+    """A thread that meets the couriers of other hosts, on behalf of all ranks of this host.
 
     Args:
-        meeting: of this host.
-        group: of one rank of every host.
+        meeting: the meeting of the ranks of this host.
+        group: a gloo process group of one rank of every host.
     """
 
     def __init__(self, meeting: Meeting, group: Any) -> None:
@@ -216,7 +220,7 @@ class Courier:
         threading.Thread(target=self._run, name="ttp-courier", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread when all couriers have come to the present meeting."""
+        """End the thread after the meeting in which it is now; a meeting over gloo ends when all couriers have come."""
         self._closed = True
         run(self._meeting.ring_front())
 

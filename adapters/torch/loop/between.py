@@ -1,21 +1,19 @@
-"""What training may stand between: the steps of several optimizers that make one version, with learning in between.
+"""Copies state so that a rank that stands between two steps of one version can go back to the version before.
 
-A GAN steps its critic, learns again, and steps its generator. A rank may be killed in that second pass; those that are
-left have one network of version n + 1 and one of version n. Nothing can be saved of that, and waiting does not help:
-they wait for the dead one. So before each step but the last of a version, what it is going to change (parameters and
-optimizer state) is copied, as ``undo="preimage"`` does for all; and who stands between is gone back to version n.
+A GAN steps its critic, learns again, and steps its generator. If a rank is killed in that second pass, the others hold
+one network of version n + 1 and one of version n. Neither version can be saved then, and waiting does not help: they
+wait for the dead rank. So before each step but the last of a version, what it is going to change (parameters and
+optimizer state) is copied, as ``undo="preimage"`` does for everything; a rank between two steps goes back to version n.
 
-The step that ends a version makes what was kept worthless when it begins. It is copied too where the way back may lead
-from the finished version, because other shards may not be able to make it, and where the loop says itself when a
-version ends.
+When the step that ends a version begins, the copies are worthless. That step is copied too in two cases: where ranks
+may have to go back from the finished version, because other shards may be unable to make it; and where the loop itself
+says when a version ends.
 
-A step that evaluates its closure when it may have written (LBFGS, sharpness-aware optimizers) is stood in likewise, and
-what it changes is copied before it.
+Two more kinds of loops are treated alike: a step that evaluates its closure after it may have written (LBFGS,
+sharpness-aware optimizers), inside of which a rank may stand; and one optimizer that steps several times before the
+loop says that a version is done (the epochs of PPO over its buffer).
 
-A loop of one optimizer that steps several times before it says that a version is done (the epochs of PPO over its
-buffer) stands between these steps likewise.
-
-Until it is known whether the loop learns between the steps, copies are made; where it does not, they are given up.
+Until it is known whether the loop learns between the steps, copies are made; if it does not, they are given up.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ class BetweenSteps:
     """Copies what is needed to go back to the last version between two steps of the next. For the training thread.
 
     Args:
-        turns: of the optimizers.
-        owners: of each of them, those that keep the state.
-        whole: the last step of a version is copied too.
-        make: a ``PreImage`` without memory.
+        turns: says which optimizers step in a version, and in which order.
+        owners: for each of these optimizers, the optimizers that keep its state.
+        whole: whether the last step of a version is copied too.
+        make: returns a ``PreImage`` that has not allocated memory.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class BetweenSteps:
 
         Args:
             version: finished updates.
-            number: of the optimizer, from 0.
+            number: number of the optimizer, from 0.
             within: training may also be interrupted inside of its step.
 
         Returns:
@@ -70,7 +68,7 @@ class BetweenSteps:
         return not self.preimage.broken
 
     def after_update(self) -> None:
-        """A version is finished."""
+        """Note that a version is finished, and drop the copies if the loop does not learn between its steps."""
         if not (self.turns.several or self.turns.interleaved):
             return
         if not self.turns.stands_between:

@@ -25,7 +25,7 @@ from ttp.processor.source import UpdateReporter
 log = logging.getLogger("ttp.adapters.torch")
 
 EVALUATING = "a forward pass without gradients"
-"""What a rank is said to do from such a pass until the next point of a step."""
+"""The reported activity of a rank from such a forward pass until the next point of a training step."""
 
 _WHOLE_STEP = (
     "{0}.step(closure) may write before its closure has run, or runs it more than once, as far as its code shows: the "
@@ -44,13 +44,13 @@ _NOT_EVALUATED = "{0}.step(closure) has not called its closure: ttp was told of 
 
 
 class Capture(Protocol):
-    """The methods of ``LocalCapture`` that hooks use."""
+    """The methods of ``LocalCapture`` that the hooks use."""
 
     def capture(self, version: int, final: bool) -> None:
-        """Take the rank-local state of this moment; never raises."""
+        """Capture the rank-local state of this moment for ``version``; never raises."""
 
     def look_again(self, version: int) -> None:
-        """Just before the update: take what has changed since the last capture for ``version``; never raises."""
+        """Capture, just before the update, what has changed since the last capture for ``version``; never raises."""
 
 
 def _nothing(*_: object) -> None:
@@ -58,7 +58,7 @@ def _nothing(*_: object) -> None:
 
 
 def _no_way_back(_version: int, _number: int, _within: bool) -> bool:
-    """Says that nothing was copied, so that there is no way back."""
+    """Return False: nothing was copied, so training cannot go back to the last version."""
     return False
 
 
@@ -66,12 +66,13 @@ class Calls(NamedTuple):
     """Functions that are called around an update, all of them on the training thread.
 
     Args:
-        before_gate: when the gradient is reduced; may block, and raise like any collective.
-        before_update: behind the gate, with the number of finished updates; may not raise.
-        before_turn: the same before a step behind or in which training may stand before the version is finished: with
-            the number of the optimizer, and whether it may stand in that step. Returns whether there is a way back.
-        after_update: after each update; may not block.
-        after_end: when the update was reported as finished, before ``step()`` returns; may block, and raise
+        before_gate: called when the gradient is reduced; may block, and may raise like any collective.
+        before_update: called behind the gate, with the number of finished updates; may not raise.
+        before_turn: called behind the gate before a step after which, or in which, training may stand with the version
+            unfinished. Takes the number of finished updates, the number of the optimizer, and whether training may
+            stand inside of that step. Returns whether training can go back to the last version. May not raise.
+        after_update: called after each update; may not block.
+        after_end: called when the update was reported as finished, before ``step()`` returns; may block, and may raise
             ``UsageError``.
     """
 
@@ -83,11 +84,11 @@ class Calls(NamedTuple):
 
 
 class Bracket:
-    """The bracket around an update; see ``attach`` for its parts.
+    """Reports the beginning and the end of each update; see ``attach`` for its parts.
 
-    ``step`` of a subclass that calls ``super().step()`` fires the hooks twice: only the outermost counts. An exception
-    of ``step()`` leaves the bracket open: the copy is torn, which is the truth. A program that catches it and goes on
-    is told so; see docs/decisions/0028-the-bracket.md for what becomes of the version.
+    When ``step`` of a subclass calls ``super().step()``, the hooks fire twice: only the outermost call counts. An
+    exception of ``step()`` leaves the bracket open, so the copy counts as torn, which is true. If the program catches
+    the exception and goes on, the log says so; docs/decisions/0028-the-bracket.md tells what becomes of the version.
     """
 
     __slots__ = (
@@ -141,16 +142,16 @@ class Bracket:
         self._stepping = Stepping(())
         self._begun = False
         self._stands = False  # training may stand between the steps of the open update
-        self._between = False  # it does; or in the closure that a step evaluates
-        self._way_back = False  # to where the step began that evaluates one
+        self._between = False  # training stands there now, or in a closure that a step evaluates
+        self._way_back = False  # training can go back to where the step began that evaluates a closure
         self._turns, self._untouched = turns, untouched
-        self._numbers: dict[int, int] = {}  # of the optimizers, by identity
-        self._number = 0  # whose turn it is
-        self._opened = False  # nothing keeps it from writing any more
-        self._left = False  # the last update, half made; until the next one begins
-        self._again = False  # no gradient has come since
-        self._closures = 0  # that run
-        self._ended = 0  # versions of this process
+        self._numbers: dict[int, int] = {}  # number of each optimizer, by its identity
+        self._number = 0  # number of the optimizer whose turn it is
+        self._opened = False  # the optimizer whose turn it is may write
+        self._left = False  # the last update was left half made, and no other has begun since
+        self._again = False  # no gradient has come since that update was left
+        self._closures = 0  # closures that are running
+        self._ended = 0  # versions that this process has finished
         self._mark = 0
         self._evaluating = False
         self._complained = False
@@ -158,7 +159,7 @@ class Bracket:
         self._no_sync = NoSync(nn.Module())
 
     def step_done(self) -> None:
-        """End the version: the user says that a step is done. From now on only this call ends versions.
+        """End the version: the user's loop says that its step is done. From now on only this call ends versions.
 
         Without an update since the last call (a skipped step) nothing happens.
 
@@ -172,7 +173,7 @@ class Bracket:
         hand = self._turns.ends_by_hand(self._ended)
         if self._begun:
             self._end()
-        elif not hand:  # the hooks have ended this update already, too early
+        elif not hand:  # first call: the hooks have ended this version already, too early
             try:
                 self._post_step.step_done()
             except Exception:
@@ -180,7 +181,7 @@ class Bracket:
             self._capture.capture(self._version(), True)
 
     def settled(self) -> None:
-        """All that follows the last finished update is done: a framework says so, whose versions end with the step."""
+        """Note that all that follows the last finished update is done, for frameworks that know it."""
         try:
             self._post_step.at_gate()
         except Exception:
@@ -197,7 +198,7 @@ class Bracket:
         refuse_capture()
         if self._stepping.depth:
             self._look_for_exception(entering=True)
-            if self._stepping.depth:  # in another step
+            if self._stepping.depth:  # this call runs inside another step
                 self._stepping.entered()
                 return None
         if self._turns.simple:
@@ -209,7 +210,7 @@ class Bracket:
             self._open(redoable=True)
             self._stepping.entered()
             return None
-        self._again = False  # it makes a gradient of its own
+        self._again = False  # the closure makes a new gradient
         kind: Any = type(optimizer)
         first = evaluates_first(kind)
         if not first:
@@ -219,7 +220,7 @@ class Bracket:
         return with_closure(partial(self._evaluate if first else self._evaluate_again, closure), args, kwargs)
 
     def _take_turn(self, number: int) -> None:
-        """It is the turn of this optimizer; nothing of its step is done yet."""
+        """Note that the optimizer with this number begins its step; nothing of that step is done yet."""
         if self._left and not self._again:
             self._turns.forget()
         if self._turns.overdue(number):
@@ -228,7 +229,7 @@ class Bracket:
         self._number, self._opened = number, False
 
     def _evaluate(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a closure. Afterwards the gradient is final, and nothing has been written."""
+        """Evaluate a closure, then open the update: the gradient is final, and the step has written nothing yet."""
         self._closures += 1
         try:
             result = closure(*args, **kwargs)
@@ -240,9 +241,10 @@ class Bracket:
         return result
 
     def _evaluate_again(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
-        """The same for one that may have written, and may go on to: while the closure runs the copy stands still.
+        """Evaluate a closure in a step that may have written weights already, and may write more afterwards.
 
-        It is of no version, and the ranks may wait in it for one that is dead. With a way back they are frozen there.
+        While the closure runs the copy stands still and belongs to no version, and the rank may wait in a collective
+        for a dead one. If there is a way back to the last version, the rank can be frozen there.
         """
         if self._way_back:
             self._between = True
@@ -254,24 +256,24 @@ class Bracket:
         return result
 
     def _open(self, redoable: bool, *, within: bool = False) -> None:
-        """The optimizer whose turn it is is about to write: it begins an update, or goes on with one.
+        """Begin an update or go on with the open one, because the optimizer whose turn it is is about to write.
 
         Args:
-            redoable: see there.
-            within: training may stand in this step.
+            redoable: see the attribute of that name.
+            within: training may stand inside of this step.
         """
-        fresh, self._opened = not self._left, True  # what was left half made is nothing to go back to
+        fresh, self._opened = not self._left, True  # nobody can go back to an update that was left half made
         begins = not self._begun
         if begins:
             self._begin(redoable)
         elif self._between:
             self._go_on()
         if self._stands or within:
-            known = fresh and (self._stands or begins)  # what has stepped before was copied too
+            known = fresh and (self._stands or begins)  # the optimizers that stepped before were copied too
             self._way_back = known and self._calls.before_turn(self._version(), self._number, within)
 
     def _go_on(self) -> None:
-        """With the update that training stood in; who stood there is frozen like anybody before the gate."""
+        """Go on with the update in which training stood; wait here while the job is frozen, as before any update."""
         self._pass()
         self._capture.look_again(self._next_version())
         self._reporter.begin_update()
@@ -292,7 +294,7 @@ class Bracket:
             self._calls.before_gate()
         self._reporter.begin_update(again)
         self._begun = True
-        if not self._left:  # what was left half made is nothing to go back to
+        if not self._left:  # nobody can go back to an update that was left half made
             self._calls.before_update(self._version())
         self._left = self._again = False
 
@@ -313,7 +315,7 @@ class Bracket:
 
     def _end(self) -> None:
         if self._between:
-            self._reporter.begin_update()  # who stands between is frozen like anybody before the gate
+            self._reporter.begin_update()  # waits between two steps too while the job is frozen
         turns, version = self._turns, self._version() + 1
         if not turns.simple:
             turns.over()
@@ -337,11 +339,11 @@ class Bracket:
         self._calls.after_end()
 
     def _next_version(self) -> int:
-        """Of the update that comes. One that was left half made has used up its number, unless it is made again."""
+        """Return the version that the next update makes; a half-made one used up its number unless it is repeated."""
         return self._version() + (2 if self._left and not self._again else 1)
 
     def _look_for_exception(self, *, entering: bool = False) -> None:
-        """Where a step seems to run: whether the program has caught an exception of ``step()`` and goes on."""
+        """Leave the update if the program has caught an exception of a ``step()`` that still seems to run."""
         if not self._closures and self._stepping.was_left(entering=entering) and self._begun:
             self._begun = self._between = False
             self._left = self._again = True
@@ -356,7 +358,7 @@ class Bracket:
         self._reporter.mark = self._mark
         if self._evaluating:
             self._evaluating = False
-            if self._reporter.activity == EVALUATING:  # else the user has said something since
+            if self._reporter.activity == EVALUATING:  # else the user has set another activity since
                 self._reporter.activity = ""
 
     def _say_once(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Finds the beginning of the update in ``optimizer.step(closure)``."""
+"""Finds where the update begins in ``optimizer.step(closure)``, by reading the code of ``step()``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HARMLESS = _GRADIENTS_ON | {
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """The closure among the arguments of ``Optimizer.step``, of which the first is the optimizer itself."""
+    """Return the closure among the arguments of ``Optimizer.step``, of which the first is the optimizer itself."""
     found = args[1] if len(args) > 1 else kwargs.get("closure")
     return found if callable(found) else None
 
@@ -30,7 +30,7 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
 def with_closure(
     closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with another closure."""
+    """Return the arguments of ``Optimizer.step`` with ``closure`` in place of the closure in them."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, kwargs | {"closure": closure}
@@ -38,7 +38,7 @@ def with_closure(
 
 @functools.lru_cache(maxsize=64)
 def evaluates_first(kind: Any) -> bool:
-    """Whether ``step()`` of this class of optimizers evaluates its closure once, before it does anything else."""
+    """Return whether ``step()`` of this class of optimizers evaluates its closure once, before anything else."""
     if issubclass(kind, torch.optim.LBFGS):
         return False
     return _evaluates_first(kind.__mro__)
@@ -65,21 +65,21 @@ def _evaluates_first(classes: Sequence[type]) -> bool:
 
 
 class _Reader:
-    """Reads the code of a ``step()``.
+    """Reads the code of a ``step()`` to find where its closure is evaluated.
 
     Args:
-        name: of the parameter that is the closure.
+        name: name of the parameter that is the closure.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def uses(self, tree: ast.AST) -> list[ast.Call]:
-        """Where the closure is called or passed on."""
+        """Return the calls in which the closure is called or passed on."""
         return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and self._is_use(node)]
 
     def before(self, statements: Sequence[ast.stmt]) -> bool | None:
-        """True: the closure is the first that is called. False: something else may be. None: nothing is."""
+        """Return True if the statements call the closure first, False if maybe something else, None if nothing."""
         for statement in statements:
             found = self._statement(statement)
             if found is not None:
@@ -87,7 +87,7 @@ class _Reader:
         return None
 
     def hands_on(self, call: ast.Call) -> bool:
-        """Whether it is ``super().step(closure)``."""
+        """Return whether the call is ``super().step(closure)``."""
         match call.func:
             case ast.Attribute(attr="step", value=ast.Call(func=ast.Name(id="super"))):
                 return True
@@ -109,7 +109,7 @@ class _Reader:
         return False
 
     def _value(self, value: ast.expr | None) -> bool | None:
-        """Of an expression: whether the closure is evaluated in it, and nothing else called."""
+        """Return True if an expression calls only the closure, False if something else, None if it calls nothing."""
         calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)] if value is not None else []
         uses = [call for call in calls if self._is_use(call)]
         others = [
@@ -127,11 +127,11 @@ class _Reader:
 
     @staticmethod
     def _is_wrapped(call: ast.Call) -> bool:
-        """Whether it is ``torch.enable_grad()(closure)``."""
+        """Return whether the call is ``torch.enable_grad()(closure)``."""
         return isinstance(call.func, ast.Call) and _name(call.func) in _GRADIENTS_ON
 
     def _is_about_it(self, test: ast.expr) -> bool:
-        """Whether it asks for nothing but whether there is a closure."""
+        """Return whether the condition only tests if there is a closure."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=ast.Name(id=name)) | ast.Name(id=name):
                 return name == self._name
@@ -143,6 +143,6 @@ class _Reader:
 
 
 def _name(called: ast.expr) -> str:
-    """``enable_grad`` of ``torch.enable_grad()``."""
+    """Return the last name of what is called: ``enable_grad`` of ``torch.enable_grad()``."""
     function = called.func if isinstance(called, ast.Call) else called
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

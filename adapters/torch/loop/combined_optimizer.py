@@ -1,4 +1,4 @@
-"""Several optimizers of one training, seen as one: what ``get_optimizer_state_dict(model, [one, two])`` of torch shows.
+"""Presents several optimizers as one, as torch's ``get_optimizer_state_dict(model, [one, two])`` does.
 
 Their states are merged by parameter, their param groups stand one behind the other. Everything that reads or writes a
 checkpoint sees one optimizer, whatever the number.
@@ -22,7 +22,7 @@ class CombinedOptimizer(Optimizer):
     """A view of several optimizers as one. It has no state, no param groups and no step of its own.
 
     Args:
-        members: whose parameters are disjoint.
+        members: the optimizers; no two of them share a parameter.
     """
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
@@ -37,7 +37,7 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override] # the same
-        """The live state of all members. What is set goes to the member that updates the parameter."""
+        """The live state of all members. A new entry goes to the member that updates the parameter."""
         return _States(self.members)
 
 
@@ -69,17 +69,17 @@ class _States(MutableMapping[Any, Any]):
 
 
 def combined(members: Sequence[Optimizer]) -> Optimizer:
-    """One optimizer for several; the optimizer itself where there is one."""
+    """Return one optimizer that stands for all ``members``; a single member is returned itself."""
     return members[0] if len(members) == 1 else CombinedOptimizer(members)
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that ``combined`` was given."""
+    """Return the optimizers that ``combined`` was given."""
     return optimizer.members if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
 
 def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
-    """A parameter may belong to one optimizer only: the checkpoint keeps state by parameter.
+    """Refuse optimizers that share a parameter, because a checkpoint keeps optimizer state by parameter.
 
     Raises:
         ConfigError: two of ``members`` update the same parameter.
@@ -100,7 +100,7 @@ def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
 
 
 def without_optimizer(optimizer: Optimizer, names: ModelNames) -> list[str]:
-    """Parameters that want gradients and that no given optimizer updates."""
+    """Return the names of parameters that want gradients and that ``optimizer`` does not update."""
     updated = {id(parameter) for parameter in _parameters(optimizer)}
     return [name for name, p in names.parameters.items() if p.requires_grad and id(p) not in updated]
 

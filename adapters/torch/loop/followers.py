@@ -1,9 +1,9 @@
-"""Notices parameters that no optimizer has and that the program moves itself: a teacher, a target network.
+"""Notices parameters that no optimizer has and that the program changes itself: a teacher, a target network.
 
-Behind ``optimizer.step()`` that belongs to the version, as an average of the weights does. In the forward pass, where
-some momentum encoders follow their model, a checkpoint that is made in the middle of an iteration would hold what that
-iteration has moved already, and the resumed run would move it once more. No hook tells of either, so the first updates
-are looked at. What comes before the first one is not: layers may still set themselves up.
+A change made right after ``optimizer.step()`` belongs to the version, as an average of the weights does. A change made
+in the forward pass, as some momentum encoders make it, does not: a checkpoint from the middle of an iteration would
+hold it already, and the resumed run would make it once more. No hook reports either, so these parameters are compared
+during the first updates. Changes before the first update are ignored: layers may still set themselves up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LISTED_MAX = 3
 
 
 def unowned(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """The parameters that no optimizer has."""
+    """Return the parameters that no optimizer has, by name."""
     owned = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     return {name: p for name, p in parameters.items() if id(p) not in owned}
 
@@ -34,10 +34,10 @@ class Followers:
     """Watches parameters that no optimizer has during the first updates. For the training thread.
 
     Args:
-        model: the registered one: its forward pass ends what follows an update.
-        parameters: which no optimizer has, by name.
-        on_host: whether a tensor is on the host: only there it can be compared without waiting for a device.
-        found: called with names, when these are moved before the next forward pass.
+        model: the registered model; its next forward pass ends what follows an update.
+        parameters: those that no optimizer has, by name.
+        on_host: returns whether a tensor is on the host: only there it can be compared without waiting for a device.
+        found: called with the names of parameters that changed between an update and the next forward pass.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Followers:
             if on_host(parameter) and (room := room - parameter.nbytes) >= 0:
                 self._copied.append(name)
         self._updates = 0
-        self._mark: dict[str, Any] | None = None  # None: nothing is looked at
+        self._mark: dict[str, Any] | None = None  # the parameters when last looked at; None: they are not watched now
         self._entered = False
         self._handles = [each.register_forward_pre_hook(Hook(self._forward)) for each in _called(model)]
 
@@ -63,7 +63,7 @@ class Followers:
         """Note that an update is finished.
 
         Returns:
-            Whether to call it after the next update too.
+            Whether to call this method after the next update too.
         """
         self._updates += 1
         if self._updates > _UPDATES_WATCHED:
@@ -79,7 +79,7 @@ class Followers:
             UsageError: parameters were moved since the last forward pass began.
         """
         moved = self._moved()
-        if moved and not self._entered:  # nobody knows when the forward pass was
+        if moved and not self._entered:  # no forward pass was seen, so the change may have been made before it
             self._found(moved)
         elif moved:
             more = f" and {len(moved) - _LISTED_MAX} more" if len(moved) > _LISTED_MAX else ""
@@ -101,11 +101,11 @@ class Followers:
             return
         if module.training and torch.is_grad_enabled():
             self._entered = True
-            if moved := self._moved():  # behind the update, or behind one that a scaler has left out
+            if moved := self._moved():  # changed after the update, or after one that the gradient scaler has skipped
                 self._found(moved)
 
     def _moved(self) -> list[str]:
-        """Names of the parameters that changed since the last call."""
+        """Return the names of the parameters that changed since the last call."""
         before = self._mark
         if before is None:
             return []
@@ -126,7 +126,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """What the loop calls: the parts of a container that has no forward pass of its own."""
+    """Return the modules that the loop calls: ``model``, or the parts of a container without a forward pass."""
     if type(model).forward is not nn.Module.forward:
         yield model
         return

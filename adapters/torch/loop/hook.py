@@ -1,4 +1,4 @@
-"""What ttp registers on modules and optimizers of the program."""
+"""The hook object that ttp registers on modules and optimizers of the program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 _compiler: Any = torch.compiler
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _tracer: Callable[[], Any] | None = getattr(_eval_frame, "get_eval_frame_callback", None)
-"""What looks at each function that is called on this thread, to compile it; None: torch does not say."""
+"""Returns the callback with which torch compiles functions called on this thread; None: this torch cannot tell."""
 
 
 class Hook(partial[Any]):
@@ -24,24 +24,24 @@ class Hook(partial[Any]):
     It is a ``partial`` without arguments, because those cost no call of their own.
 
     Args:
-        call: what to do.
-        traced: ``torch.compile`` may look into it. If not, it is called as it is also in what is compiled: a graph that
-            has it in it is broken there.
+        call: the function to call.
+        traced: whether ``torch.compile`` may trace ``call``. If not, compiled code calls it uncompiled: the compiled
+            graph breaks there.
     """
 
     __slots__ = ()
 
     def __new__(cls, call: Callable[..., Any], *, traced: bool = True) -> Hook:
-        """See the class."""
+        """Make the hook; see the class for the arguments."""
         return super().__new__(cls, call if traced else _untraced(call))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As something that takes any arguments and returns None; a file with it in it is read without ttp."""
+        """Pickle the hook as a function that takes any arguments and returns None, so that loading it needs no ttp."""
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _untraced(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.disable``, whose wrapper is only gone through where something is compiled or may be."""
+    """Return ``torch.compiler.disable(call)``, but use its slow wrapper only where torch compiles or may compile."""
     disabled: Callable[..., Any] = _compiler.disable(call)
     is_traced, tracer = _compiler.is_dynamo_compiling, _tracer
     if tracer is None:

@@ -1,24 +1,24 @@
-"""Where ttp touches the training loop: hooks of optimizer, parameters and model.
+"""Registers hooks on optimizer, parameters and model, by which ttp follows the training loop.
 
 ::
 
-    forward        what follows the last update is done
+    forward        what follows the last update (scheduler, scaler) has been done by now
     backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
-    step, before   what has changed since then; a barrier where the layout needs one; the gate; a copy of n where asked
+    step, before   capture of changes since then; a barrier if the layout needs one; the gate; a copy of n if asked for
     step, after    final capture of n + 1; the version is finished
 
 The provisional capture exists because a rank may die after it has given its gradients and before it has made the
-update: its peers will reach n + 1, so what only it had must be there for n + 1.
+update: its peers will reach n + 1, so the rank-local state of the dead rank must exist for n + 1.
 
 One parameter is enough to notice a backward pass in time. DistributedDataParallel reduces a bucket when its own hooks
 have seen every parameter of it; a parameter's post-accumulate hook runs before them; and n + 1 needs every bucket.
 Where parameters may stay unused, and outside of DistributedDataParallel, all of them get the hook (0.3 us each). FSDP
-calls the hooks of its parameters behind the reduction of their gradients: there the outputs of the outermost module
-tell of the backward pass.
+calls the hooks of its parameters after it has reduced their gradients: there, hooks on the outputs of the outermost
+module notice the backward pass.
 
 Each of these points raises the mark of the step by one. Ranks run the same program, so they pass the same points in the
-same order, however often gradients are accumulated: the one with the lower mark is behind. A forward pass without
-gradients is an evaluation, which not every rank may make: it raises no mark, it is said to be one.
+same order, however often gradients are accumulated: the rank with the lower mark is behind. A forward pass without
+gradients is an evaluation, which perhaps only some ranks make: it raises no mark, but the rank's activity names it.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ def attach(
         optimizers: one, or several that make one version together; of wrappers those inside too, as a list, of which
             the outermost step counts.
         model: the outermost module that the loop calls.
-        reporter: begin waits while the world is frozen.
-        capture: of rank-local state.
-        post_step: of scheduler and scaler.
-        fence: of the device.
-        version: finished updates, as the gate counts them.
-        untouched: looks whether the loop changes weights by itself.
-        turns: whose steps make one version; None: each optimizer steps once, in the order given, without a pause.
-        ddps: what reduces the gradients of ``model``; None: to be found.
-        calls: who else has something to do around an update.
+        reporter: is told of each update; its ``begin_update`` waits while the job is frozen.
+        capture: captures the rank-local state.
+        post_step: follows scheduler and scaler.
+        fence: marks finished updates on the device.
+        version: returns the number of finished updates, as the gate counts them.
+        untouched: notices a loop that changes weights outside of any step; None: nothing is checked.
+        turns: which steps make one version; None: each optimizer steps once, in the order given, without a pause.
+        ddps: the DistributedDataParallel modules that reduce the gradients of ``model``; None: find them.
+        calls: further functions to call around an update.
 
     Returns:
-        Call it to detach.
+        The attachment; call it to remove the hooks.
     """
     each_or_several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     many = [[each] if isinstance(each, Optimizer) else each for each in each_or_several]
@@ -91,12 +91,12 @@ def attach(
 
 
 class Attachment(Bracket):
-    """A ``Bracket`` with its hooks registered in torch, and the hooks that lie outside of the update."""
+    """A ``Bracket`` whose hooks are registered in torch, with the hooks of forward and backward passes added."""
 
     __slots__ = ("_backward_begins", "_handles", "_strangers", "_task")
 
     def connect(self, optimizers: Sequence[Sequence[Optimizer]], model: nn.Module, ddps: Sequence[Ddp]) -> None:
-        """Register the hooks.
+        """Register the hooks on optimizers, parameters and model; see ``attach`` for the arguments.
 
         Raises:
             UsageError: parameters are updated in the backward pass.
@@ -130,12 +130,12 @@ class Attachment(Bracket):
 
     # -------------------------------------------------------------------------------------------------------- hooks
     #
-    # Each of these runs in every step, mostly when its code and its objects have left the caches: so there is as little
-    # of both as there can be on the way that a plain loop takes.
+    # Each of these runs in every step, mostly after its code and its objects have left the CPU's caches: so a plain
+    # loop takes a path with as little code and as few objects as possible.
 
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
         if _is_compiling():
-            return  # traced, it would bring its changing numbers as guards, and the model would be compiled each step
+            return  # traced, its changing numbers would become guards, and the model would be compiled in each step
         if self._stepping.depth:
             self._look_for_exception()
         learning = _learns()
@@ -149,7 +149,7 @@ class Attachment(Bracket):
             self._complain()
 
     def _on_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """A backward pass will come through here before anything inside of the module is reduced."""
+        """Hook the output tensors: a backward pass reaches them before any gradient inside of the module is reduced."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in torch.utils._pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -164,7 +164,7 @@ class Attachment(Bracket):
 
     def _backward_enters(self) -> None:
         if capturing():
-            return  # of a CUDA graph: this happens once, not in each of its replays
+            return  # a CUDA graph is being captured: hooks run once now, and in none of its replays
         if self._stepping.depth:
             self._look_for_exception()
         self._again = False
@@ -179,15 +179,15 @@ class Attachment(Bracket):
 
 # ------------------------------------------------------------------------------------------------------------- triggers
 #
-# What tells of a backward pass in time: parameters whose gradients come last, and modules that gather theirs.
+# Objects whose hooks notice a backward pass in time: parameters whose gradients come last, and FSDP modules.
 
 
 def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
-    """Parameters whose gradients tell of every backward pass before what it reduces can be complete.
+    """Return parameters whose gradient hooks notice every backward pass before its reduction can be complete.
 
-    One for each DistributedDataParallel that uses all its parameters in every pass: the first, which is ready last, so
-    that what a backward pass changes (recomputed activations) is in the capture. Every other parameter, but for those
-    of ``gathering`` modules.
+    Of each DistributedDataParallel that uses all its parameters in every pass this is the first parameter only: its
+    gradient is ready last, so the capture has what the backward pass changes (recomputed activations). All other
+    parameters are returned too, except those of ``gathering`` modules.
     """
     chosen: list[Tensor] = []
     covered = {id(parameter) for module in gathering(model) for parameter in module.parameters()}
@@ -203,9 +203,9 @@ def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
 
 
 def gathering(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of FSDP in ``model``: hooks of their parameters run when the gradient is reduced already.
+    """Return the outermost FSDP modules in ``model``.
 
-    Their outputs tell of a backward pass before.
+    Hooks of their parameters run after the gradients have been reduced, so hooks on their outputs are used instead.
     """
     library: Any = sys.modules.get("torch.distributed.fsdp")
     kinds = (library.FSDPModule, library.FullyShardedDataParallel) if hasattr(library, "FSDPModule") else ()

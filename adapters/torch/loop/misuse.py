@@ -15,7 +15,7 @@ from ttp.adapters.torch.loop.hook import Hook
 from ttp.errors import UsageError
 
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-"""Number of the backward pass that runs on this thread; -1 outside of one."""
+"""Returns the number of the backward pass that runs on this thread; -1 if none runs, or if torch cannot tell."""
 
 _cuda: Any = torch.cuda
 _backends: Any = torch.backends
@@ -28,15 +28,15 @@ _WAY_OUT = (
 
 
 def capturing() -> bool:
-    """Whether work of this thread is recorded in a CUDA graph instead of being done."""
+    """Return whether work of this thread is recorded in a CUDA graph instead of being done."""
     return _CUDA_BUILT and bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
 
 
 def refuse_capture() -> None:
-    """Called when an update is about to begin.
+    """Refuse an update that is about to be captured in a CUDA graph.
 
     Raises:
-        UsageError: it is being captured: when the graph is replayed, nobody is told of the update.
+        UsageError: it is being captured: ttp would not notice the updates of the graph's replays.
     """
     if capturing():
         raise UsageError(
@@ -47,10 +47,10 @@ def refuse_capture() -> None:
 
 
 def refuse_in_backward(model: nn.Module) -> None:
-    """Called at start.
+    """Refuse, at the start, a model whose optimizers step in the backward pass.
 
     Raises:
-        UsageError: parameters have optimizers that step in the backward pass.
+        UsageError: parameters have such optimizers.
     """
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_in_backward_optimizers", None):
@@ -60,7 +60,7 @@ def refuse_in_backward(model: nn.Module) -> None:
 
 
 def refuse_in_step(optimizer: Optimizer) -> NoReturn:
-    """``step()`` begins while a backward pass runs on this thread.
+    """Refuse a ``step()`` that begins while a backward pass runs on this thread.
 
     Raises:
         UsageError: always.
@@ -69,18 +69,18 @@ def refuse_in_step(optimizer: Optimizer) -> NoReturn:
 
 
 class Strangers:
-    """Notices optimizers that update the registered model and were not registered, when they step.
+    """Notices unregistered optimizers that are about to update the registered model, when they step.
 
     Args:
-        optimizers: the registered ones.
+        optimizers: the registered optimizers.
         model: the registered model.
-        updating: whether an update runs; what a registered optimizer calls in it is part of it.
+        updating: returns whether an update runs; a step that a registered optimizer makes in it is part of it.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module, updating: Callable[[], bool]) -> None:
         self._optimizers, self._model, self._updating = tuple(optimizers), model, updating
         self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
-        me = weakref.ref(self)  # the hook is one of all optimizers in the process: it may not keep a job
+        me = weakref.ref(self)  # the hook is global in the process: it may not keep this job's objects alive
         registered = frozenset(map(id, optimizers))  # alive as long as this hook is
 
         def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -109,7 +109,7 @@ class Strangers:
         self._looked_at.add(optimizer)
 
     def _is_stranger(self, optimizer: Optimizer) -> bool:
-        """Whether it has parameters of the model, and is none that only passes calls on to registered ones."""
+        """Return whether ``optimizer`` has parameters of the model and is no mere wrapper of a registered optimizer."""
         if any(thing is known for thing in _held_by(optimizer) for known in self._optimizers):
             return False
         own = set(map(id, self._model.parameters()))

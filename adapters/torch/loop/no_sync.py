@@ -1,9 +1,9 @@
 """Recognises backward passes that only accumulate gradients under ``no_sync``.
 
 A provisional capture is needed before a rank's gradients can reach other ranks. Under ``no_sync`` a backward pass of
-DistributedDataParallel only adds to the local gradients, so none is needed there.
+DistributedDataParallel only adds to the local gradients, so no capture is needed there.
 
-This is used only for programs whose last backward pass before an update was one that reduces. In other programs (all
+The capture is left out only in programs whose last backward pass before an update was one that reduces. In others (all
 passes under ``no_sync`` and a reduction of their own; a forward pass outside of the ``no_sync`` of its backward pass)
 every backward pass gets its capture.
 """
@@ -22,7 +22,7 @@ class NoSync:
 
     Args:
         model: the outermost module that the loop calls.
-        ddps: what reduces its gradients.
+        ddps: the DistributedDataParallel modules that reduce its gradients.
     """
 
     def __init__(self, model: nn.Module, ddps: Sequence[Ddp] = ()) -> None:
@@ -31,7 +31,7 @@ class NoSync:
         self._reduced = False
 
     def withholds(self) -> bool:
-        """Called when a backward pass begins: whether none of its gradients can leave this rank."""
+        """Return whether no gradient of the backward pass that begins now can leave this rank."""
         for ddp in self._reducing:
             if ddp.require_backward_grad_sync or ddp.require_forward_param_sync:
                 self._reduced = True
@@ -40,12 +40,12 @@ class NoSync:
         return self._usual
 
     def at_gate(self) -> None:
-        """Called when all backward passes of the update are over."""
+        """Note that all backward passes of the update are over."""
         self._usual = self._reduced
 
 
 def _is_all_theirs(model: nn.Module, ddps: Sequence[Ddp]) -> bool:
-    """Whether these modules reduce every gradient of the model."""
+    """Return whether these modules reduce every gradient of the model."""
     theirs = {
         id(parameter)
         for ddp in ddps

@@ -1,4 +1,4 @@
-"""Keeps what a training loop does between ``optimizer.step()`` and the next forward pass, as a part of the version.
+"""Keeps the results of what a loop does between ``optimizer.step()`` and the next forward pass, as part of the version.
 
 A version is finished when the optimizer's step is. The *post-step* calls follow: ``scheduler.step()``,
 ``scaler.update()``, an average of the weights. After each update the state of scheduler and scaler, and the param
@@ -39,15 +39,15 @@ _FOUND_INF = "found_inf "
 
 
 class _Snapshot(NamedTuple):
-    """Scheduler, scaler and param groups as they belong to one version.
+    """The states of schedulers, scaler and param groups that belong to one version.
 
     Args:
         version: finished updates.
-        schedules: where each scheduler was.
-        scaler: the scaler's numbers; those of a device may be on their way.
-        groups: of each optimizer.
-        scaling: what the scaler replaces when it is updated.
-        updated: whether it was, after the last update of this version.
+        schedules: a reading of each scheduler.
+        scaler: the scaler's numbers; those of a device may still be on their way to the host. None: no scaler.
+        groups: the hyperparameters of each optimizer.
+        scaling: an object of the scaler that its ``update()`` replaces, by which an update is noticed.
+        updated: whether the scaler was updated after the last update of this version.
     """
 
     version: int
@@ -59,14 +59,16 @@ class _Snapshot(NamedTuple):
 
 
 class PostStepState:
-    """Follows one training loop. Methods for the training thread write to memory only; others run on any thread.
+    """Follows the post-steps of one training loop.
+
+    Methods for the training thread write to memory only; others may run on any thread.
 
     Args:
         optimizers: whose param groups belong to the version.
         scheduler: an LR scheduler, anything with ``step`` and ``state_dict``; or a list of them.
         scaler: a ``GradScaler``.
-        averages: whether modules that follow the weights (EMA) are part of it.
-        may_follow: that may turn out later: see ``followed``.
+        averages: whether modules that follow the weights (EMA) are part of the post-step.
+        may_follow: whether ``followed`` may be called later, which sets ``averages``.
         version: finished updates now.
         runtimes: the devices on which a scaler may have its numbers.
 
@@ -91,16 +93,16 @@ class PostStepState:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._averages, self._may_follow = averages, may_follow
         self._check()
-        self._open = False  # what is stepped now belongs to the last version
-        self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
-        self._ended = 0  # post-steps that were seen to their end
+        self._open = False  # scheduler steps and scaler updates that are made now belong to the last version
+        self._entered = True  # since the last update the next forward pass has begun, or the thread stands at the gate
+        self._ended = 0  # number of post-steps that were seen to their end
         self._updates_expected = True
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
         self._snapshot = self._take(version)
 
     @property
     def wants_forward(self) -> bool:
-        """Whether ``forward_entered`` has to be called."""
+        """Whether ``forward_entered`` has to be called at each forward pass."""
         return self._averages or self._may_follow or bool(self._habits) or self._scaler is not None
 
     # --------------------------------------------------------------------------------------------- training thread
@@ -112,13 +114,13 @@ class PostStepState:
     def restored(self, version: int) -> None:
         """Note that the objects hold the state of ``version``."""
         for habit in self._habits:
-            habit.leading = False  # a step that loading made says nothing of the loop
+            habit.leading = False  # a step that was made while loading says nothing about the loop
         self._older.clear()
         self._snapshot = self._take(version)
         self._open, self._entered = False, True
 
     def forward_entered(self, training: bool) -> None:
-        """Note that a forward pass begins. One for evaluation may come before the scheduler's step."""
+        """Note that a forward pass begins. One for evaluation may come before the scheduler's step: it ends nothing."""
         if self._open and training:
             self._end_post_step()
         self._entered = True
@@ -134,12 +136,12 @@ class PostStepState:
 
         Args:
             version: finished updates.
-            whole: the post-step is done too: the user says when a step is done.
+            whole: the post-step is done too, because the user's loop says when a step is done.
         """
         last = self._snapshot
         self._older.append(last)
         now = self._snapshot = self._take(version, last)
-        if not (self._open or whole or self._scaler is not None):  # or it may be the step after a skipped update
+        if not (self._open or whole or self._scaler is not None):  # else it may be the step after a skipped update
             for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
                 habit.leading = habit.leading or before.moved(after)
         self._entered, self._open = whole, not whole
@@ -156,14 +158,14 @@ class PostStepState:
             habit.post_step_ended(habit.steps_since(before, after))
         self._updates_expected = now.updated
         self._ended += 1
-        self._entered = True  # first: whoever reads what follows finds that nothing is due on top of it
+        self._entered = True  # set first: a thread that reads the next snapshot finds that nothing is due on top of it
         self._snapshot = now
         self._open = False
 
     # -------------------------------------------------------------------------------------------------- any thread
 
     def done(self) -> bool:
-        """Whether all calls that follow the last update have returned."""
+        """Return whether all calls that follow the last update have returned."""
         if self._entered:
             return True
         last = self._snapshot
@@ -171,19 +173,19 @@ class PostStepState:
         return schedules and self._scaler_done(self._is_updated(last)) and not self._averages
 
     def foreseen(self) -> bool:
-        """Whether it is known which calls follow an update: then a save can note them as due."""
+        """Return whether it is known which calls follow an update: then a save can note them as due."""
         return not self._averages and all(habit.leading or habit.learned(self._ended) for habit in self._habits)
 
     def _scaler_done(self, updated: bool) -> bool:
         return self._scaler is None or updated or (self._ended > 0 and not self._updates_expected)
 
     def job_state(self, version: int) -> JobState:
-        """Scheduler and scaler as they belong to ``version``, with what was still due.
+        """Return the states of scheduler and scaler that belong to ``version``, with the calls that were still due.
 
         Raises:
             CheckpointError: the version is not one of the last ones, or its numbers do not leave the device.
         """
-        entered = self._entered  # before what may follow it
+        entered = self._entered  # read before the snapshot, which may be replaced meanwhile
         found, due = self._read(version)
         open_ended = found.version == self._snapshot.version and not entered
         pending = open_ended and not self._scaler_done(found.updated)
@@ -194,11 +196,13 @@ class PostStepState:
         return replace(job, scaler_skipped=pending and _skipped(found.scaler))
 
     def param_groups(self, version: int, job: JobState | None = None) -> list[ParamGroups]:
-        """The hyperparameters of ``version``, per optimizer. A leading scheduler has changed the live ones already.
+        """Return the hyperparameters of ``version``, per optimizer.
+
+        The live ones may be newer: a leading scheduler has changed them already.
 
         Args:
             version: finished updates.
-            job: what ``job_state`` has returned: the groups are of the same moment.
+            job: what ``job_state`` has returned, to get the groups of the same moment; None: of this moment.
         """
         found = self._of(version)
         if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
@@ -206,10 +210,10 @@ class PostStepState:
         return self._read(version)[0].groups.groups()
 
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
-        """What belongs to ``version``, and of which schedulers a step is due on top of that.
+        """Return the snapshot of ``version``, and for each scheduler whether a step is due on top of it.
 
-        While the post-step goes on this looks at objects that the training thread may be changing: what was
-        read is of one moment, or it is what was kept when the update ended.
+        While the post-step goes on, the training thread may be changing the objects that are read here. So the result
+        is either a reading that is known to be of one moment, or the snapshot that was kept when the update ended.
         """
         for _ in range(_READS_MAX):
             last, entered, still_open = self._snapshot, self._entered, self._open
@@ -225,7 +229,7 @@ class PostStepState:
         return self._snapshot, [False] * len(self._habits)
 
     def _due(self, last: _Snapshot, entered: bool) -> list[bool]:
-        """For each scheduler whether a step is due on top of ``last``; all false if each can be read as it is now."""
+        """Return for each scheduler whether a step is due on top of ``last``; all False: read them as they are now."""
         pairs = list(zip(self._habits, last.schedules, strict=True))
         began = [habit.began(before) for habit, before in pairs]
         half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
@@ -235,7 +239,7 @@ class PostStepState:
         return [b or m for b, m in zip(began, missing, strict=True)]
 
     def skipped(self) -> bool:
-        """Whether the scaler left out the last step. Waits for the device."""
+        """Return whether the scaler skipped the last step. Waits for the device."""
         if self._scaler is None:
             return False
         now, before = _scaler_state(_scaler_numbers(self._scaler)), _scaler_state(self._snapshot.scaler)
@@ -253,7 +257,7 @@ class PostStepState:
         )
 
     def _take(self, version: int, last: _Snapshot | None = None) -> _Snapshot:
-        """A snapshot of this moment; parts that have not changed are those of ``last``."""
+        """Return a snapshot of this moment; parts that have not changed are taken from ``last``."""
         if last is None:
             schedules, groups = tuple(map(Habit.look, self._habits)), Hyperparameters.of(self._optimizers)
         else:
@@ -265,10 +269,10 @@ class PostStepState:
         return _Snapshot(version, schedules, scaler, groups, getattr(self._scaler, _SCALING, None))
 
     def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
-        """``last`` with what has followed it by now: the scaler's update, and the steps of the schedulers.
+        """Return ``last`` with what has followed it by now: the scaler's update, and the steps of the schedulers.
 
-        Numbers on a device are asked for on the training thread only, in the order of its work: read by anybody else
-        they may be those before the update that the host has queued. So to others that update is still due.
+        Numbers on a device are read on the training thread only, in the order of its work: another thread might read
+        those from before the update that the host has queued. So for other threads that update is still due.
         """
         news = self._scaler is not None and not last.updated and self._is_updated(last)
         if news and (training or not self._scales_elsewhere):
@@ -292,7 +296,7 @@ class PostStepState:
         return {key: self._numbers.bring(value) for key, value in numbers.items()}
 
     def _found_infs(self) -> dict[str, Any]:
-        """The flags by which fused optimizers were told to leave out the step."""
+        """Return the flags by which fused optimizers were told to skip the step."""
         found = [told for opt in self._optimizers if (told := getattr(opt, "found_inf", None)) is not None]
         return {f"{_FOUND_INF}{number}": told for number, told in enumerate(found)}
 
@@ -305,14 +309,14 @@ class PostStepState:
 
 
 def listed(one_or_several: Any) -> list[Any]:
-    """The objects of an argument that may be one object, None, or a list."""
+    """Return the list of objects in an argument that may be one object, None, or a list."""
     if isinstance(one_or_several, (list, tuple)):
         return [each for each in one_or_several if each is not None]
     return [] if one_or_several is None else [one_or_several]
 
 
 def _scaler_numbers(scaler: Any) -> dict[str, Any]:
-    """The values of ``state_dict()``, without waiting for the device."""
+    """Return the values of ``scaler.state_dict()``, without waiting for the device."""
     try:
         scale, tracker = scaler._scale, scaler._growth_tracker
         return {
@@ -322,7 +326,7 @@ def _scaler_numbers(scaler: Any) -> dict[str, Any]:
             "growth_interval": scaler._growth_interval,
             "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker,
         }
-    except AttributeError:  # another torch
+    except AttributeError:  # another version of torch has other attributes
         return dict(scaler.state_dict())
 
 

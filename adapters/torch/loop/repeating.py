@@ -1,11 +1,11 @@
-"""What a call of the function of one update begins with, so that it can be made again; see ``ttp.one_step``.
+"""Puts back the state with which a call of a one-update function began, to repeat the call; see ``ttp.one_step``.
 
-A call that another rank's death has broken is left with half of a backward pass done. The state is put back by a
-restore, as in every rank that goes on. What is not of a version is put back here: random streams, buffers and
+When another rank's death breaks a call, half of a backward pass may be done. A restore puts the state of the version
+back, as in every rank that goes on. This module puts back what belongs to no version: random streams, buffers and
 ``extra_state`` as they were when the call began (the loop may have drawn a batch since the last update), gradients, the
-reducers of DistributedDataParallel, what a GradScaler has noted of the call.
+reducers of DistributedDataParallel, and what a GradScaler has noted of the call.
 
-What gradients there are when a call begins is learnt in the first calls, as a trial, and not looked at in all of them.
+Which gradients exist when a call begins is learnt in the first calls, as a trial, and not looked at in all of them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ttp.adapters.torch.sharding.ddp_buckets import Ddp, renew_reducer, why_not_
 from ttp.core.layout import Layout, Version
 
 TRIALS = 2
-"""Calls in which gradients are looked at: in the second one those of the first are there, or are not."""
+"""Number of calls in which gradients are looked at: the second one shows whether those of the first are kept."""
 
 
 class Repeating:
-    """The calls of one registration. For the training thread.
+    """Follows the calls of the one-update function, for one registration. For the training thread.
 
     Args:
         model: wrapped or not.
         optimizers: all that make an update.
         scaler: a GradScaler, or None.
-        capture: of rank-local state.
-        extra: the user's objects.
+        capture: captures and restores rank-local state.
+        extra: the user's objects of ``extra_state``.
         layout: the replica groups.
-        ddps: that reduce the gradients of the model now.
+        ddps: the DistributedDataParallel modules that reduce the gradients of the model now.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Repeating:
         self._streams = RngState()
         self._begun = False
         self.why_not = ""
-        """Why no call can be made again."""
+        """Why no call can be repeated; empty: no reason is known."""
         self.version = Version(0)
         """Finished updates when the last call began."""
 
     def begin(self, version: Version, why_not: Callable[[], str]) -> None:
-        """A call begins. Never raises.
+        """Note that a call begins, and keep an image of the rank-local state. Never raises.
 
         Args:
             version: finished updates.
-            why_not: whatever else speaks against making a call again; asked in the first one.
+            why_not: returns another reason against repeating calls, or nothing; called in the first call only.
         """
         self.version = version
         if self.why_not:
@@ -94,7 +94,11 @@ class Repeating:
             self.why_not = repr(problem)
 
     def end(self, version: Version) -> None:
-        """The call has returned."""
+        """Note that the call has returned.
+
+        Args:
+            version: finished updates.
+        """
         made = version - self.version
         if not self.why_not and (made > 1 or (made == 0 and self._scaler is None)):
             self.why_not = f"a call of the function has made {made} updates"
@@ -104,7 +108,7 @@ class Repeating:
             self._look_no_more()
 
     def refusal(self) -> str:
-        """Why the call that has begun last, and was broken, cannot be made again; empty: it can."""
+        """Return why the call that began last, and was broken, cannot be repeated; empty: it can."""
         self._look_no_more()
         try:
             return self.why_not or self._refusal()
@@ -114,7 +118,7 @@ class Repeating:
     def _refusal(self) -> str:
         if self._trials_left:
             return f"the function had not been called {TRIALS} times"
-        if self._left_out:  # by the scaler: whoever takes a seat begins behind the last update
+        if self._left_out:  # the scaler skipped its update; a rank that joins begins right after the last update
             return "the call before it made no update, so a newcomer would be one call behind"
         if self._image is None:
             return "not all of the state of this rank is captured, or some buffers or arrays in extra_state are large"
@@ -126,17 +130,17 @@ class Repeating:
         return ""
 
     def streams(self) -> bytes:
-        """The random streams of this moment."""
+        """Return the state of the random streams at this moment."""
         return b"".join(self._streams.capture())
 
     def set_streams(self, data: bytes) -> None:
-        """Put back what ``streams`` has given."""
+        """Set the random streams to a state that ``streams`` has returned."""
         self._streams.restore(data)
 
     # ---------------------------------------------------------------------------------------------- making it again
 
     def reset(self) -> None:
-        """Forget what is half done. Call it when all ranks stay in their loops, before the objects are registered."""
+        """Clear what the broken call left half done. Call it when all ranks stay in their loops, before registering."""
         for gradient in self._gradients:
             gradient.put_back()
         for ddp in self._ddps:
@@ -146,10 +150,10 @@ class Repeating:
         torch.clear_autocast_cache()
 
     def put_back(self, capture: LocalCapture) -> None:
-        """Rank-local state as it was when the call began, into the same objects.
+        """Put the rank-local state back into its objects as it was when the call began.
 
         Args:
-            capture: of the new registration.
+            capture: the capture of the new registration.
 
         Raises:
             CheckpointError: an object does not take its own state.
@@ -160,13 +164,13 @@ class Repeating:
         capture.restore(LocalState(state.rng, state.buffers, extra))
 
     def go_on_from(self, other: Repeating) -> None:
-        """Know what the last registration of the same objects knew."""
+        """Take over what the last registration of the same objects has learnt."""
         self._trials_left, self._gradients = other._trials_left, other._gradients
 
     # ------------------------------------------------------------------------------------------------------- private
 
     def _changed(self) -> set[str]:
-        """Names of objects of ``extra_state`` whose state is not what it was when the call began."""
+        """Return the names of the objects of ``extra_state`` whose state has changed since the call began."""
         assert self._image is not None
         then = decode(self._image).extra
         return {name for name, data in then.items() if self._extra.capture(name)[0] != data}
@@ -203,7 +207,7 @@ class Repeating:
 
 
 class _Gradient:
-    """What a parameter has of a gradient when a call begins: nothing, zeros, or what the call is to drop."""
+    """The gradient of a parameter when a call begins: none, zeros, or an old one that the call is to drop."""
 
     __slots__ = ("_parameter", "_seen", "kind")
 
@@ -214,12 +218,12 @@ class _Gradient:
         self.kind = "none" if found is None else "old" if bool(found.count_nonzero()) else "zero"
 
     def is_used(self) -> bool:
-        """Whether the optimizer is about to use what the call should have dropped."""
+        """Return whether the optimizer is about to use an old gradient that the call should have dropped."""
         found = self._parameter.grad
         return self.kind == "old" and self._seen is not None and found is not None and self._seen() is found
 
     def put_back(self) -> None:
-        """As it was, or dropped."""
+        """Set the gradient to zeros if it was zero when the call began; else drop it."""
         if self.kind == "zero" and self._parameter.grad is not None:
             self._parameter.grad = torch.zeros_like(self._parameter.grad)
         elif self.kind != "zero":

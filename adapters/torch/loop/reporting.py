@@ -14,7 +14,7 @@ log = logging.getLogger("ttp.adapters.torch")
 
 
 class DeviceReporter:
-    """Puts marks on the device where a gradient is reduced and where an update begins."""
+    """Passes reports on to the processor, and marks on the device where a gradient is reduced and an update begins."""
 
     def __init__(self, processor: Processor, source: TorchSource) -> None:
         self._processor, self._reduced, self._begun = processor, source.reduced, source.begun

@@ -1,8 +1,8 @@
-"""Learns what a loop does with one LR scheduler.
+"""Learns when a training loop steps one LR scheduler.
 
-No hook tells when a scheduler is stepped, and its class and methods must stay as they are. So it is read. Schedulers of
-torch count their steps, and the last thing that a step does is to make a new list of the rates that it has set. Thereby
-a finished step can be told from one that still runs, or that raised.
+No hook reports that a scheduler is stepped, and its class and methods must stay as they are. So its attributes are
+read. Schedulers of torch count their steps, and a step ends by making a new list of the rates that it has set. So a
+finished step can be told from one that still runs, or that raised.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 PLAIN = frozenset({float, int, bool, str, type(None)})
-"""Types of values that stay as they are."""
+"""Types of immutable values, which need no copy."""
 
 
 class Reading(NamedTuple):
@@ -21,8 +21,8 @@ class Reading(NamedTuple):
 
     Args:
         state: its ``state_dict()``, containers copied.
-        counters: its counts of its steps; none: it does not count.
-        rates: the list that its last step ended with; None: it makes none.
+        counters: the numbers in which it counts its steps; empty: it does not count.
+        rates: the list of rates that its last step has made; None: it makes none.
     """
 
     state: dict[str, Any]
@@ -30,12 +30,12 @@ class Reading(NamedTuple):
     rates: Any
 
     def moved(self, now: Reading) -> bool:
-        """Whether a step began between this reading and ``now``, as far as can be told."""
+        """Return whether a step began between this reading and ``now``, as far as can be told."""
         return now.counters != self.counters or now.rates is not self.rates
 
 
 class Habit:
-    """How a loop steps one scheduler. Not for several threads at once, except ``look``, ``began`` and ``through``.
+    """Learns how a loop steps one scheduler. For one thread, except ``look``, ``began`` and ``through``.
 
     Args:
         scheduler: anything with ``step`` and ``state_dict``.
@@ -48,11 +48,11 @@ class Habit:
         self._form: tuple[list[Any], list[type]] = [], []
         self._inner: list[Any] = []
         self.leading = False
-        """It is stepped before the update."""
+        """Whether the loop steps it before the update."""
         self.single_steps = 0
-        """The last so many post-steps had exactly one step."""
+        """Number of latest post-steps in a row that had exactly one step."""
         self.steps_expected = 0
-        """As many as the last post-step had."""
+        """Number of steps that the last post-step had."""
 
     def look(self, before: Reading | None = None) -> Reading:
         """Read the scheduler. The state of ``before`` is used again if it has not been stepped since."""
@@ -63,7 +63,7 @@ class Habit:
         return Reading(self._state(), counters, rates)
 
     def _state(self) -> dict[str, Any]:
-        """Copied like any value; from the second time on it is known which few entries can change in place."""
+        """Return a copy of the ``state_dict()``; later calls copy only those entries that can change in place."""
         state: dict[str, Any] = self.scheduler.state_dict()
         if type(state) is not dict:
             other: dict[str, Any] = copied(state)
@@ -77,7 +77,7 @@ class Habit:
         return found
 
     def steps_since(self, before: Reading, now: Reading | None = None) -> int:
-        """How many steps were made between two readings; 0 if the scheduler does not count them."""
+        """Return how many steps were made between ``before`` and ``now`` (None: this moment); 0 if not counted."""
         if now is before:
             return 0
         counters = counters_of(self.scheduler) if now is None else now.counters
@@ -85,15 +85,15 @@ class Habit:
         return 1 if grown > 1 and _counts_samples(self.scheduler) else grown
 
     def began(self, before: Reading) -> bool:
-        """Whether a step has begun since ``before``, as far as can be told."""
+        """Return whether a step has begun since ``before``, as far as can be told."""
         return counters_of(self.scheduler) != before.counters or self.through(before)
 
     def through(self, before: Reading) -> bool:
-        """Whether a step that began since ``before`` has ended."""
+        """Return whether a step that began since ``before`` has ended."""
         return getattr(self.scheduler, "_last_lr", None) is not before.rates
 
     def is_at(self, reading: Reading) -> bool:
-        """Whether the scheduler is still where it was at this reading."""
+        """Return whether the scheduler is still where it was at this reading."""
         return not self.began(reading)
 
     def post_step_ended(self, steps: int) -> None:
@@ -103,18 +103,18 @@ class Habit:
         self.steps_expected = steps
 
     def learned(self, ended: int) -> bool:
-        """Whether each update, or at least the last two of ``ended``, was followed by exactly one step."""
+        """Return whether the last two of ``ended`` updates (or the only one) were followed by exactly one step each."""
         return ended > 0 and self.single_steps >= min(2, ended)
 
     def done(self, before: Reading) -> bool:
-        """Whether all steps that follow the last update have been made."""
+        """Return whether all steps that follow the last update, at which ``before`` was read, have been made."""
         if self.began(before) and not self.through(before):
             return False
         return self.steps_since(before) >= self.steps_expected if self.steps_expected else self.leading
 
 
 def counters_of(scheduler: Any) -> tuple[int, ...]:
-    """The numbers with which a scheduler counts its steps; of a container of schedulers, those of the first."""
+    """Return the numbers in which a scheduler counts its steps; of a container of schedulers, those of the first."""
     steps, epoch = getattr(scheduler, "_step_count", None), getattr(scheduler, "last_epoch", None)
     if type(steps) is int:
         return (steps, epoch) if type(epoch) is int else (steps,)
@@ -131,12 +131,12 @@ def counters_of(scheduler: Any) -> tuple[int, ...]:
 
 
 def _counts_samples(scheduler: Any) -> bool:
-    """Whether it is Megatron's, whose count grows by the size of a batch."""
+    """Return whether the scheduler is Megatron's, whose count grows by the size of a batch."""
     return type(getattr(scheduler, "num_steps", None)) is int and not hasattr(scheduler, "last_epoch")
 
 
 def copied(value: Any) -> Any:
-    """A copy of ``value`` with its containers and tensors; later changes do not reach it. Waits for no device."""
+    """Return a copy of ``value``, with its containers and tensors copied too. Waits for no device."""
     kind = type(value)
     if kind in PLAIN:
         return value

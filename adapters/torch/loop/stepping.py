@@ -1,4 +1,4 @@
-"""Tells whether ``optimizer.step()`` still runs. Torch calls no hook when it raises."""
+"""Tells whether ``optimizer.step()`` still runs. When it raises, torch calls no hook, so the stack is read."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _WRAPPER = Optimizer.profile_hook_step(lambda _self: None).__code__
 """The code that calls the hooks and ``step()``, the same for all classes; its variable ``self`` is the optimizer."""
 
 _USUAL = 3
-"""In ``entered``, where nothing is compiled: behind the hook, and what calls it."""
+"""How many frames above ``entered`` the wrapper is when nothing is compiled: behind the hook and its caller."""
 
 _NEAR = 8
-"""So many functions lie between the wrapper and what asks, at most."""
+"""The most frames that may lie between the wrapper and the function that looks for it."""
 
 
 class Stepping:
     """Counts the calls of ``step()`` that run: a subclass that calls ``super().step()`` fires the hooks twice.
 
     Args:
-        optimizers: whose.
+        optimizers: whose calls are counted.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = tuple(optimizers)
         self._thread = 0
-        self._shows = True  # the wrapper is seen on the stack; compiled it is another function
+        self._shows = True  # the wrapper is seen on the stack; a compiled step() has another function there
         self.depth = 0
-        """Calls that have begun and not ended, as far as the hooks know."""
+        """Number of calls that have begun and not ended, as far as the hooks know."""
 
     def entered(self) -> None:
         """Note that ``step()`` begins."""
@@ -47,13 +47,13 @@ class Stepping:
         return self.depth
 
     def was_left(self, *, entering: bool = False) -> bool:
-        """Whether calls were left by an exception; from then on they are forgotten. On any thread.
+        """Return whether calls were left by an exception; they are forgotten then. May be called on any thread.
 
-        Of a compiled ``step()`` the stack does not tell: then another call is taken for one inside of it, and anything
-        else, which ``step()`` does not do, for the program going on.
+        The stack does not show a compiled ``step()``. Then another call of ``step()`` is taken for one inside of it,
+        and any other event, which ``step()`` itself does not cause, for a sign that the program has left it.
 
         Args:
-            entering: asked by the hook of another call, which is on the stack already.
+            entering: the caller is the hook of another call of ``step()``, which is on the stack already.
         """
         if not self.depth:
             return False
@@ -74,7 +74,7 @@ class Stepping:
 
 
 def _is_near(frame: FrameType | None) -> bool:
-    """Whether the wrapper is among the callers of a hook."""
+    """Return whether the wrapper is among the nearest callers of a hook."""
     for _ in range(_NEAR):
         if frame is None or frame.f_code is _WRAPPER:
             return frame is not None

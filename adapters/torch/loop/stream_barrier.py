@@ -1,4 +1,4 @@
-"""The barrier before an update, executed by the device: the training's stream waits, and the host runs ahead."""
+"""The barrier before an update, made by the device: the training's stream waits, and the host runs ahead."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ttp.processor.gate.meeting import BrokenError, Meeting, run
 log = logging.getLogger("ttp.adapters.torch")
 
 LEAD_MAX = 2
-"""Updates that the host may have queued behind a barrier that is not over. What is kept for a host that is ahead is
-enough for some more."""
+"""How many updates the host may have queued behind a barrier that is not over. The copies that are kept for a host
+that is ahead (``AHEAD_MAX``) last for some more."""
 _WATCHED = range(2, 4)
-"""Updates in which is looked whether the optimizer waits for the device; the first one sets things up."""
+"""Updates in which ttp checks whether the optimizer waits for the device; the first one, which sets up, is left out."""
 _PROBE_S = 60.0
 _LOOK_S = 0.1
 
@@ -30,11 +30,11 @@ class StreamBarrier:
     """Lets the host run ahead when it is known that a stream of this device can wait for the host.
 
     Args:
-        meeting: of this rank with the others.
+        meeting: the meeting of this rank with the others.
         runtime: the device, with a side stream that is used for nothing else.
-        why_not: asked once, after the first updates: why the host has to wait; empty if nothing speaks against it.
-        closed: whether the gate is.
-        patience_s: after which a rank that does not come is told of in the log.
+        why_not: called once, after the first updates; returns why the host has to wait; empty: the device may wait.
+        closed: returns whether the gate is closed.
+        patience_s: seconds after which the log says that not all ranks have come.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StreamBarrier:
     ) -> None:
         self._meeting, self._runtime, self._why_not, self._closed = meeting, runtime, why_not, closed
         self._patience_s = patience_s
-        self._on: bool | None = None  # None: it is not known yet
+        self._on: bool | None = None  # whether the device waits instead of the host; None: not known yet
         self._watch = contextlib.ExitStack()
         self._waited: list[str] = []
         self._hold = runtime.hold()
@@ -60,7 +60,7 @@ class StreamBarrier:
         self._inbox: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
 
     def _probe(self) -> None:
-        """See the word hold a stream up, and let it go.
+        """Check that the word in memory holds a stream up and lets it go on.
 
         Raises:
             RuntimeError: it does not.
@@ -76,8 +76,8 @@ class StreamBarrier:
     # ----------------------------------------------------------------------------------------------- training thread
 
     def ready(self, turn: int) -> bool:
-        """Whether the host need not wait itself in this meeting."""
-        self._watch.close()  # of an update that was left by an exception
+        """Return whether the device waits in the meeting of number ``turn``, so that the host need not."""
+        self._watch.close()  # still open if the last update was left by an exception
         if self._on is None and self._waited:
             self._decide(f"optimizer.step() waits for the device ({self._waited[0]})")
         elif self._on is None and turn >= _WATCHED.stop:
@@ -86,7 +86,7 @@ class StreamBarrier:
         return bool(self._on)
 
     def watch(self, turn: int) -> None:
-        """An update begins, behind a meeting in which the host has waited."""
+        """Begin to check whether the optimizer waits for the device, in the update behind the meeting ``turn``."""
         if self._on is None and turn in _WATCHED:
             self._watch.enter_context(self._runtime.noticing(self._waited))
 
@@ -95,7 +95,9 @@ class StreamBarrier:
         self._watch.close()
 
     def queue(self, turn: int, version: int) -> None:
-        """The device is to wait before the update to ``version`` until all have come. The host waits where it is ahead.
+        """Make the device wait before the update to ``version`` until all ranks have come to the meeting ``turn``.
+
+        The host itself waits only while it is more than ``LEAD_MAX`` updates ahead.
 
         Raises:
             RuntimeError: this rank does not meet the others any more.
@@ -120,12 +122,12 @@ class StreamBarrier:
     # ---------------------------------------------------------------------------------------------------- any thread
 
     def held(self, version: int) -> bool:
-        """Whether the device waits before the update to ``version``, with its gradient."""
+        """Return whether the device waits before the update to ``version``, with its gradient."""
         held = self._held
         return held is not None and held[1] == version
 
     def admit(self, version: int) -> bool:
-        """Let the device make this update without the other ranks.
+        """Let the device make the update to ``version`` without the other ranks.
 
         Returns:
             Whether the device was waiting before it.
@@ -138,7 +140,7 @@ class StreamBarrier:
         return True
 
     def close(self) -> None:
-        """No more updates are made. A device that waits before one keeps waiting."""
+        """End the thread: no more updates are made. A device that waits before an update keeps waiting."""
         self._watch.close()
         self._inbox.put(None)
 
@@ -164,7 +166,7 @@ class StreamBarrier:
             yield item
 
     def _meet(self, turn: int, version: int) -> None:
-        """Return when all have come, or this rank is to go on without them; else never."""
+        """Return when all ranks have come, or when this rank is to go on without them; else never return."""
         deadline = time.monotonic() + self._patience_s
 
         async def leave() -> bool:

@@ -1,6 +1,6 @@
-"""A stream of CUDA that waits for a word which the host writes: ``cuStreamWaitValue32`` of the driver.
+"""Makes a CUDA stream wait for a word in memory that the host writes: ``cuStreamWaitValue32`` of the driver.
 
-torch has no such call. It is asked of ``libcuda`` directly, which every process with a CUDA device has loaded.
+torch has no such call, so it is made in ``libcuda`` directly, which every process with a CUDA device has loaded.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 
 _cuda: Any = torch.cuda
 _GREATER_OR_EQUAL = 0
-"""The difference of the two words, as a signed number, is not negative: it goes on past 32 bits."""
+"""The stream goes on when the signed difference of the two words is not negative, so numbers may pass 32 bits."""
 _SYNCHRONISES = "synchronizing CUDA operation"
 
 
 class StreamHold:
-    """See ``ttp.adapters.torch.device.accelerator.Hold``.
+    """The ``Hold`` of a CUDA device; see ``ttp.adapters.torch.device.accelerator.Hold``.
 
     Args:
-        device: whose streams wait.
+        device: the device whose streams wait.
 
     Raises:
-        OSError: there is no driver.
-        AttributeError: it is too old to know the call.
-        RuntimeError: it refuses the memory.
+        OSError: there is no CUDA driver.
+        AttributeError: the driver is too old to have the call.
+        RuntimeError: the driver refuses the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class StreamHold:
 
 @contextlib.contextmanager
 def noticing(found: list[str]) -> Iterator[None]:
-    """See ``Runtime.noticing``: torch's own alarm for implicit synchronisations, which warns."""
+    """See ``Runtime.noticing``. Uses torch's debug mode that warns of implicit synchronisations."""
     before = _cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

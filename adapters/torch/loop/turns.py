@@ -1,13 +1,13 @@
-"""Finds out whose steps make one version, in a training with several optimizers.
+"""Finds out which optimizer steps make one version, in a training with several optimizers.
 
 The first version shows the order: it ends when each optimizer has stepped once. From then on a version ends with the
-step of the one that came last. A loop in which they step a different number of times (five steps of a critic for one of
-the generator) has no such order and must call ``step_done()`` at the end of its iterations. That is found out at the
-first step that does not fit, and raised: versions that are counted wrongly are restored wrongly. So is a loop of
-several steps in an iteration, each of which was counted before its first ``step_done()``.
+step of the optimizer that came last. A loop in which they step a different number of times (five steps of a critic for
+one of the generator) has no such order and must call ``step_done()`` at the end of its iterations. The first step that
+does not fit raises ``UsageError``, because versions that are counted wrongly are restored wrongly. A loop of several
+steps in an iteration raises it too, if each step was counted as a version before the first ``step_done()``.
 
-Whether there is a backward pass between the steps of one version is learned too. If there is, a rank may die, or wait
-for one that died, when only some of them are made: see ``between.py``.
+The module also learns whether there is a backward pass between the steps of one version. If there is, a rank may die,
+or wait for one that died, when only some of the steps are made: see ``between.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from ttp.errors import UsageError
 
 _UNDECIDED_MAX = 1000
-"""Steps in a version without an end: no loop that ends its iterations somewhere makes so many."""
+"""So many steps without the end of the first version are an error: no loop makes so many in one iteration."""
 
 
 _LATE = (
@@ -37,11 +37,11 @@ class Turns:
     """Follows the steps of one training loop. For the training thread.
 
     Args:
-        names: of the optimizers, for people.
-        skipped: whether the last step that should have been made was left out by a gradient scaler.
-        scaled: whether there is a gradient scaler, which may leave out steps.
+        names: names of the optimizers, for messages.
+        skipped: returns whether a gradient scaler skipped the last step that was due.
+        scaled: whether there is a gradient scaler, which may skip steps.
         hidden: the class of a wrapper around an optimizer whose own step cannot be seen; empty: there is none.
-        chained: the optimizers are known to step in the order given, right after each other.
+        chained: whether the optimizers are known to step in the order given, right after each other.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class Turns:
         self._names, self._skipped, self._scaled, self._chained = tuple(names), skipped, scaled, chained
         self._made: list[int] = []
         self.order: tuple[int, ...] | None = tuple(range(len(names))) if chained or len(names) == 1 else None
-        """In which they step; None: not known yet."""
+        """The order in which the optimizers step, as numbers; None: not known yet."""
         self.interleaved: bool | None = False if self.order is not None else None
         """Whether backward passes come between the steps of a version; None: not known yet."""
         self.by_hand = False
         """Whether the loop says itself, by ``step_done()``, when a version ends. Set by ``ends_by_hand``."""
         self.several = len(names) > 1
         """Whether there is more than one optimizer."""
-        self._early = 0  # versions that ended before the loop has said for the first time where one does
+        self._early = 0  # versions that ended before the first step_done()
         self.simple = len(names) == 1 and not hidden
-        """Whether each step makes a version: then nothing else here needs to be asked, or told."""
+        """Whether each step makes a version: then no method of this object needs to be called."""
 
     def ends_by_hand(self, counted: int) -> bool:
-        """From now on the loop says when a version ends. Returns whether it did so before.
+        """Note that from now on the loop says when a version ends. Returns whether it did so before.
 
         Args:
             counted: versions that have ended so far.
@@ -81,11 +81,11 @@ class Turns:
 
     @property
     def stands_between(self) -> bool:
-        """Whether training may stand between two steps of one version for as long as a collective takes."""
+        """Whether training may have to wait in a collective between two steps of one version."""
         return (self.several or self.by_hand) and self.interleaved is not False
 
     def is_last(self, number: int) -> bool:
-        """Whether the version is known to end with the step of this optimizer."""
+        """Return whether the version is known to end with the step of this optimizer."""
         if self.by_hand or self._hidden:
             return False
         if self.order is not None:
@@ -93,14 +93,14 @@ class Turns:
         return {*self._made, number} == set(range(len(self._names))) and len(set(self._made)) == len(self._made)
 
     def overdue(self, number: int) -> bool:
-        """Whether the version should have ended before this step: the scaler has left out its last step."""
+        """Return whether the version should have ended before this step, because the scaler skipped its last step."""
         return not (self.by_hand or self._hidden) and number in self._made and self._scaled and self._skipped()
 
     def begins(self, number: int) -> None:
         """Note that an optimizer is about to step.
 
         Raises:
-            UsageError: it is not its turn: where versions end cannot be told.
+            UsageError: it is not this optimizer's turn, so ttp cannot tell where versions end.
         """
         if self.by_hand:
             if self._early > 1 and number in self._made:
@@ -139,9 +139,9 @@ class Turns:
         """Note that the version is finished."""
         made, self._made = tuple(self._made), []
         if self.by_hand:
-            self._early = 0  # one step in an iteration: it was counted as the loop does
+            self._early = 0  # the loop makes one step in an iteration, so versions were counted as it counts
         if len(set(made)) < len(self._names):
-            return  # the scaler has left out a step, or the user has said so: nothing is to be learned
+            return  # the scaler has skipped a step, or step_done() ended the version: the order cannot be learned
         if self.order is None and not self.by_hand:
             self.order = made
         if self.interleaved is None:

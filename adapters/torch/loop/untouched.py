@@ -1,9 +1,9 @@
 """Notices a loop that writes to the weights between the backward passes of one iteration, outside of any step.
 
-Sharpness-aware optimizers do (SAM: ``first_step()`` moves the weights to where the second gradient is taken). No hook
-tells of it, and a checkpoint made in between would hold weights of no version. Looked at are the iterations behind the
-first one, in which layers may still set themselves up, and all of an optimizer that has a ``first_step()`` and a
-``second_step()``.
+Sharpness-aware optimizers do this (SAM: ``first_step()`` moves the weights to where the second gradient is taken). No
+hook reports it, and a checkpoint made in between would hold weights of no version. So the weights are compared in a few
+iterations after the first one (in that one layers may still set themselves up), and in all iterations of an optimizer
+that has a ``first_step()`` and a ``second_step()``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Untouched:
     """Compares the weights between the backward passes of one iteration. For the training thread.
 
     Args:
-        optimizers: as the user gave them; their parameters are looked at.
-        on_host: whether a tensor is on the host: only there it can be compared without waiting for a device.
+        optimizers: as the user gave them; their parameters are compared.
+        on_host: returns whether a tensor is on the host: only there it can be compared without waiting for a device.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_host: Callable[[Tensor], bool]) -> None:
@@ -55,7 +55,7 @@ class Untouched:
         """Check the weights at the beginning of a backward pass outside of any step.
 
         Raises:
-            UsageError: the weights are not what they were at the last one, and no step came in between.
+            UsageError: the weights changed since the last backward pass, and no step came in between.
         """
         if self._steps not in _STEPS_WATCHED and not self._always:
             return

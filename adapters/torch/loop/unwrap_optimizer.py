@@ -1,4 +1,4 @@
-"""Looks into optimizers that wrap others: which of them keep the state, and whose steps are the update."""
+"""Finds, in optimizers that wrap others, which of them keep the state and whose steps are the update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ttp.errors import UsageError
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that makes the update and keeps the state; ``optimizer`` itself when there is no other."""
+    """Return the optimizer that makes the update and keeps the state; ``optimizer`` itself when there is no other."""
     if isinstance(optimizer, ReplicatedOptimizer):
         return optimizer.inner
     if is_torch_zero(optimizer):
@@ -23,18 +23,18 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
-    """Whether the optimizer shards its state over ranks and exchanges the weights after its step."""
+    """Return whether the optimizer shards its state over ranks and exchanges the weights after its step."""
     return isinstance(optimizer, ReplicatedOptimizer) or is_torch_zero(optimizer)
 
 
 def is_torch_zero(optimizer: Any) -> bool:
-    """Whether it is torch's ``ZeroRedundancyOptimizer``; does not import what nobody has imported."""
+    """Return whether ``optimizer`` is torch's ``ZeroRedundancyOptimizer``, without importing that class's module."""
     library = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return library is not None and isinstance(optimizer, library.ZeroRedundancyOptimizer)
 
 
 def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers in the attributes of ``optimizer`` that together own its parameters; none: it owns them itself."""
+    """Return the optimizers in the attributes of ``optimizer`` that own its parameters; empty: it owns them itself."""
     if is_sharded(optimizer):
         return []
     found: dict[int, Optimizer] = {}
@@ -47,13 +47,13 @@ def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def owners_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers inside of wrappers and containers that keep the state of the parameters."""
+    """Return the optimizers inside of wrappers and containers that keep the state of the parameters."""
     inside = wrapped_by(optimizer)
     return [owner for each in inside for owner in owners_of(each)] if inside else [optimizer]
 
 
 def wrappers_of(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The wrappers and containers around the owners, the outermost first."""
+    """Return the wrappers and containers around the owners of the state, the outermost first."""
     inside = wrapped_by(optimizer)
     if inside:
         yield optimizer
@@ -62,10 +62,13 @@ def wrappers_of(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def turn_takers(optimizer: Optimizer) -> list[list[Optimizer]]:
-    """Whose steps are to be seen: for each step that the loop makes, the optimizer and those inside of it.
+    """Return, for each step that the loop makes, the optimizer that makes it and those inside of that one.
 
-    A wrapper whose own step can be seen takes one turn, with all that is inside. Of one that hides it (it does not call
-    ``Optimizer.__init__``) those inside take turns.
+    A wrapper whose own step can be seen takes one turn, together with all optimizers inside of it. If a wrapper hides
+    its step (it does not call ``Optimizer.__init__``), the optimizers inside of it take a turn each.
+
+    Raises:
+        UsageError: an optimizer without others inside of it hides its step.
     """
     inside = wrapped_by(optimizer)
     if not inside and not is_sharded(optimizer) and not fires_hooks(optimizer):
@@ -81,21 +84,21 @@ def turn_takers(optimizer: Optimizer) -> list[list[Optimizer]]:
 
 
 def hides_its_step(optimizer: Optimizer) -> str:
-    """The class of a wrapper that may change the weights around the steps inside of it without being seen; or nothing.
+    """Return the class name of a wrapper whose own step, which may change the weights, cannot be seen; empty: none.
 
-    Accelerate's only passes calls on.
+    Accelerate's wrapper is no such one: it only passes calls on.
     """
     for wrapper in wrappers_of(optimizer):
         passes_on = any(kind.__name__ == "AcceleratedOptimizer" for kind in type(wrapper).__mro__)
         if not passes_on and not fires_hooks(wrapper):
             return type(wrapper).__name__
         if not passes_on:
-            break  # what it does is seen, all that is inside too
+            break  # its step is seen, and with it all that is inside
     return ""
 
 
 def fires_hooks(optimizer: Optimizer) -> bool:
-    """Whether step hooks registered on it are called."""
+    """Return whether step hooks that are registered on ``optimizer`` are called."""
     step: Any = type(optimizer).step
     return bool(getattr(step, "hooked", False)) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 

@@ -23,7 +23,7 @@ _NOT_HYPERPARAMETERS = {
     "max_momentum",
     "base_momentum",
 }
-"""Keys of a param group that schedulers and callers add: they do not tell one optimizer from another."""
+"""Keys of a param group that are no settings of the optimizer's class, because schedulers and callers add them too."""
 
 SavedGroups = Sequence[Mapping[str, Any]]
 
@@ -31,7 +31,7 @@ SavedGroups = Sequence[Mapping[str, Any]]
 def model_differences(
     names: ModelNames, items: Sequence[IndexEntry], left_out: Collection[str], cutter: Cutter | None = None
 ) -> list[str]:
-    """Sentences about names that only one side has, and about other shapes or dtypes; empty: there are none."""
+    """Return sentences about names that only one side has, and about different shapes or dtypes; empty: none differ."""
     here: dict[str, str] = {
         name: _signature(
             str(tensor.dtype).removeprefix("torch."),
@@ -44,7 +44,7 @@ def model_differences(
     # A module's extra state may be a tensor today and a number tomorrow: its own code has to cope.
     there = {name: "" if name in names.extra_states else signature for name, signature in there.items()}
     here |= kept
-    for name in names.of_any_shape & there.keys():  # it becomes what it was
+    for name in names.of_any_shape & there.keys():  # such a buffer takes the saved shape
         here[name] = there[name]
     differing = [
         f"{name} ({here[name]} here, {there[name]} in the checkpoint)"
@@ -59,12 +59,12 @@ def model_differences(
 
 
 def is_left_out(extra_state: str, left_out: Collection[str]) -> bool:
-    """Whether a module's extra state, or a part of it, is not in the checkpoint because it could not be stored."""
+    """Return whether a module's extra state, or a part of it, is not in the checkpoint as it could not be stored."""
     return any(key == f"model.{extra_state}" or key.startswith(f"model.{extra_state}.") for key in left_out)
 
 
 def optimizer_differences(names: ModelNames, optimizer: Optimizer, saved: SavedGroups, saved_kind: str) -> list[str]:
-    """Sentences about the class, the settings, and which parameter is in which param group; empty: nothing differs."""
+    """Return sentences about differences in class, settings, and which parameter is in which group; empty: none."""
     groups = optimizer.param_groups
     here, there = _settings(groups), _settings(saved)
     if saved_kind and saved_kind != optimizer_kind(optimizer) and here != there:

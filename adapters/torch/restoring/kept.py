@@ -1,7 +1,8 @@
-"""The state of a rank that goes on in its process, kept while train() makes model and optimizer anew, and handed over.
+"""Keeps the state of a rank that goes on in its process, and hands it over to the new model and optimizer.
 
-A new optimizer takes the old tensors, a new parameter the values of the old one. All is compared before anything is
-modified; ``ttp.core.rank.kept_state`` says when a state may be kept.
+``train()`` is called again and makes new objects. The new optimizer takes the old tensors, a new parameter the values
+of the old one. Everything is compared before anything is modified; ``ttp.core.rank.kept_state`` says when a state may
+be kept.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class UnlikeError(Exception):
-    """A state does not fit: nothing has been modified, and the checkpoint is to be read. The text says why."""
+    """A kept state does not fit: nothing was modified, and the checkpoint has to be read. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Held:
 
     Args:
         tensor: the part of it that is in the memory of this rank.
-        cut: it is distributed as its parameter is.
+        cut: whether it is a distributed tensor, sharded as its parameter is.
     """
 
     tensor: Tensor
@@ -44,13 +45,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a rank holds of the model and the optimizer, as plain memory.
+    """The state that a rank holds of the model and the optimizer, as plain memory.
 
     Args:
-        origin: which commit it belongs to.
+        origin: the commit to which it belongs.
         kind: the class of the optimizer.
-        parameters: by every name; tied ones are the same tensor.
-        optimizer: by the name of the parameter, and by what the optimizer calls it: ``Held``, or a plain value.
+        parameters: the parameters by every name; tied ones are the same tensor.
+        optimizer: the values of the optimizer's state, each a ``Held`` or a plain value, by the name of the parameter
+            and the optimizer's key.
     """
 
     origin: Origin
@@ -59,7 +61,7 @@ class Kept:
     optimizer: Mapping[str, Mapping[str, Any]]
 
     def tensors(self) -> list[Tensor]:
-        """Each once, in an order that tells nothing but the names."""
+        """Return all tensors, each once, in an order that is the same on ranks with the same names."""
         held = (
             value.tensor for values in self.optimizer.values() for value in values.values() if isinstance(value, Held)
         )
@@ -67,15 +69,15 @@ class Kept:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size of the state in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
 
 def keep(origin: Origin, names: ModelNames, optimizer: Optimizer) -> Kept:
-    """References to the state of this rank.
+    """Return references to the state of this rank.
 
     Raises:
-        UnlikeError: it is of a kind that cannot be handed over; the text says why.
+        UnlikeError: the state is of a kind that cannot be handed over; the text says why.
     """
     if is_sharded(optimizer):
         raise UnlikeError(f"{type(optimizer).__name__} shards its state and exchanges what it has updated")
@@ -106,7 +108,7 @@ def _held(value: Any, owner: Any) -> Any:
 
 
 def _refuse_another_cut(value: Any, owner: Any) -> None:
-    """It is made again with the mesh, the shape and the placements of its parameter."""
+    """Refuse a tensor that is sharded otherwise than its parameter, because the parameter's sharding is used for it."""
     if not is_distributed(owner) or _cut(value) != _cut(owner):
         raise UnlikeError("the optimizer keeps a tensor that is distributed in another way than its parameter")
 
@@ -133,13 +135,13 @@ def hand_over(kept: Kept, names: ModelNames, optimizer: Optimizer, saved: Sequen
     """Give the kept state to these objects.
 
     Args:
-        kept: of this rank, or received from one that has the same.
-        names: of the model.
-        optimizer: the registered one.
-        saved: what the checkpoint has of the optimizer's state.
+        kept: the state of this rank, or one received from a rank that holds the same.
+        names: names of the new model.
+        optimizer: the new registered optimizer.
+        saved: the entries of the checkpoint about the optimizer's state.
 
     Raises:
-        UnlikeError: they are not as those were of which it was kept. Nothing has been modified.
+        UnlikeError: the new objects are not like the old ones. Nothing has been modified.
     """
     owners = {names.of(p): p for group in optimizer.param_groups for p in group["params"]}
     _compare(kept, names, optimizer, owners, saved)
@@ -178,7 +180,7 @@ def _compare(
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """For each name the first one of the same tensor."""
+    """Return for each name the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
@@ -202,14 +204,14 @@ def _given(value: Any, parameter: Any) -> Any:
 
 
 def _give(parameter: Tensor, old: Tensor) -> None:
-    """The values: others may look at the memory of the new one, which a ``state_dict()`` holds, for example."""
+    """Copy the old values into the parameter, whose memory others may hold already (as a ``state_dict()`` does)."""
     here = local(parameter)
     if here.data_ptr() != old.data_ptr() or here.stride() != old.stride():
         here.copy_(old)
 
 
 def values_of(kept: Kept) -> Iterator[tuple[str, str, Any]]:
-    """All of the optimizer's: name of the parameter, key, value."""
+    """Yield all values of the optimizer's state, each with the name of its parameter and its key."""
     for name, values in kept.optimizer.items():
         for key, value in values.items():
             yield name, key, value

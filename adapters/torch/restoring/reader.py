@@ -31,11 +31,11 @@ from ttp.store.plain_file import open_plain
 
 
 class ManifestReader(FileSystemReader):
-    """A storage reader that knows what is in the checkpoint from the manifest alone.
+    """A storage reader that takes the contents of the checkpoint from the manifest, not from ``.metadata``.
 
     Args:
-        path: the checkpoint.
-        pieces: as the manifest lists them.
+        path: the directory of the checkpoint.
+        pieces: the pieces in the manifest.
 
     Raises:
         CheckpointError: the tables are garbled, or the shards do not fit together.
@@ -46,7 +46,7 @@ class ManifestReader(FileSystemReader):
         self._metadata = build_metadata(items_of(pieces), StorageMeta())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The contents of ``.metadata``, made from the manifest."""
+        """Return the contents of ``.metadata``, made from the manifest."""
         if self._metadata.storage_meta is not None:
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
@@ -69,11 +69,11 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
     """Fill ``state_dict`` in place from the checkpoint, without any communication.
 
     Args:
-        path: the checkpoint.
-        manifest: of it.
-        state_dict: nested as torch does it: ``{"model": ..., "optim": ...}``. Tensors (plain or distributed, of any
-            sharding) are written into; whatever stands for a plain value is replaced.
-        partial: names that the checkpoint lacks are left alone instead of being an error.
+        path: the directory of the checkpoint.
+        manifest: its manifest.
+        state_dict: nested as in torch: ``{"model": ..., "optim": ...}``. Tensors (plain or distributed, of any
+            sharding) are written into; placeholders of plain values are replaced.
+        partial: whether names that the checkpoint lacks are left alone instead of being an error.
 
     Raises:
         CheckpointError: the checkpoint lacks a name, or has another shape for it, or cannot be read.
@@ -82,17 +82,17 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
 
 
 def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[StatePath, Sequence[Chunk]]]) -> None:
-    """Fill chunks that torch itself cannot describe: several of one tensor on one rank.
+    """Fill chunks that torch itself cannot describe: several chunks of one tensor on one rank.
 
-    What is read is what overlaps them, one saved piece at a time: that is the memory it takes.
+    Only saved chunks that overlap them are read, one at a time, so the call takes the memory of one saved chunk.
 
     Args:
-        path: the checkpoint.
-        manifest: of it.
-        wanted: where a tensor sits in the nested state, and the parts of it to be written into.
+        path: the directory of the checkpoint.
+        manifest: its manifest.
+        wanted: paths of tensors in the nested state, and the chunks of each tensor to write into.
 
     Raises:
-        CheckpointError: as for ``load``.
+        CheckpointError: see ``load``.
     """
     chunks = {tuple(map(str, steps)): found for steps, found in wanted if found}
     saved: dict[tuple[str, ...], list[IndexEntry]] = defaultdict(list)
@@ -107,10 +107,10 @@ def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[StatePath
 
 
 def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> None:
-    """Copy the overlap of one saved piece with any of the chunks. The piece is read only if there is one.
+    """Copy the overlaps of one saved chunk with these chunks. The saved chunk is read only if there is an overlap.
 
     Raises:
-        CheckpointError: its file cannot be read, or is not what the table says.
+        CheckpointError: its file cannot be read, or does not match its table.
     """
     piece: Tensor | None = None
     for chunk in chunks:
@@ -128,7 +128,7 @@ Slices = tuple[slice, ...]
 def overlap(
     offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[Slices, Slices] | None:
-    """Where the intersection of two rectangles of a tensor lies in each of them; None: they have nothing in common."""
+    """Return where the intersection of two boxes of a tensor lies in each of them; None: they do not intersect."""
     bounds = zip(offsets, sizes, others, other_sizes, strict=True)
     spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds]
     if any(begin >= end for begin, end in spans):
@@ -152,10 +152,10 @@ def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool =
 
 
 def read_values(path: Path, items: Sequence[IndexEntry]) -> dict[str, Any]:
-    """Read these items, whole, on the CPU, as a nested state of their own. For small items.
+    """Read these items, whole, to the CPU, as a nested state of their own. For small items.
 
     Raises:
-        CheckpointError: a file cannot be read, or is not what the table says.
+        CheckpointError: a file cannot be read, or does not match its table.
     """
     root: dict[str, Any] = {}
     for item in items:
@@ -164,10 +164,10 @@ def read_values(path: Path, items: Sequence[IndexEntry]) -> dict[str, Any]:
 
 
 def read_value(path: Path, item: IndexEntry) -> Any:
-    """One item, whole, on the CPU, without a copy of its bytes beside it.
+    """Read one item, whole, to the CPU, without a second copy of its bytes in memory.
 
     Raises:
-        CheckpointError: its file cannot be read, or is not what the table says.
+        CheckpointError: its file cannot be read, or does not match its table.
     """
     try:
         with open_plain(path / item.file) as file:

@@ -47,11 +47,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.torch")
 
 TRANSFER_BYTES = 100 << 20
-"""A smaller checkpoint that this host has just written is read as fast as another rank could send it."""
+"""Ranks send states to each other only if the checkpoint has at least so many bytes: a smaller one, which this host has
+just written, is read as fast as it could be sent."""
 
 
 class Restoring(abc.ABC):
-    """Restores what ``TorchAdapter`` was given. The attributes are described there."""
+    """The part of ``TorchAdapter`` that restores its objects. The attributes are described there."""
 
     _model: nn.Module
     _optimizer: Optimizer
@@ -63,11 +64,11 @@ class Restoring(abc.ABC):
     _post_step: PostStepState | None
     _resumed: bool
     start: Repeating | None = None
-    """The call that was broken, where its loop was not left: what is rank-local is as it was when that began."""
+    """The broken call, if ranks stay in their loops: rank-local state is put back to the beginning of that call."""
 
     @abc.abstractmethod
     def sharding(self, world_size: int) -> Sharding:
-        """How the state is spread over the ranks."""
+        """Return how the state is spread over the ranks."""
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
         """Agree on a checkpoint through the default process group; without one this rank decides alone."""
@@ -80,7 +81,7 @@ class Restoring(abc.ABC):
         """Load a verified checkpoint into the registered objects.
 
         Raises:
-            CheckpointError: it belongs to another model, or cannot be read. Nothing has been changed then.
+            CheckpointError: the checkpoint belongs to another model, or cannot be read. Nothing has been changed then.
         """
         return self._load(checkpoint, Manifest.load(checkpoint), rank, world_size, protected=protected)
 
@@ -92,21 +93,22 @@ class Restoring(abc.ABC):
         state: KeptState,
         verify: Callable[[], None],
     ) -> Version:
-        """The same where survivors go on in their processes: what a rank has in memory, or gets from one, is not read.
+        """Load a checkpoint where survivors go on in their processes, with tensors from memory as far as possible.
 
-        All ranks call it with the same checkpoint, and meet in it. Together they verify all of it first: whoever has
-        its tensors still reads rates, schedules, random streams and buffers.
+        Tensors that a rank has in memory, or gets from another rank, are not read. All ranks call this with the same
+        checkpoint, and meet in it. First they verify all of the checkpoint together, because every rank reads rates,
+        schedules, random streams and buffers from it.
 
         Args:
-            checkpoint: which its digest says to be the one that all agreed on.
-            rank: of this process.
-            world_size: ranks of the job.
-            state: what this rank had when all stopped, or why it has nothing; emptied.
-            verify: raises if this rank's share of it is not whole.
+            checkpoint: the checkpoint on which all ranks agreed, as its digest shows.
+            rank: this rank.
+            world_size: number of ranks of the job.
+            state: the state of this rank from when all stopped, or why it has none; it is emptied.
+            verify: raises if this rank's share of the checkpoint is not whole.
 
         Raises:
-            RestoreError: it is not whole, as this or another rank has found.
-            CheckpointError: as ``load``.
+            RestoreError: the checkpoint is not whole, as this or another rank has found.
+            CheckpointError: see ``load``.
             RuntimeError: another rank is lost.
         """
         began = time.monotonic()
@@ -118,16 +120,16 @@ class Restoring(abc.ABC):
         except UnlikeError as problem:
             way = f"read from the checkpoint ({problem})"
             kept = None
-        if kept is None:  # out of the block above, which holds on to what the error has passed through
+        if kept is None:  # outside of the except block, which keeps the objects in the error's traceback alive
             version = self._load(checkpoint, manifest, rank, world_size, protected=True)
         state.say(f"its state was {way}, in {time.monotonic() - began:.3f} s")
         return version
 
     def _brought(self, kept: Kept | None, why: str, manifest: Manifest, rank: int, world_size: int) -> tuple[Kept, str]:
-        """The state that this rank has, or gets; ranks that have theirs give it to those that have not.
+        """Return the state that this rank kept or received, and a text about it. Ranks with a state send it to others.
 
         Raises:
-            UnlikeError: it is to be read; the text says why.
+            UnlikeError: there is none, so the checkpoint has to be read; the text says why.
         """
         committed = Origin(manifest.version, manifest.incident)
         if kept is not None and (why := self._why_not(kept, committed, manifest, rank, world_size)):
@@ -150,7 +152,7 @@ class Restoring(abc.ABC):
         return kept, f"kept ({kept.size} bytes)"
 
     def _why_not(self, kept: Kept, committed: Origin, manifest: Manifest, rank: int, world_size: int) -> str:
-        """Why a state may not be what the checkpoint holds for this rank, but for what its table tells."""
+        """Return why a kept state may differ from the checkpoint's; empty: only the tables are left to compare."""
         if not self._same_places(manifest, world_size):
             return "the checkpoint is of another world"
         if rank not in ranks_kept(manifest.pieces):
@@ -215,7 +217,7 @@ class Restoring(abc.ABC):
     def _load_local(
         self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int, world_size: int
     ) -> list[str]:
-        """Load the rank-local state. In a world of another size it is made anew: see docs/concepts.md."""
+        """Load the rank-local state and return notes. In another layout it is made anew: see docs/concepts.md."""
         if self.start is not None:
             self.start.put_back(self._capture)
             return []
@@ -241,15 +243,15 @@ class Restoring(abc.ABC):
         ]
 
     def _number(self, rank: int, world_size: int) -> int:
-        """A number that makes the random streams of ranks differ beside their seeds.
+        """Return a number by which the random streams of ranks differ, in addition to their seeds.
 
-        Nothing where there are several shards: ranks of one tensor-parallel group have to draw the same.
+        It is 0 if there are several shards, because ranks of one tensor-parallel group have to draw the same.
         """
         several = connected(world_size) and len(self.sharding(world_size).layout.groups) > 1
         return 0 if several else rank
 
     def _same_places(self, manifest: Manifest, world_size: int) -> bool:
-        """Whether each rank holds what the rank of its number held in the job that saved."""
+        """Return whether each rank holds the shards that the rank of the same number held in the job that saved."""
         if world_size != manifest.world_size or not connected(world_size):
             return world_size == manifest.world_size
         here = self.sharding(world_size).layout.groups.values()
@@ -257,7 +259,7 @@ class Restoring(abc.ABC):
 
 
 def _together(verify: Callable[[], None], world_size: int) -> None:
-    """Every rank verifies its share; what one of them finds wrong is an error of all."""
+    """Verify a checkpoint on all ranks, each its share; raise on all what one of them finds wrong."""
     if not connected(world_size):
         verify()
         return
@@ -272,7 +274,7 @@ def _together(verify: Callable[[], None], world_size: int) -> None:
 
 
 def several_hosts(world_size: int) -> bool:
-    """Whether not all ranks are on this host, as far as the launcher says: what others wrote is in no memory here."""
+    """Return whether some ranks are on other hosts, as far as the launcher says: their files are not in memory here."""
     return os.environ.get("LOCAL_WORLD_SIZE", str(world_size)) != str(world_size)
 
 
@@ -287,7 +289,7 @@ def reseed(version: int, rank: int) -> None:
 
 
 def _gather_views(mine: RestoreView) -> list[RestoreView]:
-    """Every rank's view."""
+    """Return the view of every rank. A collective call."""
     data = encode(
         {"candidates": [[c.version, c.manifest_digest, c.name] for c in mine.candidates], "skipped": list(mine.skipped)}
     )

@@ -39,12 +39,12 @@ _GROUPS = ("optim", "param_groups")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was restored.
+    """The result of a restore.
 
     Args:
         version: finished updates.
-        job: the job-wide scalars; ``extra`` is for the caller to put back.
-        notes: what may not be as it was, in words.
+        job: the job-wide scalars; the caller has to restore ``extra``.
+        notes: differences from the state that was saved, in words.
     """
 
     version: int
@@ -68,16 +68,16 @@ def restore_into(
     Every rank calls it, with the same checkpoint, before the first forward pass; nothing is communicated.
 
     Args:
-        path: the checkpoint; its digests have been verified.
-        manifest: of it.
+        path: the directory of the checkpoint, whose digests have been verified.
+        manifest: its manifest.
         model: wrapped or not, in any way.
-        optimizer: of the same class and with the same param groups as the one that was saved; of a pipeline stage, with
-            a part of them.
-        scheduler: has ``load_state_dict``; a step that was due when the checkpoint was made is done here.
-        scaler: a GradScaler; the same.
-        elsewhere: names that other ranks of this job have: other stages of a pipeline.
-        kept: what is in memory already of model and optimizer: of tensors nothing is read then, and buffers are left to
-            the rank-local state.
+        optimizer: of the same class and with the same param groups as the saved one; in a pipeline stage, with a part
+            of them.
+        scheduler: has ``load_state_dict``; a step that was due when the checkpoint was made is made here.
+        scaler: a GradScaler; an update that was due when the checkpoint was made is made here.
+        elsewhere: names that only other ranks of this job have: other stages of a pipeline.
+        kept: the state of model and optimizer that is in memory already; None: none. With it no tensors are read, and
+            buffers are left to the rank-local state.
 
     Raises:
         UnlikeError: ``kept`` does not fit (nothing has been modified).
@@ -117,7 +117,7 @@ def restore_into(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What is read before anything is modified: the descriptions of all values, and the small values."""
+    """The part of a checkpoint that is read before anything is modified: all descriptions, and the small values."""
 
     path: Path
     manifest: Manifest
@@ -156,13 +156,13 @@ def _read(
 
 
 def _owner(item: IndexEntry) -> str:
-    """The parameter or buffer to which a saved value belongs; empty: to none."""
+    """Return the parameter or buffer to which a saved value belongs; empty: to none."""
     at = 2 if item.path[:2] in (_STATE, _GROUPS) else 1 if item.path[0] == "model" else len(item.path)
     return str(item.path[at]) if at < len(item.path) else ""
 
 
 def _parts_min(item: IndexEntry) -> int:
-    """A parameter has a name; what an optimizer keeps has the name of a parameter and one of its own."""
+    """Return how many steps the path of a saved value has at least."""
     return 4 if item.path[:2] == _STATE else 2 if item.path[0] == "model" else 1
 
 
@@ -207,7 +207,7 @@ def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
 
 
 def _make_buffers(saved: _Saved, names: ModelNames) -> None:
-    """Make those buffers that the program had made, or made larger, when the checkpoint was made."""
+    """Make the buffers that the saving program had made or enlarged while training."""
     changing, live = names.of_any_shape, names.buffers
     for item in saved.model:
         name, form = str(item.path[1]), (item.shape, item.torch_dtype) if item.is_tensor else None
@@ -220,7 +220,7 @@ def _make_buffers(saved: _Saved, names: ModelNames) -> None:
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """``tensor`` itself, or a new one if its elements share memory: torch refuses to write to such a tensor."""
+    """Return ``tensor``, or a new one if its elements share memory: torch refuses to write to such a tensor."""
     tensor = tensor.detach()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlaps(tensor) else tensor
 
@@ -245,7 +245,9 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
         put(loaded, item.path[len(_STATE) :], values[item.path], int_keys)
     state: dict[Any, Any] = kept.state  # keys that are no tensors are allowed too
     state.clear()
-    order = {name: number for number, name in enumerate(owners)}  # as the optimizer itself would have made it
+    order = {
+        name: number for number, name in enumerate(owners)
+    }  # the order in which the optimizer would make its state
     for name in sorted(loaded, key=lambda name: order.get(name, len(order))):
         state[owners[name][0] if name in owners else name] = loaded[name]
     _load_groups(saved, optimizer)
@@ -271,7 +273,7 @@ def _fill(saved: _Saved, values: dict[StatePath, Any], cutter: Cutter) -> None:
 def _empty(
     item: IndexEntry, owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]], devices: Mapping[str, str], cutter: Cutter
 ) -> Tensor:
-    """A tensor for one value of the optimizer's state, on the device on which the optimizer would have put it."""
+    """Make a tensor for one value of the optimizer's state, on the device on which the optimizer would put it."""
     owner = str(item.path[2])
     if owner not in owners:
         return torch.empty(item.shape, dtype=item.torch_dtype)
@@ -284,10 +286,10 @@ def _empty(
 
 
 def _belongs_to_device(item: IndexEntry, saved_parameter: str, parameter: Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether the tensor goes where its parameter is; if not, to the CPU.
+    """Return whether a tensor of the optimizer's state goes to its parameter's device; if not, it goes to the CPU.
 
-    It does what it did in the job that saved it. When that says nothing (everything was on the CPU, and now there is an
-    accelerator), it follows the rule of torch's optimizers.
+    The saved job decides. If that is no answer (everything was on the CPU, and now there is an accelerator), the rule
+    of torch's optimizers decides.
     """
     if item.device != saved_parameter:
         return item.device != "cpu"
@@ -312,13 +314,13 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-# ------------------------------------------------------------------------------------------------------------- the rest
+# ------------------------------------------------------------------------------- frozen parameters and bucket layouts
 
 
 def _frozen_otherwise(names: ModelNames, optimizer: Optimizer, job: JobState) -> list[str]:
-    """Notes on parameters whose ``requires_grad`` differs: the program sets it, and may change it while training."""
+    """Return notes on parameters whose ``requires_grad`` differs; the program sets it, and may change it in mid-run."""
     if not isinstance(saved := job.extra.get(FROZEN), list):
-        return []  # an older ttp has saved it
+        return []  # an older ttp has made the checkpoint and saved no such list
     here = frozen(names, optimizer)
     both = ("trained", "frozen", sorted({*here} - {*saved})), ("frozen", "trained", sorted({*saved} - {*here}))
     return [
@@ -336,10 +338,10 @@ def _load_buckets(model: nn.Module, names: ModelNames, job: JobState) -> list[st
 
 # --------------------------------------------------------------------------------------------------------- param groups
 #
-# Param groups of a checkpoint as those of this rank's optimizer, where the two are not the same.
+# Conversion of a checkpoint's param groups to those of this rank's optimizer, where the two differ.
 #
-# A program may add groups in mid-run, for layers that are trained later. Restored behind that step it would never add
-# them, so that is done for it.
+# A program may add groups in mid-run, for layers that are trained later. If it resumes after that step, it never adds
+# them, so they are added here.
 #
 # Pipeline stages have different parameters in their groups. Their checkpoint keeps the settings of each parameter by
 # its name, as torch's ``flatten_optimizer_state_dict`` does, and any number of stages can be made of it again.
@@ -349,13 +351,13 @@ SavedGroups = Sequence[Mapping[str, Any]]
 
 
 def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]) -> SavedGroups:
-    """The saved settings in the groups that ``optimizer`` has, with names of parameters in ``params``.
+    """Return the saved settings in the groups that ``optimizer`` has, with names of parameters in ``params``.
 
     Args:
         saved: a list of groups, or settings by parameter.
-        names: of this rank's model.
-        optimizer: of this rank.
-        elsewhere: names of other stages: they are left out.
+        names: names of this rank's model.
+        optimizer: the optimizer of this rank.
+        elsewhere: names of parameters of other stages, which are left out.
     """
     if isinstance(saved, list) and not elsewhere:
         return saved
@@ -366,17 +368,18 @@ def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: C
         found.append({**(each[present[0]] if present else {}), "params": present})
     nobodys = each.keys() - {name for group in found for name in group["params"]} - set(elsewhere)
     if nobodys and found:
-        found[-1]["params"] = [*found[-1]["params"], *sorted(nobodys)]  # said to be too many when they are compared
+        found[-1]["params"] = [*found[-1]["params"], *sorted(nobodys)]  # so the comparison reports them
     return found
 
 
 def added_since(saved: SavedGroups, names: ModelNames, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Groups that the saved optimizer had more than this one, ready for ``add_param_group``; empty if they do not fit.
+    """Return the saved groups that this optimizer lacks, ready for ``add_param_group``; empty: none that fit.
 
     Args:
-        saved: as ``groups_for`` returns them.
-        names: of this rank's model.
-        optimizer: of this rank; of several nobody knows which one had them.
+        saved: groups as ``groups_for`` returns them.
+        names: names of this rank's model.
+        optimizer: the optimizer of this rank. With several combined the result is empty: nobody knows which one had
+            these groups.
     """
     more = saved[len(optimizer.param_groups) :]
     owned = {names.of(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,7 +1,7 @@
-"""Brings the state of a rank to another one that has none, through the default process group.
+"""Sends the state of a rank to another one that has none, through the default process group.
 
-First what it consists of, then the tensors, small ones together, at last a digest of all bytes. Who receives checks it
-before anything is done with them.
+The sender sends a description, then the tensors, small ones together, and last a digest of all bytes. The receiver
+checks the digest before it uses the tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ttp.core.rank.kept_state import Origin
 from ttp.store.encoding import decode, encode
 
 PACK = 8 << 20
-"""Bytes of tensors that are sent together; a larger one goes alone."""
+"""The most bytes of tensors that are sent together; a larger tensor is sent alone."""
 
 
 def give(kept: Kept, to: int) -> None:
@@ -45,10 +45,10 @@ def give(kept: Kept, to: int) -> None:
 
 
 def receive(source: int) -> Kept:
-    """The state of rank ``source``, which calls ``give``.
+    """Receive the state of rank ``source``, which calls ``give``.
 
     Raises:
-        UnlikeError: what came is not what was sent.
+        UnlikeError: the received bytes do not have the sender's digest.
         RuntimeError: the other rank is lost.
     """
     size = torch.zeros(1, dtype=torch.int64)
@@ -102,7 +102,7 @@ def _kept(described: Any, tensors: Sequence[Tensor]) -> Kept:
 
 
 def _packs(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Which tensors go together, by number; those without bytes go nowhere."""
+    """Yield the numbers of the tensors that are sent together; tensors without bytes are not sent."""
     pack: list[int] = []
     total = 0
     for index, size in enumerate(sizes):
@@ -126,4 +126,4 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _fill(tensor: Tensor, data: Tensor) -> None:
-    tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))  # a clone lies where every dtype may
+    tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned for every dtype

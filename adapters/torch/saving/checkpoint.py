@@ -26,7 +26,7 @@ from ttp.store.piece_file import piece_file
 _log = logging.getLogger("ttp.adapters.torch")
 
 _SLICE = 8 << 20
-"""Bytes written between two looks at ``cancelled``."""
+"""Bytes written between two calls of ``cancelled``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Chunk:
 
     Args:
         tensor: the part that this rank holds.
-        shape: of the whole tensor.
-        offsets: where the part begins in the whole, one number per dimension.
-        dtype: what it is written as, when that is not the tensor's own: weights are made from their fp32 copy.
+        shape: shape of the whole tensor.
+        offsets: where the part begins in the whole tensor, one number per dimension.
+        dtype: element type on disk, if not the tensor's own: weights may be written from their fp32 copy.
     """
 
     tensor: Tensor
@@ -47,14 +47,14 @@ class Chunk:
 
 
 TensorOrChunks = Tensor | Chunk | tuple[Chunk, ...]
-"""One tensor of the state: all of it, or the parts that are here. Parts without elements are not written."""
+"""One tensor of the state: all of it, or the parts that this rank holds. Parts without elements are not written."""
 
 
 Leaf = tuple[tuple[str | int, ...], tuple[int, ...], Any]
-"""See ``leaves``."""
+"""An entry of a flattened state: path, positions of int keys in the path, value; see ``leaves``."""
 
 Deal = Callable[[Iterable[Leaf]], tuple[Iterable[Leaf], str]]
-"""Entries of a shard -> those of one part of it, and a digest of how they were dealt out."""
+"""A function from the entries of a shard to those of one part of it, and a digest of how the shard was divided."""
 
 
 def _everything(entries: Iterable[Leaf]) -> tuple[Iterable[Leaf], str]:
@@ -73,25 +73,28 @@ def write_shard(
     progress: Progress | None = None,
     deal: Deal = _everything,
 ) -> Piece:
-    """Write ``state`` to ``draft/file`` and return when it is durable.
+    """Write the shard ``state`` to ``draft/file``; return when the file is durable.
 
     Args:
         draft: the draft directory; it exists.
         file: name of the new file inside of it.
-        state: nested mappings and lists of tensors, ``Chunk``s, tuples of ``Chunk``s and plain values. Nobody changes
-            it meanwhile.
-        shard: what the piece belongs to.
+        state: nested mappings and lists of tensors, ``Chunk``s, tuples of ``Chunk``s and plain values. Nobody may
+            change it meanwhile.
+        shard: the shard that the piece belongs to.
         writer: this rank.
         to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end, and
-            gives back what is on the CPU as it is. Its result is used before the next call.
-        cancelled: asked between tensors, and every 8 MiB within one.
+            returns a tensor on the CPU itself. Its result is used before the next call.
+        cancelled: returns whether to give up; called between tensors, and every 8 MiB within one.
         progress: see ``HashingFile``.
-        deal: picks what of it is written, where the piece is a part of a shard, and says how it was dealt out.
+        deal: chooses the entries to write, if the piece is a part of a shard, and says how the shard was divided.
+
+    Returns:
+        The piece, with size, digest and table of the file.
 
     Raises:
         Cancelled: ``cancelled`` returned true.
         CheckpointError: a tensor has no stable form on disk (sparse, quantised, of a foreign class).
-        OSError: the disk refused.
+        OSError: the storage failed.
     """
     entries, cut = deal(leaves(state))
     with piece_file(draft / file, progress) as target:
@@ -116,7 +119,9 @@ class _ShardWriter:
         self._tensors: dict[
             tuple[Any, ...], IndexEntry
         ] = {}  # tied weights are stored once, and listed under all their names
-        self._numbers: dict[tuple[type, str], bytes | None] = {}  # a step count per parameter is made once
+        self._numbers: dict[
+            tuple[type, str], bytes | None
+        ] = {}  # step counts, equal in all parameters, are encoded once
         self.items: list[IndexEntry] = []
         self.left_out: list[str] = []
 
@@ -171,7 +176,7 @@ class _ShardWriter:
 
 
 def chunks_of(value: Any) -> Sequence[Chunk] | None:
-    """The chunks of a tensor that are to be written; None: ``value`` is no tensor."""
+    """Return the chunks of a tensor that are to be written; None: ``value`` is no tensor."""
     if isinstance(value, Tensor):
         return (Chunk(value, tuple(value.shape), (0,) * value.dim()),)
     if isinstance(value, tuple):
@@ -184,7 +189,7 @@ def chunks_of(value: Any) -> Sequence[Chunk] | None:
 
 
 def _give_back(copy: Tensor, of: Tensor) -> None:
-    """Its memory, where ``copy`` is one: ``torch.save`` leaves it in a cycle, which is found some tensors later."""
+    """Free the memory of ``copy`` if it is one: ``torch.save`` leaves it in a cycle, which is collected much later."""
     storage = copy.untyped_storage()
     shares = copy.data_ptr() == of.data_ptr() or storage.data_ptr() == of.untyped_storage().data_ptr()
     if copy.numel() and not shares and storage.resizable():
@@ -192,7 +197,7 @@ def _give_back(copy: Tensor, of: Tensor) -> None:
 
 
 def objection(key: str, tensor: Tensor) -> str:
-    """Why stock torch could not load this tensor without unpickling classes; empty: it can."""
+    """Return why stock torch could not load this tensor without unpickling classes; empty: it can."""
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
         return ""
     return (
@@ -203,9 +208,9 @@ def objection(key: str, tensor: Tensor) -> str:
 
 
 class _Stream:
-    """The stream that ``torch.save`` writes to. After an error it accepts everything and does nothing.
+    """The stream that ``torch.save`` writes to. After an error ``write`` accepts everything and does nothing.
 
-    torch's zip writer does not survive an exception from ``write``: it replaces it by one of its own, and in some
+    torch's zip writer does not survive an exception from ``write``: it raises one of its own instead, and in some
     versions ends the process from a destructor. So the first problem is kept, and raised by ``check``.
     """
 
@@ -224,10 +229,10 @@ class _Stream:
         return data.nbytes
 
     def flush(self) -> None:
-        """Does nothing: the file is flushed once, at the end."""
+        """Do nothing: the file is flushed once, at the end."""
 
     def check(self) -> None:
-        """Raise the first problem, or ``Cancelled``."""
+        """Raise the first problem of a write, or ``Cancelled`` if the save is to be given up."""
         if self._problem is None and self._cancelled():
             self._problem = Cancelled()
         if self._problem is not None:
@@ -243,7 +248,10 @@ class _Stream:
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Pieces have a better digest, and crc32 costs a third of the speed. New torch keeps the setting per thread."""
+    """Switch crc32 off in ``torch.save``, because pieces have a better digest and crc32 costs a third of the speed.
+
+    Newer versions of torch keep this setting per thread.
+    """
     setter = getattr(torch.serialization, "set_crc32_options", None)
     if setter is None:
         yield

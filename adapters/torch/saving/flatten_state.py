@@ -13,15 +13,15 @@ from torch import Tensor
 from ttp.adapters.torch.saving.piece_index import StatePath
 
 ToHost = Callable[[Tensor], Tensor]
-"""Brings a tensor of an accelerator to the host, where the copy is the caller's, who may empty it; one that is on the
-host is given back as it is."""
+"""Returns a copy on the host of a tensor of an accelerator, which the caller may empty; a tensor that is on the host
+already is returned itself."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
-    """Every value as ``(path, positions of int keys in it, value)``.
+    """Yield every value of a nested state as ``(path, positions of int keys in the path, value)``.
 
-    A mapping is opened always, a list only when there is a tensor or an open container in it, a tuple never.
+    Mappings are always flattened, lists only if they hold a tensor or another flattened container, tuples never.
     """
     for key, value in list(state.items()):
         yield from _visit((str(key),), (0,) if type(key) is int else (), value)
@@ -47,7 +47,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def put(root: MutableMapping[Any, Any], path: StatePath, value: Any, int_keys: Sequence[int] = ()) -> None:
-    """Set ``value`` at ``path``; missing mappings and lists are made. The inverse of :func:`leaves`."""
+    """Set ``value`` at ``path`` in a nested state; missing mappings and lists are made. Inverse of :func:`leaves`."""
     node: Any = root
     for depth, step in enumerate(path):
         key: Any = int(step) if depth in int_keys else step
@@ -62,7 +62,7 @@ def put(root: MutableMapping[Any, Any], path: StatePath, value: Any, int_keys: S
 
 
 def get(root: Mapping[Any, Any], path: StatePath) -> Any:
-    """The value at ``path``."""
+    """Return the value at ``path`` in a nested state."""
     node: Any = root
     for step in path:
         node = node[step]
@@ -70,9 +70,10 @@ def get(root: Mapping[Any, Any], path: StatePath) -> Any:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """``tensor`` (strided, on the CPU) as one that owns just its bytes, because ``torch.save`` writes all of a storage.
+    """Return ``tensor`` with a storage of just its own bytes, because ``torch.save`` writes whole storages.
 
-    A contiguous view is not copied: the result looks at the same memory, which must outlive it.
+    ``tensor`` is strided and on the CPU. A contiguous view is not copied: the result looks at the same memory, which
+    must outlive it.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -86,10 +87,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def dump(value: Any, to_host: ToHost) -> bytes | None:
-    """``value`` as bytes that ``torch.load(..., weights_only=True)`` reads; None: there is no such form.
+    """Encode ``value`` as bytes that ``torch.load(..., weights_only=True)`` reads; None: there is no such form.
 
-    None also when the value's own code fails: one odd setting may not cost the whole checkpoint.
-
+    The result is None also when the value's own code fails: one odd setting may not cost the whole checkpoint.
     numpy scalars become Python's: schedules computed with numpy leave them in ``param_groups``, and torch refuses them.
     """
     buffer = io.BytesIO()

@@ -1,16 +1,16 @@
 """Compares replicas before a save: a digest of what must be equal on them, and the names of tensors with NaN or Inf.
 
-Looked at are parameters and the optimizer's tensors. Left out is what may differ between healthy replicas: buffers
+Parameters and the optimizer's tensors are compared. Left out is what may differ between healthy replicas: buffers
 (BatchNorm statistics, until the next forward pass broadcasts them), plain numbers and param groups (a schedule may have
 been stepped on one rank and not yet on another), and, where the state is on a device, tensors on the host (they may be
 an update ahead of the device).
 
-By default a sample is looked at: everything where that is little, else evenly spaced blocks of every tensor. Which
-ones depends on the version, so that damage that is missed today is seen at another save. Digests can be compared at
-the same version and in the same mode only.
+By default a sample is read: everything if the state is small, else evenly spaced blocks of every tensor. The choice of
+blocks depends on the version, so that damage that one save misses is seen at another. Digests can be compared at the
+same version and in the same mode only.
 
-Memory of the host is read where it lies. On a device the pieces are packed on the side stream into memory that was set
-aside at start, because the training's stream may hang and an allocation would queue behind it.
+Memory of the host is read in place. On a device, samples are packed on the side stream into memory that was allocated
+at the start, because the training's stream may hang and an allocation would queue behind it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
 from ttp.core.layout import Shard
 
 WHOLE_BYTES = 64 << 20
-"""A state up to this size is looked at whole: about 10 ms of one core."""
+"""A state of up to so many bytes is read whole: about 10 ms of one core."""
 SAMPLE_BYTES = 16 << 20
-"""What is looked at of a larger one. It comes from all over the memory, so a byte costs more."""
+"""Bytes that are read of a larger state. They come from all over the memory, so a byte costs more."""
 _SHARE_MIN = 1 << 10
-"""Bytes of every tensor that are looked at, however large the others are."""
+"""Bytes that are read of every tensor at least, however large the others are."""
 _BLOCK_BYTES = 64 << 10
 _PACK_HOST = 1 << 20  # the second look finds it in the cache
 _PACK_DEVICE = 8 << 20
 _PATIENCE_S = 1.0
-"""How long a device may take for one pack. Behind a collective that hangs the side stream still moves."""
+"""Seconds that a device may take for one pack. The side stream moves even when a collective hangs."""
 _BAD_MAX = 8
 
 
@@ -54,10 +54,10 @@ class ComparedTensor:
     """One tensor that must be equal on all replicas.
 
     Args:
-        name: as in the checkpoint.
-        tensor: the live one.
-        trained: NaN and Inf in it are bad; a frozen mask may hold them on purpose.
-        owner: the parameter that it is, or belongs to.
+        name: its name in the checkpoint.
+        tensor: the live tensor.
+        trained: whether NaN and Inf in it are bad; a frozen mask may hold them on purpose.
+        owner: name of the parameter that it is, or belongs to.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ComparedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What an inspection found.
+    """The result of an inspection.
 
     Args:
         digest: equal on replicas that are equal, at one version and in one mode.
@@ -80,7 +80,7 @@ class Findings:
 
 
 def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
-    """The tensors to compare, each once, by name. The text of the module says which are left out."""
+    """Return the tensors to compare, each once, sorted by name. The text of the module says which are left out."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     state = optimizer_state(names, optimizer)["state"]
     found: dict[int, ComparedTensor] = {}
@@ -95,7 +95,7 @@ def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
 def leaves_of(
     sharding: Sharding, shard: Shard, everything: Iterable[ComparedTensor], names: ModelNames
 ) -> list[ComparedTensor]:
-    """The tensors that this rank holds of ``shard``, as plain memory."""
+    """Return those of the tensors ``everything`` that this rank holds of ``shard``, as plain local tensors."""
     wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
     return [
         replace(leaf, tensor=tensor)
@@ -106,7 +106,10 @@ def leaves_of(
 
 
 def agreed_on(names: ModelNames) -> Callable[[StatePath], bool]:
-    """Whether the value at a path is compared between replicas, so that parts of several replicas fit together."""
+    """Return a function that says whether the value at a path is compared between replicas.
+
+    Only such values can be divided among replicas, because only then parts of several replicas fit together.
+    """
     known = set(names.parameters)
 
     def agreed(path: StatePath) -> bool:
@@ -122,7 +125,7 @@ class Inspector:
 
     Args:
         mode: ``sample`` or ``all``.
-        runtimes: the devices of the state, of each of which 8 MiB are set aside here and now; none: the host.
+        runtimes: the devices of the state, on each of which 8 MiB are allocated now; empty: the state is on the host.
     """
 
     def __init__(self, mode: str = "sample", runtimes: Sequence[Runtime] = ()) -> None:
@@ -157,7 +160,7 @@ class Inspector:
         return Findings(digest.hexdigest(), tuple(bad)[:_BAD_MAX])
 
     def _packs(self, known: Sequence[ComparedTensor], version: int) -> Iterator[list[tuple[ComparedTensor, Tensor]]]:
-        """Tensors of one dtype that lie in one memory, together, up to the limit."""
+        """Group the samples into packs: of one dtype, on one device or the host, up to the limit of bytes."""
         pack: list[tuple[ComparedTensor, Tensor]] = []
         size = 0
         for leaf, piece in self._pieces(known, version):
@@ -183,7 +186,7 @@ class Inspector:
                 yield leaf, piece
 
     def _memory(self, tensor: Tensor) -> Tensor | None:
-        """The elements of a tensor in the order of its memory, as a vector; None where that says nothing."""
+        """Return the elements of a tensor in the order of its memory, as a vector; None: it cannot be compared."""
         tensor = tensor.detach()
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
         if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
@@ -204,7 +207,7 @@ class Inspector:
         return torch.split(sample, max(1, self._limit // row))
 
     def _bring(self, pieces: list[Tensor]) -> Tensor:
-        """Copy the pieces to the host, one behind the other."""
+        """Return the pieces on the host, one behind the other in one tensor."""
         runtime = holder(self._runtimes, pieces[0])
         if runtime is not None:
             return self._from_device(runtime, pieces)
@@ -228,7 +231,7 @@ class Inspector:
 
 
 def _sample(memory: Tensor, share: int, version: int) -> Tensor:
-    """Choose about ``share`` bytes of a tensor: all of it, or blocks at even distances, one per row."""
+    """Return about ``share`` bytes of a tensor: all of it, or blocks at even distances, one per row."""
     if memory.nbytes <= share:
         return memory
     block = min(_BLOCK_BYTES, share) // memory.element_size()
@@ -239,7 +242,7 @@ def _sample(memory: Tensor, share: int, version: int) -> Tensor:
 
 
 def _rows(data: Tensor) -> Any:
-    """The bytes of a tensor as contiguous stretches, without a copy."""
+    """Return the bytes of a tensor as a sequence of contiguous arrays, without a copy."""
     rows: Any = data.view(torch.uint8).numpy()
     return rows if data.dim() == 2 else (rows,)
 
@@ -250,7 +253,7 @@ def _not_finite(data: Tensor, pack: Sequence[tuple[ComparedTensor, Tensor]]) -> 
 
 
 def _finite(data: Tensor) -> bool:
-    """Whether there is no NaN and no Inf in it."""
+    """Return whether the tensor holds neither NaN nor Inf."""
     if not (data.is_floating_point() or data.is_complex()):
         return True
     if data.is_complex():

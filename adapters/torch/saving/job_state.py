@@ -23,7 +23,7 @@ class Schedule:
 
     Args:
         state: its ``state_dict()``.
-        pending: the update was finished but the scheduler's step after it was not: it is due on restore.
+        pending: whether the step that follows the last update had not been made: then it is due on restore.
     """
 
     state: dict[str, Any]
@@ -38,13 +38,14 @@ class JobState:
         version: finished updates.
         scheduler: ``state_dict()`` of the LR scheduler; None without one, and where there are several.
         scaler: ``state_dict()`` of the GradScaler; None without one.
-        scheduler_pending: the update was finished but ``scheduler.step()`` after it was not: it is due on restore.
-        scaler_pending: the same for ``scaler.update()``.
-        scaler_skipped: the optimizer took the scale itself and was told to skip: the scale is due to be lowered.
+        scheduler_pending: whether ``scheduler.step()`` had not followed the last update: then it is due on restore.
+        scaler_pending: whether ``scaler.update()`` had not followed the last update: then it is due on restore.
+        scaler_skipped: whether the optimizer took the scale itself and was told to skip the step: then the update that
+            is due lowers the scale.
         ddp_buckets: layout of the all-reduce buckets for the next step, as ``ddp.bucket_layout`` gives it; with several
-            DistributedDataParallel modules that of each, by name.
-        extra: whatever else is equal everywhere, by name.
-        several: of several LR schedulers ``[state_dict(), pending]``; None with one or none.
+            DistributedDataParallel modules the layout of each, by name.
+        extra: other values that are equal on all ranks, by name.
+        several: ``[state_dict(), pending]`` of each of several LR schedulers; None with one or none.
     """
 
     version: int
@@ -65,7 +66,7 @@ class JobState:
         scaler: dict[str, Any] | None = None,
         scaler_pending: bool = False,
     ) -> JobState:
-        """The job state of ``version``, with any number of LR schedulers."""
+        """Make the job state of ``version``, with any number of LR schedulers."""
         one = schedules[0] if len(schedules) == 1 else None
         return cls(
             version=version,
@@ -78,16 +79,16 @@ class JobState:
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Every LR scheduler, in the order in which they were given."""
+        """The states of all LR schedulers, in the order in which the schedulers were given."""
         if self.several is not None:
             return [Schedule(state, pending) for state, pending in self.several]
         return [] if self.scheduler is None else [Schedule(self.scheduler, self.scheduler_pending)]
 
     def encode(self) -> bytes:
-        """The bytes of ``job_{g}.msgpack``.
+        """Return the bytes of the file ``job_{generation}.msgpack``.
 
         Raises:
-            EncodingError: something in it has no form on disk; the text says where.
+            EncodingError: a value has no form on disk; the text says which one.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.several is None:
@@ -96,7 +97,7 @@ class JobState:
 
     @classmethod
     def decode(cls, data: bytes) -> JobState:
-        """Inverse of ``encode``. Names that this ttp does not know are ignored, absent ones have their defaults.
+        """Decode a job state: inverse of ``encode``. Unknown names are ignored, absent ones get their defaults.
 
         Raises:
             CheckpointError: the bytes are damaged or are something else.
@@ -134,10 +135,14 @@ _KINDS: dict[str, Any] = {
 
 
 def read_job_state(path: Path, pieces: Sequence[Piece]) -> JobState:
-    """The job state of the checkpoint at ``path``.
+    """Read the job state of the checkpoint at ``path``.
+
+    Args:
+        path: the directory of the checkpoint.
+        pieces: the pieces of the checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the checkpoint has no job state, or it cannot be read.
     """
     files = [piece.file for piece in pieces if piece.kind == JOB_KIND]
     if len(files) != 1:

@@ -1,4 +1,4 @@
-"""Makes ``.metadata``, the index of stock torch, from the tables of the pieces."""
+"""Makes the file ``.metadata``, stock torch's index of a checkpoint, from the tables of the pieces."""
 
 from __future__ import annotations
 
@@ -36,16 +36,19 @@ _LISTED_MAX = 5
 
 
 def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY) -> list[Piece]:
-    """Write ``draft/.metadata`` for the shards among ``pieces``; durable on return.
+    """Write ``draft/.metadata`` for the shards among ``pieces``; return when the file is durable.
 
     Args:
         draft: the draft directory with all pieces in it.
-        pieces: of all shards; other kinds are ignored.
-        writer: who is noted as its writer.
+        pieces: the pieces of all shards; pieces of other kinds are ignored.
+        writer: the rank that is noted as the writer of the file.
+
+    Returns:
+        The new file, as a list of one piece.
 
     Raises:
         CheckpointError: the shards do not make up every tensor exactly once.
-        OSError: the disk refused.
+        OSError: the storage failed.
     """
     # No checkpoint_id: it would be the draft's path, and stock torch does not read it.
     metadata = build_metadata(items_of(pieces), StorageMeta(save_id=str(uuid.uuid4())))
@@ -57,9 +60,9 @@ def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY) -> 
 
 
 def build_metadata(items: Sequence[IndexEntry], storage_meta: StorageMeta) -> Metadata:
-    """Stock torch's description of these items.
+    """Make stock torch's description of a checkpoint with these items.
 
-    A plain value or a chunk that several shards wrote (they are replicas of it) counts once: the first is used.
+    If several shards wrote the same plain value or chunk, it counts once: the first is used.
 
     Raises:
         CheckpointError: chunks overlap, reach outside of their tensor or leave gaps, or shards contradict each other.
@@ -95,7 +98,7 @@ def _describe(chunks: Sequence[IndexEntry]) -> TensorStorageMetadata | BytesStor
 
 @cache
 def _properties(dtype: torch.dtype) -> TensorProperties:
-    """One object for all tensors of a dtype: the pickle refers to it instead of repeating it."""
+    """Return the same object for all tensors of a dtype, so that the pickle holds it once and refers to it."""
     return TensorProperties(dtype=dtype)
 
 
@@ -108,7 +111,7 @@ def _place(item: IndexEntry, index: int) -> tuple[MetadataIndex, filesystem._Sto
 
 
 def _problem(chunks: Sequence[IndexEntry]) -> str:
-    """Why these chunks do not make one tensor; empty: they do. Disjoint chunks inside of it of its volume cover it."""
+    """Return why these chunks do not make one tensor; empty: they do: disjoint, inside of it, and of its volume."""
     first = chunks[0]
     for other in chunks[1:]:
         if (other.path, other.dtype, other.shape) != (first.path, first.dtype, first.shape):
@@ -135,7 +138,7 @@ def _inside(chunk: IndexEntry) -> bool:
 
 
 def _overlap(chunks: Sequence[IndexEntry]) -> tuple[IndexEntry, IndexEntry] | None:
-    """Two chunks that have an element in common, or None. Sweeps along the dimension that is cut most often."""
+    """Return two chunks that have an element in common, or None. Sweeps along the dimension that is cut most often."""
     solid = [chunk for chunk in chunks if prod(chunk.sizes)]
     if len(solid) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The index of a shard file: which values are in it, and where."""
+"""The table of a shard file: which values are in it, and where."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARD_KIND = "shard"
 
 DIMENSIONS_MAX = 64
 INDEX_MAX = 1 << 20
-"""Entries of a list in the state."""
+"""The most entries that a list in the state may have."""
 NUMBER_MAX = 1 << 62
 
 StatePath = tuple[str | int, ...]
@@ -34,14 +34,14 @@ class IndexEntry:
     Args:
         path: where it sits in the nested state.
         file: the shard file, relative to the checkpoint.
-        offset: of its first byte in the file.
-        length: bytes in the file.
+        offset: position of its first byte in the file.
+        length: number of its bytes in the file.
         dtype: ``float32`` and so on; empty for a value that is no tensor.
-        shape: of the whole tensor, over all shards.
+        shape: shape of the whole tensor, over all shards.
         offsets: where this chunk begins in the whole tensor, one number per dimension.
-        sizes: of this chunk, one number per dimension.
-        device: kind of device that the tensor lived on.
-        int_keys: positions in ``path`` whose mapping key was an ``int`` and became a string.
+        sizes: shape of this chunk, one number per dimension.
+        device: kind of device on which the tensor was.
+        int_keys: positions in ``path`` at which the mapping's key was an ``int`` and became a string.
     """
 
     path: StatePath
@@ -67,7 +67,7 @@ class IndexEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The element type.
+        """The element type, as torch's object.
 
         Raises:
             CheckpointError: this torch does not know it.
@@ -79,7 +79,7 @@ class IndexEntry:
 
 
 def encode_table(items: Iterable[IndexEntry], left_out: Sequence[str] = ()) -> str:
-    """The table as JSON. ``left_out`` names values that could not be stored safely."""
+    """Encode the table of a shard file as JSON. ``left_out`` names values that could not be stored safely."""
     table: dict[str, Any] = {"format": FORMAT, "items": [_item_to_json(item) for item in items]}
     if left_out:
         table["left_out"] = list(left_out)
@@ -87,7 +87,7 @@ def encode_table(items: Iterable[IndexEntry], left_out: Sequence[str] = ()) -> s
 
 
 def items_of(pieces: Iterable[Piece]) -> list[IndexEntry]:
-    """Every item of every shard file among ``pieces``.
+    """Return every item of every shard file among ``pieces``.
 
     Raises:
         CheckpointError: a table is absent, garbled or of a newer format.
@@ -101,7 +101,7 @@ def items_of(pieces: Iterable[Piece]) -> list[IndexEntry]:
 
 
 def left_out_of(pieces: Iterable[Piece]) -> list[str]:
-    """Names of the values that the writers had to leave out."""
+    """Return the names of the values that the writers of these pieces had to leave out, sorted."""
     names: list[str] = []
     for piece in pieces:
         if piece.kind == SHARD_KIND:

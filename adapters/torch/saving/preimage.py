@@ -1,15 +1,15 @@
 """Copies the state before an update and keeps the copy until the next one (``undo="preimage"``).
 
-Just before the first write of each update, parameters, the optimizer's tensors, registered averages, and what of the
-model was seen to follow the weights as an average does (``followers.py``) are copied into memory that is used again for
-every update: one more copy of them, no more. Numbers and lists in the optimizer's state are remembered beside; the
-hyperparameters of a version are kept by ``PostStepState``, buffers and random streams by the pages.
+Copied are, just before the first write of each update: parameters, the optimizer's tensors, registered averages, and
+parameters that were seen to follow the weights as an average does (``followers.py``). The copies go into memory that is
+used again for every update: one more copy of the state, no more. Numbers and lists in the optimizer's state are copied
+too; the hyperparameters of a version are kept by ``PostStepState``, buffers and random streams by the pages.
 
 An update is undone by writing the checkpoint from these copies. The live tensors are left as they are: nobody may
 write to the state of a frozen rank, the order may come twice or be followed by one for the newer version, and a false
 alarm ends in a thaw.
 
-On a device the copies are made in its own order of work, so what is in them is told by marks before and behind.
+On a device the copies are made in the order of its queue, so marks before and after them tell which version they hold.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ttp.errors import CheckpointError
 log = logging.getLogger("ttp.adapters.torch")
 
 _Place = tuple[Any, ...]
-_Copies = list[tuple[Tensor, Tensor]]  # where to, where from
+_Copies = list[tuple[Tensor, Tensor]]  # pairs of target and source
 
 
 @dataclass(slots=True)
@@ -43,11 +43,11 @@ class Image:
 
     Args:
         version: finished updates.
-        state: like ``Optimizer.state``, with copies of its tensors; what came later is not in it.
-        copies: of parameters and averages, by the identity of the live tensor.
-        members: identities of the optimizers whose part is in it.
-        modules: whether averages are in it.
-        serial: of the last copying into it.
+        state: like ``Optimizer.state``, with copies of its tensors; entries that were added later are not in it.
+        copies: copies of parameters and averages, by the identity of the live tensor.
+        members: identities of the optimizers whose state has been copied.
+        modules: whether averages have been copied.
+        serial: number of the last copying into this image.
     """
 
     version: int
@@ -58,15 +58,15 @@ class Image:
     serial: int = 0
 
     def state_of(self, optimizer: Optimizer) -> dict[Any, Any]:
-        """Like ``optimizer.state``.
+        """Return the state of ``optimizer`` in this version, in the form of ``optimizer.state``.
 
-        Optimizers that were not copied have not stepped since: their live state is returned.
+        Optimizers that were not copied have not stepped since, so their live state is used.
         """
         others = (member for member in members_of(optimizer) if id(unwrap_optimizer(member)) not in self.members)
         return self.state | {owner: value for member in others for owner, value in list(member.state.items())}
 
     def of(self, live: Any) -> Any:
-        """The copy of a live tensor; any other value as it is."""
+        """Return the copy of a live tensor; any other value is returned itself."""
         return self.copies.get(id(live), live)
 
 
@@ -74,11 +74,11 @@ class PreImage:
     """Keeps a copy of the state that the running update, or else the last one, started from.
 
     Args:
-        optimizer: whose parameters and state; may be several combined.
+        optimizer: the optimizer whose parameters and state are copied; may be several combined.
         modules: averages of the weights that belong to the version.
-        runtimes: the devices of the state; none: the host.
-        followers: parameters of no optimizer that follow the weights; may grow.
-        reserve: set the memory for all parameters aside now: a job that has too little finds out at once.
+        runtimes: the devices of the state; empty: the state is on the host.
+        followers: parameters of no optimizer that follow the weights; the list may grow.
+        reserve: allocate the memory for all parameters now, so that a job with too little memory fails at once.
     """
 
     def __init__(
@@ -107,12 +107,13 @@ class PreImage:
     # --------------------------------------------------------------------------------------------- training thread
 
     def take(self, version: int, only: Sequence[Optimizer] | None = None, *, modules: bool = True) -> None:
-        """The gate is passed and nothing of this is written yet in the update after ``version``. Never raises.
+        """Copy the state of ``version``, before the next update writes to it. Never raises.
 
         Args:
             version: finished updates.
-            only: of the optimizers: what they are about to change; None: all. What of ``version`` is there stays.
-            modules: the averages too.
+            only: the optimizers whose state to copy, because they are about to change it; None: all. Copies of
+                ``version`` that were made before are kept.
+            modules: whether to copy the averages too.
         """
         if self._broken:
             return
@@ -168,7 +169,7 @@ class PreImage:
 
     def _copy(self, value: Any, place: _Place, copies: _Copies) -> Any:
         if isinstance(value, Tensor):
-            ahead = bool(self._runtimes) and holder(self._runtimes, value) is None  # of the devices, as the host is
+            ahead = bool(self._runtimes) and holder(self._runtimes, value) is None  # on the host, maybe ahead
             return value.detach().clone() if ahead else self._copy_tensor(value.detach(), place, copies)
         if isinstance(value, dict):
             return {key: self._copy(item, (*place, key), copies) for key, item in value.items()}
@@ -182,7 +183,7 @@ class PreImage:
         self._used.add(place)
         memory = self._memory.get(place)
         if memory is None or (memory.shape, memory.dtype, memory.device) != (live.shape, live.dtype, live.device):
-            self._memory.pop(place, None)  # before its successor is made
+            self._memory.pop(place, None)  # free the old memory before the new one is allocated
             memory = self._memory[place] = torch.empty_like(live)
         copies.append((local(memory), local(live)))
         return memory
@@ -202,7 +203,7 @@ class PreImage:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the version was copied: then a finished update can be undone, else only a running one."""
+        """Whether the whole state was copied: then a finished update can be undone, else only a running one."""
         image = self._kept()
         return image is not None and len(image.members) == len(self._members) and image.modules
 
@@ -212,7 +213,7 @@ class PreImage:
         return sum(memory.nbytes for memory in list(self._memory.values()))
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the device has made the last copies. Not for the training thread."""
+        """Wait up to ``timeout_s`` seconds until the device has made the last copies. Not for the training thread."""
         self._taken.wait(self._serial, timeout_s)
 
     def _kept(self) -> Image | None:
@@ -222,10 +223,10 @@ class PreImage:
         return next((image for image in list(self._images) if image.serial == taken), None)
 
     def image(self, version: int) -> Image:
-        """The state of ``version``.
+        """Return the copy of the state of ``version``.
 
         Raises:
-            CheckpointError: it is not kept.
+            CheckpointError: that version is not kept.
         """
         kept = self._kept()
         if kept is None or kept.version != version:
@@ -237,7 +238,7 @@ class PreImage:
 
 
 def _carry_out(copies: _Copies) -> None:
-    """Make all copies, with one call for each kind: torch copies mixed kinds one by one on a device."""
+    """Make all copies, with one call per device and dtype: torch would copy mixed kinds one by one on a device."""
     kinds: defaultdict[tuple[Any, Any], _Copies] = defaultdict(list)
     for copy in copies:
         kinds[copy[0].device, copy[0].dtype].append(copy)

@@ -1,4 +1,4 @@
-"""Tells which version the state of one rank is of, on its devices too, and which versions it can provide."""
+"""Tells which version the state of one rank belongs to, on its devices too, and which versions the rank can provide."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     pass
 
 INSIDE_S = 5.0
-"""How long a device may stand in the middle of an update, where nothing hangs unless the optimizer exchanges, before
-the update counts as half done."""
+"""Seconds that a device may stand in the middle of an update before the update counts as half done. Nothing hangs in an
+update unless the optimizer communicates."""
 _LOOK_S = 0.0005
 COPIES_S = 1.0
-"""How long the copies of what an update changes may take on a device, if they are not queued behind a hang."""
+"""Seconds that copying what an update changes may take on a device, if the copies are not queued behind a hang."""
 
 
 class Standing(PagedSource):
-    """The part of ``TorchSource`` that answers for fences, copies and the gate; see ``StateSource``.
+    """The part of ``TorchSource`` that reads fences, copies and the gate; see ``StateSource``.
 
     Args:
         optimizer: the registered optimizer.
-        capture: of rank-local state.
-        devices: where the state lies; none: on the host.
+        capture: captures the rank-local state.
+        devices: the devices on which the state lies; empty: it lies on the host.
     """
 
     def __init__(self, optimizer: Optimizer, capture: LocalCapture, devices: Sequence[torch.device]) -> None:
@@ -49,18 +49,18 @@ class Standing(PagedSource):
         self._optimizer, self._capture = optimizer, capture
         self._devices = devices
         self.runtimes: Sequence[Runtime] = runtimes_on(devices)
-        """Of the devices, for what waits for nothing."""
+        """The runtimes of the devices, for work that may not wait for the training's queue."""
         self.begun: Fence = make_fence(self.runtimes, newest=True)
         self.finished: Fence = make_fence(self.runtimes)
-        self.reduced: Fence = make_fence(self.runtimes)  # the gradient of that version is
+        self.reduced: Fence = make_fence(self.runtimes)  # marks where the gradient for a version is reduced
         self.preimage: PreImage | None = None
         self.between: BetweenSteps | None = None
         self.may_follow: Callable[[], bool] = lambda: False
-        """Whether it is not known yet which parameters of no optimizer are moved behind an update."""
+        """Returns whether it is still unknown which parameters of no optimizer the program changes after an update."""
         self.base = Version(0)
-        """With which this rank has started."""
+        """The version with which this rank has started."""
         self.stream_barrier: StreamBarrier | None = None
-        self._mixed = (-1, False)  # of a version of the host: whether some of the state is there
+        self._mixed = (-1, False)  # version of the host, and whether some of the state was on the host then
         self._attachment: Attachment | None = None
 
     @property
@@ -72,8 +72,9 @@ class Standing(PagedSource):
         """See ``StateSource``.
 
         The host may be ahead: kernels of an update wait behind a collective that hangs. Then the device stands at the
-        version before, and stays there as long as nobody aborts the communicator. Inside of an update it is given more
-        time, as what is queued there waits for nobody; so it is where state of that version is on the host already.
+        version before, and stays there as long as nobody aborts the communicator. A device inside of an update gets
+        more time, because the work queued there waits for no other rank; so does one whose state is partly on the host,
+        where it is of the newer version already.
         """
         marks, since = None, time.monotonic()
         while (done := self.finished.finished_version()) < version:
@@ -87,24 +88,24 @@ class Standing(PagedSource):
         return version
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on none of the devices."""
+        """Return whether a tensor is on none of the devices."""
         return holder(self.runtimes, tensor) is None
 
     def _marks(self) -> tuple[int, ...]:
-        """How far the device has come. While this value changes, the device is working."""
+        """Return how far the device has come. While this value changes, the device is working."""
         fences = (self.reduced, self.begun, self.finished)
         return (*(fence.finished_version() for fence in fences), self._capture.arrived)
 
     def _host_holds_state(self) -> bool:
-        """Whether some of the state is on the host, and thereby of the host's version; numbers of others are kept."""
+        """Return whether state other than scalars, of which copies are kept, is on the host, and so of its version."""
         assert self._processor is not None
         version = self._processor.gate.version
-        if self._mixed[0] != version:  # asked again and again
+        if self._mixed[0] != version:  # computed once per version, because this is called again and again
             self._mixed = version, self.has_state_on_host()
         return self._mixed[1]
 
     def has_state_on_host(self) -> bool:
-        """Whether parameters, or tensors of the optimizer's state, are on the host."""
+        """Return whether parameters, or non-scalar tensors of the optimizer's state, are on the host."""
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         kept = [v for values in list(unwrap_optimizer(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
@@ -142,7 +143,7 @@ class Standing(PagedSource):
             return False
         state = processor.gate.state()
         done = self.finished.finished_version() if self.on_device else state.version
-        if done < state.version:  # the update that follows is queued
+        if done < state.version:  # the device is behind: its next update is queued
             return self.stream_barrier is not None and self.stream_barrier.held(done + 1)
         return state.parked and (not self.on_device or self.reduced.finished_version() > state.version)
 
@@ -151,7 +152,7 @@ class Standing(PagedSource):
         return self.stream_barrier is not None and self.stream_barrier.admit(version)
 
     def runtime_for_barrier(self) -> Runtime:
-        """A second runtime of the device, with a side stream of its own."""
+        """Return a second runtime of the first device, with a side stream of its own."""
         (runtime,) = runtimes_on(self._devices[:1])
         return runtime
 
@@ -167,7 +168,7 @@ class Standing(PagedSource):
         if state.phase is Phase.TORN:
             preimage.wait(COPIES_S)
             return preimage.version == state.version
-        finished = self.finished.finished_version()  # the host may be ahead of it
+        finished = self.finished.finished_version()  # the device's version; the host may be ahead of it
         whole = not self.on_device or self.begun.finished_version() <= finished
         return whole and preimage.whole and preimage.version == finished - 1 and not self.may_follow()
 
@@ -179,7 +180,7 @@ class Standing(PagedSource):
 
     @property
     def _preimage_now(self) -> PreImage | None:
-        """What the user has asked for, or else what several optimizers need between their steps."""
+        """The copies that the user has asked for, or else those that are made between the steps of one version."""
         if self.preimage is None and self.between is not None:
             return self.between.preimage
         return self.preimage

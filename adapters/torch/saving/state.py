@@ -1,4 +1,4 @@
-"""Collects what a checkpoint consists of, as references to live tensors. Nothing is copied."""
+"""Collects the contents of a checkpoint, as references to live tensors. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ttp.adapters.torch.sharding.names import ModelNames
 def checkpoint_state(
     names: ModelNames, optimizer: Optimizer, captured: Mapping[str, Any], job: JobState, image: Image | None = None
 ) -> dict[str, Any]:
-    """Collect the state of one shard for ``write_shard``.
+    """Collect the state of a checkpoint, as nested mappings for ``write_shard``.
 
     ``model`` and ``optim`` are what ``get_state_dict(model, optimizer)`` of torch returns. ``scheduler`` is there for
     people who load the checkpoint without ttp; ttp itself reads the job state.
 
     Args:
-        names: of the registered model.
+        names: names of the registered model.
         optimizer: the registered optimizer.
         captured: buffers of the version being saved; see ``model_state``.
         job: the job-wide scalars.
-        image: what was kept of the version before, when that one is saved; None: the live state is.
+        image: the copy of the version before, if that version is saved; None: the live state is saved.
     """
     model = model_state(names, captured)
     if image is not None:
@@ -48,12 +48,12 @@ def checkpoint_state(
 
 
 def model_state(names: ModelNames, captured: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of ``model.state_dict()``, without running any of its hooks.
+    """Return the contents of ``model.state_dict()``, without running any of its hooks.
 
     Args:
-        names: of the registered model.
-        captured: buffers (and extra states) of the version being saved, by either spelling of their names. What is
-            absent is taken from the live module; names that do not belong into a checkpoint are ignored.
+        names: names of the registered model.
+        captured: buffers (and extra states) of the version being saved, by either spelling of their names. Absent ones
+            are taken from the live module; names that do not belong into a checkpoint are ignored.
     """
     state: dict[str, Any] = dict(names.parameters)
     state.update(names.buffers)
@@ -65,10 +65,14 @@ def model_state(names: ModelNames, captured: Mapping[str, Any]) -> dict[str, Any
 
 
 def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, Any] | None = None) -> dict[str, Any]:
-    """What ``get_optimizer_state_dict`` of torch would return, taken from the live tensors without any copy.
+    """Return what ``get_optimizer_state_dict`` of torch would return, as references to the live tensors.
 
-    Of an optimizer that shards its state: the state that is here, the param groups of all. ``kept`` takes the place of
-    ``optimizer.state``.
+    For an optimizer that shards its state this is the state on this rank, with the param groups of all parameters.
+
+    Args:
+        names: names of the registered model.
+        optimizer: the registered optimizer.
+        kept: a copy to use instead of ``optimizer.state``; None: the live state.
     """
     state: dict[str, Any] = {}
     for owner, values in list((unwrap_optimizer(optimizer).state if kept is None else kept).items()):
@@ -84,14 +88,14 @@ def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, 
 def groups_with(
     live: Sequence[dict[str, Any]], optimizer: Optimizer, settings: Sequence[Sequence[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Param groups as ``optimizer_state`` shows them, with the settings that a version had.
+    """Return param groups in the form of ``optimizer_state``, with the settings that they had in one version.
 
-    Those that the program has added since belong to the next version and are left out.
+    Groups that the program has added since belong to the next version and are left out.
 
     Args:
-        live: of all optimizers.
+        live: the live param groups of all optimizers.
         optimizer: the registered optimizer.
-        settings: of each of its members.
+        settings: the settings of that version, for the groups of each member of ``optimizer``.
     """
     rest, found = iter(live), []
     for member, kept in zip(members_of(optimizer), settings, strict=True):
@@ -101,13 +105,13 @@ def groups_with(
 
 
 def frozen(names: ModelNames, optimizer: Optimizer) -> list[str]:
-    """Names of the parameters of ``optimizer`` that take no gradient now."""
+    """Return the names of the parameters of ``optimizer`` that take no gradient now."""
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [name for name, p in names.parameters.items() if id(p) in owned and not p.requires_grad]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in the optimizer state of one parameter, inside of any containers."""
+    """Yield the tensors in the optimizer state of one parameter, inside of any containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -119,6 +123,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:
-    """The class of the optimizer, or of several, by which a checkpoint of another optimizer is recognised."""
+    """Return the class name of the optimizer, or of all its members, to recognise checkpoints of another optimizer."""
     kinds = (type(unwrap_optimizer(member)) for member in members_of(optimizer))
     return " + ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)

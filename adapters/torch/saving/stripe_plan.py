@@ -1,14 +1,14 @@
-"""Divides the entries of a shard into parts, which replicas write side by side without asking each other.
+"""Divides the entries of a shard into parts, which replicas write side by side without communicating.
 
-All replicas deal alike, because only names, shapes and types count: the tensors that replicas are known to agree on
-(those that ``inspection`` compares) are laid end to end in the order of their names, and that line is cut into parts of
-the same number of bytes. A tensor that a cut goes through is written as two ``Chunk``s along its first dimension; there
-are no more than one for each cut. Everything else is in the first part: plain values, buffers (healthy replicas differ
-in them), averages of the weights.
+All replicas divide a shard alike, because only names, shapes and types count: the tensors that replicas are known to
+agree on (those that ``inspection`` compares) are laid end to end in the order of their names, and that line is cut into
+parts of the same number of bytes. A tensor that a cut goes through is written as two ``Chunk``s along its first
+dimension; each cut goes through one tensor at most. Everything else is in the first part: plain values, buffers
+(healthy replicas differ in them), averages of the weights.
 
-What depends on the rank after all (a module on rank 0 only) is noticed before anything is lost: the parts carry a
-digest of how their writer dealt, and the controller has a shard written whole if those differ. The last word has the
-committer: every tensor must be there exactly once (``metadata``).
+If something depends on the rank after all (a module on rank 0 only), that is noticed before anything is lost: each part
+carries a digest of how its writer divided the shard, and if digests differ the controller has the shard written whole.
+Finally the committer checks that every tensor is there exactly once (``metadata``).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.store.digest import digest_bytes
 
 CUT_MIN = 1 << 20
-"""A smaller tensor is not cut: half of one is all that parts may differ by."""
+"""A tensor of fewer bytes is not cut, so parts may differ by half of this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Part ``index`` of ``count``.
+    """One of the parts into which a shard is divided.
 
     Args:
-        index: from 1.
-        count: of parts.
-        agreed: whether replicas agree on what is at a path; the rest is in the first part.
+        index: number of this part, from 1.
+        count: number of parts.
+        agreed: returns whether replicas agree on the value at a path; all other values are in the first part.
     """
 
     index: int
@@ -44,7 +44,7 @@ class Share:
     agreed: Callable[[StatePath], bool]
 
     def of(self, entries: Iterable[Leaf]) -> tuple[list[Leaf], str]:
-        """The entries of a shard that are in this part, and a digest of how the shard was divided."""
+        """Return the entries of a shard that are in this part, and a digest of how the shard was divided."""
         listed = sorted(entries, key=lambda entry: tuple(map(str, entry[0])))
         stacks = [chunks_of(value) if self.agreed(path) else None for path, _, value in listed]
         rest = [value for (_, _, value), stack in zip(listed, stacks, strict=True) if stack is None]
@@ -69,7 +69,7 @@ Stack = Sequence[Chunk]
 
 
 class _Line:
-    """Where on the line each tensor lies; what is one tensor under several names (tied weights) lies there once."""
+    """The positions of all tensors on the line; a tensor with several names (tied weights) is on it once."""
 
     def __init__(self, stacks: Iterable[Stack]) -> None:
         self.size = 0
@@ -80,7 +80,7 @@ class _Line:
                 self.size += _size(stack)
 
     def cut(self, stack: Stack, bounds: Sequence[float], wanted: int) -> tuple[int, list[Chunk]]:
-        """Where it begins, and what of it is between the bounds number ``wanted`` and the next."""
+        """Return where a tensor begins on the line, and its chunks inside the part number ``wanted`` (from 0)."""
         begin = at = self._at[_identity(stack)]
         found: list[Chunk] = []
         for chunk in stack:
@@ -111,13 +111,13 @@ def _cut(chunk: Chunk, at: int, bounds: Sequence[float], wanted: int) -> Iterato
 
 
 def _bounds(fixed: int, size: int, count: int) -> list[float]:
-    """Where the line is cut, when the first part has ``fixed`` bytes beside it."""
+    """Return where to cut the line, when the first part also has ``fixed`` bytes that are not on the line."""
     first = max(0.0, (fixed + size) / count - fixed)
     return [first + k * (size - first) / (count - 1) for k in range(count - 1)]
 
 
 def _identity(stack: Stack) -> tuple[Any, ...]:
-    """Equal for the same memory, seen in the same way: then it is written once, as ``write_shard`` does it."""
+    """Return a value that is equal for views of the same memory in the same form: ``write_shard`` writes them once."""
     return tuple((_address(c.tensor), c.tensor.stride(), *map(str, _described(c))) for c in stack)
 
 

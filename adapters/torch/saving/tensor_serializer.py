@@ -1,4 +1,4 @@
-"""Writes tensors in the format of ``torch.save``, small ones much faster.
+"""Writes tensors in the format of ``torch.save``, small ones much faster than ``torch.save`` does.
 
 ``torch.save`` makes some forty small writes for one tensor, and an Adam optimizer has a ``step`` tensor of four bytes
 for every parameter. Without crc32, the files of two tensors of one dtype and layout differ in the bytes of the tensors
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _TEMPLATE_BYTES_MAX = 1 << 16
-"""A larger tensor costs more to write than what is around it."""
+"""Templates are used for tensors of up to so many bytes: a larger one costs more to write than the bytes around it."""
 
 Template = tuple[bytes, bytes]
 
@@ -33,7 +33,7 @@ class Stream(Protocol):
 
 
 class TensorWriter:
-    """Writes tensors to ``stream``, which ``torch.save`` would write with crc32 off."""
+    """Writes tensors to ``stream`` with the bytes that ``torch.save`` would write with crc32 off."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -78,7 +78,7 @@ def _saved(tensor: Tensor) -> bytes:
 
 
 def _position(data: bytes) -> int:
-    """Where in the zip archive the bytes of the only storage begin."""
+    """Return the position in a zip archive of ``torch.save`` at which the bytes of its only storage begin."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     header = data[entry.header_offset : entry.header_offset + 30]

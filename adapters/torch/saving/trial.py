@@ -1,10 +1,9 @@
-"""Tries at the start what a save would do, without writing anything, so that a refusal does not come at the failure.
+"""Tries at the start what a save would do, without writing anything, so that no save is refused at a failure.
 
-It is tried twice. When the objects are wrapped, and when they have made their first update: then the optimizer has its
-state, and whatever was done to the model between wrapping and training has been done. What is looked at of a tensor is
-what it is (kind, layout, device), not its bytes; plain values are really encoded. The second try runs on a thread of
-its own beside the forward pass that follows. What it finds is raised where the second update would begin, so on every
-rank at the same place.
+There are two tries: when the objects are wrapped, and after their first update, when the optimizer has its state and
+the model has got its final form. Of a tensor only kind, layout and device are checked, not its bytes; plain values are
+really encoded. The second try runs on a thread of its own beside the forward pass that follows. What it finds is raised
+where the second update would begin, and so at the same place on every rank.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from ttp.errors import ConfigError, UsageError
 _log = logging.getLogger("ttp.adapters.torch")
 
 DEVICES = ("cpu", "cuda")
-"""Kinds of devices that a save can read from."""
+"""Types of devices that a save can read from."""
 _PATIENCE_S = 60.0
-"""How long the second update waits for what the try after the first one finds. It takes milliseconds."""
+"""Seconds that the second update waits for the result of the second try, which takes milliseconds."""
 _LISTED_MAX = 4
 _NOT_SAVED = "%s is in no checkpoint, it has no form on disk: the program has to make it again"
 _SETTINGS = ("optim", "param_groups")
 
 State = Mapping[str, Any]
-"""As ``checkpoint_state`` returns it."""
+"""A state in the form that ``checkpoint_state`` returns."""
 
 
 def refusal(state: State, model: nn.Module) -> str:
-    """Why ``state`` could not be saved, and what to do; empty: it could be.
+    """Return why ``state`` could not be saved, and what to do; empty: it could be saved.
 
     Args:
-        state: all of it that this rank may have to write.
-        model: its buffers are captured after every update, those that belong in no checkpoint too.
+        state: all state that this rank may have to write.
+        model: the model, all of whose buffers are captured after every update, also those that are in no checkpoint.
     """
     found = [*_wrong_device(state, model), *_wrong_tensors(state), *_wrong_values(state)]
     more = f"; and {len(found) - _LISTED_MAX} more like it" if len(found) > _LISTED_MAX else ""
@@ -52,12 +51,12 @@ def refusal(state: State, model: nn.Module) -> str:
 
 
 def try_before_training(state: State, model: nn.Module, names: ModelNames, no_memory: Sequence[str]) -> None:
-    """The first try, before training. What the program has to make again by itself is logged.
+    """Make the first try, before training. Logs what cannot be saved and what the program has to make again itself.
 
     Args:
         state: see ``refusal``.
-        model: the same.
-        names: of it.
+        model: see ``refusal``.
+        names: names of the model.
         no_memory: names of buffers that cannot be captured.
 
     Raises:
@@ -71,7 +70,7 @@ def try_before_training(state: State, model: nn.Module, names: ModelNames, no_me
 
 
 def left_out(state: State) -> list[str]:
-    """Settings of param groups that have no form on disk; the program makes them again when it starts."""
+    """Return the settings of param groups that have no form on disk; the program makes them again when it starts."""
     return [key for path, key, value in _values(state) if path[:2] == _SETTINGS and not _storable(value)]
 
 
@@ -79,10 +78,10 @@ class Trial:
     """The second try, after the first update. All methods are for the training thread.
 
     Args:
-        optimizers: those whose state is saved.
-        model: the registered one.
-        names: of it.
-        make_state: the state as a save would find it; called on another thread.
+        optimizers: the optimizers whose state is saved.
+        model: the registered model.
+        names: names of the model.
+        make_state: returns the state as a save would find it; called on another thread.
     """
 
     def __init__(
@@ -95,9 +94,9 @@ class Trial:
         self._optimizers, self._model, self._names = tuple(optimizers), model, names
         self._make_state = make_state
         self.problems: Callable[[], list[str]] = list
-        """What else is wrong after the first update, in sentences; asked on the training thread."""
+        """Returns what else is wrong after the first update, in sentences; called on the training thread."""
         self.saved: Callable[[], Collection[str]] = self._all
-        """Names of the parameters that this rank's shards have."""
+        """Returns the names of the parameters in this rank's shards."""
         self._devices = _devices(model)
         fixed = names.buffers.keys() - names.of_any_shape
         self._shapes = {name: tuple(buffer.shape) for name, buffer in names.buffers.items() if name in fixed}
@@ -110,7 +109,7 @@ class Trial:
         self._checked = False
 
     def before_update(self) -> None:
-        """An update is about to begin.
+        """Raise what a try has found, and check the model and new param groups: an update is about to begin.
 
         Raises:
             UsageError: a save would not be possible, or would save something else than what is trained.
@@ -126,7 +125,7 @@ class Trial:
             self._finish(self._thread)
 
     def update_finished(self) -> None:
-        """Note that an update is finished."""
+        """Note that an update is finished; after the first one, and after one with new param groups, the try starts."""
         if self.due and self._thread is None:
             self.due = False
             self._found = "; ".join(self.problems())
@@ -136,7 +135,7 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------- private
 
     def _all(self) -> set[str]:
-        """Names of what is trained. The model is looked at again if there is something new."""
+        """Return the names of the parameters of all optimizers, also of new ones."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return {self._names.of(parameter) for group in groups for parameter in group["params"]}
 
@@ -147,7 +146,9 @@ class Trial:
             self._say(left_out(state))
         except UsageError as problem:
             self._found = self._found or str(problem)
-        except Exception as problem:  # somebody's own code; or the state grew under our hands: no reason to stop
+        except (
+            Exception
+        ) as problem:  # code of the program failed, or the state grew meanwhile: no reason to stop training
             _log.warning("whether this training state can be saved could not be tried", exc_info=problem)
 
     def _finish(self, thread: threading.Thread) -> None:
@@ -186,7 +187,7 @@ class Trial:
             )
 
     def _grown(self) -> Iterator[str]:
-        """Messages about buffers that have grown, so that a program that starts again could not load them."""
+        """Yield messages about buffers whose shapes have changed, so that a restarted program could not load them."""
         now = {name: tuple(buffer.shape) for name, buffer in self._names.buffers.items()}
         for name, shape in self._shapes.items():
             if now.get(name, shape) != shape:
@@ -197,9 +198,9 @@ class Trial:
                 )
 
     def _refuse_unsaved(self) -> None:
-        """A param group was added."""
+        """Refuse a new param group whose parameters this job would not save."""
         for optimizer in self._optimizers:
-            ModelNames(self._model, optimizer)  # raises where the model does not have them
+            ModelNames(self._model, optimizer)  # raises if the optimizer has parameters that the model does not have
         given = self._all()
         if unsaved := sorted(given - set(self.saved())):
             raise UsageError(
@@ -209,7 +210,7 @@ class Trial:
             )
 
 
-# -------------------------------------------------------------------------------------------------- what is looked at
+# ------------------------------------------------------------------------------------------------------------- checks
 
 
 def _wrong_device(state: State, model: nn.Module) -> Iterator[str]:
@@ -266,7 +267,7 @@ def _storable(value: Any) -> bool:
 
 
 def _same_form(tensor: Tensor) -> Tensor:
-    """A tensor of the same form on the host, whose bytes do not matter."""
+    """Return a tensor of the same shape and dtype on the host; its bytes do not matter."""
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 

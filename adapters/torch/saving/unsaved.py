@@ -1,4 +1,4 @@
-"""Finds state that an optimizer keeps where a checkpoint does not look, after its first update."""
+"""Finds state that an optimizer keeps in places that a checkpoint does not include, after its first update."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, wrap
 from ttp.errors import UsageError
 
 _SCRATCH = frozenset({"old_p", "e_w"})
-"""Of SAM: from its first step to its second in one iteration."""
+"""Attributes of SAM that live only from its first step to its second in one iteration."""
 _DEPTH_MAX = 5
 
 
 def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
-    """Called when every optimizer has stepped.
+    """Refuse optimizers that keep state that would not be in a checkpoint. Call it when every optimizer has stepped.
 
     Args:
         given: the optimizers as the user gave them.
-        extra: the user's other state: a wrapper given there too is saved by its own ``state_dict()``.
+        extra: the user's objects of ``extra_state``: a wrapper that is among them is saved by its own ``state_dict()``.
 
     Raises:
-        UsageError: an optimizer keeps something that would not be in a checkpoint.
+        UsageError: an optimizer keeps such state.
     """
     every = [owner for optimizer in given for owner in owners_of(optimizer)]
     for owner in every if len(every) > 1 else ():
@@ -61,10 +61,10 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
 
 
 def refuse_detached_schedule(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-    """A scheduler that writes into param groups of a wrapper that are not those that are saved.
+    """Refuse a scheduler that writes into param groups of a wrapper, if these are not the groups that are saved.
 
     Raises:
-        UsageError: there is one.
+        UsageError: there is such a scheduler.
     """
     saved = {id(group) for each in given for owner in owners_of(each) for group in owner.param_groups}
     for wrapper in (wrapper for each in given for wrapper in wrappers_of(each)):
@@ -79,7 +79,7 @@ def refuse_detached_schedule(given: Sequence[Optimizer], schedulers: Sequence[An
 
 
 def _kept_by(optimizer: Optimizer, inside: Sequence[Optimizer]) -> str:
-    """The attribute with tensors like its parameters that are none of them; empty: there is none."""
+    """Return the attribute of ``optimizer`` that holds tensors shaped like its parameters but not them; empty: none."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     shapes = {parameter.shape for parameter in parameters}
     known = {id(p) for p in parameters} | {id(each.state) for each in inside} | {id(optimizer.param_groups)}

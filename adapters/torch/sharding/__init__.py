@@ -1,1 +1,1 @@
-"""Which rank holds what of the training state, and which ranks hold the same. Start with ``sharding``."""
+"""Finds which shards of the training state each rank holds, and the replica groups. Start with ``sharding``."""

@@ -1,9 +1,9 @@
-"""The DistributedDataParallel modules that reduce the gradients of a model, and their bucket layouts.
+"""Finds the DistributedDataParallel modules that reduce the gradients of a model, and follows their bucket layouts.
 
-``model=`` may be a DistributedDataParallel, have some inside (a GAN has two), or be what one was made of: torch leaves
-no trace of the wrapper in the module inside. So where a model does not contain what reduces its gradients, the objects
-of the process are looked through, once at each of a few moments of the start. What counts is not where a wrapper
-stands, but that it reduces a parameter of the model.
+``model=`` may be a DistributedDataParallel, contain some (a GAN has two), or be the module inside of one: torch leaves
+no trace of the wrapper in the module inside. So if a model does not contain the modules that reduce its gradients, all
+objects of the process are searched, once at each of a few moments of the start. A wrapper counts if it reduces a
+parameter of the model, wherever it stands.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ttp.adapters.torch.sharding.names import ModelNames
 _log = logging.getLogger("ttp.adapters.torch")
 
 Layouts = str | dict[str, str]
-"""What ``ddp.bucket_layout`` says of the only DistributedDataParallel; of several by the name of their first parameter,
-as far as it is known."""
+"""The bucket layout of the only DistributedDataParallel, as ``bucket_layout`` returns it; of several the known layouts,
+by the name of each module's first parameter."""
 
 
 def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
-    """Every DistributedDataParallel inside of ``model``, around it, or around a part of it, in the order of the model.
+    """Find every DistributedDataParallel inside of ``model``, around it, or around a part of it, in the model's order.
 
-    Not for every step: where those inside and the ``known`` ones do not reduce all of the model, all objects of the
-    process are looked at.
+    This is too slow for every step: if those inside and the ``known`` ones do not reduce all of the model, all objects
+    of the process are searched.
     """
     inside = [*known, *(module for module in model.modules() if isinstance(module, DistributedDataParallel))]
     inside = list({id(ddp): ddp for ddp in inside}.values())
@@ -50,10 +50,10 @@ def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
 
 
 def not_replicated(ddps: Sequence[Ddp]) -> list[Tensor]:
-    """Parameters that DistributedDataParallel was told to ignore: nothing makes them equal on all ranks.
+    """Return the parameters that DistributedDataParallel was told to ignore: nothing makes them equal on all ranks.
 
-    What is reduced later than the rest (``delay_all_reduce_named_params``) is not among them, nor what another one of
-    these reduces.
+    Parameters that are reduced later than the rest (``delay_all_reduce_named_params``), or by another of these modules,
+    are not among them.
     """
     ignored: dict[int, Tensor] = {}
     reduced: set[int] = set()
@@ -69,39 +69,39 @@ def not_replicated(ddps: Sequence[Ddp]) -> list[Tensor]:
 
 
 class LayoutWatch:
-    """``BucketWatch`` for every DistributedDataParallel of a model.
+    """A ``BucketWatch`` for every DistributedDataParallel of a model.
 
     Args:
-        ddps: of the model.
-        names: of it.
+        ddps: the DistributedDataParallel modules of the model.
+        names: names of the model.
     """
 
     def __init__(self, ddps: Sequence[Ddp], names: ModelNames) -> None:
         self._ddps, self._names = list(ddps), names
         self._watches = {name: BucketWatch(ddp) for name, ddp in _by_name(ddps, names).items()}
         self.unsettled = list(self._watches.values())
-        """Those that have to be told of updates: the others know a layout that stays."""
+        """The watches that still have to be told of updates; the others know a layout that does not change any more."""
         _say_hook_state(ddps)
 
     @property
     def layout(self) -> Layouts | None:
-        """The layouts for the step after the last finished update; None: those that DDP begins with. Any thread."""
+        """The layouts for the step after the last finished update; None: those that DDP begins with. For any thread."""
         return _joined({name: watch.layout for name, watch in self._watches.items()})
 
     @property
     def previous(self) -> Layouts | None:
-        """What ``layout`` was before the last update."""
+        """The value of ``layout`` before the last update."""
         return _joined({name: watch.previous for name, watch in self._watches.items()})
 
     def look_again(self, model: nn.Module, *, resumed: bool) -> list[str]:
         """Find modules that were made after the first look. Called once, before the first update.
 
         Args:
-            model: the registered one.
-            resumed: a checkpoint was restored before.
+            model: the registered model.
+            resumed: whether a checkpoint was restored before.
 
         Returns:
-            What of theirs makes saves impossible, in sentences.
+            Reasons why these modules make saves impossible, in sentences.
         """
         late = [ddp for ddp in ddps_of(model, self._ddps) if not any(ddp is known for known in self._ddps)]
         self._ddps += late
@@ -125,7 +125,7 @@ class LayoutWatch:
         return [problem for problem in found if problem]
 
     def update_finished(self) -> None:
-        """Call it on the training thread after every update, as long as there is one that is not settled."""
+        """Note that an update is finished. Call it on the training thread as long as ``unsettled`` is not empty."""
         self.unsettled = [watch for watch in self.unsettled if watch.update_finished()]
 
     def close(self) -> None:
@@ -135,10 +135,10 @@ class LayoutWatch:
 
 
 def apply_layouts(ddps: Sequence[Ddp], names: ModelNames, saved: Layouts | None) -> list[str]:
-    """Make ``ddps`` reduce as they did in the job that saved; all ranks alike, before the first forward pass.
+    """Give ``ddps`` the bucket layouts of the job that saved. All ranks call it alike, before the first forward pass.
 
     Returns:
-        Why the next steps may differ in their last bits, if so.
+        Reasons why the next steps may differ in their last bits from the unbroken run; empty: they do not.
     """
     found = _by_name(ddps, names)
     kept = dict.fromkeys(found, saved) if isinstance(saved, str) and len(found) == 1 else saved
@@ -151,7 +151,7 @@ def apply_layouts(ddps: Sequence[Ddp], names: ModelNames, saved: Layouts | None)
 
 
 def hook_refusal(ddps: Sequence[Ddp]) -> str:
-    """Why a communication hook makes a save impossible, and what to do; empty: none does."""
+    """Return why a communication hook makes saves impossible, and what to do; empty: no hook does."""
     kinds = {type(state).__name__ for ddp in ddps for _, state in ddp._comm_hooks}
     if "PostLocalSGDState" not in kinds:
         return ""
@@ -165,7 +165,7 @@ def hook_refusal(ddps: Sequence[Ddp]) -> str:
 
 
 def _around(number: Mapping[int, int]) -> Iterator[Ddp]:
-    """Those of the process that have a parameter in ``number``."""
+    """Yield every DistributedDataParallel of the process that has a parameter in ``number``."""
     found = _alive()
     if len({id(ddp.module) for ddp in found}) < len(found):  # one of them may be garbage that was not collected yet
         del found
@@ -176,7 +176,7 @@ def _around(number: Mapping[int, int]) -> Iterator[Ddp]:
 
 def _alive() -> list[Ddp]:
     found = instances_of(DistributedDataParallel)
-    return [ddp for ddp in found if "module" in vars(ddp).get("_modules", ())]  # else it failed when it was made
+    return [ddp for ddp in found if "module" in vars(ddp).get("_modules", ())]  # else its constructor has failed
 
 
 def _by_name(ddps: Sequence[Ddp], names: ModelNames) -> dict[str, Ddp]:
@@ -190,8 +190,7 @@ def _joined(layouts: Mapping[str, str | None]) -> Layouts | None:
 
 
 def _say_hook_state(ddps: Sequence[Ddp]) -> None:
-    """Say in the log which communication hooks have state of their own: it is as large as the gradients, different on
-    every rank, and not saved."""
+    """Log which communication hooks have state: as large as the gradients, different on each rank, and not saved."""
     for ddp in ddps:
         for hook, state in ddp._comm_hooks:
             if state is None or isinstance(state, dist.ProcessGroup) or "mixed_precision" in type(state).__module__:

@@ -1,20 +1,20 @@
-"""Keeps the layout of DistributedDataParallel's all-reduce buckets over a restart.
+"""Carries the layout of DistributedDataParallel's all-reduce buckets over a restart.
 
 Theory of operation
 -------------------
 With three or more ranks an all-reduce adds the parts of an element in an order that depends on the element's place in
 the buffer. DDP begins with one layout and, in the forward pass after the first synchronised backward pass, switches
-to another: parameters in the order in which their gradients became ready. A resumed job would do its first step in the
-first layout where the unbroken job did the same step in the second, and the bits would differ for good. So the layout
-is saved with the version and given to the new reducer before its first step. That one then rebuilds its buckets by
-the same rule from the same order, and arrives where it is.
+to another: parameters in the order in which their gradients became ready. A resumed job would make its first step in
+the first layout where the unbroken job made the same step in the second, and the bits would differ for good. So the
+layout is saved with the version and given to the new reducer before its first step. The new reducer then rebuilds its
+buckets by the same rule from the same order, and gets the same layout again.
 
 DDP shows the rebuilt layout in its logging data, but only from the third forward pass on, and only to a caller that can
-wait: the lock in question is held while the main thread hangs in an all-reduce. Hence ``BucketWatch``: for the first
-backward pass it records the order by hooks and computes the layout as the reducer will; it asks DDP on the training
-thread, between updates, and can be read from any thread.
+wait: the lock in question is held while the main thread hangs in an all-reduce. Hence ``BucketWatch``: in the first
+backward pass it records the order by hooks and computes the layout as the reducer will; later it asks DDP, on the
+training thread between updates. Its result can be read from any thread.
 
-All of this is private to torch. When something is not as expected, training is left as it is and a reason is returned.
+All of this is private to torch. If something is not as expected, training is left as it is and a reason is returned.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from torch import Tensor
 
 Buckets = list[list[int]]
 Ddp = Any
-"""A ``DistributedDataParallel``: what is used of it is private, so no type checker knows it."""
+"""A ``DistributedDataParallel``; its attributes that are used here are private, so no type checker knows them."""
 
 _dist: Any = torch.distributed
 
 _POLLS_MAX = 12
-"""Updates after which ``BucketWatch`` stops asking DDP: it has rebuilt its buckets by then, or never will."""
+"""Updates after which ``BucketWatch`` stops asking DDP, which has rebuilt its buckets by then or never will."""
 
 _applied: weakref.WeakKeyDictionary[Ddp, str] = weakref.WeakKeyDictionary()
 _WHAT_MAY_FAIL = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError)
 
 
 def bucket_layout(ddp: Ddp) -> str | None:
-    """Layout of the buckets for the next step, e.g. ``"7 6 5 4, 2 3 1 0"``: parameter numbers, bucket by bucket.
+    """Return the bucket layout for the next step, e.g. ``"7 6 5 4, 2 3 1 0"``: parameter numbers, bucket by bucket.
 
-    None: the one that DDP begins with, or not known yet. Only for the training thread, outside of a backward pass:
-    while an all-reduce hangs this would hang too.
+    None means the layout that DDP begins with, or one that is not known yet. Call it on the training thread only,
+    outside of a backward pass: while an all-reduce hangs this would hang too.
     """
     try:
         text = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
@@ -57,10 +57,10 @@ def bucket_layout(ddp: Ddp) -> str | None:
 
 
 def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
-    """Make ``ddp`` reduce in ``layout`` from its first step on; all ranks alike, before the first forward pass.
+    """Make ``ddp`` reduce in ``layout`` from its first step on. All ranks call it alike, before the first forward pass.
 
     Returns:
-        None when done; otherwise why not, and ``ddp`` is as it was.
+        None when done; else the reason why not, and ``ddp`` is as it was.
     """
     try:
         buckets = _parse(layout)
@@ -75,7 +75,7 @@ def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
 
 
 def missing_layout(ddp: Ddp) -> str | None:
-    """Why a checkpoint without a layout may resume with other bits; None: the layout never changes."""
+    """Return why a job may resume with other bits from a checkpoint without a layout; None: layouts never change."""
     if torch.distributed.get_world_size(ddp.process_group) <= 2 or getattr(ddp, "_use_python_reducer", False):
         return None
     if ddp.find_unused_parameters and not ddp.static_graph:
@@ -84,7 +84,7 @@ def missing_layout(ddp: Ddp) -> str | None:
 
 
 def why_not_renewed(ddp: Ddp) -> str:
-    """Why ``ddp`` could not be as it was when it was made, for ``renew_reducer``; empty: it could."""
+    """Return why ``renew_reducer`` cannot bring ``ddp`` back to its beginning; empty: it can."""
     for has, what in (
         (ddp._comm_hooks or _builtin_hook(ddp), "a communication hook"),
         (ddp.static_graph, "static_graph"),
@@ -98,9 +98,9 @@ def why_not_renewed(ddp: Ddp) -> str:
 
 
 def renew_reducer(ddp: Ddp) -> None:
-    """Make ``ddp`` as it is in a process that has just made it: with a reducer that has reduced nothing.
+    """Bring ``ddp`` back to its beginning, with a new reducer that has reduced nothing.
 
-    All ranks have to do the same: the first backward pass of a reducer says its new buckets to the others.
+    All ranks have to do the same, because in its first backward pass a reducer agrees on new buckets with the others.
     """
     _applied.pop(ddp, None)
     parameters, sparse = ddp._build_params_for_reducer()
@@ -113,10 +113,10 @@ def renew_reducer(ddp: Ddp) -> None:
 class BucketWatch:
     """Finds out the bucket layout that the next step will use, from the first update on.
 
-    It costs a Python call per parameter in the first synchronised backward pass (the second, for a static graph).
+    The cost is a Python call per parameter in the first synchronised backward pass (the second, for a static graph).
 
     Args:
-        ddp: before its first forward pass; later is fine too, but then the layout is known only when DDP shows it.
+        ddp: the module, best before its first forward pass; later, its layout is known only when DDP shows it.
     """
 
     def __init__(self, ddp: Ddp) -> None:
@@ -137,7 +137,7 @@ class BucketWatch:
 
     @property
     def layout(self) -> str | None:
-        """The layout for the step after the last finished update; None: the one that DDP begins with. Any thread."""
+        """The layout for the step after the last finished update; None: the one DDP begins with. For any thread."""
         return self._layout or _applied.get(self._ddp)
 
     @property
@@ -146,7 +146,10 @@ class BucketWatch:
         return self.layout if self._settled else self._previous
 
     def update_finished(self) -> bool:
-        """Call it on the training thread after every update, as long as it returns true: then the layout stays."""
+        """Note that an update is finished; returns whether to call this again. For the training thread.
+
+        Once it returns False the layout does not change any more.
+        """
         self._previous = self.layout
         self._settled = not self._polls_left
         if self._polls_left:
@@ -188,7 +191,7 @@ class BucketWatch:
         try:
             self._layout = _format(_rebuilt_buckets(self._ddp, self._parameters, self._sparse, list(self._order)))
         except _WHAT_MAY_FAIL:
-            self._layout = None  # it comes later, from DDP itself
+            self._layout = None  # the layout is learnt later, from DDP itself
 
 
 # -------------------------------------------------------------------------------------------------------------- private
@@ -213,7 +216,7 @@ def _objection(ddp: Ddp, buckets: Buckets, count: int) -> str | None:
 
 
 def _builtin_hook(ddp: Ddp) -> Any:
-    """The registered communication hook in C++; None: there is none."""
+    """Return the communication hook in C++ that is registered; None: there is none."""
     name = "" if ddp._comm_hooks else str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     return getattr(_dist.BuiltinCommHookType, name.rpartition(".")[2]) if name else None
 
@@ -245,7 +248,7 @@ def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], spars
 
 
 def _rebuilt_buckets(ddp: Ddp, parameters: Sequence[Tensor], sparse: Sequence[bool], order: list[int]) -> Buckets:
-    """The buckets that the reducer will make of this order, as ``Reducer::rebuild_buckets`` in C++ does."""
+    """Return the buckets that the reducer will make of this order, as ``Reducer::rebuild_buckets`` in C++ does."""
     small_last = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
     if small_last:
         order = order[::-1]
@@ -255,7 +258,7 @@ def _rebuilt_buckets(ddp: Ddp, parameters: Sequence[Tensor], sparse: Sequence[bo
 
 
 def _limits(ddp: Ddp) -> list[int]:
-    """Size limits in bytes of the buckets of a rebuilt layout: of the first one, and of all others."""
+    """Return the size limits, in bytes, of the buckets of a rebuilt layout: of the first one, and of all others."""
     config = getattr(ddp, "_bucket_config", None)
     if config is None:  # before torch 2.9
         first = _dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
@@ -266,9 +269,9 @@ def _limits(ddp: Ddp) -> list[int]:
 
 
 def _asking(answer: Callable[..., Any], method: FunctionType) -> Callable[..., Any]:
-    """A copy of the function ``method`` in which one call of ``torch.distributed`` returns what ``answer`` says.
+    """Return a copy of the function ``method`` in which ``_compute_bucket_assignment_by_size`` is ``answer``.
 
-    The module itself stays as it is: other threads may be making other reducers.
+    The module ``torch.distributed`` itself stays as it is, because other threads may be making other reducers.
     """
     names = method.__globals__ | {"dist": _Dist(answer)}
     return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)

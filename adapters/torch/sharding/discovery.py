@@ -1,17 +1,17 @@
-"""Finds out which ranks hold the same pieces of the training state, from the objects that the job already has.
+"""Finds out which ranks hold the same parts of the training state, from the objects that the job already has.
 
 Theory of operation
 -------------------
-A rank looks at its own tensors. Tensors that are cut among the same ranks (``cuts.cut_among``) have the same replicas:
-together they make one shard of this rank. Tensors that are not cut make another. Of each a rank describes what it holds
-(names, whole shapes, which part is here), and the digests of these descriptions are exchanged once: ranks with the
-same digest hold the same shard. How a library made its process groups does not matter, and a thousand ranks exchange
-some hundred kilobytes.
+A rank looks at its own tensors. Tensors that are cut among the same ranks (``dtensor_chunks.cut_among``) have the same
+replicas: together they make one shard of this rank. Tensors that are not cut make another. The rank describes what it
+holds of each shard (names, whole shapes, which part is on this rank), and the ranks exchange digests of these
+descriptions once: ranks with the same digest hold the same shard. How a library made its process groups does not
+matter, and a thousand ranks exchange some hundred kilobytes.
 
-Equal names and shapes do not prove equal content: two pipeline stages may both call a layer ``0.weight``. So ranks are
-replicas of each other only where they are connected, by the meshes of distributed tensors and the groups of
-DistributedDataParallel modules. Where nothing connects anybody (gradients are reduced by hand) all count as connected.
-What remains is refused: one name may not stand for two things in a checkpoint.
+Equal names and shapes do not prove equal content: two pipeline stages may both call a layer ``0.weight``. So ranks
+count as replicas of each other only if they are connected, by the meshes of distributed tensors or the groups of
+DistributedDataParallel modules. If nothing connects any ranks (gradients are reduced by hand), all count as connected.
+All other cases are refused: one name may not stand for two things in a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ttp.store.encoding import decode, encode
 log = logging.getLogger("ttp.adapters.torch")
 
 COMMON = "common"
-"""The shard that every rank holds, beside others."""
+"""Name of the shard that every rank holds, in a job with further shards."""
 _LISTED_MAX = 4
 
 Identity = tuple[Any, ...]
-"""Equal for what different ranks say of one shard."""
+"""A value that is equal for the statements of different ranks about one shard."""
 
 RENAME = (
     "give every stage names of its own, as torch.distributed.pipelining does: for example wrap it, "
@@ -49,13 +49,13 @@ RENAME = (
 
 
 class FoundSharding:
-    """See ``Sharding``. Made by ``discover``.
+    """A ``Sharding`` that was found by asking all ranks. Made by ``discover``.
 
     Args:
-        parts: of the job.
-        layout: of the job.
-        mine: the shard of each kind of tensors that this rank holds.
-        flat_groups: param groups differ between ranks.
+        parts: the objects of the job.
+        layout: the replica groups of the job.
+        mine: for each kind of tensors that this rank holds, its shard.
+        flat_groups: whether param groups differ between ranks.
         elsewhere: names that only other ranks have.
     """
 
@@ -78,11 +78,11 @@ class FoundSharding:
     def parameters_of(self, shard: Shard) -> Collection[str]:
         """See ``Sharding``."""
         if len(self.layout.groups) == 1:
-            return self._names.parameters.keys()  # there may be more than there were
+            return self._names.parameters.keys()  # not the list from the start: parameters may have been added
         return self._parameters.get(shard, ())
 
     def carries(self, shard: Shard, tensor: Tensor) -> bool:
-        """See ``Sharding``. What came after the discovery goes with every shard, as all of an explicit layout does."""
+        """See ``Sharding``. Tensors newer than the discovery, and all with an explicit layout, go with every shard."""
         return self._explicit or self._mine.get(self._cutter.cut("", tensor), shard) == shard
 
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
@@ -95,7 +95,7 @@ class FoundSharding:
 
 
 def discover(parts: TrainingObjects) -> FoundSharding:
-    """Ask all ranks what they hold. Every rank must call it at the same point of its program.
+    """Find the sharding by asking all ranks what they hold. All must call it at the same point of their programs.
 
     Raises:
         ConfigError: one name stands for two things, or an explicit layout does not fit; the text says what to do.
@@ -124,11 +124,11 @@ def discover(parts: TrainingObjects) -> FoundSharding:
     return FoundSharding(parts, layout, found, flat, elsewhere)
 
 
-# ------------------------------------------------------------------------------------------- who holds the same: pure
+# ------------------------------------------------------------------------ which ranks hold the same: pure functions
 
 
 def same_shards(views: Sequence[RankShards]) -> dict[Identity, tuple[Rank, ...]]:
-    """The groups of ranks that hold the same, ordered by their lowest ranks."""
+    """Return the groups of ranks that hold the same shard, ordered by their lowest ranks."""
     found: dict[Identity, list[Rank]] = defaultdict(list)
     for rank in range(len(views)):
         for identity in _identities(views, rank):
@@ -137,14 +137,14 @@ def same_shards(views: Sequence[RankShards]) -> dict[Identity, tuple[Rank, ...]]
 
 
 def _identities(views: Sequence[RankShards], rank: int) -> list[Identity]:
-    """For each shard of this rank: what identifies it, and the ranks with which it may be shared."""
+    """Return for each shard of this rank a value that is equal on the ranks that hold the same shard."""
     view = views[rank]
     connected = _components(views)[rank]
     return [(said.parts, said.label) if said.label else (said.parts, connected, view.stages) for said in view.shards]
 
 
 def _components(views: Sequence[RankShards]) -> list[int]:
-    """For each rank a number that connected ranks have in common: the members of a group all name its lowest."""
+    """Return for each rank a number that connected ranks have in common: a group is known by its lowest rank."""
     if not any(view.scopes for view in views):
         return [0] * len(views)
     parent = list(range(len(views)))
@@ -162,10 +162,10 @@ def _components(views: Sequence[RankShards]) -> list[int]:
 
 
 def refuse_strangers(shards: Mapping[Identity, Sequence[Rank]], views: Sequence[RankShards]) -> None:
-    """Refuse ranks that hold things of equal names and shapes without being connected.
+    """Refuse ranks that hold parameters of equal names and shapes without being connected.
 
     Raises:
-        ConfigError: there are such.
+        ConfigError: there are such ranks.
     """
     first: dict[str, Sequence[Rank]] = {}
     for identity, ranks in shards.items():
@@ -180,10 +180,10 @@ def refuse_strangers(shards: Mapping[Identity, Sequence[Rank]], views: Sequence[
 
 
 def refuse_left_alone(views: Sequence[RankShards]) -> None:
-    """Parameters that DistributedDataParallel was told to ignore, where it cannot be told who has copies of them.
+    """Refuse parameters that DistributedDataParallel was told to ignore, if nobody can tell which ranks have copies.
 
-    Trained ones are sound where each rank has names of its own for them: they are shards of their own. Ones that are
-    not trained are sound where they are equal.
+    Trained parameters are accepted if each rank has names of its own for them: they are shards of their own. Parameters
+    that are not trained are accepted if they are equal on all ranks.
 
     Raises:
         ConfigError: there are others.
@@ -217,7 +217,7 @@ def refuse_left_alone(views: Sequence[RankShards]) -> None:
 
 
 def named(shards: Mapping[Identity, Sequence[Rank]], world_size: int) -> tuple[Layout, dict[Identity, Shard]]:
-    """Names of shards for people: ``model`` if there is one; else numbers, and ``common`` for what all ranks hold."""
+    """Name the shards: ``model`` if there is one; else ``model-0`` and so on, and ``common`` if all ranks hold it."""
     names: dict[Identity, Shard] = {}
     cut = [identity for identity, ranks in shards.items() if len(ranks) < world_size]
     width = len(str(max(0, len(cut) - 1)))
@@ -229,10 +229,11 @@ def named(shards: Mapping[Identity, Sequence[Rank]], world_size: int) -> tuple[L
 
 
 def explicit(shards: Mapping[Identity, Sequence[Rank]], layout: Layout) -> dict[Identity, Shard]:
-    """The shard of each rank, where the user has named the shards.
+    """Return the name of each shard, where the user has named the shards in a layout.
 
     Raises:
-        ConfigError: ranks that should hold the same do not, or two shards are told apart by nothing.
+        ConfigError: ranks that should hold the same do not, two shards have the same names and shapes, or a shard of
+            the layout has no parameters.
     """
     first: dict[str, Sequence[Rank]] = {}
     meant: dict[str, str] = {}
@@ -258,12 +259,12 @@ def explicit(shards: Mapping[Identity, Sequence[Rank]], layout: Layout) -> dict[
 
 
 def _names_elsewhere(views: Sequence[RankShards], mine: Mapping[Key, Iterable[ShardEntry]], me: int) -> set[str]:
-    """What only other ranks have (other pipeline stages), by the name in the model.
+    """Return the names in the model that only other ranks have (other pipeline stages). A collective call.
 
-    Only what not every rank holds is sent, once per stage: most jobs send nothing.
+    Only names that not every rank holds are sent, once per stage: most jobs send nothing.
 
     Raises:
-        ConfigError: something here and something there have the same name.
+        ConfigError: two different things on this rank and on another one have the same name.
     """
     speakers: dict[str, int] = {}
     holders: dict[str, set[int]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Tells which chunks of a sharded tensor are in the memory of this rank."""
+"""Finds which chunks of a sharded tensor are in the memory of this rank."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ttp.errors import ConfigError
 
 Ranks = tuple[int, ...]
 
-_Run = tuple[int, int, int]  # where it begins in the local memory, where in the whole, how long
+_Run = tuple[int, int, int]  # begin in the local tensor, begin in the whole tensor, length: along one dimension
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor``. Does not import the module of that class."""
+    """Return whether a tensor is a ``DTensor``, without importing the module of that class."""
     library = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of a tensor that is in the memory of this rank."""
+    """Return the part of a tensor that is in the memory of this rank."""
     return tensor._local_tensor.detach() if is_distributed(tensor) else tensor
 
 
 def cut_among(tensor: Any) -> Ranks:
-    """The ranks over which the tensor is sharded, this one among them; empty: every holder has all of it.
+    """Return the ranks over which a tensor is sharded, this one among them; empty: every holder has all of it.
 
     Tensors that are cut among the same ranks have the same replicas.
 
     Raises:
-        ConfigError: it is a sum that was not reduced yet.
+        ConfigError: the tensor is a sum that was not reduced yet.
     """
     if not is_distributed(tensor):
         return ()
@@ -55,12 +55,12 @@ def cut_among(tensor: Any) -> Ranks:
 
 
 def mesh_ranks(tensor: Any) -> Ranks:
-    """All ranks of the mesh that a distributed tensor lies on; empty: it lies on none."""
+    """Return all ranks of the mesh on which a distributed tensor lies; empty: the tensor is not distributed."""
     return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist())) if is_distributed(tensor) else ()
 
 
 def stored(tensor: Any) -> TensorOrChunks:
-    """What of a tensor is to be written by this rank; see ``Sharding.stored``."""
+    """Return the part of a tensor that this rank has to write; see ``Sharding.stored``."""
     if not is_distributed(tensor):
         return tensor
     if not cut_among(tensor):
@@ -71,12 +71,12 @@ def stored(tensor: Any) -> TensorOrChunks:
 
 
 def flat_chunks(piece: Tensor, shape: Sequence[int], start: int) -> tuple[Chunk, ...]:
-    """The elements from ``start`` on of a tensor that was flattened, as rectangles of the tensor.
+    """Describe consecutive elements of a flattened tensor as rectangular chunks of the tensor.
 
     Args:
-        piece: one dimension; consecutive elements of the flattened tensor, in its order.
-        shape: of the whole tensor.
-        start: position of the first of them.
+        piece: consecutive elements of the flattened tensor, in its order; a vector.
+        shape: shape of the whole tensor.
+        start: position of the first of these elements in the flattened tensor.
     """
     if len(shape) <= 1:
         return (Chunk(piece.reshape([-1] * len(shape)), tuple(shape), (start,) * len(shape)),)
@@ -87,7 +87,7 @@ def flat_chunks(piece: Tensor, shape: Sequence[int], start: int) -> tuple[Chunk,
     position, stop = start, start + piece.numel()
     while position < stop:
         first, inside = divmod(position, row)
-        if inside or stop - position < row:  # a part of one row: the same question, one dimension less
+        if inside or stop - position < row:  # a part of one row: solve it with one dimension less
             end = min(stop, (first + 1) * row)
             parts = flat_chunks(piece[position - start : end - start], shape[1:], inside)
             found += [Chunk(p.tensor.unsqueeze(0), tuple(shape), (first, *p.offsets)) for p in parts]
@@ -106,7 +106,7 @@ def _chunks(here: Tensor, shape: tuple[int, ...], runs: Sequence[Sequence[_Run]]
 
 
 def _runs(tensor: Any, dim: int) -> list[_Run]:
-    """Along one dimension: the stretches of the whole that are here, in the order of the local memory."""
+    """Return, along one dimension, the ranges of the whole tensor on this rank, in the order of the local memory."""
     size, mesh = tensor.shape[dim], tensor.device_mesh
     cuts = [(n, p) for n, p in enumerate(tensor.placements) if not p.is_replicate() and p.dim == dim]
     if not cuts:
@@ -124,7 +124,7 @@ def _runs(tensor: Any, dim: int) -> list[_Run]:
 
 
 def _part(index: Tensor, pieces: int, parts: int, number: int) -> Tensor:
-    """The ``number``-th of ``parts`` of each of the ``pieces`` of ``index``: one piece for a plain shard."""
+    """Cut ``index`` into ``pieces`` (one for a plain shard), each into ``parts``; return part ``number`` of each."""
     found = [
         chunks[number] for piece in torch.chunk(index, pieces) if number < len(chunks := torch.chunk(piece, parts))
     ]
@@ -143,22 +143,22 @@ class Cutter:
 
     Args:
         model: the registered module.
-        names: of it.
+        names: names of the model.
     """
 
     def __init__(self, model: nn.Module, names: ModelNames) -> None:
         self._flat = flat_pieces(model, names)
 
     def cut(self, owner: str, tensor: Tensor) -> Ranks:
-        """See ``cut_among``; ``owner`` is as in ``Sharding.stored``."""
+        """Return the ranks over which a tensor is sharded: see ``cut_among``, and ``Sharding.stored`` for ``owner``."""
         return self._flat[owner].ranks if owner in self._flat else cut_among(tensor)
 
     def is_cut(self, owner: str, tensor: Tensor) -> bool:
-        """Whether a sharding library manages it: then the library says which rank holds what."""
+        """Return whether a sharding library manages the tensor: then the library says which rank holds what."""
         return owner in self._flat or is_distributed(tensor)
 
     def shape(self, owner: str, tensor: Tensor) -> tuple[int, ...]:
-        """The shape of the whole parameter."""
+        """Return the shape of the whole parameter."""
         return self._flat[owner].shape if owner in self._flat else tuple(tensor.shape)
 
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
@@ -171,10 +171,10 @@ class Cutter:
         return flat_chunks(piece.of(tensor), shape, piece.start) if piece.count else (nothing,)
 
     def pieces(self, owner: str, tensor: Tensor) -> Sequence[Chunk] | None:
-        """The chunks on this rank, where torch cannot describe them; None: it can."""
+        """Return the chunks on this rank if torch itself cannot describe them; None: torch can."""
         found = self.stored(owner, tensor)
         return [chunk for chunk in found if chunk.tensor.numel()] if isinstance(found, tuple) else None
 
     def absent(self, owner: str) -> bool:
-        """Whether the optimizer of this rank keeps nothing for this parameter, because no part of it is here."""
+        """Return whether this rank's optimizer keeps nothing for a parameter, because no part of it is on this rank."""
         return owner in self._flat and not self._flat[owner].count

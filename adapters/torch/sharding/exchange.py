@@ -15,12 +15,12 @@ _KINDS: dict[bytes, type[ConfigError] | type[UsageError]] = {b"c": ConfigError, 
 
 
 def connected(world_size: int) -> bool:
-    """Whether there is a default process group of this size."""
+    """Return whether there is a default process group of this size."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """The ``data`` of every rank, by rank. Needs memory of world size times the longest message."""
+    """Exchange ``data`` and return that of every rank, by rank. Takes memory of world size times the longest one."""
     size = torch.tensor([len(data)], device=_device())
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
@@ -32,13 +32,13 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
-    """The result of ``make`` on every rank, by rank. If it raises on one of them, all raise the same error.
+    """Return the result of ``make`` on every rank, by rank. If it raises on one rank, all ranks raise the same error.
 
-    Nobody waits in a collective for a rank that has found something wrong.
+    So no rank waits in a collective for a rank that has found something wrong.
 
     Raises:
-        ConfigError: ``make`` raised it, here or elsewhere.
-        UsageError: the same.
+        ConfigError: ``make`` raised it, on this rank or another one.
+        UsageError: ``make`` raised it, on this rank or another one.
     """
     refusal: ConfigError | UsageError | None = None
     try:
@@ -57,11 +57,13 @@ def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
 
 
 def refuse_everywhere(problem: ConfigError | UsageError, world_size: int) -> None:
-    """Make ``gather_or_refuse`` raise on the other ranks, from a rank that does not get as far.
+    """Make ``gather_or_refuse`` raise ``problem`` on the other ranks, from a rank that does not get as far.
+
+    Without a process group of this size no other rank could be told, and nothing is raised.
 
     Raises:
-        ConfigError: as on all of them; nothing is raised where nobody could be told.
-        UsageError: the same.
+        ConfigError: ``problem`` is one; the other ranks raise it too.
+        UsageError: ``problem`` is one; the other ranks raise it too.
     """
 
     def make() -> bytes:
@@ -72,7 +74,7 @@ def refuse_everywhere(problem: ConfigError | UsageError, world_size: int) -> Non
 
 
 def broadcast_bytes(data: bytes, source: int) -> bytes:
-    """The ``data`` of rank ``source``; that of others is ignored."""
+    """Return the ``data`` of rank ``source`` on every rank; the ``data`` of other ranks is ignored."""
     size = torch.tensor([len(data)], device=_device())
     dist.broadcast(size, source)
     content = torch.zeros(int(size), dtype=torch.uint8, device=_device())
@@ -87,7 +89,7 @@ def _bytes(content: torch.Tensor) -> bytes:
 
 
 def _device() -> str:
-    """The kind of device that the default group takes: the host, or another where it has no backend for that (NCCL)."""
+    """Return the device type for messages: the host, or another if the default group cannot send from it (NCCL)."""
     world: dist.ProcessGroup | None = dist.group.WORLD
     kinds = [device.type for device in getattr(world, "_device_types", ())]
     return "cpu" if "cpu" in kinds or not kinds else kinds[0]

@@ -1,7 +1,7 @@
-"""Describes the parameters of FullyShardedDataParallel (FSDP1), which are stretches of one flat tensor.
+"""Describes the parameters of FullyShardedDataParallel (FSDP1), which are ranges of one flat tensor.
 
-Another library that cuts flat tensors is shown by a module with ``flat_pieces()``, which yields a ``FlatPiece`` for
-each of its parameters.
+A module of another library that cuts flat tensors can describe them by a method ``flat_pieces()``, which yields a
+``FlatPiece`` for each of its parameters.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class FlatPiece:
     """The part of one parameter that is on this rank.
 
     Args:
-        parameter: as the optimizer has it.
+        parameter: the parameter object that the optimizer has.
         owner: the flat tensor.
-        shape: of the whole parameter.
-        start: the first element that is here, counted in the flattened parameter.
-        offset: its place in the memory of this rank.
-        count: elements that are here.
-        ranks: over which the flat tensor is cut.
+        shape: shape of the whole parameter.
+        start: position, in the flattened parameter, of the first element on this rank.
+        offset: position of that element in this rank's memory of the flat tensor.
+        count: number of elements on this rank.
+        ranks: the ranks over which the flat tensor is cut.
     """
 
     parameter: Tensor
@@ -41,22 +41,22 @@ class FlatPiece:
     ranks: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The elements on this rank, of the parameter or of a tensor that belongs to it."""
+        """Return the elements on this rank, of the parameter or of a tensor that the optimizer keeps for it."""
         memory: Tensor | None = getattr(self.owner, "_local_shard", None)  # absent before the first forward pass
         if tensor is self.parameter and memory is not None:
             return memory.detach()[self.offset : self.offset + self.count]
         return tensor.detach()
 
     def describes(self, tensor: Tensor) -> bool:
-        """Whether this is the parameter, or a tensor of the optimizer that is cut as the parameter is."""
+        """Return whether ``tensor`` is the parameter, or a tensor of the optimizer that is cut as the parameter is."""
         return tensor is self.parameter or tensor.shape == (self.count,)
 
 
 def flat_pieces(model: nn.Module, names: ModelNames) -> dict[str, FlatPiece]:
-    """Every parameter that FSDP1 has flattened, by each of its names.
+    """Return the piece of every parameter that is flattened, by each of the parameter's names.
 
     Raises:
-        ConfigError: the flat tensor itself is the parameter.
+        ConfigError: FSDP1 was used without ``use_orig_params=True``, so the optimizer has the flat tensor itself.
     """
     by_identity: dict[int, FlatPiece] = {}
     for module in _wrapped(model):
@@ -76,7 +76,7 @@ def flat_pieces(model: nn.Module, names: ModelNames) -> dict[str, FlatPiece]:
 
 
 def flat_scopes(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    """The groups of ranks that FSDP1 trains with: those it cuts among, and those it copies among."""
+    """Yield the groups of ranks that FSDP1 trains with: those over which it shards, and those over which it copies."""
     for module in _wrapped(model):
         for group in (module.process_group, getattr(module, "_inter_node_pg", None)):
             if group is not None:

@@ -15,40 +15,40 @@ from ttp.adapters.torch.sharding.partition import ShardPlacement
 from ttp.errors import ConfigError
 
 GATHER_BYTES = 64 << 20
-"""What all ranks of a block exchange at once. Large enough that the start of an all-gather does not count."""
-_ALIGNMENT = 16  # of the widest dtype
+"""Bytes that all ranks of a block together exchange at once. So large that starting an all-gather costs little."""
+_ALIGNMENT = 16  # bytes of the widest dtype
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
-_Copies = tuple[list[Tensor], list[Tensor]]  # where to, where from; all of one dtype
+_Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources of copies, all of one dtype
 
 
 @dataclass(slots=True)
 class _Round:
     """One all-gather, and the copies before and after it."""
 
-    chunk: int  # bytes of each rank
+    chunk: int  # bytes that each rank sends
     send: list[_Copies] = field(default_factory=list)
     receive: list[_Copies] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Piece:
-    """A stretch of a parameter's memory, and where it is in the chunk, in bytes."""
+    """A range of a parameter's memory, and its offset in the chunk, in bytes."""
 
     memory: Tensor
     offset: int
 
 
 class BlockGather:
-    """The exchange of one block; every rank of it makes one, with the same arguments but for ``me``.
+    """The exchange among the ranks of one block; each constructs it with the same arguments but for ``me``.
 
     Args:
         shards: the parameters of each shard.
         holds: the shard of each rank of the block.
-        me: which of them this is.
-        group: of the block's ranks, in this order; None where the block is this rank alone.
-        limit: see ``GATHER_BYTES``.
+        me: position of this rank in the block.
+        group: process group of the block's ranks, in this order; None: the block is this rank alone.
+        limit: bytes exchanged at once; see ``GATHER_BYTES``.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class BlockGather:
         """Exchange the updated parameters. On a device the exchange is queued.
 
         Raises:
-            RuntimeError: a rank of the block died, like from any collective. Own parameters are whole.
+            RuntimeError: a rank of the block died; any collective would raise it. This rank's own parameters are whole.
         """
         if self._group is None:
             return
         key = [(p.data_ptr(), p.requires_grad) for shard in self._shards for p in shard]
-        if key != self._key:  # memory was moved, or parameters were frozen: on all ranks alike
+        if key != self._key:  # memory was moved, or parameters were frozen, on all ranks alike
             self._plan()
             self._key = key
         for buffer, rounds in self._rounds:
@@ -121,16 +121,16 @@ class BlockGather:
 def block_gather(
     placement: ShardPlacement, me: int, ranks: Sequence[int], group: Any, shards: Sequence[Sequence[Tensor]]
 ) -> BlockGather:
-    """The exchange of the block that rank ``me`` of a group is in; a process group of its own is made for it.
+    """Make the exchange of the block of rank ``me``, with a process group of its own where the block needs one.
 
     Args:
-        placement: of the shards.
-        me: which of the group's ranks this is.
-        ranks: of the group, as the job numbers them.
-        group: all of them.
+        placement: which rank of the group holds which shard.
+        me: position of this rank in the group.
+        ranks: the ranks of the group, as the job numbers them.
+        group: process group of all these ranks.
         shards: the parameters of each shard.
     """
-    block = sorted(placement.block_of(me), key=lambda r: ranks[r])  # as torch sorts them
+    block = sorted(placement.block_of(me), key=lambda r: ranks[r])  # torch sorts the ranks of a group too
     if len(block) == 1:
         group = None
     elif len(block) < placement.size:
@@ -139,10 +139,10 @@ def block_gather(
 
 
 def dense_memory(parameter: Tensor) -> Tensor:
-    """The elements of a parameter in the order of its memory, as a vector that shares it.
+    """Return the elements of a parameter in the order of its memory, as a vector that shares the memory.
 
     Raises:
-        ConfigError: it is no plain, dense tensor.
+        ConfigError: the parameter is no plain, dense tensor.
     """
     tensor = parameter.detach()
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
@@ -157,7 +157,7 @@ def dense_memory(parameter: Tensor) -> Tensor:
 
 
 def _chunks(parameters: Sequence[Tensor], room: int) -> list[list[_Piece]]:
-    """These parameters one behind the other, cut into chunks of ``room`` bytes."""
+    """Lay these parameters end to end and cut the line into chunks of ``room`` bytes."""
     chunks: list[list[_Piece]] = [[]]
     used = 0
     for parameter in parameters:
@@ -188,7 +188,7 @@ def _slot(buffer: Tensor, start: int, piece: _Piece) -> Tensor:
 
 
 def _copies(pairs: Any) -> list[_Copies]:
-    """As few calls as there are dtypes."""
+    """Group pairs of target and source by dtype, so that each dtype takes one call."""
     kinds: defaultdict[torch.dtype, _Copies] = defaultdict(lambda: ([], []))
     for to, source in pairs:
         kinds[to.dtype][0].append(to)

@@ -1,8 +1,8 @@
 """Names of a model's tensors, fixed once when the optimizer is registered.
 
-The names are the ones that ``torch.distributed.checkpoint.state_dict`` uses, so that stock torch reads our checkpoints:
+The names are those that ``torch.distributed.checkpoint.state_dict`` uses, so that stock torch reads our checkpoints:
 wrappers (DistributedDataParallel, FSDP1, ``torch.compile``, activation checkpointing) leave no trace in them, and a
-tied weight has several.
+tied weight has several names.
 
 The parameters are remembered as objects. At save time the main thread may be inside a forward pass, where a sharding
 library may have swapped what ``named_parameters()`` shows; the objects in ``optimizer.param_groups`` stay the same.
@@ -56,7 +56,7 @@ class ModelNames:
 
     @property
     def of_any_shape(self) -> set[str]:
-        """Names of such buffers that may have been made in training; see ``takes_any_shape``."""
+        """Names of the buffers that may get their shape in training; see ``takes_any_shape``."""
         return {name for name, (owner, key) in self._buffer_owners.items() if takes_any_shape(owner, key)}
 
     @property
@@ -70,14 +70,14 @@ class ModelNames:
         return self._extra_owners
 
     def canonical(self, name: str) -> str:
-        """The checkpoint's name for ``name`` as ``model.named_parameters()`` or ``named_buffers()`` spells it."""
+        """Return the checkpoint's name for a name as ``model.named_parameters()`` or ``named_buffers()`` spells it."""
         return self._canonical.get(name, name)
 
     def of(self, parameter: Tensor) -> str:
-        """The one name under which the optimizer's state of ``parameter`` is kept.
+        """Return the one name under which the optimizer's state of ``parameter`` is kept.
 
         Raises:
-            CheckpointError: the model does not contain it.
+            CheckpointError: the model does not contain that parameter.
         """
         name = self._by_identity.get(id(parameter))
         if name is None:
@@ -88,7 +88,7 @@ class ModelNames:
         return name
 
     def replace_buffer(self, name: str, tensor: Tensor) -> None:
-        """Put another tensor in the place of the buffer ``name``."""
+        """Replace the buffer ``name`` by ``tensor``."""
         owner, key = self._buffer_owners[name]
         owner._buffers[key] = tensor
 
@@ -126,10 +126,10 @@ class ModelNames:
 
 
 def takes_any_shape(owner: nn.Module, buffer: str) -> bool:
-    """Whether a restored buffer may differ in its form from the one that the program has made.
+    """Return whether a restored buffer may differ in shape from the one that the program has made.
 
-    It is still None or empty, or its module loads itself, as torch's observers do, whose buffers get their size from
-    what they see. BatchNorm loads itself for another reason.
+    It may if the buffer is still None or empty, or if its module has loading code of its own, as torch's observers
+    have: their buffers get their size from the data. BatchNorm has such code for another reason and does not count.
     """
     tensor = owner._buffers.get(buffer)
     loads_itself = type(owner)._load_from_state_dict is not nn.Module._load_from_state_dict
@@ -137,7 +137,7 @@ def takes_any_shape(owner: nn.Module, buffer: str) -> bool:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors in ``module.state_dict(keep_vars=True)``, without running any of its hooks."""
+    """Return the tensors in ``module.state_dict(keep_vars=True)``, without running any of its hooks."""
     found: dict[str, Tensor] = {}
     for raw, _, owner in _walk(module):
         found.update((raw + key, value) for key, value in owner._parameters.items() if value is not None)
@@ -147,7 +147,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _walk(module: nn.Module, raw: str = "", name: str = "") -> Iterator[tuple[str, str, nn.Module]]:
-    """Every module with its prefix as torch spells it and as the checkpoint does."""
+    """Yield every module with its prefix in torch's spelling and in the checkpoint's."""
     yield raw, name, module
     for key, child in module._modules.items():
         if child is not None:
@@ -157,6 +157,6 @@ def _walk(module: nn.Module, raw: str = "", name: str = "") -> Iterator[tuple[st
 def _is_wrapped(module: nn.Module, key: str) -> bool:
     if isinstance(module, DistributedDataParallel):
         return key == "module"
-    # By name: importing torch._dynamo takes seconds, and whoever has such a module has imported it.
+    # Compared by name, because importing torch._dynamo takes seconds; a program with such a module has imported it.
     compiled = type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo")
     return key in _WRAPPERS or (compiled and key == "_orig_mod")

@@ -1,4 +1,4 @@
-"""Assigns the optimizer state of parameters to the ranks of a group. Numbers only."""
+"""Assigns the optimizer state of parameters to the ranks of a group. Computes with numbers only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ttp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Where the shards of a group are.
+    """Which rank of a group holds which shard.
 
     Args:
-        size: ranks of the group, numbered ``0 .. size - 1``.
-        replicas: copies of each shard, at least.
+        size: number of ranks of the group, which are numbered ``0 .. size - 1``.
+        replicas: the least number of copies of each shard.
 
     Raises:
         ConfigError: there are fewer ranks than copies.
@@ -34,33 +34,36 @@ class ShardPlacement:
 
     @property
     def shards(self) -> int:
-        """How many there are."""
+        """The number of shards."""
         return self.size // self.replicas
 
     def shard_of(self, rank: int) -> int:
-        """The shard that ``rank`` holds."""
+        """Return the shard that ``rank`` holds."""
         return rank % self.shards
 
     def holders(self, shard: int) -> tuple[int, ...]:
-        """The ranks that hold a copy of ``shard``."""
+        """Return the ranks that hold a copy of ``shard``."""
         return tuple(range(shard, self.size, self.shards))
 
     def block_of(self, rank: int) -> range:
-        """The ranks among which ``rank`` finds every shard."""
+        """Return the block of ``rank``: consecutive ranks that together hold every shard."""
         last = self.size // self.shards - 1
         block = min(rank // self.shards, last)
         return range(block * self.shards, self.size if block == last else (block + 1) * self.shards)
 
 
 def assign(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """The shard of each of these parameters: the largest first, each to the shard that has least so far.
+    """Assign parameters to shards: the largest first, each to the shard that has the least so far.
 
-    The same on every rank that asks in the same order. At the end no shard has more than the average plus one of the
-    largest.
+    The result is the same on every rank that makes the same calls. At the end no shard has more than the average plus
+    one of the largest parameters.
 
     Args:
-        sizes: of the parameters.
-        loads: what each shard has already; what it gets is added.
+        sizes: number of elements of each parameter.
+        loads: number of elements that each shard has already; is updated.
+
+    Returns:
+        The shard of each parameter.
     """
     shards = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

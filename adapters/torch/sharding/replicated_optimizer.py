@@ -1,12 +1,12 @@
 """ZeRO-1 with copies: the optimizer's state is sharded, and every shard is on several ranks.
 
-Each rank updates the parameters of one shard, with an optimizer of its own for them, and gets the others from ranks of
-its block; see ``partition`` for who holds what and ``gather`` for the exchange. Gradients are reduced over the whole
+Each rank updates the parameters of one shard, with an inner optimizer for them, and gets the others from ranks of its
+block; see ``partition`` for which rank holds what and ``gather`` for the exchange. Gradients are reduced over the whole
 group before, by DistributedDataParallel as always. Copies of a shard get the same gradients and make the same update:
-nothing is sent to keep them equal, and when a rank dies another one holds what it held.
+nothing is sent to keep them equal, and when a rank dies another one holds the same shard.
 
-The update of a rank is finished when its inner optimizer's ``step()`` is, before the exchange. What is exchanged is the
-shard of other ranks, so a rank that dies, hangs or raises in the exchange holds its own shard whole.
+The update of a rank is finished when its inner optimizer's ``step()`` is, before the exchange. The exchange writes only
+to parameters of other shards, so a rank that dies, hangs or raises in it holds its own shard whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ttp.errors import ConfigError
 log = logging.getLogger("ttp.adapters.torch")
 
 _NOT_SHARED = ("params", "param_names")
-"""What outer and inner param groups do not have in common."""
+"""Keys in which outer and inner param groups differ."""
 
 
 class ReplicatedOptimizer(Optimizer):
@@ -42,22 +42,22 @@ class ReplicatedOptimizer(Optimizer):
         optimizer = ReplicatedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         optimizer = ttp.wrap_optimizer(optimizer, model=model, save_dir="checkpoints")
 
-    It is made, and its ``step`` and ``add_param_group`` are called, by all ranks of the group alike. ``param_groups``
-    holds all parameters; what schedulers write there reaches the inner optimizer, and what that one writes into its own
-    groups comes back. ``state`` and ``state_dict()`` show the state of this rank's parameters only, numbered as in
-    ``param_groups``; a checkpoint of ttp has all of it. ``load_state_dict`` takes the state of this rank's parameters
-    out of a dictionary of this or of the plain optimizer. Losses and weights are those of the plain optimizer, bit for
-    bit.
+    All ranks of the group have to make it, and to call ``step`` and ``add_param_group``, alike. ``param_groups`` holds
+    all parameters; changes that schedulers make there reach the inner optimizer, and changes that the inner optimizer
+    makes in its own groups come back. ``state`` and ``state_dict()`` show the state of this rank's parameters only,
+    numbered as in ``param_groups``; a checkpoint of ttp has all of it. ``load_state_dict`` takes the state of this
+    rank's parameters out of a dictionary of this or of the plain optimizer. Losses and weights are those of the plain
+    optimizer, bit for bit.
 
     Memory: a rank keeps the state of ``1 / (dp // replicas)`` of the parameters, up to the largest parameter more, and
     a buffer of at most 64 MiB for the exchange (``gather.GATHER_BYTES``; gloo makes a copy of it).
 
     Args:
         params: parameters or param groups, as of any optimizer. Plain dense tensors; frozen ones are not exchanged.
-        optimizer_class: of the inner optimizer. It has to treat each parameter on its own, as nearly all do.
-        replicas: copies of each shard. The whole number of ranks: nothing is sharded, nothing exchanged.
-        process_group: the data-parallel ranks; None: all.
-        **defaults: for ``optimizer_class``.
+        optimizer_class: class of the inner optimizer. It has to treat each parameter on its own, as nearly all do.
+        replicas: copies of each shard. If it is the number of ranks, nothing is sharded or exchanged.
+        process_group: the data-parallel ranks; None: all ranks.
+        **defaults: arguments for ``optimizer_class``.
 
     Raises:
         ConfigError: there is no process group yet, it is smaller than ``replicas``, its ranks do not have the same
@@ -96,13 +96,13 @@ class ReplicatedOptimizer(Optimizer):
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer of this rank's parameters. Its ``step()`` is the update."""
+        """The optimizer of this rank's parameters. Its ``step()`` is this rank's update."""
         assert self._inner is not None
         return self._inner
 
     @property
     def state(self) -> Any:
-        """The state of the inner optimizer: of this rank's parameters."""
+        """The state of the inner optimizer, which is that of this rank's parameters."""
         return defaultdict(dict) if self._inner is None else self._inner.state
 
     @state.setter
@@ -114,11 +114,11 @@ class ReplicatedOptimizer(Optimizer):
         """Update the parameters of this rank's shard, and receive the others.
 
         Args:
-            closure: evaluates the model again; passed on.
-            **kwargs: passed on.
+            closure: evaluates the model again; passed on to the inner optimizer.
+            **kwargs: passed on to the inner optimizer.
 
         Returns:
-            What the inner optimizer's ``step`` returns.
+            The result of the inner optimizer's ``step``.
         """
         _share(self.param_groups, self.inner.param_groups)
         step: Any = self.inner.step
@@ -129,10 +129,10 @@ class ReplicatedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; those of before stay where they are."""
+        """Add parameters; the older ones stay in their shards."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for trained in (True, False):  # each kind is balanced: what is frozen has no state
+        for trained in (True, False):  # each kind is balanced by itself: frozen parameters have no state
             parameters = [p for p in group["params"] if p.requires_grad is trained]
             shards = assign([p.numel() for p in parameters], self._loads[trained])
             self._shard_of.update(zip(parameters, shards, strict=True))
@@ -142,10 +142,10 @@ class ReplicatedOptimizer(Optimizer):
             for parameter in group["params"]:
                 dense_memory(parameter)
             self._inner.add_param_group(self._mine(group))
-            _share(self._inner.param_groups[-1:], self.param_groups[-1:])  # of the others the outer ones are newer
+            _share(self._inner.param_groups[-1:], self.param_groups[-1:])  # in older groups the outer values are newer
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of this rank's parameters, and the hyperparameters of all; the rest is ignored."""
+        """Load the state of this rank's parameters, and the hyperparameters of all; the rest is ignored."""
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         others = {number for number, p in zip(numbers, parameters, strict=False) if not self.holds(p)}
@@ -153,7 +153,7 @@ class ReplicatedOptimizer(Optimizer):
         super().load_state_dict({**state_dict, "state": mine})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What ``load_state_dict`` has put together."""
+        """Take the state that ``load_state_dict`` of the base class has put together, or an unpickled one."""
         own = dict(state)
         loaded = own.pop("state", None)
         super().__setstate__(own)
@@ -164,11 +164,11 @@ class ReplicatedOptimizer(Optimizer):
     # ----------------------------------------------------------------------------------------------------- the shards
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether this rank updates ``parameter``."""
+        """Return whether this rank updates ``parameter``."""
         return self._shard_of.get(parameter) == self.shard
 
     def parameters_of(self, shard: int) -> Sequence[Tensor]:
-        """The parameters of a shard, in the order in which they were given."""
+        """Return the parameters of a shard, in the order in which they were given."""
         return tuple(self._shards[shard])
 
     @property
@@ -177,13 +177,13 @@ class ReplicatedOptimizer(Optimizer):
         return list(dist.get_process_group_ranks(self.process_group or dist.group.WORLD))
 
     def register_gather_pre_hook(self, hook: Callable[[], None]) -> RemovableHandle:
-        """Have ``hook`` called in each ``step()``, between this rank's update and the exchange."""
+        """Call ``hook`` in each ``step()``, between this rank's update and the exchange."""
         handle = RemovableHandle(self._gather_hooks)
         self._gather_hooks[handle.id] = hook
         return handle
 
     def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The part of a param group that is this rank's; it may be empty."""
+        """Return the part of a param group that this rank updates; it may be empty."""
         here = [self.holds(p) for p in group["params"]]
         own = {key: value for key, value in group.items() if key not in _NOT_SHARED}
         for key in _NOT_SHARED:
@@ -196,7 +196,7 @@ class ReplicatedOptimizer(Optimizer):
         return block_gather(self.placement, self._rank, self.group_ranks, group, self._shards)
 
     def _meet(self) -> None:
-        """Check that all ranks of the group were given the same, and learn on which hosts they are."""
+        """Check that all ranks of the group were given the same parameters; warn if copies share a host. Collective."""
         described = repr((self.placement, [(list(p.shape), str(p.dtype), p.requires_grad) for p in self._shard_of]))
         mine = [_number(described), _number(socket.gethostname())]
         device = next(iter(self._shard_of)).device
@@ -226,7 +226,7 @@ def _check_usable(optimizer_class: type[Optimizer]) -> None:
 
 
 def _share(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Let param groups have the same hyperparameters, by reference."""
+    """Put the hyperparameters of the ``source`` groups into the ``target`` groups, by reference."""
     for one, other in zip(source, target, strict=True):
         for key, value in one.items():
             if key not in _NOT_SHARED:
@@ -238,7 +238,7 @@ def _number(text: str) -> int:
 
 
 def _crowded(placement: ShardPlacement, hosts: Sequence[int]) -> str | None:
-    """The warning if all copies of a shard are on one host although there are several hosts."""
+    """Return a warning if all copies of a shard are on one host although there are several hosts; else None."""
     if placement.replicas == 1 or len(set(hosts)) == 1:
         return None
     shards = [s for s in range(placement.shards) if len({hosts[r] for r in placement.holders(s)}) == 1]

@@ -1,4 +1,4 @@
-"""Collects what a rank says of the parts of the training state that it holds: see ``discovery``."""
+"""Collects a rank's description of the parts of the training state that it holds; see ``discovery``."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class ShardEntry:
     """One tensor, or one extra state, of this rank.
 
     Args:
-        name: as in the checkpoint, with ``model.`` or ``extra.`` in front.
-        shape: of the whole.
-        cut: the ranks it is cut among.
-        part: what is here of it, as text: offsets and sizes.
+        name: its name in the checkpoint, with ``model.`` or ``extra.`` in front.
+        shape: shape of the whole tensor.
+        cut: the ranks over which it is cut.
+        part: the part on this rank, as text: offsets and sizes.
     """
 
     name: str
@@ -45,13 +45,13 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class StatedShards:
-    """What one rank says of one of its shards.
+    """The description that one rank gives of one of its shards.
 
     Args:
-        names: digest of what it is about: names and whole shapes.
-        parts: digest of that, and of which part of each is here.
-        label: the shard of an explicit layout; empty: nobody has named it.
-        alone: some of the names, where nothing makes these parameters equal on several ranks; else empty.
+        names: digest of the names and whole shapes of its tensors.
+        parts: digest of names, whole shapes, and the part of each tensor that is on this rank.
+        label: name of the shard in an explicit layout; empty: there is no such layout.
+        alone: some of the names, if nothing makes these parameters equal on several ranks; else empty.
     """
 
     names: str
@@ -62,15 +62,15 @@ class StatedShards:
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """What one rank says of all of its shards.
+    """The description that one rank gives of all of its shards.
 
     Args:
-        shards: what it holds.
+        shards: the shards that it holds.
         scopes: the lowest rank of each group of ranks that it trains with; all members of a group say the same.
         stages: numbers of the pipeline stages that it runs.
         groups: digest of the optimizer's param groups.
         frozen: digest of the content of parameters that are not trained, and that nothing makes equal; empty: none.
-        frozen_names: some of their names.
+        frozen_names: names of some of these parameters.
     """
 
     shards: tuple[StatedShards, ...]
@@ -81,31 +81,31 @@ class RankShards:
     frozen_names: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        """For ``decode`` on other ranks."""
+        """Encode the description, for ``decode`` on other ranks."""
         said = [[s.names, s.parts, s.label, s.alone] for s in self.shards]
         return encode([said, self.scopes, self.stages, self.groups, self.frozen, self.frozen_names])
 
     @classmethod
     def decode(cls, data: bytes) -> RankShards:
-        """Inverse of ``encode``."""
+        """Decode a description: inverse of ``encode``."""
         said, *others = decode(data)
         return cls(tuple(StatedShards(*shard) for shard in said), *others)
 
 
 Key = Ranks | str
-"""What the entries of one shard of this rank have in common: how they are cut, or the shard of an explicit layout."""
+"""The common property of the entries of one shard: the ranks over which they are cut, or a shard of a given layout."""
 
 
 ALONE: Key = (-1,)
-"""What is trained, and left alone by DistributedDataParallel."""
+"""The key of parameters that are trained and that DistributedDataParallel ignores."""
 _LISTED_MAX = 4
 
 UNNAMED: Key = ()
-"""What is cut in no way; beside an explicit layout, what no shard of it names: buffers, which go with all."""
+"""The key of entries that are not cut; with an explicit layout, of entries in no shard of it: buffers go with all."""
 
 
 def held(parts: TrainingObjects, rank: int) -> dict[Key, list[ShardEntry]]:
-    """The entries of this rank, by shard.
+    """Return the entries of this rank, by shard.
 
     Raises:
         ConfigError: an explicit layout does not say where a parameter belongs.
@@ -119,14 +119,14 @@ def held(parts: TrainingObjects, rank: int) -> dict[Key, list[ShardEntry]]:
 
 
 def key_of(parts: TrainingObjects, name: str, rank: int) -> Key:
-    """The shard to which the parameter of this name belongs. Raises the errors of ``held``."""
+    """Return the key of the shard to which the parameter of this name belongs. Raises the errors of ``held``."""
     if parts.layout is not None:
         return label_of(parts, name, rank)
     return ALONE if parts.left_alone.get(name) else parts.cutter.cut(name, parts.names.parameters[name])
 
 
 def view_of(parts: TrainingObjects, shards: Mapping[Key, Iterable[ShardEntry]]) -> RankShards:
-    """What this rank says of ``shards``, in their order."""
+    """Return this rank's description of ``shards``, in their order."""
     said = tuple(_said(key, entries) for key, entries in shards.items())
     scopes = sorted({min(ranks) for ranks in _scopes(parts) if ranks})
     groups = [sorted(map(parts.names.of, group["params"])) for group in parts.optimizer.param_groups]
@@ -136,10 +136,10 @@ def view_of(parts: TrainingObjects, shards: Mapping[Key, Iterable[ShardEntry]]) 
 
 
 def label_of(parts: TrainingObjects, name: str, rank: int) -> Shard:
-    """The shard of an explicit layout to which a parameter of this rank belongs.
+    """Return the shard of an explicit layout to which a parameter of this rank belongs.
 
     Raises:
-        ConfigError: this rank holds several and nobody says which, or holds it not.
+        ConfigError: this rank holds several shards and there is no ``shard_of``, or does not hold the one it names.
     """
     assert parts.layout is not None
     mine = parts.layout.shards_of(Rank(rank))
@@ -159,7 +159,7 @@ def label_of(parts: TrainingObjects, name: str, rank: int) -> Shard:
     return shard
 
 
-# ------------------------------------------------------------------------------------------------------- what there is
+# ------------------------------------------------------------------------------------------------ entries of this rank
 
 
 def _parameters(parts: TrainingObjects) -> Iterator[ShardEntry]:
@@ -169,7 +169,7 @@ def _parameters(parts: TrainingObjects) -> Iterator[ShardEntry]:
 
 
 def _others(parts: TrainingObjects) -> Iterator[ShardEntry]:
-    """Entries that are no parameters and have to be saved too: buffers, extra states, averages."""
+    """Yield the entries that are saved without being parameters: buffers, extra states, averages."""
     for name, buffer in parts.names.buffers.items():
         yield ShardEntry(
             f"model.{name}", tuple(buffer.shape), dtensor_chunks.cut_among(buffer), _text(dtensor_chunks.stored(buffer))
@@ -195,7 +195,7 @@ def _said(key: Key, entries: Iterable[ShardEntry]) -> StatedShards:
 
 
 def _content(tensors: Iterable[Tensor]) -> str:
-    """A digest of all bytes. For tensors that nothing else would ever compare."""
+    """Return a digest of all bytes of these tensors, which nothing else would ever compare."""
     digest = xxhash.xxh3_128()
     for tensor in tensors:
         memory = tensor.detach().cpu().contiguous()
@@ -210,7 +210,7 @@ def _digest(value: Any) -> str:
 
 
 def _scopes(parts: TrainingObjects) -> Iterator[Ranks]:
-    """The groups of ranks that train parts of this model together, as far as they show."""
+    """Yield the groups of ranks that train parts of this model together, as far as its objects show them."""
     for ddp in parts.ddps:
         yield tuple(dist.get_process_group_ranks(ddp.process_group))
     yield from flat_scopes(parts.model)
@@ -218,7 +218,7 @@ def _scopes(parts: TrainingObjects) -> Iterator[Ranks]:
 
 
 def _stages(model: nn.Module) -> tuple[int, ...]:
-    """Numbers of the stages of ``torch.distributed.pipelining`` made of this model, or of parts of it."""
+    """Return the numbers of the ``torch.distributed.pipelining`` stages that were made of this model or its parts."""
     library = sys.modules.get("torch.distributed.pipelining.stage")
     if library is None:
         return ()
@@ -228,5 +228,5 @@ def _stages(model: nn.Module) -> tuple[int, ...]:
 
 
 def describe(view: RankShards, rank: int) -> str:
-    """A text for messages."""
+    """Return a name of a rank for messages, with its pipeline stages."""
     return f"rank {rank}" + (f" (pipeline stage {compact_ranks(view.stages)})" if view.stages else "")

@@ -1,4 +1,4 @@
-"""The interface to the ways in which training state is sharded, as one rank sees it."""
+"""The interface ``Sharding``: how the training state is spread over ranks, as one rank sees it."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ class Sharding(Protocol):
 
     @property
     def flat_groups(self) -> bool:
-        """Whether param groups differ between ranks (pipeline stages), so that they are stored per parameter."""
+        """Whether param groups differ between ranks (pipeline stages): then they are stored per parameter."""
 
     def parameters_of(self, shard: Shard) -> Collection[str]:
-        """Canonical names whose weight and optimizer state this rank writes for ``shard``; tied ones under each."""
+        """Return the canonical names of parameters that this rank writes for ``shard``; of tied weights all names."""
 
     def carries(self, shard: Shard, tensor: Tensor) -> bool:
-        """Whether ``tensor``, which belongs to no parameter (a buffer, an average), is written with ``shard``.
+        """Return whether ``tensor``, which belongs to no parameter (a buffer, an average), is written with ``shard``.
 
         At least one shard of each rank that holds such a tensor carries it.
         """
 
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
-        """What to write for a live tensor, without copying and without communication.
+        """Return what to write for a live tensor, without copying and without communication.
 
         Args:
-            owner: canonical name of the parameter that it is, or that the optimizer keeps it for; empty: of none.
-            tensor: the live one, or a copy of it of the same kind.
+            owner: canonical name of the parameter that it is, or for which the optimizer keeps it; empty: none.
+            tensor: the live tensor, or a copy of it of the same kind.
 
         Returns:
-            the tensor itself, where the whole of it is here; else the chunks of the whole that are here.
+            The tensor itself, if this rank has the whole of it; else the chunks of the whole that this rank has.
         """
 
     def elsewhere(self) -> Collection[str]:
-        """Names of parameters and buffers that only other ranks have: other stages of a pipeline."""
+        """Return the names of parameters and buffers that only other ranks have: other stages of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class TrainingObjects:
 
     Args:
         model: the registered module, wrapped or not.
-        optimizer: the registered one.
-        names: of both.
-        modules: averages of the weights and the like, by name.
-        world_size: ranks of the job.
-        layout: given by the user; None: to be found.
-        shard_of: the shard of a parameter in that layout, by its name; None: every rank holds one shard.
-        buddy: shards of one copy get a second one in another host's memory, so there is nothing to warn of.
+        optimizer: the registered optimizer.
+        names: names of both.
+        world_size: number of ranks of the job.
+        modules: modules of ``extra_state``, as averages of the weights, by name.
+        layout: the layout that the user gave; None: it has to be found.
+        shard_of: returns the shard of a parameter in that layout, by its name; None: every rank holds one shard.
+        buddy: whether shards of one copy get a second one in another host's memory: then no warning is needed.
     """
 
     model: nn.Module
@@ -88,18 +88,17 @@ class TrainingObjects:
 
     @cached_property
     def cutter(self) -> Cutter:
-        """Knows how the parameters are cut."""
+        """Tells how the parameters are cut."""
         return Cutter(self.model, self.names)
 
     @cached_property
     def ddps(self) -> Sequence[Ddp]:
-        """What reduces gradients of the model."""
+        """The DistributedDataParallel modules that reduce gradients of the model."""
         return ddps_of(self.model)
 
     @cached_property
     def left_alone(self) -> Mapping[str, bool]:
-        """Names of whole parameters that no DistributedDataParallel makes equal on all ranks, and whether they are
-        trained."""
+        """For each uncut parameter that DistributedDataParallel was told to ignore: whether it is trained."""
         alone = {id(parameter) for parameter in not_replicated(self.ddps)}
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         return {
@@ -113,7 +112,7 @@ class PlainSharding:
     """Plain data parallelism: every rank holds everything.
 
     Args:
-        parts: of the job.
+        parts: the objects of the job.
     """
 
     def __init__(self, parts: TrainingObjects) -> None:
@@ -140,10 +139,10 @@ class PlainSharding:
 
 
 def sharding_of(parts: TrainingObjects) -> Sharding:
-    """Find out how the state of this job is sharded. All ranks must call it at the same point.
+    """Find out how the state of this job is sharded. All ranks must call it at the same point of their programs.
 
     Raises:
-        ConfigError: it cannot be told, or cannot be saved; the text says what to do.
+        ConfigError: the sharding cannot be found out, or cannot be saved; the text says what to do.
     """
     if is_sharded(parts.optimizer):
         from ttp.adapters.torch.sharding.zero_sharding import ZeroSharding
@@ -164,7 +163,7 @@ def sharding_of(parts: TrainingObjects) -> Sharding:
 
 
 def _all_together(parts: TrainingObjects) -> bool:
-    """Whether one DistributedDataParallel of all ranks reduces everything: then no other rank has to be asked."""
+    """Return whether DistributedDataParallel over all ranks reduces everything: then no other rank has to be asked."""
     sizes = [len(dist.get_process_group_ranks(ddp.process_group)) for ddp in parts.ddps]
     return parts.world_size == 1 or (set(sizes) == {parts.world_size} and not parts.left_alone)
 
@@ -173,7 +172,7 @@ def _all_together(parts: TrainingObjects) -> bool:
 
 
 def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: ModelNames) -> dict[str, Any]:
-    """The part of ``state`` (see ``checkpoint_state``) that this rank writes for ``shard``, for ``write_shard``."""
+    """Return the part of ``state`` (see ``checkpoint_state``) that this rank writes for ``shard``."""
     wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
     part = dict(state)
     part["model"] = {
@@ -196,7 +195,7 @@ def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: 
 
 
 def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[str, dict[str, Any]]:
-    """The settings of each parameter, in the form of torch's ``flatten_optimizer_state_dict``."""
+    """Return the settings of each parameter, in the form of torch's ``flatten_optimizer_state_dict``."""
     return {
         name: {key: value for key, value in group.items() if key != "params"}
         for group in groups
@@ -206,7 +205,7 @@ def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[
 
 
 def local_tensors(stored: TensorOrChunks) -> tuple[Tensor, ...]:
-    """The memory behind it."""
+    """Return the plain tensors of a tensor or of its chunks."""
     chunks = stored if isinstance(stored, tuple) else (stored,)
     return tuple(chunk.tensor if isinstance(chunk, Chunk) else chunk for chunk in chunks)
 
@@ -220,7 +219,7 @@ def _carried(sharding: Sharding, shard: Shard, values: Mapping[str, Any]) -> dic
 
 
 def _converted(sharding: Sharding, owner: str, value: Any) -> Any:
-    """``value`` with the tensors in its mappings and lists replaced by what is stored of them."""
+    """Return ``value`` with each tensor in its mappings and lists replaced by the part that is stored."""
     if isinstance(value, Tensor):
         return sharding.stored(owner, value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""ZeRO-1 as shards: each rank has all weights, and the optimizer state of its partition only."""
+"""The sharding of ZeRO-1: each rank has all weights, and the optimizer state of its partition only."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ttp.errors import ConfigError
 log = logging.getLogger("ttp.adapters.torch")
 
 COMMON = Shard("common")
-"""What is in no partition, on every rank."""
+"""The shard of everything that is in no partition; every rank holds it."""
 _NOTHING = b"-"
-"""Said by a rank without parameters of its own."""
+"""The message of a rank whose partition is empty."""
 
 
 class ZeroSharding:
-    """See ``Sharding``. All ranks make one at the same point of their programs.
+    """The ``Sharding`` of an optimizer that shards its state. All ranks make one at the same point of their programs.
 
     Args:
-        parts: of the job; its optimizer is one for which ``inner.is_sharded``.
+        parts: the objects of the job; its optimizer is one for which ``unwrap_optimizer.is_sharded`` is true.
 
     Raises:
-        ConfigError: the ranks cannot ask each other, or do not train the same parameters.
+        ConfigError: no process group connects all ranks, the optimizer cannot be protected, or ``layout=`` was given.
     """
 
     flat_groups = False
@@ -79,11 +79,13 @@ class ZeroSharding:
 
 
 def partitions(said: Sequence[bytes], rank: int) -> tuple[Layout, Shard | None]:
-    """The replica groups, and the shard of ``rank``'s own partition.
+    """Return the replica groups, and the shard of ``rank``'s own partition.
+
+    The shard is None if the partition is empty: then ``rank`` holds only what every rank holds.
 
     Args:
-        said: what each rank has said of its partition; equal on replicas.
-        rank: who asks. None for one whose partition is empty: it has what everybody has.
+        said: the message of each rank about its partition; equal on replicas.
+        rank: this rank.
     """
     everybody = tuple(Rank(r) for r in range(len(said)))
     distinct = [one for one in dict.fromkeys(said) if one != _NOTHING]

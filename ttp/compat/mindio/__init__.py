@@ -1,6 +1,6 @@
-"""The package ``mindio_ttp`` on this service. Importing this puts it into place; see docs/mindio.md.
+"""The package ``mindio_ttp`` on this service. Importing this module installs it; see docs/mindio.md.
 
-Nothing of it decides anything: it translates names, signatures and codes onto ``ttp``.
+Nothing in it decides anything: it translates names, signatures and codes of MindIO to those of ``ttp``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training function raises, by the original's table, and what is then done: ``tft_exception_handler``."""
+"""``tft_exception_handler``: classifies exceptions of the training function by the original's table, and reacts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER = "OTHER"
 MEMORY = "HBM MULTI BIT ECC"
 WHOLE, TORN = f"{MEMORY} can repair", f"{MEMORY} can't repair"
 EXIT_DELAY_S = 10.0
-"""How long the release of a rank that is to leave is waited for."""
+"""Seconds to wait for the release of a rank that is to leave."""
 
 Classify = Callable[[str], str]
 
@@ -36,7 +36,7 @@ _ERROR_CODE = re.compile(r"device error type ([0-9a-fA-F]+)")
 
 
 class Table:
-    """From a text in an exception to what is reported; the first that is found counts."""
+    """The table from a text in an exception to the state that is reported. The first pattern found counts."""
 
     def __init__(self) -> None:
         self.states: dict[str, ReportState] = {
@@ -58,10 +58,11 @@ class Table:
         self.patterns[MEMORY] = _memory
 
     def add(self, pattern: str, fault_type: str, handle: Classify) -> None:
-        """See ``tft_register_exception_handler``.
+        """Add a pattern; see ``tft_register_exception_handler``.
 
         Raises:
             ConfigError: ``fault_type`` is no name of a ``ReportState``.
+            TypeError: ``handle`` cannot be called.
         """
         if fault_type not in ReportState.__members__:
             raise ConfigError(f"fault_type {fault_type!r}: one of {', '.join(ReportState.__members__)} is wanted")
@@ -70,7 +71,7 @@ class Table:
         self.states[pattern], self.patterns[pattern] = ReportState[fault_type], handle
 
     def classify(self, text: str) -> ReportState:
-        """What is reported for an exception with this text."""
+        """Return the state to report for an exception with this text."""
         for pattern, handle in self.patterns.items():
             if pattern in text:
                 kind = handle(text)
@@ -93,7 +94,7 @@ def _itself(key: str) -> Classify:
 
 
 def _memory(text: str) -> str:
-    """Whether replicas are whole depends on when the error came."""
+    """Return whether replicas can repair the memory: they can if the error came after the start of the last update."""
     when = _HBM_TIME.search(text)
     whole = when is not None and tft_can_do_uce_repair(int(when[1]))
     return WHOLE if whole else TORN
@@ -103,19 +104,20 @@ TABLE = Table()
 
 
 def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the training function: what it raises is reported, and it is called again when that was repaired.
+    """Decorate the training function: its exceptions are reported, and it is called again after a repair.
 
-    Handlers get its positional arguments as a list, and may replace what is in it: the next call gets what is there.
+    Handlers get the function's positional arguments as a list and may replace items in it; the next call gets the
+    changed list.
 
     Raises:
-        TypeError: it cannot be called.
+        TypeError: ``func`` cannot be called.
     """
     if not callable(func):
         raise TypeError(f"tft_exception_handler() decorates a function, not {func!r}")
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not THIS.running:  # nobody has switched it on
+        if not THIS.running:  # no processor was started in this process
             return func(*args, **kwargs)
         return _train(func, list(args), kwargs)
 
@@ -147,7 +149,7 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
 
 
 def _mend(problem: RuntimeError) -> None:
-    """Returns when the function may be called again; raises, or ends the process, when not."""
+    """Report an error and wait for the repair. Returns if the function may be called again, else raises or exits."""
     text = str(problem)
     state = TABLE.classify(text)
     if state is ReportState.RS_UNKNOWN and THIS.enable_arf and is_collective_error(problem):
@@ -169,7 +171,7 @@ def _mend(problem: RuntimeError) -> None:
 
 
 def _await_repair(problem: RuntimeError, *, clean: bool = True) -> None:
-    """Who joins, or has left its loop at the end of a step, has nothing that could be cleaned."""
+    """Wait for the repair. A rank that joins, or left its loop at the end of a step, has nothing to be cleaned."""
     if clean and THIS.joined.wait_next_action() is NextAction.EXIT:
         _leave(problem)
     _empty_cache()
@@ -178,21 +180,21 @@ def _await_repair(problem: RuntimeError, *, clean: bool = True) -> None:
 
 
 def _report_unknown(problem: BaseException) -> None:
-    """The process ends in here, unless no controller comes: nobody else would ever show where it was."""
+    """Report an unknown error, with a log of it first: the process ends in this call, unless no controller comes."""
     log.error("the training function raised %s", describe(problem), exc_info=problem)
     write_error_file(problem)
     THIS.report(ReportState.RS_UNKNOWN.value, text=f"raised {describe(problem)}")
 
 
 def _leave(problem: RuntimeError) -> NoReturn:
-    """There will be no repair. The release ends the process; where none comes it ends by itself."""
+    """End the process, as there will be no repair. The release ends it; where none comes it ends by itself."""
     write_error_file(problem)
     time.sleep(EXIT_DELAY_S)
     os._exit(RET_EXIT)
 
 
 def _empty_cache() -> None:
-    """What the ended loop held is of use to the repair."""
+    """Return cached device memory of the ended loop: the repair may need it."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
     for name in ("npu", "cuda"):

@@ -1,4 +1,4 @@
-"""The program's handlers, called as the original calls them: one signature for torch, one for MindSpore."""
+"""Calls the program's handlers as the original calls them: one signature for torch, one for MindSpore."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ Handler = Callable[..., Any]
 
 
 class Handlers:
-    """What a program has registered, and the arguments that it wants them to be given."""
+    """The handlers of a program, and the arguments that it wants them to get."""
 
     def __init__(self) -> None:
         self.args: Any = None
-        """What ``tft_set_step_args`` was given, or the arguments of the decorated function."""
+        """The value given to ``tft_set_step_args``, or the arguments of the decorated function."""
         self.version = ""
-        """What ``set_mindio_export_version`` was told."""
+        """The value given to ``set_mindio_export_version``."""
         self.decrypt: Callable[[str], str] | None = None
         self.zit: dict[str, tuple[Handler, Any]] = {}
-        """For elastic training; kept, and never called."""
+        """Handlers for elastic training, which are kept and never called."""
         self._known: dict[HandlerKind, tuple[Handler, Any]] = {}
 
     def add(self, kind: HandlerKind, func: Handler, ctx: Any) -> None:
-        """Keep ``func``.
+        """Register ``func``.
 
         Raises:
-            TypeError: it cannot be called.
+            TypeError: ``func`` cannot be called.
         """
         if not callable(func):
             raise TypeError(f"the handler for {kind.name.lower()} cannot be called: {func!r}")
         self._known[kind] = func, ctx
 
     def kinds(self) -> list[HandlerKind]:
-        """For which there is one that is called: torch programs are ended without being asked."""
+        """Return the kinds that have a handler to call. A torch program's exit handler is never called."""
         return [kind for kind in self._known if kind is not HandlerKind.EXIT or for_mindspore()]
 
     def call(self, call: Call) -> int | None:
-        """Have the program do it. What it raises is a failure; only of cleaning the result counts."""
+        """Call the program's handler. An exception is a failure; only a result of CLEAN counts, else returns None."""
         func, ctx = self._known[call.kind]
         returned = func(*self._arguments(call, ctx))
         return int(returned) if call.kind is HandlerKind.CLEAN and returned is not None else None

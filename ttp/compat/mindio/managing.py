@@ -26,13 +26,13 @@ log = logging.getLogger("ttp.compat.mindio")
 
 ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
 START_S = 120.0
-"""How long a controller may take to answer: a host on which everything starts at once is slow."""
+"""Seconds that a controller may take to answer: a host on which everything starts at once is slow."""
 WAIT_S = 30.0
-"""``MINDIO_WAIT_MINDX_TIME`` of the original when nobody sets it."""
+"""Seconds; ``MINDIO_WAIT_MINDX_TIME`` of the original when it is not set."""
 
 
 class Managing:
-    """There is one per process."""
+    """What this process has started and registered. There is one object per process."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, Callable[..., Any]] = {}
@@ -41,7 +41,7 @@ class Managing:
         self.manager: Manager | None = None
 
     def begin(self) -> None:
-        """Attach to the controller once there is one, and somebody to speak for."""
+        """Attach to the controller once it is started and all callbacks are registered."""
         if self.manager is not None or self.place is None or set(self.callbacks) != set(ACTIONS):
             return
         address, config = self.place
@@ -56,17 +56,17 @@ HERE = Managing()
 
 
 def describe(rank: int, world_size: int) -> None:
-    """What ``tft_init_controller`` was told.
+    """Note that ``tft_init_controller`` was called.
 
     Raises:
-        ConfigError: that is no rank.
+        ConfigError: ``rank`` is no rank.
     """
     check_rank(rank, world_size, lowest=-1)
     HERE.described = True
 
 
 def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Callable[[str], str] | None) -> None:
-    """See ``tft_start_controller``.
+    """Start a controller; see ``tft_start_controller``.
 
     Raises:
         ConfigError: address, port, or identity cannot be used; the text says why.
@@ -85,14 +85,14 @@ def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Cal
 
 
 def stop() -> None:
-    """Speak for nobody any more."""
+    """Detach from the controller, so that it decides by itself again."""
     manager, HERE.manager, HERE.place = HERE.manager, None, None
     if manager is not None:
         manager.close()
 
 
 def register(action: str, func: Callable[..., Any]) -> int:
-    """See ``tft_register_mindx_callback``."""
+    """Register a callback of the cluster's manager; see ``tft_register_mindx_callback``."""
     if action not in ACTIONS or not callable(func):
         log.error("tft_register_mindx_callback(%r, %r): one of %s and a function are wanted", action, func, ACTIONS)
         return RET_ERROR
@@ -102,7 +102,7 @@ def register(action: str, func: Callable[..., Any]) -> int:
 
 
 def notify(what: str, ask: Callable[[Manager], int]) -> int:
-    """Pass an order of the cluster's manager on."""
+    """Pass an order of the cluster's manager on to the controller. Returns 0 if it was accepted, else 1."""
     if HERE.manager is None:
         log.error("%s: this process speaks for no manager: it needs all of %s, and a started controller", what, ACTIONS)
         return RET_ERROR
@@ -114,7 +114,7 @@ def notify(what: str, ask: Callable[[Manager], int]) -> int:
 
 
 def dump() -> int:
-    """A checkpoint now; also where nobody manages the cluster."""
+    """Write a checkpoint now, also where no manager is attached. Returns 0 when it is written, 1 if it is not."""
     if THIS.in_handler:
         log.error("tft_notify_controller_dump: called in a handler, for which a checkpoint would have to wait")
         return RET_ERROR
@@ -138,10 +138,10 @@ def dump() -> int:
 
 
 def fault_ranks(given: Mapping[Any, Any]) -> dict[int, int]:
-    """Rank to kind of fault: 0 memory, 1 process, 2 network.
+    """Return the faults as a dict from rank to kind of fault: 0 memory, 1 process, 2 network.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: ``given`` is no such mapping.
     """
     try:
         found = {int(rank): int(kind) for rank, kind in given.items()}
@@ -153,7 +153,7 @@ def fault_ranks(given: Mapping[Any, Any]) -> dict[int, int]:
 
 
 def wait_s() -> float:
-    """How long a decision of the cluster's manager is waited for."""
+    """Return how long to wait for a decision of the cluster's manager, in seconds."""
     try:
         return min(max(float(os.environ.get("MINDIO_WAIT_MINDX_TIME", "")), 1.0), 3600.0)
     except ValueError:
@@ -161,7 +161,7 @@ def wait_s() -> float:
 
 
 def _fitting(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Older clients take the faults and not their codes."""
+    """Adapt a callback of older clients, which take the faults and not their codes: drop surplus arguments."""
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):

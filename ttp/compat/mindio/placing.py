@@ -1,8 +1,8 @@
 """Makes ``import mindio_ttp`` find ``ttp.compat.mindio``, in this process and in those that it starts.
 
-By choice only: ``import ttp.compat.mindio``, or ``ttp run --mindio``, or ``TTP_MINDIO=1`` with ``ttp run``. Child
-processes find it by a directory at the end of ``PYTHONPATH`` in which there is nothing else. Where the original is
-installed it wins, with a warning, unless ``TTP_MINDIO=force`` says otherwise.
+This happens by choice only: ``import ttp.compat.mindio``, or ``ttp run --mindio``, or ``TTP_MINDIO=1`` with ``ttp
+run``. Child processes find the package by a directory at the end of ``PYTHONPATH`` that contains nothing else. Where
+the original is installed the original is used, with a warning, unless ``TTP_MINDIO=force`` says otherwise.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ON_PATH = str(Path(__file__).parent.parent / "on_path")
 
 
 class Finder(MetaPathFinder):
-    """Finds ``mindio_ttp`` and what is in it; both names are one module, with one state."""
+    """Finds ``mindio_ttp`` and its submodules. Each is the same module object as its twin in ``ttp.compat.mindio``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See importlib."""
+        """See ``importlib.abc.MetaPathFinder.find_spec``."""
         if fullname != NAME and not fullname.startswith(NAME + "."):
             return None
         own = HOME + fullname.removeprefix(NAME)
@@ -46,7 +46,7 @@ class _Alias(Loader):
         self._own = own
 
     def exec_module(self, module: ModuleType) -> None:
-        """Importlib takes what is in ``sys.modules`` afterwards."""
+        """Put the twin into ``sys.modules``, where importlib takes it from afterwards."""
         sys.modules[module.__name__] = importlib.import_module(self._own)
 
 
@@ -54,7 +54,7 @@ def put_into_place() -> bool:
     """Make ``mindio_ttp`` importable, here and in child processes.
 
     Returns:
-        Whether it is ours; False: the original is installed, and stays.
+        True if ``mindio_ttp`` is now ttp's; False if the original is installed and is used.
 
     Raises:
         ConfigError: the original was imported before, and shall be replaced.
@@ -81,8 +81,8 @@ def put_into_place() -> bool:
 
 
 def stand_in() -> None:
-    """For the stub on ``PYTHONPATH``: become ours, or the original where that is installed."""
-    importlib.import_module(HOME)  # decides
+    """Replace the stub that ``PYTHONPATH`` offers by ttp's package, or by the original where that is installed."""
+    importlib.import_module(HOME)  # this import decides which
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.modules[NAME] = sys.modules[HOME]
         return
@@ -92,12 +92,12 @@ def stand_in() -> None:
 
 
 def ours_counts(said: str) -> bool:
-    """Whether ``mindio_ttp`` is ours where ``TTP_MINDIO`` is ``said``: the vendor's goes first, unless it is forced."""
+    """Return whether ``mindio_ttp`` is ttp's if ``TTP_MINDIO`` is ``said``: the original goes first, unless forced."""
     return said == MINDIO_FORCE or find_original() is None
 
 
 def find_original() -> ModuleSpec | None:
-    """The package of the vendor, if it is installed."""
+    """Return the spec of the vendor's package; None if it is not installed."""
     return PathFinder.find_spec(NAME, _elsewhere())
 
 

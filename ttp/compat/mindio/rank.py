@@ -1,4 +1,4 @@
-"""One rank of a job whose program speaks the original's modern names: its processor and what it has said so far."""
+"""The rank of this process in a job that uses the original's modern names: its processor and its settings."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ log = logging.getLogger("ttp.compat.mindio")
 RESOLVE_TRIES = 3
 RESOLVE_PAUSE_S = 1.0
 ACTION_LIMIT_S = 180.0
-"""``TTP_NORMAL_ACTION_TIME_LIMIT`` of the original when nobody sets it."""
+"""Seconds; ``TTP_NORMAL_ACTION_TIME_LIMIT`` of the original when it is not set."""
 ACTION_RANGE_S = (30.0, 1800.0)
 
 
 class ThisRank:
-    """There is one per process."""
+    """The rank of this process. There is one object per process."""
 
     def __init__(self) -> None:
         self.handlers = Handlers()
@@ -54,10 +54,10 @@ class ThisRank:
     def describe(
         self, rank: int, world_size: int, enable_tls: bool, tls_info: str, *, uce: bool, arf: bool, zit: bool
     ) -> None:
-        """What ``tft_init_processor`` was told.
+        """Note the arguments of ``tft_init_processor``.
 
         Raises:
-            ConfigError: that is no rank.
+            ConfigError: ``rank`` is no rank.
         """
         check_rank(rank, world_size, lowest=0)
         self._place, self._tls = (rank, world_size), (enable_tls, tls_info)
@@ -68,7 +68,7 @@ class ThisRank:
 
         Raises:
             ConfigError: settings, address or port cannot be used; the text says why.
-            UsageError: nobody has said which rank this is.
+            UsageError: ``describe`` was not called.
             RefusedError: the controller does not accept this rank.
         """
         if self._place is None:
@@ -98,13 +98,13 @@ class ThisRank:
         self._participant = participant
 
     def register(self, kind: HandlerKind, func: Handler, ctx: Any) -> None:
-        """Take a handler, at any time."""
+        """Register a handler, before or after the job was joined."""
         self.handlers.add(kind, func, ctx)
         if self._participant is not None and kind in self.handlers.kinds():
             self._participant.register(kind, self.handlers.call)
 
     def set_replicas(self, rank: int, infos: Sequence[Mapping[str, Any]]) -> None:
-        """See ``tft_set_optimizer_replica``.
+        """Set the replica sets; see ``tft_set_optimizer_replica``.
 
         Raises:
             ConfigError: an entry makes no sense.
@@ -116,16 +116,16 @@ class ThisRank:
             self._participant.set_replicas(self._sets)
 
     def halt_before_dump(self) -> None:
-        """The program wants its devices stopped and cleaned before a save."""
+        """Have devices stopped and cleaned before a save, as this program wants it."""
         if self._participant is not None:
             self._participant.set_halt_before_dump(True)
 
     @property
     def joined(self) -> Participant:
-        """The processor.
+        """The participant through which this rank takes part in the job.
 
         Raises:
-            UsageError: there is none yet, or none any more.
+            UsageError: the job has not been joined, or has been left.
         """
         if self._participant is None:
             raise UsageError("this process is no processor: call tft_init_processor() and tft_start_processor() first")
@@ -133,37 +133,51 @@ class ThisRank:
 
     @property
     def device_index(self) -> int | None:
-        """The accelerator that the training thread uses, whoever asks; None: it uses none yet."""
+        """Index of the accelerator that the training thread uses, on any thread; None: it uses none yet."""
         return self._participant.device_index if self._participant is not None else None
 
     @property
     def in_handler(self) -> bool:
-        """Whether the calling thread is in a handler."""
+        """True if the calling thread is running a handler."""
         return self._participant is not None and self._participant.in_handler
 
     @property
     def running(self) -> bool:
-        """Whether there is one."""
+        """True if this rank has joined the job and not left it."""
         return self._participant is not None
 
     # ------------------------------------------------------------------------------------------------------ the updates
 
     def start_updating(self) -> None:
-        """The optimizer is about to write; waits while the job is frozen."""
+        """Say that the optimizer is about to write; waits while the job is frozen."""
         self._updating = self.joined.begin_update()
 
     def end_updating(self, step: int) -> None:
-        """It has written ``step``."""
+        """Say that the optimizer has written ``step``.
+
+        Raises:
+            ConfigError: ``step`` is no step.
+        """
         if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step <= STEP_MAX:
             raise ConfigError(f"tft_end_updating_os({step!r}): a step from 1 on is wanted")
         if not self._updating and for_mindspore():
-            self.start_updating()  # its kernel says so through a library of the original's, which is not here
+            self.start_updating()  # MindSpore's kernel says so through a library of the original's, which is not here
         if self._updating:
             self._updating = False
             self.joined.end_update(step)
 
     def report(self, state: int, code: str = "", text: str = "") -> None:
-        """See ``tft_report_error``; ``text`` says more to people."""
+        """Report an error; see ``tft_report_error``.
+
+        Args:
+            state: value of a ``ReportState``.
+            code: the device's error code.
+            text: description for people.
+
+        Raises:
+            ConfigError: ``state`` or ``code`` is not valid.
+            UsageError: the state belongs to a start that no process waits for.
+        """
         try:
             ailment = AILMENTS[ReportState(state)]
         except ValueError:
@@ -176,12 +190,12 @@ class ThisRank:
         self.joined.report_error(ailment, code, text)
 
     def report_lost_peer(self, text: str) -> None:
-        """A collective has ended, most likely because another rank died."""
+        """Report that a collective has ended, most likely because another rank died."""
         self._updating = False
         self.joined.report_error(Ailment.PEER, "", text)
 
     def leave(self, *, at_once: bool = False) -> None:
-        """Say goodbye; a second time does nothing. Until all ranks do, unless ``at_once``, handlers may be called."""
+        """Say goodbye, once. Unless ``at_once``, waits for all ranks; until then handlers may be called."""
         if self._participant is not None and not self._leaving:
             self._leaving = True
             try:
@@ -195,10 +209,10 @@ THIS = ThisRank()
 
 
 def replica_set(rank: int, info: Mapping[str, Any]) -> ReplicaSet:
-    """An entry of ``tft_set_optimizer_replica``.
+    """Make a replica set from an entry of ``tft_set_optimizer_replica``.
 
     Raises:
-        ConfigError: it makes no sense; how.
+        ConfigError: the entry makes no sense; the text says why.
     """
     try:
         ranks = tuple(int(r) for r in info["rank_list"])
@@ -217,7 +231,7 @@ def replica_set(rank: int, info: Mapping[str, Any]) -> ReplicaSet:
 
 
 def check_rank(rank: int, world_size: int, lowest: int) -> None:
-    """See that a rank is from ``lowest`` to ``world_size - 1``.
+    """Check that a rank is from ``lowest`` to ``world_size - 1``.
 
     Raises:
         ConfigError: it is not.
@@ -229,10 +243,10 @@ def check_rank(rank: int, world_size: int, lowest: int) -> None:
 
 
 def job_port(port: int) -> int:
-    """Where the controller is: where the launcher says (``TTP_PORT``), else what the program was written with.
+    """Return the controller's port: ``TTP_PORT`` of the launcher, else the port that the program was written with.
 
     Raises:
-        ConfigError: it is none that a job may use.
+        ConfigError: the program's port is none that a job may use.
     """
     if isinstance(port, bool) or not isinstance(port, int) or not PORT_MIN <= port <= 65535:
         raise ConfigError(f"port {port!r} is not from {PORT_MIN} to 65535")
@@ -243,10 +257,10 @@ def job_port(port: int) -> int:
 
 
 def resolve(address: str) -> str:
-    """``address``, once it means something: names may take a moment to be known in a cluster.
+    """Return ``address`` once it can be resolved: in a cluster names may take a moment to be known.
 
     Raises:
-        ConfigError: it means nothing, or every address at once.
+        ConfigError: it cannot be resolved, or it stands for all addresses.
     """
     for attempt in range(RESOLVE_TRIES):
         try:
@@ -263,7 +277,7 @@ def resolve(address: str) -> str:
 
 
 def action_limit_s() -> float:
-    """How long a handler may take."""
+    """Return how long a handler may take, in seconds."""
     text = os.environ.get("TTP_NORMAL_ACTION_TIME_LIMIT", "")
     try:
         return min(max(float(text), ACTION_RANGE_S[0]), ACTION_RANGE_S[1])

@@ -1,4 +1,4 @@
-"""``enable_tls`` and ``tls_info`` of the original, as settings of ttp."""
+"""Translate ``enable_tls`` and ``tls_info`` of the original to settings of ttp."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Decrypt = Callable[[str], str]
 
 
 def use(enable_tls: bool, tls_info: str, run_dir: Path, decrypt: Decrypt | None) -> None:
-    """Have this process, and what it starts, speak TLS, or leave it as its environment has it.
+    """Set TLS up for this process and its children, if the program asks for it.
 
     Args:
-        enable_tls: whether the program asks for it.
+        enable_tls: whether the program asks for TLS; if not, the environment stays as it is.
         tls_info: ``"tlsCert: a.pem; tlsPk: a.key; tlsPkPwd: a.pwd; tlsCaPath: dir; tlsCaFile: x.pem, y.pem;
             tlsCrlPath: dir; tlsCrlFile: z.pem"``.
-        run_dir: where what has to be made of it is put; private to the user.
-        decrypt: makes the password of what ``tlsPkPwd`` holds; None: that is the password.
+        run_dir: directory for the files that are made from it; private to the user.
+        decrypt: makes the password from the contents of ``tlsPkPwd``; None: the contents are the password.
 
     Raises:
         ConfigError: it cannot be used; the text says what to do.
@@ -44,10 +44,10 @@ def use(enable_tls: bool, tls_info: str, run_dir: Path, decrypt: Decrypt | None)
 
 
 def parse(text: str) -> dict[str, str]:
-    """``tls_info`` by its keys.
+    """Parse ``tls_info`` into a dict by its keys.
 
     Raises:
-        ConfigError: a part is none of them.
+        ConfigError: a part has none of the known keys.
     """
     found: dict[str, str] = {}
     for part in text.split(";"):
@@ -75,14 +75,14 @@ def _settings(given: dict[str, str], run_dir: Path, decrypt: Decrypt | None) -> 
 
 
 def _one(given: dict[str, str], folder: str, files: str, bundle: Path) -> str:
-    """The file of that name; where there are several, one with all that they hold."""
+    """Return the path of the named file; where several are named, of a new file with the contents of all."""
     where = Path(given.get(folder) or ".")
     named = [where / name.strip() for name in given[files].split(",") if name.strip()]
     return str(named[0] if len(named) == 1 else _keep(bundle, "\n".join(_text(path) for path in named)))
 
 
 def _password(path: Path, private: Path, decrypt: Decrypt | None) -> Path:
-    """The file of the password, decrypted where the program knows how to."""
+    """Return the path of the password's file, of a decrypted copy if the program has a decrypt handler."""
     if decrypt is None:
         return path
     try:
@@ -108,7 +108,7 @@ def _keep(path: Path, text: str) -> Path:
 
 
 def run_dir_of(port: int) -> Path:
-    """Of the job on this port."""
+    """Return the run directory of the job on this port."""
     from dataclasses import replace
 
     return replace(Config.from_env(), port=port).resolved_run_dir()

@@ -8,7 +8,7 @@ import os
 from ttp.mindio.handlers import Ailment, NextAction, RepairWay
 
 RET_OK, RET_ERROR, RET_EXIT, RET_PASS, RET_EXCEPTION = 0, 1, 2, 3, 4
-"""``RET_EXIT`` is the exit code of a process that could not be started."""
+"""Return codes of the original; ``RET_EXIT`` is the exit code of a process that could not be started."""
 
 STEP_MAX = 2**63 - 2
 ERROR_CODE_MAX = 15
@@ -17,7 +17,7 @@ WORLD_MAX = 100_000
 
 
 class ReportState(enum.Enum):
-    """What ``tft_report_error`` is told."""
+    """The states that ``tft_report_error`` takes."""
 
     RS_NORMAL = 0
     RS_RETRY = 1
@@ -40,11 +40,11 @@ AILMENTS = {
     ReportState.RS_STEP_FINISH: Ailment.STOPPED,
     ReportState.RS_UNKNOWN: Ailment.FATAL,
 }
-"""``RS_INIT_FINISH`` is of a start that nobody waits for."""
+"""The ailment of each state. ``RS_INIT_FINISH`` has none: it belongs to a start that no process waits for."""
 
 
 class RepairType(enum.Enum):
-    """What a repair handler is asked for; the numbers are the core's."""
+    """The kinds of repair that a repair handler is asked for; the numbers are the core's."""
 
     RT_SEND = RepairWay.SEND.value
     RT_UCE_HIGHLEVEL = RepairWay.MEMORY_HIGH.value
@@ -56,24 +56,24 @@ class RepairType(enum.Enum):
 
 
 class OptimizerType(enum.Enum):
-    """Index of an entry of ``tft_set_optimizer_replica``."""
+    """The index of each optimizer's entry in ``tft_set_optimizer_replica``."""
 
     ATTENTION = 0
     MOE = 1
 
 
 class Action(enum.Enum):
-    """What ``tft_wait_next_action`` says."""
+    """The values that ``tft_wait_next_action`` returns."""
 
     RETRY = NextAction.RETRY.value
     EXIT = NextAction.EXIT.value
 
 
 def for_mindspore() -> bool:
-    """Whether handlers are called in the way that MindSpore's client wants."""
+    """Return whether handlers are called in the way that MindSpore's client wants."""
     return os.environ.get("MINDIO_FOR_MINDSPORE", "").strip().lower() in ("1", "true")
 
 
 def repair_type_name(name: str) -> str:
-    """As the original spells it."""
+    """Return the name as the original spells it."""
     return name or "unknow"

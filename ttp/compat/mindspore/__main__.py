@@ -1,4 +1,4 @@
-"""``python -m ttp.compat.mindspore script.py ...`` and ``... -m module ...``: as without what stands before them."""
+"""``python -m ttp.compat.mindspore SCRIPT ...`` or ``-m MODULE ...``: run a program with ttp's names in MindSpore."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ USAGE = "usage: python -m ttp.compat.mindspore SCRIPT | -m MODULE [argument ...]
 
 
 def main(arguments: list[str]) -> None:
-    """Run the program that ``arguments`` name, as the main one.
+    """Run the program that ``arguments`` name, as ``__main__``.
 
     Raises:
-        SystemExit: they name none; or the program wants to end.
+        SystemExit: the arguments name no program; or the program ends itself.
     """
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         sys.argv = arguments[1:]

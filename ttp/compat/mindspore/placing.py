@@ -1,4 +1,4 @@
-"""Puts names of ours into MindSpore's modules, without importing MindSpore before the program does."""
+"""Puts ttp's names into MindSpore's modules, without importing MindSpore before the program does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PLACES = {
     "TFTRegister": ("mindspore.train", "mindspore.train.callback"),
     "TrainFaultTolerance": ("mindspore", "mindspore.train", "mindspore.train.callback"),
 }
-"""Where programs import each name from."""
+"""The modules from which programs import each name."""
 
 
 def put_into_place() -> None:
-    """Now, where MindSpore is imported already; else as soon as it is. A second time nothing happens."""
+    """Put the names into MindSpore now if it is imported already, else when it is. Further calls do nothing."""
     if NAME in sys.modules:
         put_names()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -28,7 +28,7 @@ def put_into_place() -> None:
 
 
 def put_names() -> None:
-    """Into the modules as they are."""
+    """Put the names into MindSpore's modules, which are imported."""
     ours = importlib.import_module("ttp.adapters.mindspore")
     for name, places in PLACES.items():
         for place in places:
@@ -36,12 +36,12 @@ def put_names() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds MindSpore where everybody does, and has the names put when it has been imported."""
+    """Finds MindSpore where it is, and has the names put into it after it was imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See importlib."""
+        """See ``importlib.abc.MetaPathFinder.find_spec``."""
         if fullname != NAME:
             return None
         sys.meta_path.remove(self)
@@ -56,11 +56,11 @@ class _Then(Loader):
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """See importlib."""
+        """See ``importlib.abc.Loader.create_module``."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """See importlib. Whoever asks the module later finds the loader that it would have had."""
+        """See ``importlib.abc.Loader.exec_module``. Restores the original loader, which others may look for, first."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -1,7 +1,7 @@
-"""A rank says hello: it is let in, sent elsewhere, refused, or the first of the next incarnation.
+"""Handles a rank's hello: admits the rank, sends it elsewhere, refuses it, or begins the next incarnation.
 
-A controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that stand by,
-unless the rank says that it has come to be taken over. ``gathering`` waits for the others.
+A controller that knows nothing and is asked by a rank of a running job sends the rank to the standby controllers,
+unless the rank says that it wants this controller to take over. ``gathering`` waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ttp.core.layout import Rank, compact_ranks
 
 
 class Admission:
-    """Lets ranks in, and tells all parts of the controller of each of them.
+    """Admits ranks, and tells all parts of the controller of each of them.
 
     Args:
         parts: of the controller.
@@ -29,10 +29,10 @@ class Admission:
         self._parts, self._end = parts, end
         self._job, self._outbox, self._rescue = parts.job, parts.outbox, parts.rescue
         self.gathering = Gathering(parts.job, parts.rescue, parts.timeouts, self._abdicate, now)
-        """Waits for the other ranks of a job that was led by another controller."""
+        """Waits for the other ranks of a job that another controller has led."""
 
     def hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
-        """A rank wants to be part of the job: let it in, refuse it, or ask first what its layout is."""
+        """Handle a rank's hello: admit the rank, refuse it, or ask first what its layout is."""
         unknown = hello.layout_digest not in self._job.layouts
         if not unknown and self._job.is_guest(hello):
             self._job.guests[hello.rank] = Guest(connection, hello)
@@ -55,7 +55,7 @@ class Admission:
             self._new_incarnation(hello, now)
         known = self._job.members.get(hello.rank)
         if known is not None and known.connection is not None and connection < known.connection:
-            return  # it came late: the rank has opened another stream since
+            return  # late: the rank has opened another stream since
         if known is not None and known.hello.nonce != hello.nonce:
             text = f"rank {hello.rank} was started again as pid {hello.pid} on {hello.host}"
             self._outbox.send_to(hello.rank, m.Refused(hello.rank, m.RefusalCode.FENCED, text))
@@ -65,7 +65,7 @@ class Admission:
         if known is not None and known.hello.host != hello.host:
             self._parts.silence.lost(hello.rank)  # on the host that it was on
         self._welcome(connection, hello, joins=self._job.join(connection, hello, now).seated)
-        if first:  # one that comes back has not moved
+        if first:  # a rank that comes back has not moved
             self._parts.hangs.observed((hello.rank,), hello.version, 0, hello.phase, "", now)
         self._parts.silence.joined(hello.rank, now)
         self._parts.standby.joined(hello.rank)
@@ -83,13 +83,13 @@ class Admission:
         self._outbox.send(connection, m.Welcome(hello.rank, term, incarnation, hello.ttp_version, joins, guest))
 
     def guest_said(self, connection: ConnectionId, report: m.Report) -> None:
-        """What the program of a process says that is no member yet; of others nothing is heard."""
+        """Keep what the program of a guest reports; other reports of processes that are no members are ignored."""
         guest = self._job.guests.get(report.rank)
         if guest is not None and guest.connection == connection and isinstance(report, m.ProgramReport):
-            guest.said.append(report)
+            guest.said[type(report)] = report
 
     def seat_guests(self, now: float) -> bool:
-        """Guests whose seats are open take them; whether any did."""
+        """Admit the guests whose seats are open. Return whether there were any."""
         found = sorted(self._job.seats & self._job.guests.keys())
         for rank in found:
             guest = self._job.guests.pop(rank)
@@ -115,14 +115,16 @@ class Admission:
         return None
 
     def _elsewhere(self, hello: m.Hello) -> Refusal | None:
-        """This controller is new and the rank's job is not: there are others who are to take over."""
+        """Send a rank of a running job on if this controller is new and the rank knows standbys that should take
+        over.
+        """
         if self._job.layout is None and hello.resume and hello.standbys and not hello.takeover:
             text = f"this controller has just been started; {hello.standbys[0]} stands by for this job"
             return m.RefusalCode.MOVED, text
         return None
 
     def _abdicate(self, now: float) -> None:
-        """Another controller has led the job meanwhile: what this one knows is of the past."""
+        """Forget the job, because another controller has led it meanwhile: what is known here is of the past."""
         self._outbox.record("abdicated", term=self._job.term)
         self._rescue.close()
         for connection in sorted(self._job.by_connection):

@@ -1,7 +1,7 @@
-"""Whether the survivors of a fault may go on in their processes, once the checkpoint exists. Pure.
+"""Decides whether the survivors of a fault may go on in their processes, once the checkpoint exists. Pure.
 
-They go on only after deaths, and only where nothing is in doubt: whatever else has happened ends as it always did, with
-75 and a start of the whole job. Both ways begin with the same checkpoint, so nothing is lost by either.
+They go on only after deaths, and only if nothing is in doubt: any other fault ends with 75 and a start of the whole
+job. Both ways begin with the same checkpoint, so nothing is lost by either.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_SAVED
 
 SEAT_READY = "ready"
-"""What a launcher says of a dead rank that it can start alone."""
+"""Word of a launcher that it can start a dead rank alone."""
 SEAT_S = 0.5
-"""How long the launcher of a dead rank is waited for: a neighbour sees a death some milliseconds before it."""
+"""Seconds to wait for the launcher of a dead rank: a neighbour sees a death some milliseconds before the launcher."""
 
 _HARMLESS = frozenset({m.FaultKind.COLLECTIVE, m.FaultKind.SNAPSHOT})
 _LETHAL = frozenset({m.FaultKind.EXITED, m.FaultKind.LOST})
-"""What a death looks like to who sees it; to its peers it looks like a collective that failed."""
+"""Evidence of a death by its witnesses; to its peers a death looks like a collective that failed."""
 
 
 def waits(job: Membership, incident: Incident, now: float) -> bool:
-    """Whether a launcher may still say that it can start a dead rank alone."""
+    """Return whether a launcher may still say that it can start a dead rank alone."""
     unknown = any(not job.members[rank].seat for rank in job.members if rank not in job.live)
     return _wanted(job) and unknown and not incident.overtaken and incident.waits("a seat", SEAT_S, now)
 
 
 def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> tuple[bool, dict[str, Any]]:
-    """Whether the survivors go on in their processes, and what is recorded of that.
+    """Return whether the survivors go on in their processes, and what to record of that.
 
     Args:
         job: the ranks.
@@ -47,7 +47,7 @@ def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> t
 
 
 def trial(job: Membership, incident: Incident, base: Version) -> tuple[bool, str]:
-    """Whether ranks go on from a checkpoint that was asked for, without any death, and the outcome in words."""
+    """Return whether ranks go on from a checkpoint that was asked for, without any death, and the outcome in words."""
     if not incident.trial:
         return False, incident.outcome
     unable = "" if _wanted(job) else "not every rank can; their logs say why, if TTP_CONTINUITY is keep"
@@ -66,7 +66,7 @@ def _why_not(job: Membership, incident: Incident, end: Verdict, base: Version) -
 
 
 def _wanted(job: Membership) -> bool:
-    """Whether every rank that can be spoken to could go on: else nobody asks why not."""
+    """Return whether every rank that can be spoken to could go on: else it is not recorded why they do not."""
     return bool(job.live) and all(job.members[rank].hello.can_continue for rank in job.live)
 
 

@@ -1,4 +1,4 @@
-"""Events that the controller's machine is told, and actions that it wants done."""
+"""Events that the controller's machine is fed, and actions that it returns."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from ttp.core.layout import Rank, Version
 
 ConnectionId = NewType("ConnectionId", int)
 Who = tuple[tuple[ConnectionId, Rank], ...]
-"""Streams, and the ranks that they are of."""
+"""Streams, and the rank of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerTimeouts:
-    """How long the controller waits for what, in seconds. See ``ttp.config.Config`` for the reasons."""
+    """The controller's timeouts, in seconds. See ``ttp.config.Config`` for the reasons."""
 
     answer_s: float = 5.0
     freeze_s: float = 30.0
     grace_s: float = 1.0
     rescue_s: float = 360.0
     gather_s: float = 3.0
-    """After a takeover: who has not said hello when no other rank has for so long is lost. After two thirds of it a
-    minority is sent on."""
+    """After a takeover: a rank that has not said hello is lost once no other rank has come for so long. After two
+    thirds of that time a minority is sent to another controller.
+    """
     silent_s: float = 3.0
-    """A rank that said nothing for so long before its stream ended is on a host that may be cut off, not dead."""
+    """Silence before the end of its stream after which a rank counts as on a host that may be cut off, not as dead."""
     partition_s: float = 10.0
-    """How long a rank may take to come back whose host a second witness still reaches."""
+    """How long a rank may take to come back if a second witness still reaches its host."""
     stall_s: float = 60.0
     """How long a save or commit may go without writing a byte."""
     second_look_s: float = 5.0
-    """How long ranks that are suspected to hang have to show that they do not, while nobody trains."""
+    """How long ranks that are suspected to hang have to show that they do not, while no rank trains."""
     hope_s: float = 2.0
     """How long ranks have to bring what is missing for a consistent checkpoint before it is given up."""
     quiet_s: float | None = 1.25
-    """A host from which no rank was heard for so long is looked at: more than a heartbeat. None: none is."""
+    """Silence of all ranks of a host after which the host is looked at: more than a heartbeat. None: no host is."""
     doubt_s: float = 2.0
-    """A host from which nothing at all came for so long is in doubt: all others are frozen and saved."""
+    """Silence of a host, even of its kernel, after which it is in doubt: all other hosts are frozen and saved."""
     doubt_max_s: float = 15.0
-    """A doubt for so long is none any more; streams end before that."""
+    """How long a doubt may last; streams end before that."""
     meanwhile_s: float = 0.75
     """While a controller is silent: how long after the last rank that came to a standby others may still come there."""
     hang_s: float | None = None
@@ -48,23 +49,23 @@ class ControllerTimeouts:
     heartbeat_s: float = 1.0
     """Time between two heartbeats of a rank."""
     standbys: int = 2
-    """Controllers that stand by on other hosts."""
+    """Number of standby controllers on other hosts."""
     exit_s: float = 10.0
     """After a release: how long ranks have to leave."""
     abandoned_s: float = 120.0
-    """How long it goes on without any rank."""
+    """How long the controller goes on without any rank."""
     forming_s: float = 120.0
-    """After a takeover: how long ranks of a job that never trained are waited for; they may not have begun."""
+    """After a takeover: how long to wait for ranks of a job that never trained; they may not have begun."""
     linger_s: float = 2.0
     """After the last goodbye: how long the controller still answers questions."""
 
 
 QUEUE_FROM, QUEUE_S = 100, 0.001
-"""From so many ranks on that speak at once, each adds so much to the time that they are given."""
+"""Ranks that speak at once beyond ``QUEUE_FROM`` each add ``QUEUE_S`` seconds to the time that they are given."""
 
 
 def in_queue(seconds: float, ranks: int) -> float:
-    """``seconds``, where one controller reads what so many ranks say: one of ten thousand waits behind the others."""
+    """Return ``seconds``, extended for many ranks of one controller: one of ten thousand waits behind the others."""
     return seconds + QUEUE_S * max(0, ranks - QUEUE_FROM)
 
 
@@ -73,12 +74,12 @@ def in_queue(seconds: float, ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of what happens: to be matched by its class."""
+    """Base of events, which are matched by their class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received(Event):
-    """A rank's report came in on a stream."""
+    """A rank's report has arrived on a stream."""
 
     connection: ConnectionId
     report: m.Report
@@ -86,7 +87,7 @@ class Received(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReceivedAlike(Event):
-    """A heartbeat, or an answer to a freeze, as each of these said it on its stream; it names ``SEVERAL``."""
+    """A heartbeat, or an answer to a freeze, that several ranks have sent alike; it names ``SEVERAL``."""
 
     who: Who
     report: m.Heartbeat | m.Frozen
@@ -94,14 +95,14 @@ class ReceivedAlike(Event):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded(Event):
-    """A stream ended, for whatever reason."""
+    """A stream has ended, for whatever reason."""
 
     connection: ConnectionId
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRequested(Event):
-    """Somebody wants a checkpoint now; ``again``: and all ranks to go on from it as after a death, for a trial."""
+    """A checkpoint is requested now; ``again``: all ranks shall then go on from it as after a death, for a trial."""
 
     request: int
     reason: str
@@ -110,7 +111,7 @@ class SaveRequested(Event):
 
 @dataclass(frozen=True, slots=True)
 class Accused(Event):
-    """Evidence from outside of the job against some ranks; ``pages`` are what is left of dead ones."""
+    """Evidence from outside of the job against some ranks; ``pages`` are those that dead ranks left behind."""
 
     ranks: tuple[Rank, ...]
     kind: m.FaultKind
@@ -118,7 +119,7 @@ class Accused(Event):
     pids: tuple[int, ...] = ()
     pages: tuple[Mirror, ...] = ()
     seat: str = ""
-    """``ready``: their launcher can start these ranks alone; else why it cannot; empty: nobody has said."""
+    """``ready`` if their launcher can start these ranks alone; else why it cannot; empty if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,11 @@ class LauncherSaid(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostsDrained(Event):
-    """The launchers of these hosts are not to start ranks again: other hosts take their places."""
+    """The launchers of these hosts must not start ranks again: other hosts take their places."""
 
     hosts: frozenset[str]
     drained: bool = True
-    """False: that is taken back."""
+    """False: the hosts are no longer drained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class RankWasWrong(Event):
 
 @dataclass(frozen=True, slots=True)
 class Remembered(Event):
-    """What was written down of earlier launches: see ``JobVerdict.remember``."""
+    """The recorded results of earlier launches: see ``JobVerdict.remember``."""
 
     fruitless: int
     progress: bool
@@ -161,7 +162,7 @@ class ProgramEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class LookedAt(Event):
-    """For how long nothing has come from a host, seen from outside of its processes; None: nobody can tell."""
+    """The seconds since anything came from a host, seen from outside of its processes; None: that cannot be told."""
 
     host: str
     silent_s: float | None
@@ -177,12 +178,12 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Base of what is to be done: to be matched by its class."""
+    """Base of actions, which are matched by their class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Action):
-    """Put an order on a stream."""
+    """Send an order on a stream."""
 
     connection: ConnectionId
     order: m.Order
@@ -190,7 +191,7 @@ class Send(Action):
 
 @dataclass(frozen=True, slots=True)
 class SendAlike(Action):
-    """Put the same order on several streams; it names ``SEVERAL``."""
+    """Send the same order on several streams; it names ``SEVERAL``."""
 
     who: Who
     order: m.Order
@@ -218,7 +219,7 @@ class AnswerSave(Action):
 
 @dataclass(frozen=True, slots=True)
 class ProgramAction(Action):
-    """Base of actions of ``program_recovery``; whoever feeds ``ProgramEvent`` carries them out."""
+    """Base of actions of ``program_recovery``; the part that feeds ``ProgramEvent`` carries them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,6 @@ class LookAt(Action):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Action):
-    """The controller is not needed any more."""
+    """Stop the controller, which is not needed any more."""
 
     reason: str

@@ -1,4 +1,4 @@
-"""Why an incident is open: what speaks against which rank, and what of it still holds."""
+"""The evidence of an incident: what speaks against which rank, and which of it still holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Rank
 
 OUTSIDER = Rank(-1)
-"""The witness or subject that is no rank of the job."""
+"""Stands for a witness or subject that is no rank of the job."""
 
 _EXPLAINS = (
     m.FaultKind.EXITED,
@@ -24,7 +24,7 @@ _EXPLAINS = (
     m.FaultKind.COLLECTIVE,
     m.FaultKind.SNAPSHOT,
 )
-"""Which evidence explains the most. A collective's error is what a death looks like from its neighbours."""
+"""Kinds of evidence, the one that explains most first. A collective's error is how the neighbours see a death."""
 
 
 @dataclass(slots=True)
@@ -36,31 +36,31 @@ class Evidence:
     text: str
     at: float
     host: str = ""
-    """Of the subject."""
+    """The subject's host."""
     final: bool = False
-    """By whoever knows best: a neighbour sees an end first, the launcher knows the signal."""
+    """Whether the text is from the best witness: a neighbour sees an end first, the launcher knows the signal."""
 
 
 class EvidenceBook:
     """The evidence of one incident.
 
     Args:
-        record: remembers, under a word, what was added or withdrawn.
+        record: records, under a keyword, what was added or withdrawn.
     """
 
     def __init__(self, record: Callable[..., None]) -> None:
         self.by_kind: dict[m.FaultKind, OrderedDict[Rank, Evidence]] = {}
-        """What stands, by kind and subject, the oldest first. Ordered: often the first of many is taken away."""
+        """Evidence that stands, by kind and subject, the oldest first. Ordered: often the first of many is removed."""
         self._record = record
         self._withdrawn: list[Evidence] = []
 
     def add(self, evidence: Evidence, detail: str = "", witness: int | None = None) -> None:
-        """Take evidence, unless it is known.
+        """Add evidence, unless it is known.
 
         Args:
-            evidence: who, and why.
+            evidence: the subject and the reason.
             detail: more than ``evidence.text``, for the record.
-            witness: the rank that says so.
+            witness: the rank that reports it.
         """
         found = self.by_kind.setdefault(evidence.kind, OrderedDict())
         known = found.get(evidence.subject)
@@ -74,7 +74,7 @@ class EvidenceBook:
         self._record("evidence", **facts, host=evidence.host, detail=detail, witness=witness)
 
     def withdraw(self, subject: Rank, kind: m.FaultKind) -> bool:
-        """The evidence turned out to be wrong; false when there was none."""
+        """Withdraw evidence that turned out to be wrong. Return False if there was none."""
         found = self.by_kind.get(kind)
         evidence = found.pop(subject, None) if found else None
         if evidence is None:
@@ -84,21 +84,21 @@ class EvidenceBook:
         return True
 
     def withdraw_from(self, subjects: Iterable[Rank], kind: m.FaultKind) -> list[Rank]:
-        """It turned out to be wrong of these; returns against whom there was any."""
+        """Withdraw evidence of one kind against ``subjects``. Return those against whom there was any."""
         found = self.by_kind.get(kind)
         return [subject for subject in subjects if self.withdraw(subject, kind)] if found else []
 
     def withdraw_all(self, kind: m.FaultKind) -> None:
-        """None of this kind holds."""
+        """Withdraw all evidence of one kind."""
         for subject in self.against(kind):
             self.withdraw(subject, kind)
 
     def stands(self, subject: Rank, kind: m.FaultKind) -> bool:
-        """Whether evidence of this kind stands against the rank."""
+        """Return whether evidence of this kind stands against the rank."""
         return subject in self.by_kind.get(kind, ())
 
     def against(self, kind: m.FaultKind) -> list[Rank]:
-        """Ranks against which evidence of this kind stands, the oldest first."""
+        """Return the ranks against which evidence of this kind stands, the oldest first."""
         return list(self.by_kind.get(kind, ()))
 
     @property
@@ -113,10 +113,10 @@ class EvidenceBook:
 
     @property
     def subjects(self) -> set[Rank]:
-        """Of whom evidence stands."""
+        """The ranks against which evidence stands."""
         return {rank for found in self.by_kind.values() for rank in found}
 
     @property
     def kinds(self) -> set[m.FaultKind]:
-        """Of the evidence of real faults that stands."""
+        """The kinds of evidence of real faults that stand."""
         return {kind for kind, found in self.by_kind.items() if found and kind is not m.FaultKind.SNAPSHOT}

@@ -1,4 +1,4 @@
-"""What is taken for evidence of a fault, and from whom."""
+"""Decides what counts as evidence of a fault, and from which witness."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ttp.core.controller.parts import ControllerParts
 from ttp.core.layout import Rank
 
 STACKS_MAX = 8
-"""Suspects whose stacks are asked for."""
+"""Most suspects whose stacks are requested."""
 
 
 class FaultReports:
-    """Passes evidence on to the rescue, and sees to it that everybody hears of a rank that is lost.
+    """Passes evidence on to the rescue, and tells all parts of the controller of a rank that is lost.
 
     Args:
         parts: of the controller.
-        end: hears when the last rank is gone.
+        end: is told when the last rank is gone.
     """
 
     def __init__(self, parts: ControllerParts, end: JobEnd) -> None:
@@ -29,7 +29,7 @@ class FaultReports:
         self._job, self._outbox, self._rescue = parts.job, parts.outbox, parts.rescue
 
     def stream_ended(self, connection: ConnectionId, now: float) -> None:
-        """All ranks that speak on this stream cannot be spoken to any more."""
+        """Handle the end of a stream: none of its ranks can be spoken to any more."""
         self._parts.layouts.ended(connection, now)
         for rank in self._job.guests_on(connection):
             del self._job.guests[rank]
@@ -45,9 +45,9 @@ class FaultReports:
         self._end.heard(now)
 
     def _rank_lost(self, member: Member, now: float) -> None:
-        """A rank cannot be spoken to any more: here all who keep something of it hear that, in this order.
+        """Tell all parts that keep something of a rank, in this order, that it cannot be spoken to any more.
 
-        The rescue gives up what the rank was writing; nobody doubts its host for its sake; the job remembers it as gone
+        The rescue drops what the rank was writing; its host is not in doubt because of it; the job remembers it as gone
         in good order, as never there (before the job was formed), or as lost; its steps are not compared any more.
         """
         rank = member.hello.rank
@@ -77,7 +77,7 @@ class FaultReports:
             self._parts.indirect_probe.ask(rank)
 
     def look_for_hangs(self, now: float) -> None:
-        """The job trains: does it move?"""
+        """Report a hang as a fault if the training job does not move."""
         suspicion = self._parts.hangs.check(now, self._job.live)
         if suspicion is None:
             return
@@ -87,7 +87,7 @@ class FaultReports:
             self._ask_for_stack(rank)
 
     def _ask_for_stack(self, subject: Rank) -> None:
-        """Of another rank of its host, which runs for sure; of itself if there is none."""
+        """Ask another rank of the subject's host, which runs for sure, for the subject's stack; else the subject."""
         hello = self._job.members[subject].hello
         others = (r for r in self._job.live if r != subject and self._job.members[r].hello.host == hello.host)
         witness = min(others, default=subject)
@@ -95,13 +95,13 @@ class FaultReports:
         self._outbox.send_to(witness, m.TakeStack(witness, self._job.term, incident, subject, hello.pid))
 
     def accused(self, event: Accused, now: float) -> None:
-        """Somebody outside of the job knows: a launcher, a node monitor, an operator."""
+        """Take evidence from outside of the job: of a launcher, a node monitor or an operator."""
         for index, rank in enumerate(event.ranks):
             member = self._job.members.get(rank)
             if member is None or member.left or not self._job.formed:
-                continue  # before it is formed a job has nothing to lose
+                continue  # a job that is not formed has nothing to lose
             if event.pids and event.pids[index] not in (0, member.hello.pid):
-                continue  # an earlier process of this rank
+                continue  # about an earlier process of this rank
             text = f"{member.name}: {event.reason}"
             if event.kind is m.FaultKind.EXITED:
                 member.seat = event.seat or member.seat
@@ -114,15 +114,17 @@ class FaultReports:
         self._end.heard(now)
 
     def _exited(self, member: Member, text: str, now: float) -> None:
-        """Somebody who knows says that the process has ended: no grace, and no way back."""
+        """Handle the end of a process that a reliable witness has seen: no grace, and no way back."""
         rank = member.hello.rank
         refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
-        self._outbox.send_to(rank, refused)  # should it be alive after all
+        self._outbox.send_to(rank, refused)  # should the process be alive after all
         self._rank_lost(member, now)
         self._job.fence(rank, text)
 
     def reported(self, report: m.Fault, now: float) -> None:
-        """A rank says that it cannot train on, or that a process of its host has ended, which others cannot know."""
+        """Take a rank's report that it cannot train on, or that a process of its host, which others cannot see,
+        ended.
+        """
         subject = self._job.members.get(report.subject)
         if subject is None or (report.nonce and report.nonce != subject.hello.nonce):
             return
@@ -134,6 +136,6 @@ class FaultReports:
             report = replace(report, text=f"{subject.name}: {report.text}")
             witness = self._job.members[report.rank]
             if not report.nonce or witness.hello.host != subject.hello.host or subject.left or not self._job.formed:
-                return  # only a neighbour can know, and it knows which process it was
+                return  # only a neighbour can know, and it knows which process
             self._exited(subject, report.text, now)
         self._rescue.fault(report.subject, report.kind, report.text, now, detail=report.detail, witness=report.rank)

@@ -1,4 +1,4 @@
-"""Ranks are told to stand still, and say what they hold."""
+"""Orders ranks to stand still, and takes their answers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Freezing:
         job: the ranks.
         outbox: takes orders and records.
         timeouts: of the controller.
-        meanwhile: whether ranks stand still for something else that has to end first.
+        meanwhile: knows whether ranks stand still for a checkpoint that has to end first.
     """
 
     def __init__(self, job: Membership, outbox: Outbox, timeouts: ControllerTimeouts, meanwhile: Meanwhile) -> None:
         self._job, self._outbox, self._timeouts, self._meanwhile = job, outbox, timeouts, meanwhile
 
     def ask(self, incident: Incident, ranks: Collection[Rank], cause: str, now: float) -> None:
-        """These ranks have to close their gates, because of ``cause``, and to say (again) what they hold."""
+        """Order these ranks to close their gates, because of ``cause``, and to report (again) what they hold."""
         if incident.deferred:
             return
         waited = bool(incident.waiting.difference(ranks))
@@ -42,25 +42,25 @@ class Freezing:
 
     @property
     def _answer_s(self) -> float:
-        """How long a rank may take to answer a freeze."""
+        """How long a rank may take to answer a freeze, in seconds."""
         return in_queue(self._timeouts.answer_s, len(self._job.members))
 
     def send(self, incident: Incident, ranks: Collection[Rank], cause: str) -> None:
-        """Tell these ranks once more what they are frozen for; their answers stand."""
+        """Repeat the freeze to these ranks, with its present cause; their answers stand."""
         if incident.deferred:
             return
         order = m.Freeze(m.SEVERAL, self._job.term, incident.id, cause, incident.snapshot)
         self._outbox.send_alike(ranks, order)
 
     def take(self, incident: Incident, ranks: Collection[Rank], answer: m.Frozen, now: float) -> list[Rank]:
-        """Take the answer of these ranks. Returns of whom it says anything new."""
+        """Take the answer of these ranks. Return those for which it is new."""
         if not answer.main_thread_blocked:
             incident.evidence.withdraw_from(ranks, m.FaultKind.HUNG)  # they came to the gate after all
         news = [
             rank
             for rank in ranks
             if not incident.answered(rank) or (answer.final and not incident.is_stale(rank, answer))
-        ]  # else it is said again: the rank stands still since its final answer
+        ]  # else the answer is repeated: the rank stands still since its final answer
         if not news:
             return []
         incident.accept(news, answer)

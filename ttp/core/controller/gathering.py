@@ -1,11 +1,11 @@
-"""After a takeover: ranks of a running job come back to a controller that knows nothing yet.
+"""After a takeover: waits until the ranks of a running job have come to a controller that knows nothing yet.
 
-Who is missing may be dead, or elsewhere, or still on its way. A rank that stands in a queue, behind thousands of others
-or because this controller did not run for a moment, is not missing: the waiting ends when no rank has come for a while
-(``ControllerTimeouts.gather_s``), and it begins anew when this controller was late itself.
+A missing rank may be dead, or elsewhere, or still on its way. A rank that is late, behind thousands of others or
+because this controller did not run for a moment, is not missing: the waiting ends when no rank has come for a while
+(``ControllerTimeouts.gather_s``), and it begins anew if this controller was late itself.
 
-A controller that only a minority has come to, none of them frozen, sends them on once: the others may have a
-controller, and a healthy job must not be called broken.
+A controller that only a minority has come to, none of them frozen, sends them to another controller once: the other
+ranks may have one, and a healthy job must not be called broken.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ttp.core.layout import Rank
 
 
 class Gathering:
-    """Waits for ranks that were led by another controller; ``Membership.gather_until`` says until when.
+    """Waits for ranks that another controller has led; ``Membership.gather_until`` says until when.
 
     Args:
         job: the ranks.
-        rescue: hears of those that are missing.
+        rescue: gets evidence against those that are missing.
         patience: see ``ControllerTimeouts``.
-        abdicate: sends the ranks on, as they may be led elsewhere.
+        abdicate: sends the ranks to another controller, as they may be led elsewhere.
         now: the time at which the controller starts.
     """
 
@@ -44,7 +44,7 @@ class Gathering:
         self._late_s = patience.gather_s / 6
 
     def joined(self, *, new: bool, resumes: bool, now: float) -> None:
-        """A rank has said hello; ``new``: for the first time, ``resumes``: it was led by another controller."""
+        """Note a rank's hello; ``new``: its first one here, ``resumes``: it was led by another controller."""
         job = self._job
         if job.complete:
             job.gather_until, self._sent_on = None, False
@@ -52,14 +52,14 @@ class Gathering:
             job.gather_until, self._counted = now + self._patience.gather_s, self._sent_on
         elif new and resumes:
             job.gather_until = now + self._patience.gather_s
-            self._sent_on &= now < self._since + 2 * self._patience.forming_s  # else it was in another life
+            self._sent_on &= now < self._since + 2 * self._patience.forming_s  # else it was another launch
             self._since = self._since if self._sent_on else now
             self._counted = self._sent_on
 
     def expire(self, now: float) -> None:
         """End the waiting when it is time; ``now`` in seconds."""
         for due in self.deadlines():
-            if now >= due + self._late_s:  # others may have come meanwhile, and were not heard
+            if now >= due + self._late_s:  # other ranks may have come meanwhile, and were not heard
                 self._job.gather_until = now + self._patience.gather_s
         if self._job.gather_until is not None and not self._counted and now >= self._mostly_over:
             self._count_ranks(now)
@@ -67,15 +67,15 @@ class Gathering:
             self._is_over(now)
 
     def deadlines(self) -> Iterator[float]:
-        """When ``expire`` has to be called."""
+        """Yield the time at which ``expire`` has to be called."""
         if self._job.gather_until is not None:
             yield self._job.gather_until if self._counted else self._mostly_over
 
     def _is_over(self, now: float) -> None:
-        """Who has not come back to this new controller is lost.
+        """Treat ranks that have not come to this new controller as lost.
 
-        In a job that never trained it may not have begun, so it is waited for longer, and looked for elsewhere now and
-        then; but not for ever: then only a restart brings them together.
+        In a job that never trained a missing rank may not have begun, so the wait is longer, and the ranks that came
+        are sent elsewhere now and then; but not for ever: then only a restart brings them together.
         """
         job = self._job
         assert job.layout is not None
@@ -101,9 +101,9 @@ class Gathering:
         return self._job.gather_until - self._patience.gather_s / 3
 
     def _count_ranks(self, now: float) -> None:
-        """Nobody is frozen and most ranks are elsewhere: they may have a controller, which still waits for these.
+        """Send the ranks elsewhere if none is frozen and most are missing: those may have a controller that waits.
 
-        So may half of them, in a job that never trained: nothing is lost when they are looked for.
+        In a job that never trained half of the ranks are sent too: nothing is lost by looking for the others.
         """
         job = self._job
         assert job.layout is not None

@@ -1,4 +1,4 @@
-"""Hangs: nothing moves any more, and nothing says why. No I/O, no clock, no threads.
+"""Detects hangs: nothing moves any more, and nothing says why. No I/O, no clock, no threads.
 
 Theory of operation
 -------------------
@@ -6,17 +6,19 @@ A training job is synchronous: when one rank stops, all others stop within a ste
 is seen on the job, not on a rank: for longer than the job's patience no rank has moved. A rank has *moved* when its
 *place* changes: its version, whether it updates, and its mark, which counts the points of a step that it has passed.
 
-The patience is learnt. Heartbeats tell places about once a second; the longest wait between two moves of the job is
+The patience is learnt. Heartbeats report places about once a second; the longest wait between two moves of the job is
 kept, and ``FACTOR`` times that is normal. It is never less than a floor, and an old wait is forgotten after some hours.
 An alarm that turned out to be false teaches as well: the wait that raised it is known once the job moves again.
 
 Nothing is looked for until the job has shown its pace: the first versions of an incarnation (compilation, warm caches,
-a jump of the version by ``restore()``) neither teach nor alarm. Nor while a rank says that it does something else on
-purpose, or has left its loop. When nobody at all is heard, it is the listener who was away, and the clock starts again.
+a jump of the version by ``restore()``) neither teach nor alarm. Nothing is looked for either while a rank says that it
+does something else on purpose, or has left its loop. When no rank at all is heard, it is this controller that was away,
+and the clock starts again.
 
-Who is it? Ranks that do not even beat while others do are stopped, or something holds their interpreter lock; they are
-the suspects, whatever their last place was, as no rescue can count on them. Otherwise those with the least progress,
-when most others are further: their peers wait for them. Otherwise nobody is named: it is a collective or a device.
+The suspects: ranks that send no heartbeats while others do are stopped, or something holds their interpreter lock; they
+are the suspects, whatever their last place was, as no rescue can count on them. Otherwise the suspects are the ranks
+with the least progress, if most others are further: their peers wait for them. Otherwise none is named: a collective or
+a device hangs.
 
 Cost: constant per heartbeat of a rank; proportional to the world when something is suspected.
 """
@@ -30,36 +32,38 @@ from ttp.core.layout import Rank, Version, ranks_text
 from ttp.core.messages import FaultKind, Phase
 
 FACTOR = 3.0
-"""A wait of so many times the longest one that is known is no longer normal."""
+"""A wait is too long if it is this many times the longest known one."""
 
 UNSETTLED_VERSIONS = 3
-"""The first versions teach nothing: they compile, allocate, fill caches."""
+"""First versions that teach nothing: they compile, allocate, fill caches."""
 
 LEARNT_VERSIONS = 10
-"""So many versions into an incarnation its pace is known."""
+"""Versions of an incarnation after which its pace is known."""
 
 LEARNT_BEATS = 3
-"""At least so many heartbeats have to have passed then."""
+"""Heartbeats that have to have passed by then."""
 
 SILENT_BEATS = 3
-"""A rank that missed so many heartbeats is silent."""
+"""Missed heartbeats after which a rank is silent."""
 
 PATIENT_BEATS = 4
-"""The patience is at least so many heartbeats: a silent rank is known as such before anybody is named."""
+"""Least patience in heartbeats: a silent rank is known as such before any rank is named."""
 
 MEMORY_S = 6 * 3600.0
-"""The longest wait is that of the last one to two of these: an outage is forgotten, an evaluation is not."""
+"""Seconds. The longest wait is that of the last one to two such periods: an outage is forgotten, an evaluation is
+not.
+"""
 
 Place = tuple[int, bool, int]
-"""Version, whether the rank is updating, mark: how far it is."""
+"""The progress of a rank: version, whether it is updating, mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What ``HangWatch.check`` has found: which ranks hang, and why that is believed.
+    """The result of ``HangWatch.check``: which ranks hang, and why that is believed.
 
     Args:
-        subjects: the ranks that the others wait for; empty when none can be singled out.
+        subjects: the ranks that the others wait for; empty if none can be singled out.
         text: what was seen, for the operator.
         kind: of evidence.
     """
@@ -71,7 +75,7 @@ class Suspicion:
 
 @dataclass(slots=True)
 class _Seen:
-    """The last word of one rank."""
+    """The last heartbeat of one rank."""
 
     place: Place
     heard_at: float
@@ -93,7 +97,7 @@ class HangWatch:
     # ------------------------------------------------------------------------------------------------- what is told
 
     def reset(self, now: float) -> None:
-        """A new incarnation begins: everything is learnt anew."""
+        """Begin a new incarnation: everything is learnt anew."""
         self._seen: dict[Rank, _Seen] = {}
         self._pausing: set[Rank] = set()
         self._ending = False
@@ -106,7 +110,7 @@ class HangWatch:
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Something else than training went on until now (an incident): the clock starts again, nothing is learnt."""
+        """Start the clock again, without learning: something other than training went on until now (an incident)."""
         self.moved_at = now
         """When a rank moved last: after a suspicion it tells whether the job goes on after all."""
         self._told = False
@@ -115,11 +119,11 @@ class HangWatch:
     def observed(
         self, ranks: Iterable[Rank], version: Version, mark: int, phase: Phase, activity: str, now: float
     ) -> None:
-        """Ranks said where they are: they joined, or their hearts beat."""
+        """Note where ranks are, as their hello or heartbeat says."""
         if self._floor_s is None:
             return
         if now - self._heard_at > SILENT_BEATS * self._beat_s:
-            self.restart(now)  # nobody was heard: we were away, not they
+            self.restart(now)  # no rank was heard: this controller was away, not they
         self._heard_at = now
         self._ending = self._ending or phase is Phase.DONE
         place, moved = (int(version), phase is Phase.UPDATING, mark), False
@@ -151,14 +155,14 @@ class HangWatch:
         return max(self._floor_s, FACTOR * longest_s, PATIENT_BEATS * self._beat_s)
 
     def deadline(self) -> float | None:
-        """When ``check`` is due; None: not before the next word of a rank."""
+        """Return when ``check`` is due; None: not before the next heartbeat of a rank."""
         patience_s = self.patience_s
         if patience_s is None or self._told or self._ending:
             return None
         return max(self.moved_at + patience_s, self._excused_until)
 
     def check(self, now: float, live: Collection[Rank]) -> Suspicion | None:
-        """Whether the job hangs. Said once; again only after it has moved, or the clock was started again.
+        """Return a suspicion if the job hangs: once, and again only after it has moved or the clock was started again.
 
         Args:
             now: the time, in seconds of the clock that ``observed`` is given.

@@ -1,4 +1,4 @@
-"""One incident: everything from the first sign of a fault to the release."""
+"""The state of one incident: everything from the first sign of a fault to the release."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ OVER = float("-inf")
 
 
 class Stage(enum.Enum):
-    """Where an incident is; see the theory of operation in ``ttp.core.controller.machine``."""
+    """The stage of an incident; see the theory of operation in ``ttp.core.controller.machine``."""
 
     FREEZING = "freezing"
     SAVING = "saving"
-    PROGRAM = "mending"  # as journals have it
+    PROGRAM = "mending"  # the name that journals use
     COMMITTING = "committing"
     SAVED = "saved"
     RELEASED = "released"
@@ -35,19 +35,19 @@ _EDGES = {
     Stage.SAVED: {Stage.FREEZING, Stage.RELEASED},
     Stage.RELEASED: set(),
 }
-"""Which stage may follow on which; see ``Incident.enter``."""
+"""The stages that may follow each stage; see ``Incident.enter``."""
 
 
 @dataclass(slots=True)
 class Task:
-    """What one saver was told to write; ``pieces`` is ``None`` until all of it is durable."""
+    """The order to one saver; ``pieces`` is ``None`` until all of it is durable."""
 
     order: m.SaverOrder
     generation: int
     pieces: tuple[m.Piece, ...] | None = None
 
     def keep_ordered(self) -> None:
-        """Drop the pieces of parts that are not asked for any more."""
+        """Drop the pieces of parts that are not ordered any more."""
         if self.pieces is not None:
             parts = {p.shard for p in self.pieces if stripes.parse(Shard(p.shard)).count > 1}
             stale = parts.difference(self.order.shards)
@@ -58,7 +58,7 @@ class Task:
 class Incident:
     """State of one incident. Ranks in ``waiting`` can be spoken to and have not given their final answer.
 
-    ``answers`` are of ranks that can be spoken to and stand still: whoever is lost is asked again when it comes back.
+    ``answers`` are of ranks that can be spoken to and stand still: a lost rank is asked again when it comes back.
     """
 
     id: str
@@ -67,71 +67,71 @@ class Incident:
     layout: Layout
     evidence: EvidenceBook
     recovered: bool = False
-    """Opened again after a takeover, on the word of a rank that was frozen."""
+    """Whether it was opened again after a takeover, on the word of a rank that was frozen."""
     deferred: bool = False
-    """It freezes nobody yet: its ranks stand still for a checkpoint that ends first; see ``meanwhile``."""
+    """Whether it freezes no rank yet: its ranks stand still for a checkpoint that ends first; see ``meanwhile``."""
     rescue_since: float | None = None
-    """When a fault made a rescue of a snapshot."""
+    """When a fault turned a snapshot into a rescue; None if it did not."""
     redoing: dict[Rank, Version] = field(default_factory=dict)
-    """Ranks that were told to go on to a version and have not said what came of it: nobody knows where they are."""
+    """Ranks that were ordered to redo an update to a version and have not reported yet: their version is unknown."""
     keepers: dict[Rank, tuple[Shard, ...]] = field(default_factory=dict)
     """The shards that each rank keeps copies of; looked up once there are such copies."""
     reign: str = ""
-    """Differs between controllers that have the same incident: two of them never write into one draft."""
+    """Differs between controllers that have the same incident, so that two of them never write into one draft."""
     directory: str = ""
-    """Where it is saved instead of the job's own directory; empty: there."""
+    """The directory to save to instead of the job's own; empty: the job's own."""
     progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)
-    """Bytes that whoever saves or commits has written, and since when it is so many; the slowest comes first."""
+    """Bytes that each saver or the committer has written, and since when it is that many; the slowest comes first."""
     pauses: dict[str, float] = field(default_factory=dict)
-    """What is waited for before it ends, and until when; once that is over the time is in the past."""
+    """Waits before the incident ends, by name, and until when each lasts; once over the time is in the past."""
     look_again_at: float = 0.0
-    """A plan fell short, and none is made before: answers that may mend it come by the thousand. 0: none fell short."""
+    """No plan is made before this time, as one fell short and answers come by the thousand. 0: none fell short."""
     planned_at: float = 0.0
     losses: int = 0
     """How often a plan had to be made again because savers were lost."""
     next_plan_at: float = 0.0
-    """When that may be done at the earliest."""
+    """The earliest time for the next plan after that."""
     stage: Stage = Stage.FREEZING
     why: str = "a fault was seen, or a checkpoint was asked for"
     """Why it is in this stage; only ``enter`` changes both."""
     waits_for: str = ""
     """Why no plan is made yet, as it was recorded last."""
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
-    """Often one object for many ranks, and of ``SEVERAL``."""
+    """Answers by rank, final or not. Often one object for many ranks, and of ``SEVERAL``."""
     frozen_at: dict[Rank, float] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
     expire_check_at: float = 0.0
     failures: dict[Rank, str] = field(default_factory=dict)
-    """Ranks that could not save or commit: they are not asked again, unless everybody is."""
+    """Ranks that could not save or commit, and why: they are not asked again, unless all ranks are."""
     forgiven: dict[Rank, str] = field(default_factory=dict)
-    """What became of earlier tries of ranks that are asked again."""
+    """Failures of earlier tries, of ranks that are asked again."""
     retries: int = 0
-    """How often all was tried once more, because the storage had refused."""
+    """How often everything was tried once more because the storage had refused."""
     passing: set[Rank] = field(default_factory=set)
-    """Those of ``failures`` that failed of what may not be so later."""
+    """Ranks of ``failures`` that failed for a reason that may pass."""
     generation: int = -1
     plan: Plan | None = None
     tasks: list[Task] = field(default_factory=list)
     pending: dict[Rank, Task] = field(default_factory=dict)
-    """The tasks that are not durable yet; a rank has one at most."""
+    """The tasks that are not durable yet; a rank has at most one."""
     cuts: dict[Shard, str] = field(default_factory=dict)
-    """How the parts of a shard that are durable were cut."""
+    """How the durable parts of each shard were cut, as a digest."""
     uncut: set[Shard] = field(default_factory=set)
     """Shards whose replicas do not cut them alike: they are written whole."""
     dropped: list[Rank] = field(default_factory=list)
     """Savers that were lost or failed since the plan was made."""
     committer: Rank | None = None
     saved: Version = Version(0)  # noqa: RUF009 - a number
-    """The newest version that is known to be on disk; 0: nothing is."""
+    """The newest version that is known to be on disk; 0 if none is."""
     path: str = ""
     size: int = 0
     exit_code: int | None = None
     again: bool = False
-    """Released to go on in their processes."""
+    """Whether ranks were released to go on in their processes."""
     trial: bool = False
-    """Somebody has asked that they are, without a death."""
+    """Whether it was requested that ranks go on, without a death."""
     overtaken: bool = False
-    """A process of the next launch has said hello: whoever lives of this one will be ended by its launcher."""
+    """Whether a process of the next launch has said hello: the launcher will end all living ranks of this one."""
     release_text: str = ""
     released_at: float | None = None
     outcome: str = ""
@@ -149,7 +149,7 @@ class Incident:
 
     @property
     def faulty(self) -> bool:
-        """Whether evidence of a real fault stands that nobody has taken back."""
+        """Whether evidence of a real fault stands that was not withdrawn."""
         return bool(self.evidence.kinds)
 
     @property
@@ -159,7 +159,7 @@ class Incident:
         return f".draft-step_{self.plan.version}-{self.id}{self.reign}"
 
     def enter(self, stage: Stage, why: str) -> None:
-        """Go to another stage; the only way to one. A thaw closes the incident in whatever stage it is.
+        """Go to another stage; the only way to change it. A thaw closes the incident in any stage.
 
         ::
 
@@ -172,22 +172,22 @@ class Incident:
             any stage ----------------------------------------------+   told to exit: saved, or it cannot be
 
         Args:
-            stage: the next one.
+            stage: the next stage.
             why: what led to it, in words.
 
         Raises:
-            AssertionError: that stage cannot follow on this one.
+            AssertionError: that stage cannot follow the present one.
         """
         assert stage in _EDGES[self.stage], f"from {self.stage.value} ({self.why}) to {stage.value} ({why})"
         self.stage, self.why = stage, why
 
     @property
     def patient_since(self) -> float:
-        """From when on ``TTP_OT`` counts: a fault during a snapshot has the whole time of a rescue."""
+        """When the time of ``TTP_OT`` began: a fault during a snapshot has the whole time of a rescue."""
         return self.opened_at if self.rescue_since is None else self.rescue_since
 
     def waits(self, what: str, seconds: float, now: float) -> bool:
-        """Whether ``seconds`` have not passed since this was asked for the first time."""
+        """Return whether ``seconds`` have not passed since this was asked for the first time about ``what``."""
         return now < self.pauses.setdefault(what, now + seconds)
 
     def end_pauses(self, now: float) -> None:
@@ -197,7 +197,7 @@ class Incident:
                 self.pauses[what] = OVER
 
     def wrote(self, rank: Rank, size: int, now: float) -> None:
-        """Note that ``rank`` has written ``size`` bytes of its save or commit, and when it said so."""
+        """Note that ``rank`` has reported ``size`` written bytes of its save or commit at ``now``."""
         self.progress[rank] = (size, now)
         self.progress.move_to_end(rank)
 
@@ -211,7 +211,7 @@ class Incident:
             self.forget(rank)
             self.answers[rank] = answer
             if target is not None and answer.version < target and not torn:
-                self.redoing[rank] = target  # said before it was told, or on its way
+                self.redoing[rank] = target  # sent before the order arrived, or during the redo
         if not answer.final:
             return
         self.waiting.difference_update(ranks)
@@ -225,7 +225,7 @@ class Incident:
         self._discount(rank)
 
     def fail(self, rank: Rank, text: str, may_pass: bool = False) -> None:
-        """Note that a rank could not save or commit, so that others are asked. ``may_pass``: later it might."""
+        """Note that a rank could not save or commit, so that others are asked. ``may_pass``: it may succeed later."""
         self.failures[rank] = text
         if may_pass:
             self.passing.add(rank)
@@ -256,27 +256,27 @@ class Incident:
             self._count((rank,), version)
 
     def answered(self, rank: Rank) -> bool:
-        """Whether the rank has given its final answer."""
+        """Return whether the rank has given its final answer."""
         answer = self.answers.get(rank)
         return answer is not None and answer.final
 
     def is_stale(self, rank: Rank, answer: m.Frozen) -> bool:
-        """Whether the rank has answered with a newer version since; only with a pre-image can it go back."""
+        """Return whether the rank has answered with a newer version since; only with a pre-image can it go back."""
         known = self.answers[rank]
         return answer.version < known.version and answer.phase is not m.Phase.TORN and not known.has_preimage
 
     def able(self, rank: Rank) -> bool:
-        """Whether the rank stands still, can be spoken to, and has not failed."""
+        """Return whether the rank stands still, can be spoken to, and has not failed."""
         return self.answered(rank) and rank not in self.failures
 
     def can_commit(self, rank: Rank) -> bool:
-        """Whether the rank can be spoken to and has not failed. Its training may hang: a commit touches files only."""
+        """Return whether the rank can be spoken to and has not failed. It may hang: a commit touches files only."""
         return rank in self.answers and rank not in self.failures
 
     def newest_is_known(self) -> bool:
-        """Ranks differ by at most one version (Statement 2): with both seen, no answer can add a newer one.
+        """Return whether the newest version is known and whole in every shard, so that no rank has to be waited for.
 
-        True when the newer one is whole in every shard, so that nobody has to be waited for.
+        Ranks differ by at most one version (Statement 2): with both seen, no answer can add a newer one.
         """
         if len(self._ranks_at) < 2:
             return False
@@ -289,7 +289,7 @@ class Incident:
         )
 
     def written(self) -> dict[Shard, Version]:
-        """Shards, and parts of them, whose piece is durable, or being written by a rank that can be spoken to."""
+        """Return shards and parts with a piece that is durable, or being written by a rank that can be spoken to."""
         if self.plan is None:
             return {}
         orders = [task.order for task in self.tasks]

@@ -2,7 +2,7 @@
 
 The controller sees only its own streams. When those of a host fall silent, a rank on a third host is asked whether it
 still reaches that host. If it does, the network between is at fault and the ranks get longer to come back; if not, or
-if there is no third host, the usual grace is all they get.
+if there is no third host, they get only the usual grace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ttp.core.layout import Rank
 
 
 class IndirectProbe:
-    """Chooses whom to ask, and takes the answer.
+    """Chooses the rank to ask, and takes its answer.
 
     Args:
         job: the ranks.

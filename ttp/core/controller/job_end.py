@@ -1,4 +1,4 @@
-"""When a job is over, and when its controller has nothing left to do."""
+"""Decides when a job is over, and when its controller has nothing left to do."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class JobEnd:
         self, job: Membership, outbox: Outbox, verdict: JobVerdict, timeouts: ControllerTimeouts, now: float
     ) -> None:
         self.finished_at: float | None = None
-        """When every rank had left its loop; None: it has not come to that."""
+        """When every rank had left its loop; None if they have not all."""
         self.stopped = False
-        """The controller has said that it ends."""
+        """Whether the controller has said that it ends."""
         self._job, self._outbox, self._verdict, self._timeouts = job, outbox, verdict, timeouts
         self._quiet_since = now
 
     def heard(self, now: float) -> None:
-        """Ranks are gone: from the last one on nobody speaks to this controller."""
+        """Note that ranks are gone: after the last one no rank speaks to this controller."""
         if not self._job.live:
             self._quiet_since = now
 
     def told(self, event: LauncherSaid | HostsDrained | RankWasWrong | Remembered) -> None:
-        """Somebody knows something about the one exit code of the job."""
+        """Take a fact about the one exit code of the job, from a launcher, an operator, a rank or the history."""
         verdict = self._verdict
         before = verdict.now
         match event:
@@ -65,20 +65,20 @@ class JobEnd:
         self._outbox.send_alike(ranks, m.Finished(m.SEVERAL, self._job.term))
 
     def advance(self, now: float, *, incident: bool) -> None:
-        """See whether it is over; while an ``incident`` is open the job is not."""
+        """End the job or the controller when it is time; while an ``incident`` is open the job does not end."""
         if not incident:
             self._maybe_finished(now)
         self._maybe_stop(now)
 
     def deadlines(self) -> Iterator[float]:
-        """When ``advance`` may have something to do."""
+        """Yield the times at which ``advance`` may have something to do."""
         if self.finished_at is not None:
             yield self.finished_at + self._timeouts.linger_s
         if not self._job.live:
             yield self._quiet_since + self._timeouts.abandoned_s
 
     def _maybe_finished(self, now: float) -> None:
-        """The job is over when every rank has left its loop; nobody waits for one that has never said hello."""
+        """End the job when every rank has left its loop; a rank that has never said hello is not waited for."""
         if not self._job.training or self._job.ended:
             return
         if len(self._job.done) < len(self._job.members):

@@ -1,7 +1,7 @@
-"""What becomes of a job, in one exit code for all of its launchers.
+"""The verdict: the result of a job in one exit code for all of its launchers.
 
-Launchers see their own ranks only: one has a rank whose configuration is wrong (64), another one ranks that were saved
-(75), a third one that was killed (137). The controller knows what happened to all: a configuration that is wrong comes
+A launcher sees only its own ranks: one has a rank whose configuration is wrong (64), another has ranks that were saved
+(75), a third a rank that was killed (137). The controller knows what happened to all: a wrong configuration comes
 first, as no restart mends it, then what was not saved (70), then what was (75), then the end of the training (0).
 
 It also counts launches in a row that bring no new version, restarts by the launcher and launches of the whole job
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 
 FRUITLESS_MAX = 3
-"""Launches without a new version after which starting again is no use."""
+"""Launches in a row without a new version after which starting again is no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Verdict:
     """One exit code for the job.
 
     Args:
-        code: 64, 70, 75 or 0; None: nothing is known of an end.
+        code: 64, 70, 75 or 0; None if no end is known.
         text: why.
         final: starting again does not help, however many restarts are left.
     """
@@ -40,11 +40,11 @@ class JobVerdict:
         self.fruitless = 0
         """Launches in a row, before this one, that brought no new version."""
         self.progress = False
-        """This one has brought one."""
+        """Whether this launch has brought a new version."""
         self.asked: set[str] = set()
         """Hosts whose launcher has asked at its end."""
         self.drained: set[str] = set()
-        """Hosts whose launchers are not to start ranks again after this launch."""
+        """Hosts whose launchers must not start ranks again after this launch."""
         self._launched = False
         self._forget()
 
@@ -57,7 +57,7 @@ class JobVerdict:
     # ------------------------------------------------------------------------------------------------ what is happening
 
     def launch_begins(self, *, same_job: bool) -> None:
-        """The first rank of a launch has come."""
+        """Begin a launch: its first rank has come."""
         if not same_job:
             self.fruitless = 0
         elif self._launched:
@@ -66,11 +66,11 @@ class JobVerdict:
         self._forget()
 
     def remember(self, fruitless: int, progress: bool) -> None:
-        """What was written down: so many launches before this one came to nothing, and whether this one has got on."""
+        """Take the history: how many launches before this one brought no version, and whether this one has."""
         self.fruitless, self.progress = max(self.fruitless, fruitless), self.progress or progress
 
     def released(self, code: int, text: str, cause: str) -> Verdict:
-        """The rescue wants ranks to leave with ``code``. Returns the verdict that they are told instead."""
+        """Return the verdict that ranks are told instead of ``code``, with which the rescue wants them to leave."""
         self._end = Verdict(code, text)
         if self._wrong:
             return replace(self.now, text=f"{self.now.text}. {text}")
@@ -84,23 +84,23 @@ class JobVerdict:
         return self._end
 
     def finished(self) -> None:
-        """Every rank has trained to its end."""
+        """Note that every rank has trained to its end."""
         self.progress = True
         self._end = Verdict(EXIT_TRAINED, "trained to the end")
 
     # -------------------------------------------------------------------------------------------------- what they say
 
     def starts(self) -> None:
-        """A launcher starts ranks: forget how the last launch ended."""
+        """Forget how the last launch ended, because a launcher starts ranks."""
         if self._end is not None or self._wrong:
             self._forget()
 
     def is_wrong(self, text: str) -> None:
-        """A rank has left with 64, or will."""
+        """Note that a rank has left with 64, or will."""
         self._wrong = self._wrong or text
 
     def asks(self, host: str, code: int) -> None:
-        """A launcher is at its end, and would leave with ``code``."""
+        """Note that a launcher is at its end and would leave with ``code``."""
         self.asked.add(host)
         self._claims[host] = code
         if code == EXIT_BAD_CONFIG:

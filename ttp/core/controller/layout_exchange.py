@@ -1,15 +1,13 @@
-"""Layouts of jobs, known by their digests: how one is told in parts, and how a controller learns one.
+"""The exchange of layouts, which are known by their digests: sends them in parts, and asks ranks for unknown ones.
 
-Theory of operation
--------------------
-A rank says hello with the digest of its layout. A digest that is not known yet is an *inquiry*: one of the ranks that
-have said it is asked for the layout, and all of them wait. When the rank is lost or takes too long the next one is
-asked. The parts may come from whoever was asked, so a slow answer still counts; but they are put together by rank, so
-that one which tells nonsense spoils nobody's answer but its own. With the layout known, the hellos that waited are
-handled in the order in which they came.
+Theory of operation ------------------- A rank says hello with the digest of its layout. A digest that is not known yet
+is an *inquiry*: one of the ranks that have announced it is asked for the layout, and all of them wait. If that rank is
+lost or takes too long, the next one is asked. Every rank that was asked may answer, so a slow answer still counts; but
+parts are put together per rank, so that a rank that sends nonsense spoils only its own answer. Once the layout is
+known, the hellos that waited are handled in the order in which they came.
 
-One copy is kept of each layout, and of a few layouts only. A world in which every rank announces another layout is
-asked about a few at a time.
+One copy is kept of each layout, and of a few layouts only. In a world in which every rank announces another layout a
+few layouts are asked for at a time.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ from ttp.errors import ConfigError
 
 PART_GROUPS_MAX = 8192
 PART_RANKS_MAX = 65_536
-"""What one message tells of a layout at most: some hundred kilobytes."""
+"""Most groups, and most ranks in them, of one message: some hundred kilobytes."""
 PARTS_MAX = 1024
 RANKS_MAX = 1 << 24
-"""Ranks of all groups of a layout together that are believed: a hundred for each of 10^5 ranks."""
+"""Most ranks of all groups of a layout together: a hundred for each of 10^5 ranks."""
 ANSWER_S = 1.0
-"""How long a rank may take for the next part before another one is asked; twice as long each time."""
+"""Seconds that a rank may take for the next part before another one is asked; twice as long each time."""
 PATIENCE_DOUBLED_MAX = 4
 TELLERS_MAX = 4
-"""Of so many ranks parts are kept, for one layout."""
+"""Most ranks whose parts are kept, for one layout."""
 INQUIRIES_MAX = 4
-"""Layouts that are asked for at one time."""
+"""Most layouts that are asked for at one time."""
 
 Speaker = tuple[ConnectionId, Rank]
 
 
 def in_parts(layout: Layout) -> lm.Parts:
-    """The groups of a layout, cut so that each part fits into a message."""
+    """Return the groups of a layout, cut so that each part fits into a message."""
     parts: list[tuple[lm.ShardGroup, ...]] = []
     part: list[lm.ShardGroup] = []
     room = PART_RANKS_MAX
@@ -63,7 +61,7 @@ def in_parts(layout: Layout) -> lm.Parts:
 
 @dataclass(slots=True)
 class _Telling:
-    """What one rank has told so far."""
+    """The parts of a layout that one rank has sent so far."""
 
     count: int = 0
     parts: dict[int, tuple[lm.ShardGroup, ...]] = field(default_factory=dict)
@@ -71,7 +69,7 @@ class _Telling:
     ranks: int = 0
 
     def add(self, part: lm.LayoutPart) -> str:
-        """Take a part, which may come twice; returns what is wrong with it."""
+        """Add a part, which may come twice. Return what is wrong with it; empty if nothing is."""
         if not 0 <= part.index < part.count <= PARTS_MAX or (self.count and part.count != self.count):
             return f"part {part.index} of {part.count} is no part of a layout"
         if part.index not in self.parts:
@@ -88,7 +86,7 @@ class _Telling:
         return len(self.parts) == self.count
 
     def layout(self, world_size: int) -> Layout | str:
-        """The layout, or in words why the parts do not make one."""
+        """Return the layout, or in words why the parts do not make one."""
         groups: dict[Shard, list[tuple[Rank, ...]]] = {}
         for index in range(self.count):
             for number, group in enumerate(self.parts[index]):
@@ -103,17 +101,17 @@ class _Telling:
 
 @dataclass(slots=True)
 class _Inquiry:
-    """Who waits until a layout is known, and who was asked for it, the latest last."""
+    """The ranks that wait until a layout is known, and those that were asked for it, the latest last."""
 
     waiting: OrderedDict[Speaker, m.Hello] = field(default_factory=OrderedDict)
     asked: OrderedDict[Speaker, _Telling] = field(default_factory=OrderedDict)
     turn: list[Speaker] = field(default_factory=list)
-    """Still to be asked in this round, the next one last."""
+    """Ranks still to be asked in this round, the next one last."""
     times: int = 0
     due: float = 0.0
 
     def next(self) -> Speaker:
-        """The rank that is asked next. Called only while somebody waits."""
+        """Return the rank to ask next. Called only while some rank waits."""
         while True:
             if not self.turn:
                 new = [speaker for speaker in self.waiting if speaker not in self.asked]
@@ -133,7 +131,7 @@ class Layouts:
     def __init__(self, job: Membership, outbox: Outbox) -> None:
         self._job, self._outbox = job, outbox
         self._open: OrderedDict[str, _Inquiry] = OrderedDict()
-        """The first of them are asked about now."""
+        """Open inquiries by digest; the first ``INQUIRIES_MAX`` of them are being asked about."""
         self._by_connection: dict[ConnectionId, set[tuple[str, Rank]]] = {}
 
     def wait(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
@@ -146,14 +144,14 @@ class Layouts:
             self._ask(digest, now)
 
     def told(self, connection: ConnectionId, part: lm.LayoutPart, now: float) -> list[tuple[ConnectionId, m.Hello]]:
-        """A part of an answer. Returns the hellos that can be handled now.
+        """Take a part of an answer. Return the hellos that can be handled now.
 
-        Of a rank that tells nonsense that is its own, and it is refused here.
+        A rank that sends nonsense is refused here.
         """
         speaker, inquiry = (connection, part.rank), self._open.get(part.digest)
         telling = inquiry.asked.get(speaker) if inquiry is not None else None
         if inquiry is None or telling is None or speaker not in inquiry.waiting:
-            return []  # late: it is known by now, or was asked of somebody else
+            return []  # late: the layout is known by now, or another rank was asked
         problem = telling.add(part)
         if not problem and not telling.whole:
             inquiry.due = now + self._patience_s(inquiry)
@@ -169,23 +167,23 @@ class Layouts:
         return []
 
     def ended(self, connection: ConnectionId, now: float) -> None:
-        """Forget those who waited or answered on a stream that has ended."""
+        """Forget the ranks of a stream that has ended: those that waited and those that were asked."""
         for digest, rank in sorted(self._by_connection.get(connection, ())):
             self._drop(digest, (connection, rank), now)
 
     def expire(self, now: float) -> None:
-        """Ask others where an answer takes too long."""
+        """Ask the next rank for each layout whose answer takes too long."""
         for digest in self._current():
             if now >= self._open[digest].due:
                 if len(self._open) > INQUIRIES_MAX:
-                    self._open.move_to_end(digest)  # the others have their turn
+                    self._open.move_to_end(digest)  # other inquiries get their turn
                     self._open[digest].asked.clear()
                     self._start(now)
                 else:
                     self._ask(digest, now)
 
     def deadlines(self) -> Iterator[float]:
-        """When ``expire`` has to be called."""
+        """Return the times at which ``expire`` has to be called."""
         return (self._open[digest].due for digest in self._current())
 
     def _current(self) -> list[str]:
@@ -197,7 +195,7 @@ class Layouts:
                 self._ask(digest, now)
 
     def _ask(self, digest: str, now: float) -> None:
-        """One rank after the other; from the beginning when all were asked."""
+        """Ask the next rank for a layout; the first one again when all were asked."""
         inquiry = self._open[digest]
         speaker = inquiry.next()
         inquiry.asked.setdefault(speaker, _Telling())

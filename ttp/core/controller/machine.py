@@ -12,10 +12,10 @@ which only depends on what is known and can be entered again when more ranks are
                ``FREEZING``, where the plan is made again for the pieces that are missing (generation + 1).
 ``COMMITTING`` all pieces are durable; one rank renames the draft. If it is lost another one is asked; the commit is
                idempotent.
-``PROGRAM``    instead of both, where it is for the program itself to save or to repair (``program_recovery``).
+``PROGRAM``    replaces both if the program itself saves or repairs (``program_recovery``).
 ``SAVED``      the checkpoint exists. What is left is to learn whether the fault is real: a stream that broke and came
                back within the grace was a false alarm, and the world is thawed.
-``RELEASED``   everybody was told to exit (75 saved, 70 could not save). The incident ends when the streams have ended.
+``RELEASED``   all ranks were told to exit (75 saved, 70 could not save). The incident ends when the streams have ended.
 
 A rank that is lost loses its answer with its stream: its gate may be open when it comes back, so it is asked again. If
 it then turns out to hold a newer version than the planned one, the plan is made again.
@@ -24,10 +24,10 @@ The controller holds soft state only. After a takeover it hears from every rank'
 which incident, opens that incident again under a higher term and goes through the same stages. If every rank comes back
 and nothing is broken, the world is thawed. While ranks are still coming back nothing is decided.
 
-Cost: constant time per event, O(world size) per stage of an incident. What ranks of a host say alike is one event, and
-what follows from the answers that came in one message is looked for once (``settle``).
+Cost: constant time per event, O(world size) per stage of an incident. Equal reports of the ranks of a host are one
+event, and what follows from the answers that came in one message is worked out once (``settle``).
 
-Files: this one takes events, and passes each on. ``admission`` lets ranks in, ``fault_reports`` says what is evidence
+Files: this one takes events, and passes each on. ``admission`` admits ranks, ``fault_reports`` decides what is evidence
 of a fault, ``rescue`` moves an incident through its stages (with ``evidence``, ``freezing``, ``planning``, ``saving``,
 ``retries``), ``job_end`` knows when it is over. ``parts`` lists the rest: ``membership`` says who belongs to a job,
 ``restore_agreement`` makes all ranks restore the same checkpoint, ``hangs`` notices that nothing moves, ``silence``
@@ -77,14 +77,14 @@ from ttp.core.restore_messages import Restored, RestoreView
 
 
 class ControllerMachine:
-    """The protocol. ``on_event`` is the only way in; ``deadline`` says when the next ``Tick`` is due.
+    """The controller's machine. ``on_event`` is the only way in; ``deadline`` says when the next ``Tick`` is due.
 
     Args:
         patience: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number; injected, so that runs can be repeated.
         now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
         host: where it runs, as ranks name their hosts.
-        port: where it listens; 0: that is of no interest.
+        port: where it listens; 0 if not known.
         program: leads jobs that save and repair themselves.
     """
 
@@ -104,14 +104,14 @@ class ControllerMachine:
         self._admission = Admission(parts, self._end, now)
         self._faults = FaultReports(parts, self._end)
         self.stand_in = StandIn(patience, new_id, parts.rescue.meanwhile)
-        """Saves for ranks whose controller is silent, which is no matter of the job that is led here."""
-        self._suspected = 0  # at one time, at most, since there was no suspect
+        """Saves for ranks whose controller is silent, independently of the job that is led here."""
+        self._suspected = 0  # the most suspects at one time since there was none
         self._unsettled = False
 
     # ------------------------------------------------------------------------------------------------------- entrance
 
     def on_event(self, event: Event, now: float, *, more: bool = False) -> list[Action]:
-        """Take one event, return what has to be done, in order. Late and duplicate events change nothing.
+        """Take one event; return the actions to be done, in order. Late and duplicate events change nothing.
 
         Args:
             event: what has happened.
@@ -123,7 +123,7 @@ class ControllerMachine:
             waits = self.incident is not None and self.incident.deferred
             actions = self.stand_in.on_event(meanwhile, now)
             others = self.on_event(rest, now, more=more) if rest is not None else []
-            return [*others, *(self._settle(now) if waits else ()), *actions]  # a freeze is said before a thaw
+            return [*others, *(self._settle(now) if waits else ()), *actions]  # a freeze is sent before a thaw
         self._rescue.program.at(now)
         match event:
             case Received(connection, m.Hello() as hello):
@@ -161,7 +161,7 @@ class ControllerMachine:
         return self._settle(now)
 
     def settle(self, now: float) -> list[Action]:
-        """What follows from the events that came with ``more``."""
+        """Return what follows from the events that came with ``more``."""
         return self._settle(now) if self._unsettled else []
 
     def _settle(self, now: float) -> list[Action]:
@@ -175,12 +175,12 @@ class ControllerMachine:
         if self.incident is None:
             self._rescue.program.advance()
         if frozen and self.incident is None:
-            self._parts.hangs.restart(now)  # nobody could move, and that was no hang
+            self._parts.hangs.restart(now)  # no rank could move, and that was no hang
         self._end.advance(now, incident=self.incident is not None)
         return [*self._outbox.take(), *meanwhile]
 
     def deadline(self) -> float | None:
-        """When ``on_event(Tick(), ...)`` should be called at the latest; ``None``: not before the next event."""
+        """Return when ``on_event(Tick(), ...)`` should be called at the latest; ``None``: not before the next event."""
         return None if self._end.stopped else min(self._deadlines(), default=None)
 
     def _deadlines(self) -> Iterator[float]:
@@ -205,7 +205,7 @@ class ControllerMachine:
 
     @property
     def term(self) -> int:
-        """Which controller this is; orders of an older term are ignored."""
+        """The term of this controller; orders of an older term are ignored."""
         return self.job.term
 
     @property
@@ -215,7 +215,7 @@ class ControllerMachine:
 
     @property
     def last_incident(self) -> Incident | None:
-        """The last one that was closed."""
+        """The incident that was closed last."""
         return self._rescue.last
 
     @property
@@ -230,7 +230,7 @@ class ControllerMachine:
 
     @property
     def standbys(self) -> tuple[str, ...]:
-        """Controllers that stand by (host:port)."""
+        """Addresses of the standby controllers (host:port)."""
         return self._parts.standby.addresses
 
     @property
@@ -240,7 +240,7 @@ class ControllerMachine:
 
     @property
     def base_version(self) -> Version:
-        """What this incarnation started from; it is on disk already."""
+        """The version that this incarnation started from; it is on disk already."""
         return self._rescue.base_version
 
     @property
@@ -255,7 +255,7 @@ class ControllerMachine:
 
     @property
     def drained_hosts(self) -> list[str]:
-        """Hosts whose launchers are not to start ranks again."""
+        """Hosts whose launchers must not start ranks again."""
         return sorted(self._rescue.verdict.drained)
 
     @property
@@ -266,12 +266,12 @@ class ControllerMachine:
 
     @property
     def save_dir(self) -> str:
-        """Where the job saves, as its ranks say."""
+        """The directory that the job saves to, as its ranks say."""
         return self.job.save_dir
 
     @property
     def stage(self) -> str:
-        """One word for what is going on."""
+        """The stage of the job, in one word."""
         if self.incident is not None:
             return self.incident.stage.value
         if self._end.finished_at is not None:
@@ -283,7 +283,7 @@ class ControllerMachine:
     # -------------------------------------------------------------------------------------------------------- reports
 
     def _heartbeats(self, who: Who, beat: m.Heartbeat, now: float) -> bool:
-        """Whether anything may follow from them."""
+        """Take heartbeats. Return whether anything may follow from them."""
         speaking = self._speaking(who)
         for member in speaking.values():
             if not self.job.formed:
@@ -308,7 +308,7 @@ class ControllerMachine:
             self._rescue.answered(list(speaking), answer, now)
 
     def _speaking(self, who: Who) -> dict[Rank, Member]:
-        """The ranks among these whose stream is the one that speaks for them."""
+        """Return the ranks among these whose stream is the one that speaks for them."""
         members = self.job.members
         return {
             rank: member
@@ -317,16 +317,16 @@ class ControllerMachine:
         }
 
     def _heard(self, speaking: Mapping[Rank, Member], now: float) -> bool:
-        """Ranks have said something; true when that ends a doubt about their host."""
+        """Note that ranks have been heard. Return whether that ends a doubt about their host."""
         ends_a_doubt = False
         for host in dict.fromkeys(member.hello.host for member in speaking.values()):
             ends_a_doubt |= self._parts.silence.heard(host, now)
         return ends_a_doubt
 
     def _formed_by(self, known: Version, version: Version) -> None:
-        """An update needs every rank: those that have not said hello exist too, and train without protection.
+        """Note that the job is formed once an update, which needs every rank, was made: missing ranks are unprotected.
 
-        The first change of a version may be a restore that nobody has told of; the next one is an update.
+        The first change of a version may be a restore that was not reported; the next one is an update.
         """
         job = self.job
         if not version > known > self.base_version or job.layout is None:
@@ -339,7 +339,7 @@ class ControllerMachine:
 
     def _report(self, connection: ConnectionId, report: m.Report, now: float) -> None:
         member = self._speaking(((connection, report.rank),)).get(report.rank)
-        if member is None:  # said before hello, by somebody who was replaced, or by a guest
+        if member is None:  # sent before hello, by a replaced process, or by a guest
             self._admission.guest_said(connection, report)
             return
         member.last_seen = now
@@ -384,7 +384,7 @@ class ControllerMachine:
 
     @property
     def _grace_s(self) -> float:
-        """How long a rank whose stream has ended may take to open another one."""
+        """How long a rank whose stream has ended may take to open another one, in seconds."""
         return in_queue(self.patience.grace_s, self._suspected)
 
     def _expire(self, now: float) -> None:

@@ -1,11 +1,11 @@
-"""What a controller that takes over has saved as a stand-in for the same ranks, or still saves.
+"""Remembers what a controller that takes over has saved, or still saves, as a stand-in for the same ranks.
 
-Ranks come to a standby controller twice: *meanwhile*, when they hear nothing of theirs (``stand_in``), and to be taken
-over, when they are sure that it is lost. A checkpoint that is being made by then goes on: an incident that is opened
-during it freezes nobody before it has ended, as its ranks stand still already and a freeze would have them begin again.
-So evidence waits while all ranks that have come to be taken over stand still for that checkpoint, and nobody has failed
-in it; never longer than ``TTP_OT``, as no incident may. The takeover then plans as always, and finds that version on
-disk.
+Ranks come to a standby controller twice: *meanwhile*, when they hear nothing of their own controller (``stand_in``),
+and to be taken over, when they are sure that it is lost. A checkpoint that is being made by then goes on: an incident
+that is opened during it freezes no rank before it has ended, as its ranks stand still already and a freeze would have
+them begin again. So evidence waits while all ranks that have come to be taken over stand still for that checkpoint and
+none has failed in it; never longer than ``TTP_OT``, as no incident may. The takeover then plans as always, and finds
+that version on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Job = tuple[str, int]
 
 @dataclass(slots=True)
 class Meanwhile:
-    """Written by the stand-in, read by who leads."""
+    """The stand-in's saves. The stand-in writes it, the parts that lead the job read it."""
 
     _saves_for: Membership | None = None
     _made_for: _Job | None = None
@@ -44,12 +44,12 @@ class Meanwhile:
             self._whose = {job.members[rank].hello.nonce for rank in pages if rank in job.members}
 
     def saves(self, job: Membership) -> bool:
-        """Whether all ranks of this job that can be spoken to stand still for a checkpoint that makes progress."""
+        """Return whether all ranks of this job that can be spoken to stand still for a checkpoint in progress."""
         there = self._saves_for
         return there is not None and _of(there) == _of(job) and job.live <= there.live
 
     def made(self, job: Membership) -> tuple[Version, str] | None:
-        """Version and path of the last checkpoint, if all ranks that can be spoken to now have their part in it."""
+        """Return version and path of the last checkpoint, if all ranks that can be spoken to have a part in it."""
         if self._made_for != _of(job) or any(job.members[rank].hello.nonce not in self._whose for rank in job.live):
             return None
         return self._made

@@ -13,12 +13,12 @@ from ttp.core.layout import Layout, Rank, Version, describe, difference
 Refusal = tuple[m.RefusalCode, str]
 
 LAYOUTS_MAX = 4
-"""Layouts that are kept: that of the job, and of some that were announced lately."""
+"""Most layouts that are kept: the job's, and some that were announced lately."""
 
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one rank of the current incarnation."""
+    """One rank of the current incarnation, as far as the controller knows it."""
 
     hello: m.Hello
     connection: ConnectionId | None
@@ -28,12 +28,12 @@ class Member:
     lost_at: float | None = None
     mark: int = 0
     activity: str = ""
-    broken: str = ""  # confirmed reason for which it cannot train on
-    fenced: bool = False  # given up: refused when it comes back
+    broken: str = ""  # confirmed reason why it cannot train on
+    fenced: bool = False  # given up: refused if it comes back
     done: bool = False
     left: bool = False  # said goodbye for good
     seat: str = ""  # whether its launcher can start it alone; see ``continuing``
-    seated: bool = False  # a new process that has taken the seat of a lost one
+    seated: bool = False  # whether it is a new process that has taken the seat of a lost one
 
     @property
     def name(self) -> str:
@@ -43,11 +43,12 @@ class Member:
 
 @dataclass(slots=True)
 class Guest:
-    """A new process that waits for the seat of a rank that still lives, and what its program has said."""
+    """A new process that waits for the seat of a rank that still lives, and what its program has reported."""
 
     connection: ConnectionId
     hello: m.Hello
-    said: list[m.ProgramReport] = field(default_factory=list)
+    said: dict[type[m.ProgramReport], m.ProgramReport] = field(default_factory=dict)
+    """The last report of each kind; the program says all of it again when it has the seat."""
 
 
 @dataclass(slots=True)
@@ -55,63 +56,63 @@ class Membership:
     """The ranks of the current incarnation. Every question asked per event is answered in constant time."""
 
     term: int = 1
-    """Which controller speaks; raised above that of every other controller that a rank has heard."""
+    """The term of this controller; raised above that of every other controller that a rank has heard."""
     incarnation: int = 0
     run_id: str = ""
     layout: Layout | None = None
     layouts: OrderedDict[str, Layout] = field(default_factory=OrderedDict)
-    """By digest: what this job has, and others have that were announced lately; see ``layout_exchange``."""
+    """Layouts by digest: the job's, and others that were announced lately; see ``layout_exchange``."""
     members: dict[Rank, Member] = field(default_factory=dict)
     live: set[Rank] = field(default_factory=set)
     suspects: OrderedDict[Rank, float] = field(default_factory=OrderedDict)
-    """Lost, may still come back within the grace, and since when; the longest lost comes first."""
+    """Lost ranks that may come back within the grace, and since when they are lost; the longest lost comes first."""
     suspects_on: Counter[str] = field(default_factory=Counter)
-    """How many of them each host has."""
+    """How many suspects each host has."""
     silent: set[Rank] = field(default_factory=set)
-    """Can be spoken to, as far as is known, and nothing comes from their host; see ``ttp.core.controller.silence``."""
+    """Ranks that can be spoken to, as far as is known, and from whose host nothing comes; see ``silence``."""
     broken: set[Rank] = field(default_factory=set)
-    """Known not to train on."""
+    """Ranks that are known not to train on."""
     done: set[Rank] = field(default_factory=set)
     formed: bool = False
-    """All ranks have been there, or one has made an update, which none can without the others: some train unprotected.
+    """Whether all ranks have joined, or one has made an update, which needs all ranks: some then train unprotected.
 
     Before that nothing was trained: ranks may come, go and be replaced.
     """
     ended: bool = True
-    """Everybody of this incarnation was released, or there never was one: a new one may start."""
+    """Whether all ranks of this incarnation were released, or there never was one: a new one may start."""
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
     gone: dict[Rank, int] = field(default_factory=dict)
-    """Ranks that have left a job that is not formed yet, and the launch that they were of."""
+    """Ranks that have left a job that is not formed yet, and the launch of each."""
     seats: set[Rank] = field(default_factory=set)
     """Ranks that have died, and whose seats new processes may take while the others go on in this incarnation."""
     moving: set[Rank] = field(default_factory=set)
-    """Ranks that live, and are to be replaced: new processes of theirs are let in as guests."""
+    """Ranks that live and are to be replaced: their new processes are admitted as guests."""
     guests: dict[Rank, Guest] = field(default_factory=dict)
     gather_until: float | None = None
-    """This controller is new and the job is not: until then missing ranks may still say hello."""
+    """Time until which missing ranks may still say hello, if this controller is new and the job is not; else None."""
 
     @property
     def save_dir(self) -> str:
-        """Where the job saves, as its ranks say."""
+        """The directory that the job saves to, as its ranks say."""
         return next((mb.hello.save_dir for mb in self.members.values()), "")
 
     @property
     def complete(self) -> bool:
-        """All ranks have said hello."""
+        """Whether all ranks have said hello."""
         return self.layout is not None and len(self.members) == self.layout.world_size
 
     @property
     def in_doubt(self) -> bool:
-        """Whether nobody can tell yet if some rank lives."""
+        """Whether it is unknown of some rank if it lives."""
         return bool(self.suspects or self.silent)
 
     @property
     def training(self) -> bool:
-        """Whether it trains, with every rank that will ever say hello: after a takeover some may still come back."""
+        """Whether the job trains, with every rank that will say hello: after a takeover some may still come back."""
         return self.complete or (self.formed and self.gather_until is None)
 
     def facts(self) -> dict[str, Any]:
-        """Which job this is, for records."""
+        """Return what identifies this job, for records."""
         size = 0 if self.layout is None else self.layout.world_size
         told = {"run_id": self.run_id, "incarnation": self.incarnation, "term": self.term}
         return {**told, "world_size": size, "save_dir": self.save_dir}
@@ -152,7 +153,7 @@ class Membership:
         """Add or re-attach a rank."""
         known, seated = self.members.get(hello.rank), self.takes_seat(hello)
         if hello.term_seen > self.term or (known is None and hello.term_seen == self.term):
-            self.term = hello.term_seen + 1  # another controller has spoken to it: this one takes over
+            self.term = hello.term_seen + 1  # another controller has led it: this one takes over
         if known is not None:
             self.detach(hello.rank)
             self._clear(hello.rank)
@@ -185,14 +186,14 @@ class Membership:
         self.silent.discard(rank)
 
     def forget(self, rank: Rank) -> None:
-        """The rank left a job that is not formed yet: it, or its successor, may come again."""
+        """Forget a rank that left a job that is not formed yet: it, or its successor, may come again."""
         self.detach(rank)
         self.gone[rank] = self.members.pop(rank).hello.launch
         self.broken.discard(rank)
         self.done.discard(rank)
 
     def lose(self, rank: Rank, now: float) -> None:
-        """The rank vanished without a goodbye: a suspect until the grace is over."""
+        """Note that a rank vanished without a goodbye: it is a suspect until the grace is over."""
         self.detach(rank)
         member = self.members[rank]
         member.lost_at = now if member.lost_at is None else member.lost_at
@@ -201,7 +202,7 @@ class Membership:
             self.suspects_on[member.hello.host] += 1
 
     def wait_longer(self, rank: Rank, since: float) -> None:
-        """The grace of a suspect begins at ``since``, which is later than that of every other."""
+        """Let the grace of a suspect begin at ``since``, which is later than that of every other."""
         if rank in self.suspects:
             self.suspects[rank] = since
             self.suspects.move_to_end(rank)
@@ -211,26 +212,26 @@ class Membership:
             self.suspects_on[self.members[rank].hello.host] -= 1
 
     def hosts(self) -> dict[str, list[Rank]]:
-        """Ranks by host, both in ascending order."""
+        """Return the ranks by host, both in ascending order."""
         found: dict[str, list[Rank]] = {}
         for rank in sorted(self.members):
             found.setdefault(self.members[rank].hello.host, []).append(rank)
         return dict(sorted(found.items()))
 
     def mark_failed(self, rank: Rank, reason: str) -> None:
-        """The rank is known not to train on, whether it can be spoken to or not."""
+        """Note that a rank is known not to train on, whether it can be spoken to or not."""
         member = self.members[rank]
         member.broken = member.broken or reason
         self.broken.add(rank)
 
     def fence(self, rank: Rank, reason: str) -> None:
-        """The rank is given up, and its state is not used any more."""
+        """Give a rank up: its state is not used any more."""
         self.mark_failed(rank, reason)
         self.members[rank].fenced = True
         self._clear(rank)
 
     def mark_done(self, rank: Rank) -> None:
-        """The rank's train() has returned."""
+        """Note that a rank's train() has returned."""
         member = self.members[rank]
         member.done, member.phase = True, m.Phase.DONE
         self.done.add(rank)
@@ -238,7 +239,7 @@ class Membership:
     # ----------------------------------------------------------------------------------------------------- admission
 
     def starts_incarnation(self, hello: m.Hello) -> bool:
-        """A new process opens the next incarnation once the last one is over, or when the launcher counts further.
+        """Return whether a process opens the next incarnation: the last one is over, or the launcher counts on.
 
         A job that is not formed yet goes on forming: a process that died early is replaced by its successor.
 
@@ -261,35 +262,35 @@ class Membership:
         return self.ended or not self.live or relaunched
 
     def takes_seat(self, hello: m.Hello) -> bool:
-        """Whether a new process comes for a seat that is open."""
+        """Return whether a new process comes for a seat that is open."""
         known = self.members.get(hello.rank) if hello.rank in self.seats else None
         return known is not None and known.hello.nonce != hello.nonce and not hello.incarnation
 
     def is_guest(self, hello: m.Hello) -> bool:
-        """Whether a new process comes, on another host, for the seat of a rank that lives and is to be replaced."""
+        """Return whether a new process comes, on another host, for the seat of a living rank that is to be replaced."""
         known = self.members.get(hello.rank) if hello.rank in self.moving - self.seats else None
         if known is None or known.hello.nonce == hello.nonce or known.hello.host == hello.host or hello.incarnation:
             return False
         return not (self.malformed(hello) or self._stranger(hello) or self._mismatch(hello))
 
     def guests_on(self, connection: ConnectionId) -> list[Rank]:
-        """Seats that guests on this stream wait for."""
+        """Return the ranks for whose seats guests on this stream wait."""
         return [rank for rank, guest in self.guests.items() if guest.connection == connection]
 
     def may_have_moved(self, hello: m.Hello) -> bool:
-        """Whether a rank that was led by another controller meanwhile can be one of this job, or of its next launch.
+        """Return whether a rank led by another controller meanwhile can be of this job, or of its next launch.
 
         A stray rank of another job, or of an incarnation that is over, says nothing about a job that is alive here. A
-        job that is still forming has no past: whoever comes back from elsewhere is one more of it.
+        job that is still forming has no past: a rank that comes back from elsewhere just joins it.
         """
         if self.layout is None or self.malformed(hello) is not None:
             return False
         if not self.formed:
-            return False  # nothing is known here that could be of the past
+            return False  # nothing known here could be of the past
         return not self.live or (hello.run_id == self.run_id and hello.incarnation >= self.incarnation)
 
     def refusal(self, hello: m.Hello) -> Refusal | None:
-        """Why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can.
+        """Return why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can.
 
         As long as its layout is not known, nothing is said about that.
         """
@@ -299,7 +300,7 @@ class Membership:
         return self._stranger(hello) or self._rank_taken(hello) or self._mismatch(hello)
 
     def malformed(self, hello: m.Hello) -> Refusal | None:
-        """Why ``hello`` makes no sense, whatever the job is."""
+        """Return why ``hello`` makes no sense, whatever the job is; ``None`` if it makes sense."""
         if hello.protocol_major != m.PROTOCOL_MAJOR:
             return m.RefusalCode.PROTOCOL, (
                 f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}, rank {hello.rank} speaks "

@@ -1,11 +1,11 @@
-"""Pages of ranks kept on another host: who keeps whose.
+"""Mirrors of rank-local pages on other hosts: chooses which rank keeps whose page.
 
-What only one rank has lies in the memory of its host and is lost with it. Switched on (``TTP_MIRROR``), every rank
-sends its page with each update to a rank of the next host, which can add it to a checkpoint. The pages go from rank to
-rank; the controller only says where to.
+Rank-local state lies in the memory of its host and is lost with it. If mirrors are switched on (``TTP_MIRROR``), every
+rank sends its page with each update to a rank of the next host, which can add it to a checkpoint. The pages go from
+rank to rank; the controller only says where to.
 
-Where only the ranks of a host have died and not its memory, their launcher hands the pages over, mirrored or not: these
-the controller passes on.
+If only the ranks of a host have died and not its memory, their launcher hands the pages over, mirrored or not, and the
+controller passes them on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ttp.core.layout import Rank
 
 
 class Mirrors:
-    """Says who keeps whose pages. Keepers are chosen once all ranks are known, and stay.
+    """Chooses the keeper of each rank's page. Keepers are chosen once all ranks are known, and stay.
 
     Args:
         job: the ranks.
@@ -30,18 +30,18 @@ class Mirrors:
         self._job, self._outbox = job, outbox
         self._keepers: dict[Rank, Rank] = {}
         self._inherited: dict[Rank, Rank] = {}
-        """Whose page was handed over, and to whom."""
+        """Ranks whose page was handed over, and the rank that has got it."""
 
     def reset(self) -> None:
-        """A new incarnation begins."""
+        """Forget all keepers, because a new incarnation begins."""
         self._keepers, self._inherited = {}, {}
 
     def keeper(self, rank: Rank) -> Rank | None:
-        """The rank that may have the page of a rank whose host is lost."""
+        """Return the rank that may have the page of a rank whose host is lost."""
         return self._inherited.get(rank, self._keepers.get(rank))
 
     def joined(self, rank: Rank) -> None:
-        """A rank said hello: once all have, each is told its keeper; one that comes back is told again.
+        """Tell ranks their keepers once all have said hello; tell a rank that comes back again.
 
         A job on one host has no keepers.
         """
@@ -63,7 +63,7 @@ class Mirrors:
             self._outbox.send_to(rank, MirrorTo(rank, self._job.term, keeper, address))
 
     def hand_over(self, page: Mirror) -> None:
-        """Send the page that a dead rank left on its host to a living rank: its keeper, else anybody."""
+        """Send the page that a dead rank left on its host to a living rank: its keeper, else any other."""
         job = self._job
         if page.rank in job.live or page.rank not in job.members or page.incarnation != job.incarnation:
             return
@@ -77,7 +77,7 @@ class Mirrors:
 
 
 def next_host(ranks_of: Mapping[str, Sequence[Rank]]) -> dict[Rank, Rank]:
-    """For each rank the rank of the next host that keeps its pages, spread evenly; empty with only one host."""
+    """Return, for each rank, the rank of the next host that keeps its pages, spread evenly; empty with one host."""
     hosts = list(ranks_of.values())
     if len(hosts) < 2:
         return {}

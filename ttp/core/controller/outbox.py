@@ -1,4 +1,4 @@
-"""Collects what one event makes the controller do."""
+"""Collects the actions that one event makes the controller do."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Outbox:
     """Actions in the order in which they have to be done.
 
     Args:
-        job: says which stream speaks for a rank.
+        job: knows the stream of each rank.
     """
 
     def __init__(self, job: Membership) -> None:
         self.incident = ""
-        """Id of the open incident; what is recorded belongs to it."""
+        """Id of the open incident, to which records belong."""
         self._job = job
         self._actions: list[Action] = []
 
     def take(self) -> list[Action]:
-        """Everything since the last call."""
+        """Return all actions since the last call."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -34,17 +34,17 @@ class Outbox:
         self._actions.append(action)
 
     def send(self, connection: ConnectionId, order: m.Order) -> None:
-        """Put an order on a stream."""
+        """Send an order on a stream."""
         self._actions.append(Send(connection, order))
 
     def send_to(self, rank: Rank, order: m.Order) -> None:
-        """Put an order on the stream of a rank; nothing happens when it has none."""
+        """Send an order to a rank; nothing happens if it has no stream."""
         member = self._job.members.get(rank)
         if member is not None and member.connection is not None:
             self.send(member.connection, order)
 
     def send_alike(self, ranks: Iterable[Rank], order: m.Order) -> None:
-        """Put one order, for ``SEVERAL``, on the streams of these ranks; those that have none do not get it."""
+        """Send one order, for ``SEVERAL``, to these ranks; those that have no stream do not get it."""
         members = self._job.members
         streams = ((members[rank].connection, rank) for rank in ranks if rank in members)
         who = tuple((stream, rank) for stream, rank in streams if stream is not None)
@@ -52,10 +52,10 @@ class Outbox:
             self._actions.append(SendAlike(who, order))
 
     def refuse(self, connection: ConnectionId, hello: m.Hello, code: m.RefusalCode, text: str) -> None:
-        """Tell a rank that it is not admitted, and remember it."""
+        """Tell a rank that it is not admitted, and record that."""
         self.send(connection, m.Refused(hello.rank, code, text))
         self.record("refused", rank=hello.rank, host=hello.host, pid=hello.pid, code=code.value, text=text)
 
     def record(self, kind: str, **facts: Any) -> None:
-        """Add a line for the file of the incident: its kind and its facts."""
+        """Add a record for the file of the incident: its kind and its facts."""
         self._actions.append(Record(kind, self.incident, facts))

@@ -1,4 +1,4 @@
-"""Chooses who puts rank-local state into a checkpoint: on every host one rank collects the pages of all."""
+"""Chooses the ranks that put rank-local state into a checkpoint: on every host one rank collects the pages of all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ttp.core.controller.mirrors import Mirrors
 from ttp.core.layout import Rank
 
 PAGES_S = 1.0
-"""How long a commit waits for hosts none of whose ranks has answered yet: what only they have is lost otherwise."""
+"""Seconds that a commit waits for hosts of which no rank has answered yet: else pages that only they have are lost."""
 STRAGGLERS_MAX = 64
 
 
@@ -20,17 +20,17 @@ class PageCollectors:
 
     Args:
         job: the ranks.
-        mirrors: who keeps the pages of lost hosts.
+        mirrors: knows which ranks keep the pages of lost hosts.
     """
 
     def __init__(self, job: Membership, mirrors: Mirrors) -> None:
         self._job, self._mirrors = job, mirrors
 
     def collectors(self, incident: Incident, savers: Iterable[Rank]) -> dict[Rank, tuple[Rank, ...]]:
-        """Who collects the pages that nobody has been asked for yet.
+        """Choose the collectors of the pages that no rank was asked for yet.
 
-        On a host that is whoever writes something new anyway, else somebody who is not busy. After a takeover ranks
-        that have died are not known, nor their hosts: every host is asked for their pages.
+        On each host that is a rank that writes something new anyway, else one that is not busy. After a takeover
+        neither the dead ranks nor their hosts are known: every host is asked for their pages.
 
         Args:
             incident: whose checkpoint it is.
@@ -64,7 +64,7 @@ class PageCollectors:
         return pages
 
     def lack_a_host(self, incident: Incident) -> bool:
-        """Whether a host has only ranks that have not answered yet; not asked when there are many of them."""
+        """Return whether a host has only ranks that have not answered yet; False if many ranks have not."""
         if not 0 < len(incident.waiting) <= STRAGGLERS_MAX:
             return False
         hosts = {self._job.members[rank].hello.host for rank in incident.waiting}
@@ -77,7 +77,7 @@ class PageCollectors:
         return tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in self._job.members)
 
     def _copied_pages(self, incident: Incident) -> dict[Rank, Rank]:
-        """Whose page somebody has who keeps a copy of it."""
+        """Return, for each rank whose page is in a kept copy, a rank that can bring it."""
         assert incident.plan is not None
         version = incident.plan.version
         return {
@@ -94,7 +94,7 @@ class PageCollectors:
         copies: Mapping[Rank, Rank],
         pages: dict[Rank, tuple[Rank, ...]],
     ) -> None:
-        """Their host is lost: what was kept elsewhere is all there is."""
+        """Assign the pages of ranks of a lost host to the ranks that keep copies elsewhere."""
         for rank in ranks:
             buddy = self._mirrors.keeper(rank)
             holder = buddy if buddy is not None and incident.able(buddy) else copies.get(rank)

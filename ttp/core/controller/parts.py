@@ -1,4 +1,4 @@
-"""What a controller consists of, made in the order of who needs whom."""
+"""The parts that a controller consists of, made in the order in which they need each other."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ttp.core.replication import Buddies
 
 
 class ControllerParts:
-    """The parts; ``ControllerMachine`` and those who share its work tell them what happens.
+    """The parts of one controller. ``ControllerMachine`` and the classes that share its work feed them.
 
     Args:
         timeouts: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
         host: where the controller runs, as ranks name their hosts.
-        port: where it listens; 0: that is of no interest.
+        port: where it listens; 0 if not known.
         program: leads jobs that save and repair themselves.
     """
 
@@ -48,12 +48,12 @@ class ControllerParts:
         self.standby = Standby(job, outbox, host, timeouts.standbys, port)
 
     def forget(self, rank: Rank) -> None:
-        """The process was never part of a whole job: nothing that it said holds for its successor."""
+        """Forget a process that was never part of a whole job: what it said does not hold for its successor."""
         self.restoring.forget(rank)
         self.hangs.forget(rank)
 
     def forget_incarnation(self) -> None:
-        """All ranks are of another launch, or of another controller, from now on."""
+        """Forget all ranks, because a new launch begins or another controller has led the job."""
         self.restoring.reset()
         self.standby.reset()
         self.mirrors.reset()

@@ -15,27 +15,27 @@ from ttp.core.layout import Rank, Shard, Version
 from ttp.core.replication import keepers
 
 AGAIN_S = 0.02
-"""Between two looks whether a plan that fell short can be mended: each costs a millisecond for a thousand ranks."""
+"""Seconds between two checks whether a plan that fell short can be mended: each takes 1 ms for a thousand ranks."""
 
 ANSWERS = "ranks have not said yet which version they have"
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """It is too early for a plan."""
+    """The decision that it is too early for a plan, and why."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Act on this."""
+    """The decision to act on a plan, or on there being none."""
 
     verdict: Plan | NoPlan
 
 
 class Planner:
-    """Turns what the ranks of a frozen job have answered into a plan, once it is time for one.
+    """Turns the answers of the ranks of a frozen job into a plan, once it is time for one.
 
     Args:
         job: the ranks.
@@ -50,9 +50,9 @@ class Planner:
     # ----------------------------------------------------------------------------------------------------------- when
 
     def should_plan(self, incident: Incident, now: float) -> Wait | Go:
-        """Whether to act on what is known: a plan that is made too early may miss a newer version.
+        """Decide whether to act on what is known: a plan that is made too early may miss a newer version.
 
-        Where the program itself saves, everybody has to stand where it will stand before they begin.
+        If the program itself saves, every rank has to stand where it will stand before the recovery begins.
         """
         leads = self.program.leads
         if incident.deferred:
@@ -74,14 +74,14 @@ class Planner:
         return Wait(why) if why else Go(verdict)
 
     def _program_waits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
-        """What may change in a moment where the program itself saves; empty: nothing."""
+        """Return what may change in a moment if the program itself saves; empty if nothing may."""
         short = isinstance(verdict, NoPlan) and not self.program.may_repair
         if self._job.silent or (short and (self._hopes(incident, now) or self._job.suspects)):
             return "a rank may come, or come back"
         return ""
 
     def _falls_short(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
-        """What may complete a newer version in a moment; empty: nothing."""
+        """Return what may complete a newer version in a moment; empty if nothing may."""
         if isinstance(verdict, Plan) and not verdict.lost:
             if not self._grows(incident, verdict, now):
                 return ""
@@ -92,9 +92,9 @@ class Planner:
         return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
 
     def _grows(self, incident: Incident, plan: Plan, now: float) -> bool:
-        """Whether a newer version that a living rank has finished may become whole in a moment.
+        """Return whether a newer version that a living rank has finished may become whole in a moment.
 
-        Who stands in the barrier before the update answers the freeze at once, and again from the gate.
+        A rank that stands in the barrier before the update answers the freeze at once, and again from the gate.
         """
         idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
         newest = max((a.version for a in idle), default=plan.version)
@@ -104,9 +104,9 @@ class Planner:
         return (late or bool(incident.redoing)) and self._hopes(incident, now)
 
     def _hopes(self, incident: Incident, now: float) -> bool:
-        """Whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment.
+        """Return whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment.
 
-        Or may say what came of an update that it was told to make.
+        Also True while a rank that was told to redo an update has not reported yet.
         """
         if any(incident.able(rank) for rank in incident.redoing):
             return True
@@ -117,7 +117,7 @@ class Planner:
         return incident.waits("hope", self._timeouts.hope_s, now)
 
     def improves(self, incident: Incident, answer: m.Frozen) -> bool:
-        """Whether a rank that was thought lost has brought back a newer version than the planned one."""
+        """Return whether a rank that was thought lost has brought back a newer version than the planned one."""
         plan, clean = incident.plan, answer.final and answer.phase is not m.Phase.TORN
         if plan is None or not clean or answer.version <= plan.version:
             return False
@@ -129,7 +129,9 @@ class Planner:
     # ---------------------------------------------------------------------------------------------------------- what
 
     def decide(self, incident: Incident) -> Plan | NoPlan:
-        """The plan for what is known now. Redo and undo only where no finished version is whole without."""
+        """Return the plan for what is known now. Redo and undo are used only if no finished version is whole
+        without.
+        """
         plain = self._decided(incident, with_offers=False)
         offers = any(a.has_gradient or a.has_preimage for a in incident.answers.values() if a.final)
         if not offers or (isinstance(plain, Plan) and plain.version >= self._newest_finished(incident)):
@@ -143,7 +145,7 @@ class Planner:
         return decide(incident.layout, answers, incident.written(), incident.uncut)
 
     def _newest_finished(self, incident: Incident) -> Version:
-        """The newest version that any rank, dead or alive, is known to have finished."""
+        """Return the newest version that any rank, dead or alive, is known to have finished."""
         answered = (a.version for a in incident.answers.values())
         return max((*answered, *(mb.version for mb in self._job.members.values())), default=Version(0))
 
@@ -163,7 +165,7 @@ class Planner:
             has_preimage = frozen.has_preimage and with_offers and not redoes
             blocked = frozen.main_thread_blocked or bool(member.broken)
             kept = self._kept(incident, rank, frozen) if frozen.kept else ()
-            yield Answer(  # by position: by name it takes more than twice as long, for each of ten thousand ranks
+            yield Answer(  # positional: keywords take over twice as long, for each of ten thousand ranks
                 rank,
                 frozen.version,
                 torn,
@@ -189,7 +191,10 @@ class Planner:
         return tuple((shard, copy.version) for copy in copies for shard in incident.keepers.get(copy.of, ()))
 
     def _still_there(self, incident: Incident, witness: Rank, copy: m.KeptCopy) -> bool:
-        """A rank may drop old copies of its own until it is frozen, when others of its host have seen them already."""
+        """Return whether a kept copy still exists.
+
+        A rank may drop old copies of its own until it is frozen, after others of its host have reported them.
+        """
         owner = incident.answers.get(copy.of)
         if owner is None or not owner.final or copy in owner.kept:
             return True
@@ -198,7 +203,7 @@ class Planner:
 
 
 def _copies(frozen: m.Frozen) -> tuple[Mapping[Shard, str], Mapping[Shard, int]]:
-    """Digests and sizes of the shards that a rank holds."""
+    """Return digests and sizes of the shards that a rank holds."""
     if not frozen.digests:
         return NO_DIGESTS, NO_SIZES
     return {d.shard: d.digest for d in frozen.digests}, {d.shard: d.size for d in frozen.digests}

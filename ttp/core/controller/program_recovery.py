@@ -1,8 +1,9 @@
-"""The seam for jobs that save and repair themselves: what the controller asks of whoever leads such a recovery.
+"""The seam for jobs that save and repair themselves: what the controller asks of the part that leads such a recovery.
 
 Faults are found, the world is frozen and the newest whole version is decided on as in every other job. Then, instead of
-``saving``, whoever ``leads`` is asked to ``begin``, and to ``advance`` after every event, until it says how that ended.
-What it and the program's ranks say to each other is opaque here: ``ProgramReport``, ``ProgramOrder``, ``ProgramEvent``.
+``saving``, the recovery that ``leads`` is asked to ``begin``, and to ``advance`` after every event, until it says how
+that ended. What it and the program's ranks say to each other is opaque here: ``ProgramReport``, ``ProgramOrder``,
+``ProgramEvent``.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What came of a recovery: the version that training goes on from or that was saved, why, and where it is.
+    """The end of a recovery: the version that training goes on from or that was saved, why, and where it is.
 
-    Where training goes on, ``path`` is empty unless the version was saved first.
+    If training goes on, ``path`` is empty unless the version was saved first.
     """
 
     outcome: Outcome
@@ -43,16 +44,16 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class RescueContext:
-    """What a recovery may ask and use of the controller.
+    """The parts of the controller that a recovery may ask and use.
 
     Args:
         job: the ranks.
         outbox: takes orders, records and ``ProgramAction``.
-        decide: the newest version that can be saved now.
-        on_disk: the newest version that is on disk.
-        blame: takes evidence against a rank, or against nobody (-1), and when it came.
-        rescue_s: how long an incident may last.
-        drain: hosts whose launchers are not to start ranks again.
+        decide: returns the newest version that can be saved now, as a plan.
+        on_disk: returns the newest version that is on disk.
+        blame: takes evidence against a rank, or against nobody (-1), and its time.
+        rescue_s: seconds that an incident may last.
+        drain: takes hosts whose launchers must not start ranks again.
     """
 
     job: Membership
@@ -69,7 +70,7 @@ class ProgramRecovery:
 
     @property
     def leads(self) -> bool:
-        """Whether it is for the program to save."""
+        """Whether the program itself saves."""
         return False
 
     @property
@@ -88,43 +89,43 @@ class ProgramRecovery:
         return False
 
     def invalid(self, rank: Rank) -> bool:
-        """Whether the rank's copy is of no version."""
+        """Return whether the rank's copy is of no version."""
         return False
 
     def at(self, now: float) -> None:
         """Set the time of all that is told next, in seconds."""
 
     def reported(self, report: m.ProgramReport) -> None:
-        """A rank says something that only the program's recovery understands."""
+        """Take a report that only the program's recovery understands."""
 
     def happened(self, event: ProgramEvent, *, incident: bool) -> None:
-        """Something happened outside of the ranks; ``incident``: one is open."""
+        """Take an event from outside of the ranks; ``incident``: whether one is open."""
 
     def lost(self, rank: Rank) -> None:
-        """The rank cannot be spoken to any more."""
+        """Note that a rank cannot be spoken to any more."""
 
     def came_back(self, rank: Rank, *, frozen: bool) -> None:
-        """A lost rank is back on another stream; not ``frozen``: its gate was open meanwhile."""
+        """Note that a lost rank is back on another stream; not ``frozen``: its gate was open meanwhile."""
 
     def moved(self, version: Version) -> None:
-        """A rank has finished an update."""
+        """Note that a rank has finished an update."""
 
     def begin(self, incident: Incident) -> None:
-        """Begin: all ranks stand still."""
+        """Begin the recovery: all ranks stand still."""
         raise NotImplementedError
 
     def advance(self) -> Ending | None:
-        """Go on as far as possible, in an incident or not. Returns how the recovery ended, once it has."""
+        """Go on as far as possible, in an incident or not. Return how the recovery ended, once it has."""
         return None
 
     def over(self, *, resumed: bool) -> None:
-        """The incident is over: training goes on, or the job has ended."""
+        """End with the incident: training goes on (``resumed``), or the job has ended."""
 
     def reset(self) -> None:
-        """A new incarnation of the job, or another controller leads it."""
+        """Forget everything: a new incarnation begins, or another controller leads the job."""
 
     def deadlines(self) -> Iterator[float]:
-        """When ``advance`` has something to do."""
+        """Yield the times at which ``advance`` has something to do."""
         return iter(())
 
 

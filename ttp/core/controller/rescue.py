@@ -1,7 +1,7 @@
 """Takes an incident from its first evidence to the release or the thaw.
 
-``freezing`` makes the ranks stand still, ``planning`` says when and what to save, ``saving`` does it, or, where it is
-for the program itself to save, whatever is behind ``program_recovery``. The stages are explained in
+``freezing`` makes the ranks stand still, ``planning`` says when and what to save, ``saving`` does it, or, if the
+program itself saves, the recovery behind ``program_recovery``. The stages are explained in
 ``ttp.core.controller.machine``.
 """
 
@@ -37,8 +37,8 @@ class Rescue:
         outbox: takes orders and records.
         patience: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
-        mirrors: who keeps the pages of lost hosts.
-        make_program: leads jobs that save and repair themselves.
+        mirrors: knows which ranks keep the pages of lost hosts.
+        make_program: makes the part that leads jobs that save and repair themselves.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class Rescue:
     def fault(
         self, subject: Rank, kind: m.FaultKind, text: str, now: float, *, detail: str = "", witness: int | None = None
     ) -> None:
-        """Take evidence of a fault. The first one opens an incident."""
+        """Take evidence of a fault. The first evidence opens an incident."""
         if self._job.ended and self.incident is None:
             return
         incident = self.incident or self._open(now, text)
         host = self._job.members[subject].hello.host if subject in self._job.members else ""
         evidence = Evidence(subject, kind, text, now, host, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
         if incident.stage is Stage.RELEASED:
-            if incident.evidence.stands(subject, kind):  # known by then, not yet by its best name
+            if incident.evidence.stands(subject, kind):  # a better text for known evidence
                 incident.evidence.add(evidence, detail, witness)
             return
         if incident.snapshot:
             incident.snapshot, incident.rescue_since = False, now
-            self._freezing.send(incident, sorted(self._job.live), text)  # nobody may thaw now without being told
+            self._freezing.send(incident, sorted(self._job.live), text)  # no rank may thaw by itself now
         incident.evidence.add(evidence, detail, witness)
 
     def request(self, event: SaveRequested, now: float) -> None:
@@ -102,7 +102,7 @@ class Rescue:
         incident.trial |= event.again
 
     def snapshot(self, text: str, now: float) -> Incident:
-        """Make a checkpoint, and thaw everybody then; no incident is open."""
+        """Begin a checkpoint after which all ranks are thawed; no incident may be open."""
         incident = self._open(now, text, snapshot=True)
         incident.evidence.add(Evidence(OUTSIDER, m.FaultKind.SNAPSHOT, text, now))
         return incident
@@ -123,7 +123,7 @@ class Rescue:
     # -------------------------------------------------------------------------------------------------------- members
 
     def joined(self, hello: m.Hello, now: float) -> None:
-        """A rank said hello: freeze it too, or tell it how its incident ended."""
+        """Handle a rank's hello: freeze the rank too, or tell it how its incident ended."""
         incident = self.incident
         if incident is None:
             if hello.incident or self._job.ended:
@@ -140,7 +140,7 @@ class Rescue:
         self.program.came_back(hello.rank, frozen=hello.incident == incident.id)
 
     def _after_incident(self, hello: m.Hello, now: float) -> None:
-        """The rank is frozen and no incident is open here: it missed the end, or another controller froze it."""
+        """Answer a frozen rank while no incident is open: it missed the end, or another controller froze it."""
         last = self.last
         if last is not None and last.exit_code is not None and self._job.ended:
             self._send_release(last, (hello.rank,))
@@ -150,13 +150,13 @@ class Rescue:
             self._open(now, "a controller was lost during an incident", recovered_id=hello.incident)
 
     def lost(self, rank: Rank) -> None:
-        """The rank cannot be spoken to any more."""
+        """Do without a rank that cannot be spoken to any more."""
         self.program.lost(rank)
         if self.incident is not None:
             self._do_without(self.incident, rank)
 
     def unheard(self, rank: Rank, text: str, now: float) -> None:
-        """Nothing comes from the host of a rank: save what can be saved without it, and do not wait for its answer."""
+        """Save without a rank from whose host nothing comes, and do not wait for its answer."""
         self.fault(rank, m.FaultKind.SILENT, text, now)
         incident = self.incident
         if incident is not None and incident.stage is not Stage.RELEASED:
@@ -168,16 +168,16 @@ class Rescue:
         self.saving.drop(incident, rank)
 
     def heard_again(self, rank: Rank, now: float) -> None:
-        """The host of a doubted rank is heard again: ask the rank for its answer once more."""
+        """Ask a rank for its answer once more, because its doubted host is heard again."""
         incident = self.incident
         if incident is not None and incident.stage is not Stage.RELEASED:
             incident.evidence.withdraw(rank, m.FaultKind.SILENT)
             self._freezing.ask(incident, (rank,), incident.cause, now)
 
     def answered(self, ranks: Collection[Rank], answer: m.Frozen, now: float) -> None:
-        """These ranks say how they stand."""
+        """Take the answer of these ranks to a freeze."""
         incident = self.incident
-        if incident is None and not self._job.ended:  # frozen for something that is over, or that nobody knows of
+        if incident is None and not self._job.ended:  # frozen for an incident that is over or unknown
             order = m.Thaw(m.SEVERAL, self._job.term, answer.incident, "no incident is open")
             self._outbox.send_alike(ranks, order)
         if incident is None or answer.incident != incident.id or incident.stage is Stage.RELEASED:
@@ -190,7 +190,7 @@ class Rescue:
     # ----------------------------------------------------------------------------------------------------------- time
 
     def deadlines(self) -> Iterator[float]:
-        """When ``expire`` has something to do."""
+        """Yield the times at which ``expire`` has something to do."""
         incident, p = self.incident, self._patience
         if incident is None:
             return
@@ -227,7 +227,7 @@ class Rescue:
     # -------------------------------------------------------------------------------------------------------- advance
 
     def advance(self, now: float) -> None:
-        """Move on as far as what is known allows. Called after every event; a fixed point when nothing is new."""
+        """Move on as far as what is known allows. Called after every event; a fixed point if nothing is new."""
         steps: dict[Stage, Callable[[Incident, float], None]] = {
             Stage.FREEZING: self._maybe_plan,
             Stage.SAVING: self._check_savers,
@@ -293,7 +293,7 @@ class Rescue:
             self._release(incident, EXIT_SAVED, f"{text}; a restart goes on with step {version + 1}", now)
 
     def on_disk(self) -> Version:
-        """The newest version that is known to be durable."""
+        """Return the newest version that is known to be durable."""
         last_commit = self.saving.last_commit
         return Version(max(self.base_version, last_commit[0] if last_commit else 0))
 
@@ -313,7 +313,7 @@ class Rescue:
                 self._thaw(incident, "the checkpoint is written")
             return
         if self._job.in_doubt or self._looks_again(incident, now):
-            return  # is it a false alarm? The grace will tell
+            return  # the grace will tell whether it is a false alarm
         if not (incident.faulty or self._job.broken):
             self._thaw(incident, "nothing is broken after all")
         elif (not incident.waiting or incident.newest_is_known()) and not continuing.waits(self._job, incident, now):
@@ -321,11 +321,11 @@ class Rescue:
             self._release(incident, EXIT_SAVED, text, now)
 
     def _looks_again(self, incident: Incident, now: float) -> bool:
-        """Whether all that is known is that ranks seem to hang: slow ones come to the gate in a moment."""
+        """Return whether the only evidence is that ranks seem to hang: slow ones come to the gate in a moment."""
         if self._job.broken or incident.evidence.kinds != {m.FaultKind.HUNG}:
             return False
         if not incident.waiting and all(not a.main_thread_blocked for a in incident.answers.values()):
-            incident.evidence.withdraw_all(m.FaultKind.HUNG)  # everybody came to the gate
+            incident.evidence.withdraw_all(m.FaultKind.HUNG)  # all came to the gate
             return False
         return incident.waits("second look", self._patience.second_look_s, now)
 
@@ -339,14 +339,14 @@ class Rescue:
         self.program.over(resumed=True)
 
     def _give_up(self, incident: Incident, reason: str, now: float) -> None:
-        """Nothing can be saved here and now; perhaps elsewhere, or later."""
+        """Try elsewhere or later, as nothing can be saved here and now; else end without a checkpoint."""
         if self._retries.elsewhere(incident):
             self._maybe_plan(incident, now)
         elif not self._retries.later(incident, reason, now):
             self._end_without(incident, reason, now)
 
     def _end_without(self, incident: Incident, reason: str, now: float) -> None:
-        """Nothing is saved, unless the program has before. When nothing is broken either, training goes on."""
+        """End without a checkpoint, unless the program saved before: thaw if nothing is broken, else release."""
         if incident.saved and incident.stage is Stage.PROGRAM:
             text = f"saved version {incident.saved}; then: {reason}"
             self._saved_by_program(incident, incident.saved, text, incident.path, now)
@@ -388,7 +388,7 @@ class Rescue:
             self.close()
 
     def close(self) -> None:
-        """The incident is over."""
+        """Close the incident, if one is open."""
         if self.incident is not None:
             self._answer_requests(self.incident)
             self.last, self.incident, self._outbox.incident = self.incident, None, ""

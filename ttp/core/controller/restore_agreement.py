@@ -1,4 +1,4 @@
-"""All ranks restore the same checkpoint: gathers what each of them found, decides once, tells everybody."""
+"""Makes all ranks restore the same checkpoint: gathers what each of them found, decides once, tells all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Restoring:
         self._committed: tuple[Version, str] | None = None
 
     def reset(self) -> None:
-        """A new incarnation begins."""
+        """Forget everything, because a new incarnation begins."""
         self._views, self._restored, self.decision = {}, {}, None
 
     def forget(self, rank: Rank) -> None:
@@ -39,16 +39,16 @@ class Restoring:
         self._restored.pop(rank, None)
 
     def expect(self, committed: tuple[Version, str] | None, *, same_job: bool) -> None:
-        """Expect ranks to find what the last incarnation committed: version and path, or None.
+        """Expect ranks to find the checkpoint that the last incarnation committed.
 
         Args:
-            committed: in that incarnation.
-            same_job: the new one is of the same job, and wants to go on from there.
+            committed: its version and path; None if that incarnation committed none.
+            same_job: whether the new incarnation is of the same job, and wants to go on from there.
         """
         self._committed = (committed or self._committed) if same_job else None
 
     def viewed(self, view: RestoreView) -> None:
-        """A rank says what it found; the last of them makes the decision."""
+        """Take what a rank found; the last rank's view makes the decision."""
         assert self._job.layout is not None
         self._views[view.rank] = view
         if self.decision is not None:
@@ -57,7 +57,7 @@ class Restoring:
             self._decide()
 
     def restored(self, report: Restored) -> None:
-        """A rank has read what it begins with; the last of them ends the restore, which is written down."""
+        """Note that a rank has read the checkpoint; the last one ends the restore, which is recorded."""
         assert self._job.layout is not None
         new = report.rank not in self._restored
         self._restored[report.rank] = report
@@ -83,7 +83,7 @@ class Restoring:
             self._outbox.record("restore", version=chosen.version, name=chosen.name, error=error)
         self._tell(self._views)
         if self.decision.unread:
-            self.reset()  # who did not hear says again what it found, and hears the next one
+            self.reset()  # ranks that did not hear repeat what they found, and hear the next decision
 
     def _tell(self, ranks: Iterable[Rank]) -> None:
         assert self.decision is not None
@@ -91,9 +91,10 @@ class Restoring:
 
 
 def vanished(committed: tuple[Version, str], views: Iterable[RestoreView]) -> bool:
-    """Whether no rank has found a checkpoint that was committed, or a newer one, whole or not.
+    """Return whether no rank has found a checkpoint that was committed, or a newer one, whole or not.
 
-    One that is there and not whole is no mystery: the ranks say what is wrong with it, and go back to the one before.
+    A checkpoint that is there and not whole has not vanished: the ranks say what is wrong with it, and go back to the
+    one before.
     """
     version, path = committed
     name = path.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""What is tried when the storage has refused on every rank: another directory, or once more after a while."""
+"""Retries after the storage has refused on every rank: in another directory, or once more after a while."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 
 RETRY_S, RETRY_MAX_S = 0.1, 10.0
-"""After storage has refused everywhere it is tried again after so long; each time after twice as long, at most."""
+"""Seconds after which refusing storage is tried again, doubled each time, and their maximum."""
 
 
 class Retries:
@@ -22,7 +22,7 @@ class Retries:
         self._job, self._outbox = job, outbox
 
     def elsewhere(self, incident: Incident) -> bool:
-        """Try everything once more in the fallback directory, if there is one. Returns whether."""
+        """Try everything once more in the fallback directory. Return whether there is one."""
         fallback = next((mb.hello.fallback_dir for mb in self._job.members.values()), "")
         if not (fallback and incident.failures) or incident.directory:
             return False
@@ -32,9 +32,10 @@ class Retries:
         return True
 
     def later(self, incident: Incident, reason: str, now: float) -> bool:
-        """Try everything once more after a pause, as the storage refuses everywhere. Returns whether.
+        """Try everything once more after a pause, as the storage refuses everywhere. Return whether that is done.
 
-        Not where training could go on instead. Who failed of something else is not asked again: it would fail again.
+        It is not done if training could go on instead. A rank that failed for another reason is not asked again: it
+        would fail again.
         """
         broken = incident.faulty or self._job.broken or self._job.in_doubt
         if incident.snapshot or not (incident.passing and broken):

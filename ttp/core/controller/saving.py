@@ -1,9 +1,9 @@
-"""From a plan to a checkpoint: who writes what, who is replaced, who commits.
+"""Turns a plan into a checkpoint: who writes what, who is replaced, who commits.
 
 A plan becomes *tasks*. A task that is durable stays so even if its writer dies; a task whose writer is lost or fails
-before that is dropped, and the plan is made again for what is missing: of a shard that is cut (``ttp.core.stripes``)
-that part. Generations only grow, over takeovers too, so that no two writers ever use one file name, and what is left of
-an earlier order is recognised.
+before that is dropped, and the plan is made again for what is missing, which of a cut shard (``ttp.core.stripes``) is
+one part. Generations only grow, over takeovers too, so that no two writers ever use one file name, and files of an
+earlier order are recognised.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from ttp.core.decide import Assignment, How, Plan
 from ttp.core.layout import Rank, Shard, Version
 
 GENERATIONS_PER_TERM = 1 << 16
-"""Two controllers that reopen the same incident never give out the same generation."""
+"""Generations that belong to one term, so that two controllers that reopen the same incident never use the same one."""
 
 
 LOSSES_MAX = 8
 REPLAN_S, REPLAN_MAX_S = 0.02, 1.0
-"""When savers were lost more often, the next plan comes so long after the last; each time twice as long, at most.
+"""Seconds from the last plan to the next if savers were lost more than ``LOSSES_MAX`` times, doubled each time, and
+their maximum.
 
-A plan for 3,000 ranks takes 35 ms: where a power cut takes hundreds of savers one after the other, one does for many.
+A plan for 3,000 ranks takes 35 ms: if a power cut takes hundreds of savers one after the other, one plan does for many.
 """
 
 
@@ -37,9 +38,9 @@ class Saving:
     """The stages SAVING and COMMITTING.
 
     Args:
-        job: who can be spoken to.
+        job: the ranks.
         outbox: takes the orders.
-        mirrors: who keeps the pages of lost hosts.
+        mirrors: knows which ranks keep the pages of lost hosts.
     """
 
     def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors) -> None:
@@ -49,7 +50,7 @@ class Saving:
         self._outbox = outbox
 
     def take_over(self, made: tuple[Version, str] | None) -> None:
-        """Know of a checkpoint that was made while the controller was silent: its version and path."""
+        """Take over a checkpoint that was made while the controller was silent: its version and path."""
         if made is not None and (self.last_commit is None or made[0] > self.last_commit[0]):
             self.last_commit = made
 
@@ -92,7 +93,7 @@ class Saving:
             self._send_save(incident, order.rank)
 
     def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
-        """Savers get their shards; on every host one rank that is still there collects the pages of all its ranks."""
+        """Return the savers' orders; on every host one rank that is still there collects the pages of all its ranks."""
         shards: dict[Rank, list[Shard]] = {}
         kept: dict[Rank, list[Shard]] = {}
         hows: dict[Rank, How] = {}
@@ -120,7 +121,7 @@ class Saving:
         return orders
 
     def _collects_late(self, incident: Incident, now: float) -> bool:
-        """A plan does not wait for everybody; whoever answered since has a page, and nobody else may have it."""
+        """Order pages that only ranks that answered after the plan may have. Return whether to wait for pages."""
         pages = self._pages.collectors(incident, ())
         incident.generation += bool(pages)
         for rank, wanted in sorted(pages.items()):
@@ -134,7 +135,7 @@ class Saving:
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         task, plan = incident.pending[rank], incident.plan
         assert plan is not None
-        answer = incident.answers.get(rank)  # none: it has come back, and is asked again
+        answer = incident.answers.get(rank)  # None: it has come back, and is asked again
         if task.order.how is How.REDO and (answer is None or answer.version < plan.version):
             incident.redoing[rank] = plan.version
         self._outbox.send_to(
@@ -152,12 +153,12 @@ class Saving:
         )
 
     def resend(self, incident: Incident, rank: Rank) -> None:
-        """The stream of ``rank`` was replaced, and what was said on the old one may be lost."""
+        """Repeat the order to ``rank``: its stream was replaced, and what was sent on the old one may be lost."""
         if rank in incident.pending:
             self._send_save(incident, rank)
 
     def nothing_new(self, incident: Incident, plan: Plan, on_disk: Version) -> None:
-        """The newest version that can be saved is on disk already."""
+        """End the saving, because the newest version that can be saved is on disk already."""
         incident.plan, incident.saved = plan, on_disk
         incident.path = self.last_commit[1] if self.last_commit else ""
         incident.outcome = (
@@ -169,7 +170,7 @@ class Saving:
     # --------------------------------------------------------------------------------------------------------- pieces
 
     def reported(self, incident: Incident, report: m.Report, now: float) -> None:
-        """A rank says what came of what it was told to write or to commit."""
+        """Take a rank's report about its save or commit."""
         match report:
             case m.Saved():
                 self.saved(incident, report)
@@ -181,7 +182,7 @@ class Saving:
                 self.commit_failed(incident, report)
 
     def saved(self, incident: Incident, report: m.Saved) -> None:
-        """A task is durable."""
+        """Note that a task is durable."""
         task = incident.pending.get(report.rank)
         if task is None or (report.incident, report.generation) != (incident.id, task.generation):
             return
@@ -193,7 +194,7 @@ class Saving:
         self._compare_cuts(incident, task.pieces)
 
     def _compare_cuts(self, incident: Incident, pieces: Iterable[m.Piece]) -> None:
-        """Replicas that do not hold the same tensors (an average on rank 0 only) do not cut alike: no parts then."""
+        """Write shards whole whose replicas cut them differently, as tensors differ (an average on rank 0 only)."""
         parts = [(stripes.parse(Shard(piece.shard)), piece.cut) for piece in pieces]
         odd = {part.shard for part, cut in parts if part.count > 1 and incident.cuts.setdefault(part.shard, cut) != cut}
         if not odd:
@@ -204,7 +205,7 @@ class Saving:
         incident.enter(Stage.FREEZING, "replicas do not cut a shard alike")
 
     def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
-        """A task came to nothing; the rank is not asked again, unless everybody is (``Incident.forgive``)."""
+        """Drop a failed task; the rank is not asked again, unless all ranks are (``Incident.forgive``)."""
         task = incident.pending.get(report.rank)
         if task is None or (report.incident, report.generation) != (incident.id, task.generation):
             return
@@ -213,13 +214,13 @@ class Saving:
         self.drop(incident, report.rank)
 
     def written(self, incident: Incident, rank: Rank, size: int, now: float) -> None:
-        """A rank says how many bytes its saver has written by now."""
+        """Note how many bytes a rank's saver has written by now."""
         known = incident.progress.get(rank)
         if known is not None and known[0] != size:
             incident.wrote(rank, size, now)
 
     def stalled(self, incident: Incident, patience_s: float, now: float) -> bool:
-        """Fail the saves whose storage has taken no byte for too long. Returns whether there were any."""
+        """Fail the saves whose storage has taken no byte for too long. Return whether there were any."""
         text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
         failed = len(incident.failures)
         while True:
@@ -235,13 +236,13 @@ class Saving:
         return len(incident.failures) > failed
 
     def stall_since(self, incident: Incident) -> float | None:
-        """The time since which the slowest writer has written nothing; None: nobody writes."""
+        """Return the time since which the slowest writer has written nothing; None if no rank writes."""
         rank, since = self._slowest(incident)
         return None if rank is None else since
 
     @staticmethod
     def _slowest(incident: Incident) -> tuple[Rank | None, float]:
-        """Who has written nothing for longest, and since when. Asked after every event, so the others are not seen."""
+        """Return the rank that has written nothing for longest, and since when. Cheap, as it runs after every event."""
         if incident.stage is Stage.COMMITTING:
             writing: Container[Rank | None] = (incident.committer,)
         elif incident.stage is Stage.SAVING:
@@ -256,14 +257,14 @@ class Saving:
         return None, 0.0
 
     def drop(self, incident: Incident, rank: Rank) -> None:
-        """Drop what ``rank`` was writing: it will not come, or cannot be trusted."""
+        """Drop the task of ``rank``: its pieces will not come, or cannot be trusted."""
         task = incident.pending.pop(rank, None)
         if task is not None:
             incident.tasks.remove(task)
             incident.dropped.append(rank)
 
     def check(self, incident: Incident, now: float) -> None:
-        """Go on to the commit when all is durable; have the plan made again when savers are gone."""
+        """Go on to the commit when all pieces are durable; have the plan made again when savers are gone."""
         if incident.dropped:
             self._outbox.record("replan", generation=incident.generation, lost_savers=sorted(incident.dropped))
             incident.enter(Stage.FREEZING, "savers were lost or failed")
@@ -278,7 +279,7 @@ class Saving:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def _start_commit(self, incident: Incident, now: float) -> None:
-        """Ask a writer, else anybody who stands still, else anybody. See ``stranded`` for when there is nobody."""
+        """Order a writer to commit, else a rank that stands still, else any other. If there is none: ``stranded``."""
         writers = {task.order.rank for task in incident.tasks}
         able = [r for r in incident.answers if incident.can_commit(r)]
         if not able:
@@ -289,7 +290,7 @@ class Saving:
         self._send_commit(incident)
 
     def stranded(self, incident: Incident) -> bool:
-        """Whether all is durable and nobody is left to commit it, now or later."""
+        """Return whether all pieces are durable and no rank is left to commit them, now or later."""
         return (
             incident.stage is Stage.SAVING
             and not (incident.pending or incident.dropped or incident.waiting or self._job.in_doubt)
@@ -321,14 +322,14 @@ class Saving:
         )
 
     def check_committer(self, incident: Incident) -> None:
-        """A committer that is lost or failed is replaced; the commit is idempotent."""
+        """Replace a committer that is lost or failed; the commit is idempotent."""
         assert incident.committer is not None
         if not incident.can_commit(incident.committer):
             incident.committer = None
             incident.enter(Stage.SAVING, "the committer was lost or failed: another one commits")
 
     def committed(self, incident: Incident, report: m.Committed, now: float) -> None:
-        """The checkpoint exists."""
+        """Note that the checkpoint exists."""
         if not _of_this_commit(incident, report):
             return
         assert incident.plan is not None
@@ -351,7 +352,7 @@ class Saving:
         )
 
     def commit_failed(self, incident: Incident, report: m.CommitFailed) -> None:
-        """Another one has to commit."""
+        """Note that the committer failed, so that another rank commits."""
         if _of_this_commit(incident, report) and incident.committer == report.rank:
             incident.fail(report.rank, report.text, report.may_pass)
             self._outbox.record("commit_failed", rank=report.rank, text=report.text)
@@ -363,7 +364,7 @@ def _of_this_commit(incident: Incident, report: m.Committed | m.CommitFailed) ->
 
 
 def _merge(old: m.SaverOrder, new: m.SaverOrder) -> m.SaverOrder:
-    """One order for a rank that has not finished the old one."""
+    """Merge a new order into the unfinished one of the same rank."""
     return replace(
         new,
         shards=tuple(sorted({*old.shards, *new.shards})),

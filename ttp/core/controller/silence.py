@@ -1,17 +1,17 @@
-"""Hosts from which nothing comes any more: their power, their switch, a cable. No I/O, no clock, no threads.
+"""Watches for hosts from which nothing comes any more: power, switch or cable failed. No I/O, no clock, no threads.
 
 A process that dies ends its stream at once. A host that is cut off, or has lost its power, ends nothing: its streams
-are taken for dead only when gRPC has waited long enough to be sure. Until then it is *in doubt*: everybody else is
-frozen and what they hold is saved, because that can be taken back. Nobody is released for a doubt, see ``Rescue``.
+are taken for dead only when gRPC has waited long enough to be sure. Until then the host is *in doubt*: all others are
+frozen and what they hold is saved, because that can be taken back. No rank is released for a doubt, see ``Rescue``.
 
-Words of ranks are no measure of a host: a rank that is stopped, or holds its interpreter lock, says nothing for
-seconds in perfect health, and so does one whose words wait in a socket because the controller itself was stopped. So a
-host that was not heard for a while is *looked at*: whoever drives the machine asks its own kernel how long nothing has
+Reports of ranks are no measure of a host: a rank that is stopped, or holds its interpreter lock, says nothing for
+seconds in perfect health, and so does one whose reports wait in a socket because the controller itself was stopped. So
+a host that was not heard for a while is *looked at*: the driver of the machine asks its own kernel how long nothing has
 arrived from there, neither data nor an acknowledgement. The other kernel answers whatever its processes do.
 
 A controller that comes late to its own turn was stopped, or its machine was: then every host is given time anew.
 
-Cost: constant for every word of a host.
+Cost: constant for every report of a host.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ttp.core.controller.rescue import Rescue
 from ttp.core.layout import Rank, compact_ranks
 
 LOOK_S = 0.25
-"""Between two looks at one host."""
+"""Seconds between two looks at one host."""
 
 NEVER = float("inf")
 
 LATE_S = 0.5
-"""A turn that comes so late tells that the controller did not run."""
+"""Seconds by which a turn may be late: a later one shows that the controller did not run."""
 
 
 class Silence:
@@ -39,7 +39,7 @@ class Silence:
     Args:
         job: the ranks.
         outbox: takes what is to be looked at, and records.
-        rescue: hears of doubts.
+        rescue: is told of doubts.
         patience: see ``ControllerTimeouts``.
         host: of this controller, which cannot be cut off from itself.
     """
@@ -52,23 +52,23 @@ class Silence:
         self.reset()
 
     def reset(self) -> None:
-        """Another incarnation begins."""
-        self._ranks: dict[str, set[Rank]] = {}  # those that can be spoken to
-        self._heard: OrderedDict[str, float] = OrderedDict()  # since when they are quiet, the longest first
-        self._looks: OrderedDict[str, float] = OrderedDict()  # when to look again at quiet ones, the next first
+        """Forget all hosts, because another incarnation begins."""
+        self._ranks: dict[str, set[Rank]] = {}  # ranks that can be spoken to
+        self._heard: OrderedDict[str, float] = OrderedDict()  # since when each host is quiet, the longest first
+        self._looks: OrderedDict[str, float] = OrderedDict()  # when to look again at quiet hosts, the next first
         self._asked: set[str] = set()  # hosts that are being looked at
-        self._doubted: OrderedDict[str, float] = OrderedDict()  # until when that is a doubt, the first first
+        self._doubted: OrderedDict[str, float] = OrderedDict()  # until when each host may be in doubt, the next first
 
     # ---------------------------------------------------------------------------------------------------- what is told
 
     def joined(self, rank: Rank, now: float) -> None:
-        """A rank can be spoken to."""
+        """Note that a rank can be spoken to."""
         host = self._job.members[rank].hello.host
         self._ranks.setdefault(host, set()).add(rank)
         self.heard(host, now)
 
     def heard(self, host: str, now: float) -> bool:
-        """A rank of a host has said something; true when that ends a doubt."""
+        """Note that a rank of a host has said something. Return whether that ends a doubt."""
         if host == self._host or self._patience.quiet_s is None:
             return False
         self._looks.pop(host, None)
@@ -85,7 +85,7 @@ class Silence:
         return True
 
     def lost(self, rank: Rank) -> None:
-        """The rank cannot be spoken to any more, which is no doubt but evidence."""
+        """Note that a rank cannot be spoken to any more, which is no doubt but evidence."""
         host = self._job.members[rank].hello.host
         ranks = self._ranks.get(host, set())
         ranks.discard(rank)
@@ -97,13 +97,13 @@ class Silence:
         self._asked.discard(host)
 
     def looked(self, event: LookedAt, now: float) -> None:
-        """How long nothing has come from a host, as the kernel sees it."""
+        """Take the time for which nothing has come from a host, as the kernel sees it."""
         host = event.host
         if host not in self._asked:
             return  # it was heard meanwhile
         self._asked.discard(host)
         if event.silent_s is None:
-            return  # it cannot be known here: its streams will end in their time
+            return  # unknown: its streams will end in their time
         if event.silent_s >= self._patience.doubt_s and self._matters:
             self._doubt(host, event.silent_s, now)
         else:
@@ -121,11 +121,11 @@ class Silence:
 
     @property
     def _matters(self) -> bool:
-        """Only a job that trains has something to lose, and after a takeover others may lead it."""
+        """Whether a doubt matters: the job trains, so it has something to lose, and no other controller may lead it."""
         return self._job.formed and not self._job.ended and self._job.gather_until is None
 
     def deadline(self) -> float | None:
-        """When ``check`` has something to do; None: not before somebody says something."""
+        """Return when ``check`` has something to do; None: not before something is heard."""
         dues = [self._quiet_at]
         if self._looks:
             dues.append(next(iter(self._looks.values())))
@@ -141,7 +141,7 @@ class Silence:
         return next(iter(self._heard.values())) + quiet_s if self._heard and quiet_s is not None else NEVER
 
     def check(self, now: float) -> None:
-        """Look at hosts that were not heard for long; what has been a doubt for too long is a fault."""
+        """Look at hosts that were not heard for long; a doubt that has lasted too long becomes a fault."""
         due = self.deadline()
         if due is None or now < due:
             return
@@ -153,7 +153,7 @@ class Silence:
         while self._looks and now >= next(iter(self._looks.values())):
             self._look(self._looks.popitem(last=False)[0])
         while self._doubted and now >= next(iter(self._doubted.values())):
-            self._job.silent -= self._ranks[self._doubted.popitem(last=False)[0]]  # what stands is the evidence
+            self._job.silent -= self._ranks[self._doubted.popitem(last=False)[0]]  # the evidence stands
 
     def _look(self, host: str) -> None:
         self._asked.add(host)
@@ -161,7 +161,7 @@ class Silence:
         self._outbox.add(LookAt(host, tuple(sorted({stream for stream in streams if stream is not None}))))
 
     def _was_away(self, now: float) -> None:
-        """This controller did not run: what it has not heard may wait to be read."""
+        """Give every host new time, because this controller did not run: unread reports may wait."""
         for host in (*self._heard, *self._looks):
             self._heard[host] = now
         self._looks.clear()

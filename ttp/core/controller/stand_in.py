@@ -1,13 +1,13 @@
-"""A checkpoint while the controller of the job is silent, made by one that stands by. No I/O, no clock, no threads.
+"""A checkpoint while the job's controller is silent, made by a standby controller. No I/O, no clock, no threads.
 
-A host that falls silent is in doubt for seconds before anybody can be sure (``silence``). When it is the host of the
+A host that falls silent is in doubt for seconds before anybody can be sure (``silence``). If it is the host of the
 controller itself, ranks that hear nothing of it keep their streams to it, and come to a standby controller on a second
-one, *meanwhile*. That one freezes whoever comes, saves and commits what they hold together, and thaws them. It leads
-nobody: it has no term, blames nobody, and cannot release. So a doubt that turns out to be wrong costs a pause: a rank
-that hears its controller again hangs up here, which thaws it as well.
+stream, *meanwhile*. That controller freezes the ranks that come, saves and commits what they hold together, and thaws
+them. It leads no rank: it has no term, blames no rank, and cannot release. So a doubt that turns out to be wrong costs
+a pause: a rank that hears its controller again ends the second stream, which thaws it as well.
 
-A takeover (``gathering``) is another matter: who is sure that its controller is lost says hello again, without
-``meanwhile``, as a rule to this very process. What it saves by then goes on, and is taken over: ``meanwhile``.
+A takeover (``gathering``) is another matter: a rank that is sure that its controller is lost says hello again, without
+``meanwhile``, as a rule to this very process. What is being saved by then goes on, and is taken over: ``meanwhile``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from ttp.core.controller.rescue import Rescue
 from ttp.core.layout_messages import LayoutPart
 
 NO_TERM = 0
-"""Of a controller that leads nobody."""
+"""The term of a controller that leads no rank."""
 MEANWHILE = "-m"
-"""Ends the ids of its incidents."""
+"""Suffix of the ids of a stand-in's incidents."""
 
 
 class StandIn:
@@ -57,7 +57,7 @@ class StandIn:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget everybody: the next one who comes may be of another job."""
+        """Forget all ranks: the next rank that comes may be of another job."""
         self.job = Membership(NO_TERM)
         self._outbox = Outbox(self.job)
         self._layouts = Layouts(self.job, self._outbox)
@@ -65,12 +65,12 @@ class StandIn:
         self.rescue = Rescue(self.job, self._outbox, self._patience, self._id_of, mirrors, no_recovery)
 
     def _id_of(self, number: int) -> str:
-        """Never that of an incident of the job that this controller may lead."""
-        self._incidents += 1  # ``number`` begins anew whenever everybody was forgotten
+        """Return an id that no incident of the job has that this controller may lead."""
+        self._incidents += 1  # ``number`` begins anew whenever all ranks were forgotten
         return f"{self._new_id(self._incidents)}{MEANWHILE}"
 
     def part(self, event: Event) -> tuple[Event | None, Event | None]:
-        """Part an event: what is of streams on which ranks have come meanwhile, and the rest."""
+        """Split an event into the part from streams on which ranks have come meanwhile, and the rest."""
         match event:
             case Received(connection, m.Hello(meanwhile=True)):
                 self._streams.add(connection)
@@ -114,7 +114,7 @@ class StandIn:
         return self._actions()
 
     def deadlines(self) -> Iterator[float]:
-        """When ``on_event(Tick(), ...)`` is due."""
+        """Yield the times at which ``on_event(Tick(), ...)`` is due."""
         if self._streams:
             if self.job.gather_until is not None:
                 yield self.job.gather_until
@@ -122,7 +122,7 @@ class StandIn:
             yield from self.rescue.deadlines()
 
     def _actions(self) -> list[Action]:
-        """What is of no incident is not recorded: it would read as if this controller led the job."""
+        """Return the actions without records of no incident: they would read as if this controller led the job."""
         return [a for a in self._outbox.take() if not isinstance(a, Record) or a.incident]
 
     def _hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
@@ -142,7 +142,7 @@ class StandIn:
         job, rescue = self.job, self.rescue
         known = job.members.get(hello.rank)
         if known is not None and known.connection is not None and connection < known.connection:
-            return  # it came late: the rank has opened another stream since
+            return  # late: the rank has opened another stream since
         if job.layout is None:
             job.start_incarnation(hello)
         rescue.base_version = max(rescue.base_version, hello.base_version)
@@ -172,7 +172,9 @@ class StandIn:
                 saving.reported(incident, report, now)
 
     def _ended(self, connection: ConnectionId, now: float) -> None:
-        """Who hangs up has heard its controller, or has given it up, or has died: none of that is a matter of here."""
+        """Forget the ranks of a stream that ended: that they hung up, gave up their controller or died is no fault
+        here.
+        """
         self._streams.discard(connection)
         self._layouts.ended(connection, now)
         for rank in sorted(self.job.by_connection.get(connection, set())):

@@ -1,9 +1,9 @@
-"""Controllers that stand by on other hosts: who has one, and telling everybody where.
+"""Sees to it that standby controllers run on other hosts, and that every rank knows their addresses.
 
-A controller that stands by knows nothing. When ranks come to it because theirs is gone, it learns everything from their
-hellos and takes over. So all that is needed ahead of time is that it runs, and that every rank knows its address. A
-host that is asked is announced at once, under the port that it will choose if it can: should this controller be lost in
-the seconds that the other takes to start, ranks know where to go on asking.
+A standby controller knows nothing. When ranks come to it because theirs is gone, it learns everything from their hellos
+and takes over. So all that is needed ahead of time is that it runs, and that every rank knows its address. A host that
+is asked is announced at once, with the port that it will choose if it can: if this controller is lost in the seconds
+that the other one takes to start, ranks know where to go on asking.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Standby:
     Args:
         job: the ranks.
         outbox: takes the orders.
-        host: of this controller; it needs no other here.
+        host: of this controller; no standby is needed there.
         wanted: how many there should be.
-        port: of the job, which a controller elsewhere will have too if it is free there; 0: not known.
+        port: of the job, which a controller elsewhere will have too if it is free there; 0 if not known.
     """
 
     def __init__(self, job: Membership, outbox: Outbox, host: str, wanted: int, port: int) -> None:
@@ -35,15 +35,15 @@ class Standby:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where they listen (host:port)."""
+        """Addresses at which they listen (host:port)."""
         return tuple(place for host, place in self._places.items() if host in self._up)
 
     def reset(self) -> None:
-        """A new incarnation: the processes that looked after them are gone."""
+        """Forget all standby controllers: in a new incarnation the processes that looked after them are gone."""
         self._places, self._up, self._unable = {}, set(), set()
 
     def joined(self, rank: Rank) -> None:
-        """A rank has joined: ask its host for a standby controller, if one is wanted there."""
+        """Tell a rank that has joined the standby controllers, and ask its host for one, if one is wanted there."""
         self._tell((rank,))
         if self._ask(rank):
             self._tell_all()

@@ -1,4 +1,4 @@
-"""What the protocol of a rank (``ttp.core.rank.machine``) wants done; ``ttp.processor.processor`` does it."""
+"""Actions that a rank's machine (``ttp.core.rank.machine``) returns; ``ttp.processor.processor`` carries them out."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ttp.core.restore_messages import RestoreDecision
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Base of what is to be done: to be matched by its class."""
+    """Base of actions, which are matched by their class."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkAction(Action):
-    """Base of what is done with the streams of this rank."""
+    """Base of actions on the streams of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connect(LinkAction):
     """Open a stream; ``StreamUp`` or ``StreamDown`` follows."""
 
-    start_controller: bool  # nobody answers: start one if it may run here
-    address: str = ""  # of a standby controller (host:port); empty: where the job says
-    within_s: float | None = None  # seconds after which somebody else is asked; None: nobody else could be
+    start_controller: bool  # if nobody answers, start a controller if it may run here
+    address: str = ""  # of a standby controller (host:port); empty: the job's own address
+    within_s: float | None = None  # seconds after which another controller is asked; None: there is no other
 
 
 @dataclass(frozen=True, slots=True)
 class Send(LinkAction):
-    """Put a report on the stream."""
+    """Send a report on the stream."""
 
     report: m.Report
 
@@ -44,7 +44,7 @@ class LookAtController(LinkAction):
 
 @dataclass(frozen=True, slots=True)
 class ConnectAside(LinkAction):
-    """Open a second stream, to a controller that stands by; ``AsideUp`` or ``AsideDown`` follows."""
+    """Open a second stream, to a standby controller; ``AsideUp`` or ``AsideDown`` follows."""
 
     address: str
     within_s: float
@@ -52,21 +52,21 @@ class ConnectAside(LinkAction):
 
 @dataclass(frozen=True, slots=True)
 class SendAside(LinkAction):
-    """Put a report on the second stream."""
+    """Send a report on the second stream."""
 
     report: m.Report
 
 
 @dataclass(frozen=True, slots=True)
 class CloseAside(LinkAction):
-    """Close the second stream; nothing of it is of interest any more."""
+    """Close the second stream; nothing that arrives on it matters any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseGate(Action):
-    """Close the gate and say how the state is (``Quiet``).
+    """Close the gate and report the state behind it (``Quiet``).
 
-    ``hurry``: something broke, so that an accelerator that stands still may well hang; it is not waited for.
+    ``hurry``: something broke, so an accelerator that does not move may well hang and is not waited for.
     """
 
     hurry: bool = True
@@ -74,14 +74,14 @@ class CloseGate(Action):
 
 @dataclass(frozen=True, slots=True)
 class OpenGate(Action):
-    """Let the training go on."""
+    """Open the gate: training goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Redo(Action):
     """Let the training thread, which stands at the gate with the reduced gradient, make exactly one update."""
 
-    version: Version  # what that makes
+    version: Version  # the version that the update makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class StartSave(Action):
 
 @dataclass(frozen=True, slots=True)
 class CancelSave(Action):
-    """Give up what the saver thread is doing."""
+    """Cancel the save that the saver thread is making."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,12 @@ class HoldLease(Action):
 
 @dataclass(frozen=True, slots=True)
 class DropLease(Action):
-    """Nothing has to be held back any more."""
+    """Withdraw the request to the launcher: it may stop this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined(Action):
-    """The controller knows this rank; ``joins``: in the seat of one that has died, in a job that goes on."""
+    """The controller has welcomed this rank; ``joins``: into the seat of a dead rank, in a job that goes on."""
 
     incarnation: int
     first: bool
@@ -127,7 +127,7 @@ class Joined(Action):
 
 @dataclass(frozen=True, slots=True)
 class Rejected(Action):
-    """The controller does not want this process, which was never part of the job."""
+    """The controller has refused this process, which was never part of the job."""
 
     code: m.RefusalCode
     text: str
@@ -142,7 +142,7 @@ class Decided(Action):
 
 @dataclass(frozen=True, slots=True)
 class LetGo(Action):
-    """train() may return; ``rescued`` is false when a broken rank waits in vain and should raise its own error."""
+    """Let train() return; if not ``rescued``, a broken rank has waited in vain and should raise its own error."""
 
     rescued: bool
 
@@ -164,7 +164,7 @@ class GoOn(Action):
 
 @dataclass(frozen=True, slots=True)
 class TakeStack(Action):
-    """Find out where the threads of a process of this host are."""
+    """Take the stacks of the threads of a process of this host."""
 
     order: m.TakeStack
 
@@ -178,17 +178,17 @@ class ProbeHost(Action):
 
 @dataclass(frozen=True, slots=True)
 class StartStandby(Action):
-    """Start a controller on this host that stands by."""
+    """Start a standby controller on this host."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoteRing(Action):
-    """Leave word on this host of which controller reigns, and which stand by, for those who speak to it from outside.
+    """Record on this host which controller leads and which stand by, for programs that call it from outside the job.
 
     Args:
-        term: of the controller that reigns.
-        address: where it listens (host:port); ``route.HOME``: where the job was started with.
-        standbys: where others do.
+        term: of the controller that leads.
+        address: where it listens (host:port); ``route.HOME``: the address that the job was started with.
+        standbys: addresses of the standby controllers.
     """
 
     term: int
@@ -205,21 +205,21 @@ class KeepPage(Action):
 
 @dataclass(frozen=True, slots=True)
 class NameBuddy(Action):
-    """Copies of this rank's shards go there from now on."""
+    """Send copies of this rank's shards to the named buddy from now on."""
 
     order: CopyTo
 
 
 @dataclass(frozen=True, slots=True)
 class NameKeeper(Action):
-    """Copies of this rank's page go there from now on."""
+    """Send copies of this rank's page to the named keeper from now on."""
 
     order: MirrorTo
 
 
 @dataclass(frozen=True, slots=True)
 class SettleCopy(Action):
-    """Whether the copies of ``version`` are whole everywhere: what is not needed any more goes."""
+    """Note whether the copies of ``version`` are whole everywhere, and drop the copy that is not needed any more."""
 
     version: Version
     whole: bool
@@ -227,14 +227,14 @@ class SettleCopy(Action):
 
 @dataclass(frozen=True, slots=True)
 class ProgramAction(Action):
-    """Base of actions of ``program``; whoever tells it of ``ProgramEvent`` carries them out."""
+    """Base of actions of ``program``; the part that feeds ``ProgramEvent`` carries them out."""
 
 
 def not_done(action: Action, text: str) -> ev.Event | None:
-    """What to tell the machine of an action that failed, so that it is tried again, or somebody else does it.
+    """Return the event that tells the machine of a failed action, so that it is tried again or done by another rank.
 
     Args:
-        action: which one, for example because no thread could be started.
+        action: the action that failed, for example because no thread could be started.
         text: why.
     """
     event: ev.Event | None = None

@@ -1,4 +1,4 @@
-"""What a rank says of the second copies of its shards (``buddy=True``), turn by turn; see ``ttp.core.replication``."""
+"""A rank's reports about second copies of its shards (``buddy=True``), by turn; see ``ttp.core.replication``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ttp.core.rank.outbox import RankOutbox
 
 
 class CopyTurns:
-    """One copy at a time: made here, then settled by the controller once it is known to be whole on every rank.
+    """Reports one copy at a time: made here, then settled by the controller once its fate is known.
 
     Args:
-        rank: who copies.
+        rank: the rank that copies.
         outbox: takes reports and actions.
     """
 
@@ -26,7 +26,7 @@ class CopyTurns:
         self._skipped = Version(0)
 
     def happened(self, event: CopyMade | CopySkipped) -> None:
-        """A copy was made or skipped. A skipped one is reported only when the copy before it is settled."""
+        """Take a copy that was made or skipped. A skipped one is reported only when the copy before it is settled."""
         if isinstance(event, CopyMade):
             whole = self._copy.whole if self._copy is not None else Version(0)
             self._copy = Copied(self._rank, event.version, event.stored, event.text, whole)
@@ -37,7 +37,7 @@ class CopyTurns:
             self.repeat()
 
     def settled(self, order: Settled) -> None:
-        """The controller says whether the copies of a version are whole everywhere."""
+        """Take the controller's word on whether the copies of a version are whole everywhere."""
         copy = self._copy
         if copy is None or order.version != copy.version or not self._unsettled:
             return
@@ -50,6 +50,6 @@ class CopyTurns:
             self.repeat()
 
     def repeat(self) -> None:
-        """Say again what was said last: the controller may be new."""
+        """Repeat the last report, because the controller may be new."""
         if self._copy is not None:
             self._outbox.report(self._copy)

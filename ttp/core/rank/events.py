@@ -1,4 +1,4 @@
-"""What happens to a rank, as its protocol (``ttp.core.rank.machine``) is told of it."""
+"""Events that a rank's machine (``ttp.core.rank.machine``) is fed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ttp.core.restore_messages import Candidate, Reading
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of what happens: to be matched by its class."""
+    """Base of events, which are matched by their class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,19 @@ class StreamDown(Event):
 
 @dataclass(frozen=True, slots=True)
 class OrderReceived(Event):
-    """The controller said something."""
+    """An order of the controller has arrived."""
 
     order: m.Order
 
 
 @dataclass(frozen=True, slots=True)
 class AsideEvent(Event):
-    """Base of what happens to the second stream, and of why there is one; see ``ttp.core.rank.stand_in``."""
+    """Base of events of the second stream, and of what leads to one; see ``ttp.core.rank.stand_in``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Looked(AsideEvent):
-    """For how long nothing has come from the controller's host; None: that cannot be known on this stream."""
+    """The seconds since anything came from the controller's host; None if this stream cannot tell."""
 
     silent_s: float | None
 
@@ -59,14 +59,14 @@ class AsideDown(AsideEvent):
 
 @dataclass(frozen=True, slots=True)
 class AsideOrder(AsideEvent):
-    """Whoever stands in said something."""
+    """An order of the controller that stands in has arrived."""
 
     order: m.Order
 
 
 @dataclass(frozen=True, slots=True)
 class Quiet(Event):
-    """The state under the closed gate became stable, or changed what can be said of it."""
+    """The state behind the closed gate has become stable, or what can be reported of it has changed."""
 
     version: Version
     phase: m.Phase
@@ -81,14 +81,14 @@ class Quiet(Event):
 
 @dataclass(frozen=True, slots=True)
 class NotRedone(Event):
-    """The training thread does not stand at the gate: ``Redo`` cannot be done."""
+    """The training thread does not stand at the gate, so ``Redo`` cannot be done."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class PiecesWritten(Event):
-    """A save ended well: everything is durable."""
+    """A save has succeeded: all pieces are durable."""
 
     incident: str
     generation: int
@@ -97,7 +97,7 @@ class PiecesWritten(Event):
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed(Event):
-    """A save ended badly; ``may_pass``: it was the storage that refused, and later it may not."""
+    """A save has failed; ``may_pass``: the storage refused, and may accept later."""
 
     incident: str
     generation: int
@@ -107,7 +107,7 @@ class WriteFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class CommitDone(Event):
-    """The checkpoint exists."""
+    """A commit has succeeded: the checkpoint exists."""
 
     incident: str
     generation: int
@@ -117,7 +117,7 @@ class CommitDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class CommitBroken(Event):
-    """The checkpoint could not be made to exist; ``may_pass`` as for ``WriteFailed``."""
+    """A commit has failed; ``may_pass`` as for ``WriteFailed``."""
 
     incident: str
     generation: int
@@ -161,14 +161,14 @@ class Based(Event):
 
 @dataclass(frozen=True, slots=True)
 class Observed(Event):
-    """Time has passed; this is where the rank stands."""
+    """Time has passed; this is the rank's present version and progress."""
 
     version: Version
     phase: m.Phase
     mark: int = 0
     activity: str = ""
     written: int = 0
-    urgent: bool = False  # to be said at once
+    urgent: bool = False  # send the heartbeat at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class ProgramEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class NeighbourDied(Event):
-    """A process of this host has ended: seen here before anybody else can."""
+    """A process of this host has ended. The rank sees it before anybody else can."""
 
     rank: Rank
     nonce: str
@@ -205,14 +205,14 @@ class HostProbed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StandbyStarted(Event):
-    """The answer to ``StartStandby``; an empty address: it could not be started."""
+    """The answer to ``StartStandby``; an empty address: the controller could not be started."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class CopyMade(Event):
-    """The copy of ``version`` is whole here and at the buddy; or, with ``stored`` false, it came to nothing."""
+    """The copy of ``version`` is whole here and at the buddy; or, with ``stored`` false, it has failed."""
 
     version: Version
     stored: bool
@@ -221,6 +221,6 @@ class CopyMade(Event):
 
 @dataclass(frozen=True, slots=True)
 class CopySkipped(Event):
-    """It was the turn of ``version`` while it was not known yet what became of the one before."""
+    """The turn of ``version`` came while the copy before it was not settled yet."""
 
     version: Version

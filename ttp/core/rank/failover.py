@@ -1,4 +1,4 @@
-"""Which controller a rank speaks to: the one it has, and when that is lost for good, the next one of the ring.
+"""Chooses the controller that a rank speaks to: the present one or, if that is lost, the next one of the ring.
 
 The ring is the same on every rank: the home address, then the standby controllers in the order in which they were
 announced. A lost controller is tried again for a moment, as a reset connection is no death; then the ring is walked
@@ -15,15 +15,15 @@ class Route:
     """Chooses the controller that one rank connects to. Times are seconds of the caller's clock.
 
     Args:
-        failover_s: how long a lost controller is tried again before the next one is asked to take over.
+        failover_s: seconds for which a lost controller is tried again before the next one is asked to take over.
     """
 
     def __init__(self, failover_s: float) -> None:
         self.standbys: tuple[str, ...] = ()
         self.address = HOME
-        """Where the next attempt goes, or the present stream comes from."""
+        """The address of the next attempt, or of the present stream."""
         self.takeover = False
-        """The next attempt asks that controller to take over."""
+        """Whether the next attempt asks that controller to take over."""
         self._failover_s = failover_s
         self._current = HOME
         self._walked = 0
@@ -31,45 +31,45 @@ class Route:
 
     @property
     def current(self) -> str:
-        """The controller that has welcomed this rank last."""
+        """The address of the controller that has welcomed this rank last."""
         return self._current
 
     @property
     def others(self) -> list[str]:
-        """The other controllers that stand by, in the order in which they would be asked to take over."""
+        """The other standby controllers, in the order in which they would be asked to take over."""
         ring = self._ring()
         at = ring.index(self._current)
         return [address for address in (*ring[at + 1 :], *ring[:at]) if address != HOME]
 
     @property
     def went_round(self) -> bool:
-        """Everybody was asked since the controller was lost; trivially so without standbys."""
+        """Whether every controller was asked since the present one was lost; trivially true without standbys."""
         return not self.standbys or self.rounds > 0
 
     @property
     def rounds(self) -> int:
-        """How often everybody was asked in vain; bounded, as it is used as an exponent."""
+        """How often every controller was asked in vain; bounded, as it is used as an exponent."""
         return min(self._walked // len(self._ring()), 4)
 
     def announced(self, addresses: tuple[str, ...]) -> None:
-        """The controller says who stands by."""
+        """Take the controller's list of standby controllers."""
         self.standbys = addresses
 
     def knows(self, address: str) -> None:
-        """Add a standby controller that nobody has announced yet."""
+        """Add a standby controller that was not announced yet."""
         if address and address not in self.standbys:
             self.standbys = (*self.standbys, address)
 
     def connected(self) -> None:
-        """The controller at ``address`` has welcomed this rank."""
+        """Note that the controller at ``address`` has welcomed this rank."""
         self._current, self.takeover, self._walked, self._moved = self.address, False, 0, False
 
     def moved(self) -> None:
-        """The controller at ``address`` says that another one is in charge: walk the ring from its beginning."""
+        """Note that the controller at ``address`` says another one leads: walk the ring from its beginning."""
         self._moved, self._walked = True, 0
 
     def lost(self, for_s: float) -> None:
-        """An attempt, or the stream, came to nothing; choose where to go next.
+        """Choose the next address, because an attempt failed or the stream ended.
 
         Args:
             for_s: seconds since there was a stream.

@@ -1,7 +1,7 @@
-"""What becomes of the state that a rank still has when training goes on in its process. Pure.
+"""Decides whether a rank keeps its state in memory when training goes on in its process. Pure.
 
-A rank that stood at the committed version when all stopped, and whose state is untouched since, has in memory what is
-in the checkpoint. It may go on with it, and give it to ranks that have not. In doubt the checkpoint is read.
+A rank that stood at the committed version at the freeze, and whose state is untouched since, has in memory what the
+checkpoint holds. It may go on with that state, and give it to ranks that have none. In doubt the checkpoint is read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Look:
     """A state as it was seen once.
 
     Args:
-        version: that it was of.
-        digests: of its values, one for each shard; empty ones: nothing is known of them.
-        marks: of each of its tensors: whatever changes when it is written to, or is another one.
+        version: of the state.
+        digests: of its values, one for each shard; an empty digest: nothing is known of that shard.
+        marks: of each of its tensors: values that change if the tensor is written to or replaced.
     """
 
     version: Version
@@ -30,11 +30,11 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which commit a state belongs to.
+    """The commit that a state belongs to.
 
     Args:
         version: finished updates.
-        incident: in which all stopped there, and it was saved.
+        incident: the incident in which all ranks stopped at that version and it was saved.
     """
 
     version: Version
@@ -42,13 +42,13 @@ class Origin:
 
 
 def why_not_kept(stopped: Look | None, now: Look, version: Version, phase: Phase) -> str:
-    """Why a rank that comes out of its loop cannot go on with its state; empty: it is what it was when all stopped.
+    """Return why a rank that leaves its loop cannot go on with its state; empty if it is unchanged since the freeze.
 
     Args:
-        stopped: the last look behind the closed gate, by which replicas were compared; None: there was none.
-        now: another one, by the training thread.
-        version: that the gate says now.
-        phase: likewise.
+        stopped: the last look behind the closed gate, by which replicas were compared; None if there was none.
+        now: a look by the training thread now.
+        version: the gate's version now.
+        phase: the gate's phase now.
     """
     if phase not in (Phase.IDLE, Phase.DONE):
         return f"its update was left half done ({phase.value})"
@@ -64,7 +64,7 @@ def why_not_kept(stopped: Look | None, now: Look, version: Version, phase: Phase
 
 
 def why_not_adopted(kept: Origin, committed: Origin) -> str:
-    """Why a state that was kept is not what the checkpoint holds from which all go on; empty: it is."""
+    """Return why a kept state is not what the checkpoint holds from which all ranks go on; empty if it is."""
     if kept.version != committed.version:
         return f"it is of step {kept.version}, and all go on from step {committed.version}"
     if not kept.incident or kept.incident != committed.incident:
@@ -73,11 +73,11 @@ def why_not_adopted(kept: Origin, committed: Origin) -> str:
 
 
 def givers(layout: Layout, holders: Collection[Rank]) -> dict[Rank, Rank]:
-    """Who gets its state from whom: of each rank that has none one that has all of its shards, dealt out evenly.
+    """Return the rank that gives each rank without state its state: one that has all of its shards, dealt out evenly.
 
     Args:
         layout: the replica groups.
-        holders: ranks that have theirs.
+        holders: ranks that have their state.
     """
     found: dict[Rank, Rank] = {}
     for rank in sorted(set(map(Rank, range(layout.world_size))) - set(holders)):

@@ -1,20 +1,19 @@
 """A rank's side of the protocol: events in, actions out. No I/O, no clock, no threads.
 
-Theory of operation
--------------------
-The processor keeps one stream to the controller. Losing the stream changes nothing for the training: it is re-opened,
-and the first message repeats everything a new controller has to know. Orders of an older term are ignored.
+Theory of operation ------------------- The processor keeps one stream to the controller. Losing the stream changes
+nothing for the training: the stream is opened again, and its first message repeats everything that a new controller has
+to know. Orders of an older term are ignored.
 
 A freeze closes the gate; the answer goes out at once if the state is quiet, else when the running update ends. While
-frozen the processor saves and commits what it is told to. The version before (undo) is written by the saver, from what
-was kept of it; to go on to a newer one (redo) the training thread, which stands at the gate with the reduced gradient,
-is let through once. A freeze ends by a thaw or by the release, which ends the process. Two rules keep a healthy job
-healthy without a controller: a freeze for a mere snapshot is thawed as soon as the stream is lost, and a rank that was
-frozen for a fault but is never released leaves with code 70 after the patience of the job (``TTP_OT``), as it could not
-train on anyway.
+frozen the processor saves and commits what it is ordered to. For the version before (undo) the saver writes the kept
+pre-image; for a newer version (redo) the training thread, which stands at the gate with the reduced gradient, is let
+through once. A freeze ends by a thaw or by the release, which ends the process. Two rules keep a healthy job healthy
+without a controller: a freeze for a mere snapshot is thawed as soon as the stream is lost, and a rank that was frozen
+for a fault but is never released leaves with code 70 after the patience of the job (``TTP_OT``), as it could not train
+on anyway.
 
-Files: ``rescue`` is what a rank does between the freeze and the thaw, ``failover`` says where to look for another
-controller, ``stand_in`` has another one save while it is silent, ``copy_turns`` speaks of second copies,
+Files: ``rescue`` is a rank's part between the freeze and the thaw, ``failover`` chooses the controller to connect to,
+``stand_in`` has another controller save while the present one is silent, ``copy_turns`` reports second copies,
 ``program`` is the seam for programs that save themselves. This file keeps the stream, and ties all of them to events.
 """
 
@@ -40,22 +39,22 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 @dataclass(frozen=True, slots=True)
 class RankTimeouts:
-    """Waits of a processor, in seconds."""
+    """Timeouts of a rank's machine, in seconds."""
 
     heartbeat_s: float = 1.0
     rescue_s: float = 360.0
     retry_min_s: float = 0.05
     retry_max_s: float = 1.0
     alone_s: float = 20.0
-    """A rank that is broken or done waits so long for a controller that cannot be reached."""
+    """How long a rank that is broken or done waits for a controller that cannot be reached."""
     start_controller_after: int = 2
     """Failed attempts after which a controller is started, if it may run on this host."""
     failover_s: float = 0.5
-    """A lost controller is tried again for so long before a standby controller is asked to take over."""
+    """How long a lost controller is tried again before a standby controller is asked to take over."""
     connect_s: float = 1.0
-    """How long a controller may take to answer while others could take over; twice as long each round."""
+    """How long a controller may take to answer if others could take over; twice as long each round."""
     doubt_s: float = 2.0
-    """When nothing has come from the controller's host for so long a standby controller is asked to save meanwhile."""
+    """Silence of the controller's host after which a standby controller is asked to save meanwhile."""
     redo_s: float = 30.0
     """How long an update that is made on request may take."""
 
@@ -64,7 +63,7 @@ class ProcessorMachine:
     """The protocol of one rank. ``on_event`` is the only way in; ``deadline`` says when ``Observed`` is due.
 
     Args:
-        hello: who this rank is; version, phase and the like are filled in whenever it is sent.
+        hello: the rank's greeting; version, phase and other changing fields are filled in whenever it is sent.
         timeouts: see ``RankTimeouts``.
         now: the time at which the machine starts.
         layout: of the job, cut for messages (``ttp.core.controller.layout_exchange.in_parts``).
@@ -98,7 +97,7 @@ class ProcessorMachine:
 
     @property
     def incident(self) -> str:
-        """What this rank is frozen for; empty: it is not."""
+        """The incident that this rank is frozen for; empty if it is not frozen."""
         return self._rescue.incident
 
     @property
@@ -113,7 +112,7 @@ class ProcessorMachine:
     # ------------------------------------------------------------------------------------------------------- entrance
 
     def on_event(self, event: ev.Event, now: float) -> list[act.Action]:
-        """Take one event, return what has to be done, in order."""
+        """Take one event; return the actions to be done, in order."""
         if self.gone:
             return []
         match event:
@@ -150,7 +149,7 @@ class ProcessorMachine:
             case ev.HostProbed(subject, reachable, text):
                 self._outbox.report(m.Probed(self._state.rank, subject, reachable, text))
             case ev.StandbyStarted(address):
-                self._route.knows(address)  # whether or not the announcement arrives
+                self._route.knows(address)  # even if the controller's announcement is lost
                 self._note_ring()
                 self._outbox.report(m.StandbyUp(self._state.rank, address))
             case ev.CopyMade() | ev.CopySkipped():
@@ -165,7 +164,7 @@ class ProcessorMachine:
         return self._outbox.take()
 
     def deadline(self) -> float | None:
-        """When ``on_event(Observed(...), ...)`` should be called at the latest."""
+        """Return when ``on_event(Observed(...), ...)`` should be called at the latest."""
         return None if self.gone else min(self._deadlines(), default=None)
 
     def _deadlines(self) -> Iterator[float]:
@@ -201,14 +200,14 @@ class ProcessorMachine:
 
     @property
     def _waits(self) -> bool:
-        """Whether the training thread has left its loop, and stands there until somebody says something."""
+        """Whether the training thread has left its loop and waits there for the controller."""
         return bool(self._state.broken or self._state.returned or self.program.waits)
 
     def _within_s(self, now: float) -> float | None:
-        """How long an attempt may take, where there are others to ask; None: as long as it takes.
+        """Return the seconds that an attempt may take if there are other controllers to ask; None: no limit.
 
-        The lost controller may not use up more than its respite: all ranks should come to the next one at about the
-        same time, and an attempt at a host that does not answer ends with nothing but its time.
+        Trying the lost controller may not use up more than its respite: all ranks should come to the next controller at
+        about the same time, and an attempt at a host that does not answer ends only when its time is over.
         """
         m_ = self.timeouts
         if not self._route.standbys:
@@ -232,7 +231,7 @@ class ProcessorMachine:
             version=self._state.version,
             phase=m.Phase.DONE if self._state.returned else self._state.phase,
             term_seen=self.term,
-            incident="" if self._outbox.answers_aside else self.incident,  # what that is for is of no other concern
+            incident="" if self._outbox.answers_aside else self.incident,  # a stand-in's is left out
             resume=self.incarnation > 0,
             broken=self._state.broken.text if self._state.broken else "",
             standbys=self._route.standbys,
@@ -240,7 +239,7 @@ class ProcessorMachine:
         )
 
     def _stream_down(self, now: float) -> None:
-        if self._guest:  # the next controller might take it for the rank that lives
+        if self._guest:  # the next controller might take it for the living rank
             self._exit(EXIT_SAVED, "the controller is lost, and this process was no part of the job yet")
             return
         self._outbox.welcomed = False
@@ -248,7 +247,8 @@ class ProcessorMachine:
             self._down_since = now
         self._route.lost(now - self._down_since)
         m_ = self.timeouts
-        in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)  # there: not yet
+        # Attempts at the lost controller do not delay the first one at its successor.
+        in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)
         self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2**in_vain)
         self._attempts += 1
         self._aside.controller_lost()
@@ -292,7 +292,7 @@ class ProcessorMachine:
                 pass  # late: of an incident or a generation that is over
 
     def _released(self, order: m.Release) -> None:
-        """Leave the process, or the job only. Whoever has raised an error of its own leaves the process."""
+        """Leave the process, or only the job. A rank that has raised an error of its own leaves the process."""
         state = self._state
         self._outbox.report(m.Goodbye(state.rank, m.GoodbyeReason.RELEASED, state.version))
         own_fault = state.broken is not None and state.broken.kind is not m.FaultKind.COLLECTIVE
@@ -308,7 +308,7 @@ class ProcessorMachine:
                 self._outbox.do(send(LayoutPart(self._state.rank, digest, index, len(self._layout), groups)))
 
     def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | Keep | CopyTo | MirrorTo) -> None:
-        """What a rank does for others."""
+        """Carry out an order that serves other ranks or hosts."""
         match order:
             case m.TakeStack():
                 self._outbox.do(act.TakeStack(order))
@@ -327,7 +327,7 @@ class ProcessorMachine:
                 self._outbox.do(act.NameKeeper(order))
 
     def _note_ring(self) -> None:
-        """Said only where there is more than one controller to choose from, and once."""
+        """Record the ring of controllers, once for each change, if there is more than one controller."""
         ring = act.NoteRing(self.term, self._route.current, self._route.standbys)
         if ring.standbys and ring != self._noted:
             self._noted = ring
@@ -345,7 +345,7 @@ class ProcessorMachine:
         self._outbox.do(act.Joined(order.incarnation, first, order.joins, order.guest))
         if self._undecided or self._state.version <= self._state.hello.base_version:
             for said in filter(None, (self._view, self._restored if not self._undecided else None)):
-                self._outbox.report(said)  # others may still wait for the decision, and this controller may be new
+                self._outbox.report(said)  # other ranks may still wait for the decision, and this controller may be new
         self._copies.repeat()
         for report in self.program.repeated():
             self._outbox.report(report)
@@ -360,7 +360,7 @@ class ProcessorMachine:
         if code is m.RefusalCode.MOVED:
             self._route.moved()
             return
-        if self.incarnation:  # it was part of the job: whatever it holds is of no use any more
+        if self.incarnation:  # it was part of the job: what it holds is of no use any more
             self._exit(EXIT_NOT_SAVED, f"the controller refused this rank ({code.value}): {text}")
         else:
             self.gone = True
@@ -390,7 +390,7 @@ class ProcessorMachine:
         self._state.phase = m.Phase.DONE
         self._outbox.report(m.Goodbye(self._state.rank, event.reason, self._state.version))
         if event.reason is m.GoodbyeReason.LEFT:
-            self._outbox.do(act.LetGo(rescued=True))  # the user is not kept waiting for the others
+            self._outbox.do(act.LetGo(rescued=True))  # the user does not wait for the other ranks
             self.gone = True
 
     # --------------------------------------------------------------------------------------------------------- output

@@ -1,4 +1,4 @@
-"""Collects what one event makes a rank do."""
+"""Collects the actions that one event makes a rank do."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class RankOutbox:
 
     def __init__(self) -> None:
         self.welcomed = False
-        """A controller has answered ``Hello`` on the stream that is open: reports reach somebody."""
+        """Whether a controller has answered ``Hello`` on the open stream, so that reports reach one."""
         self.answers_aside = False
-        """What this rank is frozen for is of the controller that stands in, see ``stand_in``."""
+        """Whether the controller that stands in has frozen this rank, so that it gets the answers; see ``stand_in``."""
         self._actions: list[Action] = []
 
     def take(self) -> list[Action]:
-        """Everything since the last call."""
+        """Return all actions since the last call."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -26,12 +26,12 @@ class RankOutbox:
         self._actions.append(action)
 
     def report(self, report: m.Report) -> None:
-        """Tell the controller, if there is one; what has to be known later is said again after its welcome."""
+        """Send a report to the controller, if it has welcomed this rank; lasting facts are repeated after a welcome."""
         if self.welcomed:
             self.do(Send(report))
 
     def answer(self, report: m.Report) -> None:
-        """Tell the controller for which this rank is frozen."""
+        """Send an answer to the controller that froze this rank."""
         if self.answers_aside:
             self.do(SendAside(report))
         else:

@@ -1,6 +1,6 @@
-"""A rank's part in an incident: it closes its gate, says what it holds, and saves and commits what it is told to.
+"""A rank's part in an incident: it closes its gate, reports what it holds, and saves and commits as ordered.
 
-An order that comes twice, because the stream broke after it, is carried out once; its result is said again.
+An order that comes twice, because the stream broke after it, is carried out once; its result is reported again.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ttp.core.rank.outbox import RankOutbox
 from ttp.core.rank.program import RankProgram
 
 OVER_MAX = 64
-"""Incidents that were thawed last: a freeze for one of them that is still on its way is late."""
+"""Incidents that were thawed last and are remembered, because a freeze for one of them may still arrive late."""
 
 
 @dataclass(slots=True)
 class RankState:
-    """What a rank knows of itself, as it was seen last.
+    """A rank's own state, as it was seen last.
 
     Args:
-        hello: who it is; ``base_version`` follows a restore.
+        hello: the rank's greeting; ``base_version`` follows a restore.
         version: finished updates of its copy.
         phase: where its copy is between two versions.
         program: speaks for a program that saves and repairs itself.
-        broken: why it cannot train on; None: it can.
-        returned: why its training loop has ended; None: it has not.
+        broken: why it cannot train on; None if it can.
+        returned: why its training loop has ended; None if it has not.
     """
 
     hello: m.Hello
@@ -43,23 +43,23 @@ class RankState:
 
     @property
     def rank(self) -> Rank:
-        """Its number."""
+        """The rank's number."""
         return self.hello.rank
 
 
 class RankRescue:
-    """What a rank does between a freeze and the thaw. The release, which ends the process, is the machine's.
+    """A rank's work between a freeze and the thaw. The machine handles the release, which ends the process.
 
     Args:
         state: of this rank.
         outbox: takes reports and actions.
-        rescue_s: seconds after which a rank that was frozen for a fault is not waited for any more (``TTP_OT``).
-        redo_s: how long an update that is made on request may take, in seconds.
+        rescue_s: seconds after which a rank that was frozen for a fault gives up waiting for its release (``TTP_OT``).
+        redo_s: seconds that an update that is made on request may take.
     """
 
     def __init__(self, state: RankState, outbox: RankOutbox, rescue_s: float, redo_s: float) -> None:
         self.incident = ""
-        """What this rank is frozen for; empty: it is not."""
+        """The incident that this rank is frozen for; empty if it is not frozen."""
         self._state, self._outbox, self._rescue_s, self._redo_s = state, outbox, rescue_s, redo_s
         self._snapshot = False
         self._generation = 0
@@ -67,22 +67,22 @@ class RankRescue:
         self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
         self._order: m.Save | m.Commit | None = None
         self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
-        self._results_of = ""  # this incident
+        self._results_of = ""  # the incident that the results belong to
         self._preimage = False
         self._redo_until: float | None = None
-        self._redoing: Version | None = None  # the update that was asked for, until it is over; whoever asked for it
+        self._redoing: Version | None = None  # the requested update, until it is over
 
     # ----------------------------------------------------------------------------------------------------------- time
 
     def deadlines(self) -> Iterator[float]:
-        """When ``expire`` has something to do."""
+        """Yield the times at which ``expire`` has something to do."""
         if self._redo_until is not None:
             yield self._redo_until
         if self.incident and not self._snapshot:
             yield self._frozen_since + self._rescue_s
 
     def expire(self, now: float) -> bool:
-        """Give up on an update that does not end. Returns whether the whole rescue takes too long."""
+        """Give up on an update that does not end. Return whether the whole rescue takes too long."""
         if self._redo_until is not None and now >= self._redo_until:
             self._redo_failed("the update that was asked for does not end")
         return bool(self.incident) and not self._snapshot and now >= self._frozen_since + self._rescue_s
@@ -90,7 +90,7 @@ class RankRescue:
     # --------------------------------------------------------------------------------------------------------- orders
 
     def ordered(self, order: m.Freeze | m.Thaw | m.Save | m.Commit, now: float) -> None:
-        """The controller wants something; what is of an incident or a generation that is over changes nothing."""
+        """Carry out an order; an order of an incident or a generation that is over changes nothing."""
         match order:
             case m.Freeze(_, term, incident, _) if (term, incident) not in self._over:
                 self._freeze(order, now)
@@ -101,19 +101,19 @@ class RankRescue:
                 self._start(order, now)
 
     def stream_lost(self) -> None:
-        """The stream is lost. Thaw if the freeze was for a snapshot: nobody else can now."""
+        """Thaw if the freeze was for a snapshot, because the stream is lost and nobody else can thaw now."""
         if self.incident and self._snapshot and not self._outbox.answers_aside:
             self._thaw()
 
     def hung_up(self) -> None:
-        """Nobody stands in any more: what that one has frozen is thawed."""
+        """Thaw what the controller that stood in has frozen, because it stands in no more."""
         if self._outbox.answers_aside:
             self._thaw()
 
     def _freeze(self, order: m.Freeze, now: float) -> None:
         if order.incident != self.incident:
             self._cancel()
-            if order.incident != self._results_of:  # one that was thawed may be frozen again for the same
+            if order.incident != self._results_of:  # an incident that was thawed may freeze again
                 self._results, self._results_of, self._generation = {}, order.incident, 0
             self._frozen_since = now
         elif self._snapshot and not order.snapshot:
@@ -141,7 +141,7 @@ class RankRescue:
         version, phase = self._state.version, self._state.phase
         if isinstance(order, m.Commit):
             self._outbox.do(act.StartCommit(order))
-        elif not order.order.shards or self._holds(order):  # pages alone can be collected by anybody
+        elif not order.order.shards or self._holds(order):  # any rank can collect pages
             self._outbox.do(act.StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
         elif order.order.how is How.REDO and order.version == version + 1 and phase is m.Phase.IDLE:
             self._redo_until, self._redoing = now + self._redo_s, order.version
@@ -149,14 +149,14 @@ class RankRescue:
         else:
             how = phase.value if self._redoing is None else f"on its way to {self._redoing}"
             text = f"asked for version {order.version}, holds {version} ({how})"
-            ahead = order.version < version and phase in (m.Phase.IDLE, m.Phase.DONE)  # it may save that one
+            ahead = order.version < version and phase in (m.Phase.IDLE, m.Phase.DONE)  # it may save that version
             rank = self._state.rank
             self._finish(order, m.SaveFailed(rank, self.incident, order.generation, text, ahead))
 
     def _holds(self, order: m.Save) -> bool:
-        """Whether the saver can write the version; the one before from what was kept of it, if that was asked for."""
+        """Return whether the saver can write the ordered version: the rank's own, or by undo from a pre-image."""
         if self._redoing is not None:
-            return False  # an order that came before this one has let the training thread go
+            return False  # an earlier order has let the training thread through
         state = self._state
         torn = state.phase is m.Phase.TORN
         if order.order.how is How.UNDO and self._preimage:
@@ -164,9 +164,9 @@ class RankRescue:
         return order.version == state.version and not torn and state.phase is not m.Phase.UPDATING
 
     def _cancel(self) -> None:
-        """Forget the order that is being carried out; a save is given up, a commit is harmless.
+        """Forget the order that is being carried out; a save is cancelled, a commit is harmless.
 
-        The thread that saves may still be writing: the same order is not carried out again, into the same files.
+        The saver thread may still be writing: the same order is not carried out again, into the same files.
         """
         if isinstance(order := self._order, m.Save):
             self._outbox.do(act.CancelSave())
@@ -177,7 +177,7 @@ class RankRescue:
     # -------------------------------------------------------------------------------------------------------- answers
 
     def quiet(self, quiet: ev.Quiet) -> None:
-        """The gate is closed, and this is what stands behind it: answer the freeze."""
+        """Answer the freeze with the state behind the closed gate."""
         state = self._state
         state.version, state.phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
         if self._redoing is not None and (quiet.version >= self._redoing or quiet.phase is m.Phase.TORN):
@@ -196,8 +196,8 @@ class RankRescue:
                 main_thread_blocked=not (quiet.parked or state.broken or state.returned),
                 post_step_done=quiet.post_step_done,
                 has_gradient=quiet.has_gradient and not self._may_not_redo,
-                # A snapshot takes no detour, but for those who stand between two steps of one version: for a moment
-                # there is nothing else, and thawed they go on.
+                # A snapshot uses no pre-image, except on ranks that stand between two steps of one version: for a
+                # moment they have nothing else, and thawed they go on.
                 has_preimage=quiet.has_preimage and (not self._snapshot or quiet.phase is m.Phase.TORN),
                 digests=quiet.digests,
                 bad=quiet.bad,
@@ -207,11 +207,13 @@ class RankRescue:
 
     @property
     def _may_not_redo(self) -> bool:
-        """A snapshot is written from what there is, where the pieces may be of ranks that stand differently."""
+        """Whether the gradient may not be offered: a snapshot takes states as they are, if its pieces may be of ranks
+        that stand differently.
+        """
         return self._snapshot and not self._state.program.updates_for_snapshot
 
     def _redone(self, quiet: ev.Quiet) -> bool:
-        """The update was asked for: is it over, for good or bad?"""
+        """Return whether the requested update is over, successfully or not."""
         order = self._order
         assert isinstance(order, m.Save)
         if quiet.version == order.version and quiet.phase is m.Phase.IDLE:
@@ -224,7 +226,7 @@ class RankRescue:
         return True
 
     def not_redone(self, text: str) -> None:
-        """The update that was asked for cannot be made, and was not begun."""
+        """Report that the requested update cannot be made and was not begun."""
         self._redoing = None
         self._redo_failed(text)
 
@@ -237,7 +239,7 @@ class RankRescue:
     # -------------------------------------------------------------------------------------------------------- results
 
     def worked(self, event: ev.PiecesWritten | ev.WriteFailed | ev.CommitDone | ev.CommitBroken) -> None:
-        """The saver has ended what it was told to do: say what came of it, if that is still wanted."""
+        """Report the result of the saver's work, if it is still wanted."""
         kind = m.Save if isinstance(event, (ev.PiecesWritten, ev.WriteFailed)) else m.Commit
         order = self._order
         if not isinstance(order, kind) or (event.incident, event.generation) != (order.incident, order.generation):
@@ -259,5 +261,5 @@ class RankRescue:
 
 
 def _as_it_is(order: m.Save) -> m.Save:
-    """The rank holds the version now, whatever it took."""
+    """Return the order for a rank that holds the version now, whatever it took."""
     return replace(order, order=replace(order.order, how=How.AS_IS))

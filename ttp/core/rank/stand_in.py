@@ -1,14 +1,15 @@
-"""What a rank does while its controller is silent: it has a standby controller save, on a second stream.
+"""A rank's side of a stand-in: while its controller is silent, a standby controller saves, over a second stream.
 
 The kernel of this host knows for how long nothing has come from the controller's host, neither data nor an
-acknowledgement of what this rank has said. After ``DOUBT_S`` of such silence that host is in doubt, as others are for
-the controller (``ttp.core.controller.silence``). The stream to it stays, and the controller leads: another one, next on
-the ring, may freeze this rank, have it save, and thaw it (``ttp.core.controller.stand_in``), and nothing else is obeyed
-on the second stream. It is closed, which thaws, as soon as anything is heard of the controller.
+acknowledgement of what this rank has sent. After ``DOUBT_S`` of such silence that host is in doubt, as other hosts are
+for the controller (``ttp.core.controller.silence``). The stream to it stays, and it still leads: another controller,
+the next on the ring, may freeze this rank, have it save, and thaw it (``ttp.core.controller.stand_in``), and no other
+order is obeyed on the second stream. The second stream is closed, which thaws, as soon as anything is heard of the
+controller.
 
-When the stream to the controller ends, and this rank saves, the second one stays. Whoever stands in will be asked to
-take over next, and lets the save end (``ttp.core.controller.meanwhile``) before it freezes for what has happened, which
-closes the second stream. Any other controller that welcomes this rank closes it.
+If the stream to the controller ends while this rank saves, the second one stays. The controller that stands in will be
+asked to take over next, and lets the save end (``ttp.core.controller.meanwhile``) before it freezes for the fault,
+which closes the second stream. Any other controller that welcomes this rank closes it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from ttp.core.rank.outbox import RankOutbox
 from ttp.core.rank.rescue import RankRescue, RankState
 
 QUIET = 1.25
-"""Heartbeats; as what this rank says is acknowledged, a host that was not heard for longer is looked at more often."""
+"""Heartbeats of silence after which the controller's host is looked at more often: each heartbeat is acknowledged."""
 LOOK_S = 0.25
-"""Between two looks at such a host."""
+"""Seconds between two looks at such a host."""
 LATE_S = 0.5
-"""A look that comes so late tells that this rank did not run, or its host: what it sees is not believed."""
+"""Seconds by which a look may be late: a later one shows that this rank or its host did not run, and is ignored."""
 
 
 class StandInStream:
@@ -39,10 +40,11 @@ class StandInStream:
         state: of the rank.
         outbox: takes reports and actions.
         rescue: is frozen and thawed.
-        route: knows who stands by.
-        heartbeat_s: between two words of this rank.
+        route: knows the standby controllers.
+        heartbeat_s: seconds between two heartbeats of this rank.
         doubt_s: see ``RankTimeouts``.
-        connect_s: how long a controller may take to answer.
+        connect_s: seconds that a controller may take to answer.
+        greeting: returns the rank's present ``Hello``.
         tell_layout: answers ``TellLayout``, with an action for each part.
     """
 
@@ -69,13 +71,13 @@ class StandInStream:
         self._tries = 0
 
     def watch(self, now: float) -> None:
-        """A controller has welcomed this rank: watch whether it is heard."""
+        """Start to watch whether the controller is heard, because it has welcomed this rank."""
         if not self._goes_on:
             self.close()
         self._look_at = now + self._heartbeat_s
 
     def deadlines(self) -> Iterator[float]:
-        """When ``on_time`` has something to do."""
+        """Yield the time at which ``on_time`` has something to do."""
         if self._look_at is not None and self._watches:
             yield self._look_at
 
@@ -86,7 +88,7 @@ class StandInStream:
         return trained and self._outbox.welcomed and bool(self._route.others)
 
     def on_time(self, now: float) -> None:
-        """Look when it is time."""
+        """Look at the controller when it is time."""
         if self._look_at is None or not self._watches or now < self._look_at:
             return
         if now >= self._look_at + LATE_S:
@@ -96,7 +98,7 @@ class StandInStream:
             self._outbox.do(act.LookAtController())
 
     def happened(self, event: ev.AsideEvent, now: float) -> None:
-        """Something of the second stream, or of what led to it."""
+        """Take an event of the second stream, or of what leads to one."""
         match event:
             case ev.Looked(silent_s):
                 self._looked(silent_s, now)
@@ -109,27 +111,27 @@ class StandInStream:
                 self._down(now)
 
     def say(self, beat: m.Heartbeat) -> None:
-        """Whoever stands in wants to know as well how far a save is."""
+        """Send a heartbeat to the controller that stands in too: it follows the progress of a save."""
         if self.welcomed:
             self._outbox.do(act.SendAside(beat))
 
     def controller_lost(self) -> None:
-        """The stream to the controller has ended: what is being saved is saved."""
+        """Close the second stream as the controller's has ended, unless this rank is saving for the stand-in."""
         if not self._outbox.answers_aside:
             self.close()
 
     def led(self, order: m.LedOrder) -> None:
-        """The controller wants something; while it also stands in only what cannot wait ends that."""
+        """Handle an order of the controller. If it also stands in, only an order that cannot wait ends that."""
         if not self._goes_on or isinstance(order, (m.Freeze, m.Release, m.Finished, m.ProgramOrder)):
             self.close()
 
     @property
     def _goes_on(self) -> bool:
-        """This rank saves for a controller that stood in, and that leads by now."""
+        """Whether this rank saves for a controller that stood in and leads by now."""
         return self._open and self._outbox.answers_aside and self._to == self._route.current
 
     def close(self) -> None:
-        """The controller is heard again, or is lost for good."""
+        """Close the second stream: the controller is heard again, or is lost for good."""
         if self._open:
             self._open = self.welcomed = False
             self._outbox.do(act.CloseAside())
@@ -148,7 +150,7 @@ class StandInStream:
 
     @property
     def _matters(self) -> bool:
-        """A rank that is frozen has a controller that sees to it, and a program that saves itself does so by order."""
+        """Whether this rank needs a stand-in: it is not frozen, and its program does not save itself."""
         return not (self._rescue.incident or self._state.program.saves)
 
     def _connect(self) -> None:
@@ -158,7 +160,7 @@ class StandInStream:
         self._tries += 1
 
     def _down(self, now: float) -> None:
-        """Another one is asked with the next look, if that still sees nothing."""
+        """Thaw, because the second stream broke. The next look asks another controller if the first is still silent."""
         if self._open:
             self._open = self.welcomed = False
             self._rescue.hung_up()
@@ -175,4 +177,4 @@ class StandInStream:
             case m.Thaw() | m.Save() | m.Commit() if self._outbox.answers_aside:
                 self._rescue.ordered(order, now)
             case _:
-                pass  # whatever else it wants, it does not lead this rank
+                pass  # any other order: this controller does not lead the rank

@@ -1,6 +1,6 @@
-"""Whether ranks that go on stay in the loops of their programs, or leave them. Pure.
+"""Decides whether ranks that go on stay in the loops of their programs, or leave them. Pure.
 
-All or none: each says where it stands, and all draw the same conclusion from what all have said.
+All ranks stay or none: each says where it stands, and all draw the same conclusion from what all have said.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Sequence
 from ttp.core.layout import Version
 
 SEAT = "seat"
-"""Says a rank that takes the seat of a dead one: it does as the others do."""
+"""Said by a rank that takes the seat of a dead one: it does as the others do."""
 _STAY, _LEAVE = "stay ", "leave "
 
 
 def stay(version: Version) -> str:
-    """What a rank says that can make the update behind ``version`` again, in which it was stopped."""
+    """Return the word of a rank that can make the update after ``version``, in which it was stopped, again."""
     return f"{_STAY}{version}"
 
 
 def leave(why: str) -> str:
-    """What a rank says that has left its loop, or has to. ``why``: empty where no decorated function was called."""
+    """Return the word of a rank that has left its loop, or must. ``why``: empty if no decorated function was called."""
     return _LEAVE + why
 
 
 def why_left(said: Sequence[str]) -> str | None:
-    """Why all leave their loops; None: all stay in them.
+    """Return why all ranks leave their loops; None if all stay in them.
 
     Args:
-        said: by each rank, by number.
+        said: the word of each rank, by number.
     """
     for rank, word in enumerate(said):
         if word.startswith(_LEAVE):

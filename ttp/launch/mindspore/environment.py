@@ -16,19 +16,19 @@ COLLECTIVE_TIMEOUT = "MS_CPU_COMM_OP_TIMEOUT"
 NO_HEARTBEAT = "MS_DISABLE_HEARTBEAT"
 
 MARGIN_S = 240
-"""MindSpore waits so much longer than the rescue may take."""
+"""Seconds by which MindSpore's timeouts are longer than the rescue may take."""
 
 SINGLE_THREADED = "OMP_NUM_THREADS"
 
 
 def patience(environ: Mapping[str, str], rescue_s: float, local_size: int) -> tuple[dict[str, str], list[str]]:
-    """Variables that let survivors live until they have saved, and warnings for the user.
+    """Return variables that let survivors live until they have saved, and warnings for the user.
 
-    What the user has set stays as it is.
+    Variables that the user has set stay as they are.
 
     Args:
-        environ: as the user made it.
-        rescue_s: how long ranks may take to save, ``TTP_OT``.
+        environ: the user's environment.
+        rescue_s: seconds that ranks may take to save, ``TTP_OT``.
         local_size: workers on this host.
     """
     enough = str(math.ceil(rescue_s) + MARGIN_S)
@@ -38,7 +38,7 @@ def patience(environ: Mapping[str, str], rescue_s: float, local_size: int) -> tu
         if name not in environ:
             added[name] = enough
         elif name == NODE_TIMEOUT and environ.get(NO_HEARTBEAT) == "1":
-            continue  # nobody looks at it then
+            continue  # no timeout applies then
         elif (seconds := _seconds(environ[name])) is None or seconds < rescue_s:
             warnings.append(
                 f"{name}={environ[name]!r:.40} is shorter than TTP_OT={rescue_s:g}: after a failure the healthy ranks "
@@ -57,7 +57,7 @@ def _seconds(text: str) -> float | None:
 
 
 def common_environ(job: Job, scheduler: tuple[str, int]) -> dict[str, str]:
-    """Variables of scheduler and workers. ``scheduler``: its numeric address and its port."""
+    """Return variables of scheduler and workers. ``scheduler``: its numeric address and its port."""
     shared = {
         "MS_WORKER_NUM": str(job.world_size),
         "MS_SCHED_HOST": scheduler[0],
@@ -71,12 +71,12 @@ def common_environ(job: Job, scheduler: tuple[str, int]) -> dict[str, str]:
 
 
 def scheduler_environ(job: Job, scheduler: tuple[str, int]) -> dict[str, str]:
-    """Further variables of the scheduler. It runs the user's script as far as ``init()``, so ttp is off in it."""
+    """Return further variables of the scheduler. It runs the user's script up to ``init()``, so ttp is off in it."""
     return {**common_environ(job, scheduler), "MS_ROLE": "MS_SCHED", "RANK_ID": "0", "TTP_PORT": ""}
 
 
 def worker_environ(job: Job, scheduler: tuple[str, int], rank: int, run_id: str, launch: int) -> dict[str, str]:
-    """Further variables of the worker ``rank``, in MindSpore's names and in torchrun's."""
+    """Return further variables of the worker ``rank``, in MindSpore's names and in torchrun's."""
     local_rank = job.ranks.index(rank)
     return {
         **common_environ(job, scheduler),

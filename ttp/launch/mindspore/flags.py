@@ -1,4 +1,4 @@
-"""Command line of ``ttp run --mindspore``: flags of msrun and a few of torchrun, and what they say of the job."""
+"""The command line of ``ttp run --mindspore``: flags of msrun and some of torchrun, parsed to a job's description."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ttp.launch.rank_table import RankTable, await_rank_table
 LOOK_S = 0.05
 
 MASTER_PORT = 8118
-"""Where msrun's scheduler listens when nobody says."""
+"""Default port of msrun's scheduler."""
 
 RESTART_TYPE = "/user/restore/reset/config/restartType"
-"""Where MindCluster writes how a job is restarted: ``podReschedule`` brings a new rank table, ``hotReset`` does not."""
+"""File in which MindCluster says how a job restarts: ``podReschedule`` brings a new rank table, ``hotReset`` none."""
 
 RUNNERS = ("python", "python3", "pytest")
 """Programs that may stand in the place of the script, as for msrun."""
@@ -40,26 +40,26 @@ launches in a row, 64 bad configuration or a call of ttp that is wrong, 1 anythi
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be launched, on all hosts and on this one.
+    """The job to launch, on all hosts and on this one.
 
     Args:
         world_size: workers on all hosts.
-        ranks: global ranks of this host, growing.
-        devices: what each of them is to use; of a rank table, or counted from 0.
-        node_rank: which host this is; the scheduler and the controller run on host 0.
-        master_addr: of host 0.
-        master_port: of the scheduler; None: a free one, new for each start.
+        ranks: global ranks of this host, ascending.
+        devices: device of each of these ranks; from the rank table, or counted from 0.
+        node_rank: number of this host; the scheduler and the controller run on host 0.
+        master_addr: address of host 0.
+        master_port: port of the scheduler; None: a free one, new for each start.
         topology_s: seconds that workers wait for each other.
-        max_restarts: how often the job is started again.
-        log_dir: where the output of each worker goes; None: to that of the launcher.
+        max_restarts: number of restarts.
+        log_dir: directory for the output of each worker; None: the launcher's output.
         rank_table: exported for the workers, as msrun does; empty: none.
-        table_version: of that table, see ``ttp.launch.rank_table.table_version``.
+        table_version: version of that table, see ``ttp.launch.rank_table.table_version``.
         restart_type: file in which MindCluster says whether a restart brings a new rank table.
-        look_s: seconds between two looks at the workers.
+        look_s: seconds between two checks of the workers.
         mindio: programs written for mindio_ttp are to run on ttp.
         continuity: how the job goes on after a failure; None: as the settings say.
-        saved_exit_code: with what to leave instead of 75; None: as the settings say.
-        command: what each process runs.
+        saved_exit_code: exit code instead of 75; None: as the settings say.
+        command: command line of each process.
     """
 
     world_size: int
@@ -82,22 +82,22 @@ class Job:
 
     @property
     def several_nodes(self) -> bool:
-        """Whether other hosts take part."""
+        """True if other hosts take part."""
         return self.local_size < self.world_size
 
     @property
     def local_size(self) -> int:
-        """Workers of this host."""
+        """Number of workers of this host."""
         return len(self.ranks)
 
 
 def parse(argv: list[str], environ: Mapping[str, str] = os.environ, newer_than: int = -1) -> Job:
-    """The job that ``argv`` describes. Waits for the rank table, if there is to be one, as long as for other hosts.
+    """Parse ``argv``. Waits for the rank table, if there is to be one, as long as for other hosts.
 
     Args:
         argv: flags, script and its arguments.
         environ: may name the rank table.
-        newer_than: the rank table is to be newer than that of this version.
+        newer_than: the rank table has to be newer than this version of it.
 
     Raises:
         ConfigError: the flags contradict each other, there is no such script, or no rank table has been completed.
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number(least: float, most: float, wanted: str, kind: type[int] | type[float] = int) -> Callable[[str], Any]:
-    """What makes a number of a flag's text."""
+    """Return a parser of a flag's number, with limits."""
 
     def parsed(text: str) -> int | float:
         value = kind(text)
@@ -184,12 +184,12 @@ _port = _number(1, 65535, "a port is a number from 1 to 65535")
 
 
 def _node(text: str) -> int | None:
-    """None: nobody says, as with msrun's default of -1, where MindSpore would choose."""
+    """Parse a node's number. None: not given; msrun's default of -1, with which MindSpore chooses, means the same."""
     return None if text.strip() == "-1" else int(_restarts(text))
 
 
 def _place(table: RankTable | None) -> int | None:
-    """Which host this is, where the rank table lists one address of this machine."""
+    """Return the number of this host in the rank table; None: not exactly one of its addresses is this machine's."""
     if table is None:
         return None
     mine = [place for place, server in enumerate(table.in_order) if server.address and is_local(server.address)]
@@ -199,7 +199,7 @@ def _place(table: RankTable | None) -> int | None:
 
 
 def _workers(table: RankTable | None, node_rank: int, local: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks of this host and their devices: as the rank table has them, else one after the other.
+    """Return the ranks of this host and their devices: from the rank table, else counted.
 
     Raises:
         ConfigError: the table has another number of devices for this host.
@@ -218,13 +218,13 @@ def _workers(table: RankTable | None, node_rank: int, local: int) -> tuple[tuple
 
 
 def _per_host(given: argparse.Namespace) -> int | None:
-    """Workers of a host, as far as flags say it."""
+    """Return the number of workers per host, as far as flags say it; None: they do not."""
     local: int | None = given.local_worker_num or given.nproc_per_node
     return local or (given.worker_num // given.nnodes or None if given.worker_num and given.nnodes else None)
 
 
 def _sizes(given: argparse.Namespace, table: RankTable | None, node_rank: int | None) -> tuple[int, int]:
-    """Workers of this host, and of all."""
+    """Return the number of workers of this host, and of all."""
     local, world, nodes = given.local_worker_num, given.worker_num, given.nnodes
     if local is not None and given.nproc_per_node not in (None, local):
         raise ConfigError("--local-worker-num and --nproc-per-node mean the same: give one of them")
@@ -269,14 +269,14 @@ def _address(given: str | None, table: RankTable | None, several: bool) -> str:
 
 
 NAMES = ("-m", "ttp.compat.mindspore")
-"""Runs a program with ttp's classes under the names of MindSpore's."""
+"""Arguments of Python that run a program with ttp's classes under the names of MindSpore's."""
 
 
 def with_names(command: tuple[str, ...]) -> tuple[str, ...]:
-    """``command`` with ttp's ``OptTFTWrapper``, ``TFTRegister`` and ``TrainFaultTolerance`` in ``mindspore``.
+    """Return ``command`` with ttp's ``OptTFTWrapper``, ``TFTRegister`` and ``TrainFaultTolerance`` in ``mindspore``.
 
     Raises:
-        ConfigError: it runs neither a script nor a module.
+        ConfigError: the command runs neither a script nor a module.
     """
     program, *arguments = command
     if program == "pytest":

@@ -1,4 +1,4 @@
-"""The job from its first start to its exit code."""
+"""Runs a MindSpore job from its first start to its exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ttp.store.plain_file import read_plain
 logger = logging.getLogger("ttp.launch")
 
 SCHEDULER_GRACE_S = 20.0
-"""The scheduler leaves by itself some seconds after the last worker."""
+"""Seconds for the scheduler to leave by itself after the last worker."""
 
 PORT_PATIENCE_S = 30.0
 
@@ -88,7 +88,7 @@ class MindSporeLaunch:
         argv: command line, with ``--mindspore``.
 
     Raises:
-        ConfigError: it contradicts itself.
+        ConfigError: the command line contradicts itself.
         SystemExit: argparse printed its help, or an error.
     """
 
@@ -99,10 +99,10 @@ class MindSporeLaunch:
         self.continuity, self.saved_exit_code = self._job.continuity, self._job.saved_exit_code
 
     def tell_others(self, text: str) -> None:
-        """They meet at MindSpore's scheduler, which knows no such word."""
+        """Do nothing: the hosts meet at MindSpore's scheduler, which can pass no such message on."""
 
     def run(self, config: Config) -> int:
-        """Launch it, again after failures where there are restarts left, and return the exit code."""
+        """Launch the job, again after failures while restarts are left, and return the exit code."""
         config, _ = admitted(config, self._job.master_addr, several=self.several_nodes)
         host = Host(config, config.resolved_run_dir())
         signals = _Signals()
@@ -154,7 +154,7 @@ class _Starts:
         return verdict(self.codes)
 
     def _laid_out_again(self) -> bool:
-        """Follow the rank table as it is now: other hosts and devices may be in it. False: it cannot be followed."""
+        """Read the rank table again: it may have other hosts and devices. Returns False if the job cannot follow it."""
         if not self._job.rank_table:
             return True
         try:
@@ -171,7 +171,7 @@ class _Starts:
         return True
 
     def _start(self, launch: int) -> bool:
-        """Start the job once and wait for its end. Whether all workers of this host trained to the end."""
+        """Start the job once and wait for its end. Returns whether all workers of this host trained to the end."""
         with self._port(PORT_PATIENCE_S if launch else 0.0) as port:
             return self._start_at((_number_of(self._job.master_addr), port), launch)
 
@@ -199,7 +199,7 @@ class _Starts:
             self.codes = list(self._codes_of(processes).values())
 
     def _wait(self, processes: Processes) -> bool:
-        """Until all workers have ended well (True), or one has not, or none can go on (False)."""
+        """Wait until all workers have ended well (True), or one has not, or none can go on (False)."""
         while True:
             codes = self._codes_of(processes)
             bad = {rank: code for rank, code in codes.items() if code != EXIT_TRAINED}
@@ -207,12 +207,12 @@ class _Starts:
             if bad or len(codes) == len(processes.workers):
                 return not bad
             lost = processes.scheduler is not None and processes.scheduler.poll() not in (None, 0)
-            if lost and not codes:  # once a worker has trained to the end, it is about to leave anyway
+            if lost and not codes:  # once a worker has trained to the end, the scheduler is about to leave anyway
                 return self._lost_scheduler(processes)
             time.sleep(self._job.look_s)
 
     def _codes_of(self, processes: Processes) -> dict[int, int]:
-        """Exit codes of the workers; 0 for one that crashed in MindSpore's own threads after its program had ended."""
+        """Return exit codes of the workers; 0 for a crash in MindSpore's threads after the program had ended."""
         codes = processes.codes()
         crashed = [rank for rank, code in codes.items() if code < 0 and self._host.has_ended(processes.workers[rank])]
         for rank in crashed:
@@ -223,7 +223,7 @@ class _Starts:
         return codes | dict.fromkeys(crashed, EXIT_TRAINED)
 
     def _lost_scheduler(self, processes: Processes) -> bool:
-        """The scheduler is lost: let the workers save now, as MindSpore ends them some seconds later."""
+        """Let the workers save after the scheduler was lost, as MindSpore ends them seconds later. Returns False."""
         assert processes.scheduler is not None
         logger.error(
             "the scheduler ended with %s, and MindSpore's workers cannot go on without one\n%s",
@@ -234,9 +234,9 @@ class _Starts:
         return False
 
     def _obey(self, processes: Processes, signalled: Interrupted) -> None:
-        """Let workers save; schedulers repeat SIGTERM, a second Ctrl-C means it.
+        """Let workers save after a signal. Batch systems repeat SIGTERM; only a second Ctrl-C ends the wait.
 
-        They get SIGTERM in any case: on SIGINT a handler of MindSpore's ends them at once.
+        Workers get SIGTERM in any case: on SIGINT a handler of MindSpore's ends them at once.
         """
         while True:
             try:
@@ -249,12 +249,12 @@ class _Starts:
 
     @contextlib.contextmanager
     def _port(self, patience_s: float) -> Iterator[int]:
-        """The scheduler's port. A free one is held until the start is over, so that no other program gets it.
+        """Yield the scheduler's port. A free one is held until the start is over, so that no other program gets it.
 
-        Waits so long for a given one that is still in use: by what is left of the last start.
+        Waits up to ``patience_s`` seconds for a given port that is still in use by the remains of the last start.
 
         Raises:
-            ConfigError: somebody else has it.
+            ConfigError: another program has the port.
         """
         if self._job.master_port is None:
             with hold_port() as holding:
@@ -270,7 +270,7 @@ class _Starts:
 
 
 def _new_table(restart_type: Path) -> bool:
-    """Whether MindCluster says that pods were replaced, and with them the rank table."""
+    """Return whether MindCluster says that pods were replaced, and with them the rank table."""
     try:
         return read_plain(restart_type, 64).strip() == b"podReschedule"
     except OSError:
@@ -278,12 +278,12 @@ def _new_table(restart_type: Path) -> bool:
 
 
 def _run_id(job: Job) -> str:
-    """The run id: equal on all hosts of a job; on one host a new one for each job."""
+    """Return the run id: equal on all hosts of a job; on one host a new one for each job."""
     return f"msrun-{job.master_addr}-{job.master_port}" if job.several_nodes else f"msrun-{secrets.token_hex(6)}"
 
 
 def _number_of(address: str) -> str:
-    """The numeric address of a host: MindSpore takes no name."""
+    """Return the numeric address of a host: MindSpore takes no names."""
     try:
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as problem:

@@ -25,25 +25,25 @@ class Processes:
     """The processes of one start. ``stop`` ends all that were started.
 
     Args:
-        job: what to launch.
-        environ: what all of them have.
-        log_dir: where the scheduler's log goes, which workers' too when the job wants that.
-        warm: forks workers where that is the same as to start them.
+        job: the job.
+        environ: variables of all processes.
+        log_dir: directory of the scheduler's log, and of the workers' logs if the job wants them.
+        warm: forks workers where that is equivalent to starting them.
     """
 
     def __init__(self, job: Job, environ: Mapping[str, str], log_dir: Path, warm: WarmStarter) -> None:
         self._job, self._environ, self._log_dir, self._warm = job, dict(environ), log_dir, warm
         self.workers: dict[int, Any] = {}
-        """By rank: ``Popen``, or what stands for it."""
+        """Worker processes by rank: ``Popen``, or an object with the same methods."""
         self.scheduler: Any = None
 
     def start(self, scheduler: tuple[str, int], run_id: str, launch: int) -> None:
         """Start the scheduler (on host 0) and this host's workers.
 
         Args:
-            scheduler: its address as a number, and its port.
-            run_id: of the job.
-            launch: how many starts there were before this one.
+            scheduler: its numeric address, and its port.
+            run_id: id of the job.
+            launch: number of starts before this one.
 
         Raises:
             ConfigError: a program or a log cannot be opened.
@@ -64,12 +64,12 @@ class Processes:
         return self._log_dir / "scheduler.log"
 
     def codes(self) -> dict[int, int]:
-        """Exit codes of the workers that ended, by rank; negative for a signal."""
+        """Return exit codes of the workers that ended, by rank; negative for a signal."""
         codes = {rank: worker.poll() for rank, worker in self.workers.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def stop(self) -> None:
-        """End what still runs: workers by SIGTERM, then by SIGKILL; the scheduler at once."""
+        """End all running processes: workers by SIGTERM, then by SIGKILL; the scheduler at once."""
         left = [worker for worker in self.workers.values() if worker.poll() is None]
         for worker in left:
             _signal(worker, signal.SIGTERM)
@@ -94,7 +94,7 @@ class Processes:
             self.scheduler.wait()
 
     def scheduler_tail(self) -> str:
-        """The last lines that the scheduler wrote."""
+        """Return the last lines that the scheduler wrote."""
         try:
             with self.scheduler_log.open("rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
@@ -103,7 +103,7 @@ class Processes:
             return ""
 
     def _spawn(self, environ: dict[str, str], log: Path | None, title: str, warm: WarmStarter | None = None) -> Any:
-        """Each in a process group of its own: signals of a terminal go to the launcher only."""
+        """Start a process in a process group of its own, so that signals of a terminal go to the launcher only."""
         try:
             output: IO[bytes] | None = None
             if log is not None:

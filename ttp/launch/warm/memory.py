@@ -1,4 +1,4 @@
-"""How much memory is left on this host, and who is killed first when there is none."""
+"""Finds out how much memory is left on this host, and chooses the process that is killed first when there is none."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from pathlib import Path
 from ttp.launch.cgroups import Group, groups, mounts
 
 FIRST = 1000
-"""Score of a process that the kernel takes first when memory runs out."""
+"""Score of a process that the kernel kills first when memory runs out."""
 SCORE = Path("/proc/self/oom_score_adj")
 FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 RECLAIMABLE = {1: "total_inactive_file", 2: "inactive_file"}
 
 
 def left(system: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take, by the host and by the limits of its cgroups; None: nobody says.
+    """Return the bytes that this process may still take, by the host and the limits of its cgroups; None: unknown.
 
     Args:
-        system: where ``/proc`` is; for tests.
+        system: directory that contains ``proc``; for tests.
     """
     return min(_left(system / "proc"), default=None)
 
 
 def anonymous() -> int:
-    """Bytes that this process has for itself, not for files; 0: the kernel does not say."""
+    """Return the bytes of anonymous memory of this process, i.e. not of files; 0: the kernel does not say."""
     return _number(Path("/proc/self/status"), "RssAnon:") * 1024
 
 
 def die_first() -> str:
-    """Be the one that the kernel kills when memory runs out.
+    """Make this process the one that the kernel kills when memory runs out.
 
     Returns:
-        For ``die_as_before``; empty: nothing has changed, as it is not allowed here.
+        The argument for ``die_as_before``; empty: nothing has changed, as it is not allowed here.
     """
     try:
         score = SCORE.read_text()
@@ -43,10 +43,10 @@ def die_first() -> str:
 
 
 def die_as_before(score: str) -> None:
-    """Take ``die_first`` back, in this process or in one that was forked from it.
+    """Undo ``die_first``, in this process or in one that was forked from it.
 
     Raises:
-        OSError: it cannot be taken back.
+        OSError: it cannot be undone.
     """
     if score:
         SCORE.write_text(score)
@@ -72,7 +72,7 @@ def _left_of(group: Group) -> int:
 
 
 def _number(file: Path, name: str) -> int:
-    """What stands behind a name; 0: it is not there."""
+    """Return the number behind a name; 0: it is not there."""
     try:
         lines = [line.split() for line in file.read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""When a worker that is forked is the same as one that is started. Pure; in doubt it is started."""
+"""Decides when forking a worker is equivalent to starting it. Pure; in doubt it is started."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ LOADING_PREFIXES = (
     *("ATEN_", "GLOG_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "MS_DEV_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
     "PYTORCH_",
 )
-"""Variables that compiled code reads while it is loaded, which nobody sees."""
+"""Prefixes of variables that compiled code reads while it is loaded, unseen by Python."""
 
 LIBRARY_PREFIXES = (
     *LOADING_PREFIXES,
     *("CUBLAS_", "CUDA_", "GLOO_", "HCCL_", "NCCL_", "NVIDIA_", "PYTHON", "TORCH_", "TORCHINDUCTOR_"),
 )
-"""The same, and those that it reads at its first use, which may have been then."""
+"""Those prefixes, and prefixes of variables that compiled code reads at its first use, which may have been then."""
 
 PER_WORKER = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"}
@@ -25,10 +25,10 @@ PER_WORKER = frozenset(
     | {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TTP_TOKEN"}
     | {"RANK_ID", "MS_NODE_ID", "MS_ROLE", "MS_SCHED_PORT", "DEVICE_ID", "RANK_TABLE_FILE"}
 )
-"""What launchers tell each worker: nothing that somebody looks for who reads all of the environment."""
+"""Variables of a worker's launcher, which have no meaning to a module that reads the whole environment."""
 
 MODULE_BYTES = 256 << 10
-"""What an imported module takes at most, on average: torch, MindSpore and what they bring take half of it."""
+"""Upper limit of the bytes per imported module, on average: torch, MindSpore and their imports take half of it."""
 MARGIN_BYTES = 256 << 20
 
 
@@ -44,10 +44,10 @@ class Program:
 
 
 def program(command: Sequence[str], interpreter: str) -> Program | str:
-    """The program of a worker's command line, or why that cannot be told.
+    """Return the program of a worker's command line, or why it is not known.
 
     Args:
-        command: of the worker.
+        command: command line of the worker.
         interpreter: path of this Python.
     """
     if not command or command[0] != interpreter:
@@ -66,7 +66,7 @@ def program(command: Sequence[str], interpreter: str) -> Program | str:
 
 
 def _is_source(path: Path) -> bool:
-    """Whether Python reads it as text: archives and compiled files have null bytes."""
+    """Return whether Python reads the file as text: archives and compiled files have null bytes."""
     try:
         return b"\0" not in path.read_bytes()
     except OSError:
@@ -74,20 +74,20 @@ def _is_source(path: Path) -> bool:
 
 
 def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> set[str]:
-    """Names of variables that one environment lacks or has with another value."""
+    """Return the names of variables that one environment lacks or has with another value."""
     return {name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)}
 
 
 def why_not(
     started_with: Mapping[str, str], worker: Mapping[str, str], read: Collection[str], read_all: str
 ) -> str | None:
-    """Why a worker with that environment is not forked; None: nothing that was imported can tell the difference.
+    """Return why a worker with that environment is not forked; None: no import can tell the difference.
 
     Args:
         started_with: environment of the process that has imported.
         worker: environment of the worker.
-        read: names that were asked for while it imported.
-        read_all: a module that looked through all of them; empty: none.
+        read: names of variables that were read during the imports.
+        read_all: a module that looked through all variables; empty: none.
     """
     other = differing(started_with, worker)
     if seen := sorted(other & set(read)):
@@ -100,19 +100,19 @@ def why_not(
 
 
 def digest(value: str) -> str:
-    """Tells values of variables apart without showing them."""
+    """Return a digest that tells values of variables apart without showing them."""
     return hashlib.blake2b(value.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def set_by_program(rank: Mapping[str, str], here: Mapping[str, str], read: Collection[str]) -> str | None:
-    """Why a module may be another one in the ranks, whose program sets a variable; None: for none of them.
+    """Return why a module may differ in the ranks, whose program sets a variable; None: none does.
 
     A module that looks through all variables is no reason here: one in every torch job does, for those of its own.
 
     Args:
         rank: digests of the variables of a rank that trains.
         here: the variables after all modules have been imported, which may set some themselves.
-        read: names that were asked for meanwhile.
+        read: names of variables that were read meanwhile.
     """
     other = differing(rank, {name: digest(value) for name, value in here.items()}) - PER_WORKER
     found = sorted(name for name in other if name in read or name.startswith(LOADING_PREFIXES))
@@ -120,14 +120,14 @@ def set_by_program(rank: Mapping[str, str], here: Mapping[str, str], read: Colle
 
 
 def no_room(modules: int, rank: int, left: int | None) -> str | None:
-    """Why there is too little memory for one more process that imports what a rank has imported; None: there is enough.
+    """Return why there is too little memory for one more process with a rank's imports; None: there is enough.
 
     As much as it takes, and a margin, has to be left for the ranks.
 
     Args:
-        modules: how many.
-        rank: bytes that a rank has for itself, its weights too; 0: not known.
-        left: bytes; None: not known.
+        modules: number of imported modules.
+        rank: bytes of anonymous memory of a rank, its weights too; 0: not known.
+        left: bytes left on the host; None: not known.
     """
     needed = min(modules * MODULE_BYTES, rank or modules * MODULE_BYTES)
     if left is None or left >= 2 * needed + MARGIN_BYTES:

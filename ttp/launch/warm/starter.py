@@ -32,17 +32,17 @@ CODE = "from ttp.launch.warm.template import main; main({}, {}, {!r}, {!r})"
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MESSAGE_BYTES = 1 << 20
 STALL_S = 3.0
-"""How long a restart waits for a process that gets no further. Then workers are started as always."""
+"""Seconds that a restart waits for a process that makes no progress. Then workers are started as always."""
 IMPORT_S = 30.0
-"""How long a restart waits for one that does: it imports what each worker would import for itself otherwise."""
+"""Seconds that a restart waits for one that does: it imports what each worker would otherwise import for itself."""
 FORK_S = 2.0
-"""How long a worker may take to be forked."""
+"""Seconds that a worker may take to be forked."""
 STATUS_FILE = "warm.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the process has said of itself."""
+    """What the process has reported about itself."""
 
     modules: int
     size: int
@@ -53,11 +53,11 @@ class Ready:
 
 
 class WarmStarter:
-    """One for each launcher; call ``look`` now and then while workers run.
+    """The owner of the process. One for each launcher; call ``look`` now and then while workers run.
 
     Args:
-        config: whether it is wanted, and what is left out.
-        run_dir: where ranks say what they have imported; logs and status of the process go there.
+        config: says whether it is wanted, and which modules are left out.
+        run_dir: directory in which ranks list their imports; log and status of the process go there too.
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -76,11 +76,11 @@ class WarmStarter:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can be forked at once, as far as is known."""
+        """True if a worker can be forked at once, as far as is known."""
         return self._ready is not None and not self._off
 
     def look(self) -> None:
-        """Start the process once the ranks have said what they import; hear what it says."""
+        """Start the process once the ranks have listed their imports, and take its messages."""
         if self._off:
             return
         if self._process is None:
@@ -92,7 +92,7 @@ class WarmStarter:
             self._give_up(f"the process to fork from has ended with {self._process.returncode}")
 
     def imports(self) -> bytes | None:
-        """What the ranks of this host have said that they import, as ``prepare`` takes it; None: nothing yet."""
+        """Return the imports that the ranks of this host have listed, as ``prepare`` takes them; None: nothing yet."""
         path = self._run_dir / FILE
         return path.read_bytes() if not self._off and path.exists() else None
 
@@ -100,9 +100,9 @@ class WarmStarter:
         """Start the process before there are ranks on this host. Call it now and then instead of ``look``.
 
         Args:
-            command: of the ranks to come.
-            environ: theirs, but for what differs between them.
-            imports: what ranks of other hosts import; None: not known yet.
+            command: command line of the ranks to come.
+            environ: their environment, without what differs between them.
+            imports: imports of ranks of other hosts; None: not known yet.
         """
         if self._first is None and imports and not self._off:
             wanted = program(command, sys.executable)
@@ -114,12 +114,12 @@ class WarmStarter:
         self.look()
 
     def refuse(self, reason: str) -> None:
-        """Workers are started as always, and why."""
+        """Start workers as always from now on, for this reason."""
         if not self._off:
             self._give_up(reason)
 
     def hurry(self) -> None:
-        """A restart is near: no regard for the ranks, which are leaving."""
+        """Hurry the imports: a restart is near, and the ranks, which are leaving, no longer need the cores."""
         if self._socket is not None and self._ready is None and not self._hurried:
             self._hurried = True
             self._send(b"{}")
@@ -133,14 +133,14 @@ class WarmStarter:
         *,
         stdin: bool = True,
     ) -> ForkedWorker | None:
-        """A worker that is forked, or None: it has to be started, and why has been said.
+        """Fork a worker. None: it has to be started, and the reason is logged.
 
         Args:
             command: its command line.
             environ: its whole environment.
-            stdout: where it writes; None: where this process does.
-            stderr: likewise.
-            stdin: whether it reads what this process would read; else nothing.
+            stdout: its standard output; None: that of this process.
+            stderr: its standard error; None: that of this process.
+            stdin: whether it has the standard input of this process; else it has none.
         """
         if self._off:
             return None
@@ -215,7 +215,7 @@ class WarmStarter:
         self._note("preparing")
 
     def _wait_ready(self) -> bool:
-        """Until it has imported; False: it does not get there, and was given up."""
+        """Wait until the process has imported everything; False: it does not get there, and was given up."""
         self.hurry()
         until_s, used, moved_s = time.monotonic() + IMPORT_S, -1, time.monotonic()
         while self._ready is None and self._process is not None:
@@ -245,10 +245,10 @@ class WarmStarter:
 
     def _fork(self, order: dict[str, Any], command: Sequence[str], outputs: tuple[int, int]) -> ForkedWorker | None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs, adopting():
+        with ours, theirs, _in_memory(json.dumps(order)) as said_of_it, adopting():
             assert self._socket is not None
             self._socket.settimeout(FORK_S)
-            socket.send_fds(self._socket, [json.dumps(order).encode()], [*outputs, theirs.fileno()])
+            socket.send_fds(self._socket, [b"{}"], [said_of_it.fileno(), *outputs, theirs.fileno()])
             theirs.close()
             ours.settimeout(FORK_S)
             said = ours.recv(64)
@@ -274,7 +274,7 @@ class WarmStarter:
         self._note(reason)
 
     def _note(self, state: str) -> None:
-        """For ``ttp status``."""
+        """Write the state to a file for ``ttp status``."""
         known: dict[str, Any] = {"state": state}
         if self._ready is not None:
             known |= {
@@ -291,7 +291,7 @@ class WarmStarter:
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """What the launcher of this host has noted; None: nothing.
+    """Return what the launcher of this host has noted; None: nothing.
 
     Returns:
         ``state`` (``preparing``, ``ready``, or why restarts are cold); once ready ``modules``, ``bytes``, ``seconds``.
@@ -303,9 +303,17 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("state"), str) else None
 
 
+def _in_memory(text: str) -> IO[str]:
+    """Return a file in memory with this text, because an environment may be too large for one message of a socket."""
+    file = os.fdopen(os.memfd_create("ttp-worker"), "w")
+    file.write(text)
+    file.flush()
+    return file
+
+
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Orphans below this process become its children: workers do, whose parent ends at once. Afterwards as before."""
+    """Make orphans below this process its children while the block runs: workers are, as their parent ends at once."""
     before, prctl = ctypes.c_int(), ctypes.CDLL(None).prctl
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -316,7 +324,7 @@ def adopting() -> Iterator[None]:
 
 
 def _ticks(pid: int) -> int:
-    """Processor time of a process so far; only ever compared with itself."""
+    """Return the processor time of a process so far, in clock ticks; only ever compared with itself."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -3,7 +3,7 @@
 Runs as ``python -c "from ttp.launch.warm.template import main; main(...)"``. The descriptor it is given is one end of a
 pair of sockets that carry one JSON object per message; requests for workers bring descriptors too: stdout, stderr and
 the worker's own socket to the launcher. A worker runs nothing of its program before the launcher has said ``go`` there:
-one that comes too late, because this process was stopped, finds that end closed and ends.
+a worker that comes too late, because this process was stopped, finds that end closed and ends.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from ttp.launch import nccl
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import Program, differing, set_by_program
 
-MESSAGE_BYTES = 1 << 20
 SHARE = 0.25
-"""Of one core, while ranks train and nobody waits for this process."""
+"""Share of one core that imports may take while ranks train and no restart waits."""
 GO_S = 10.0
-"""How long a worker waits for its launcher's word, and to become its child."""
+"""Seconds that a worker waits to become its launcher's child, and for the launcher's ``go``."""
 PR_SET_PDEATHSIG = 1
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 DEVICES = ("/dev/nvidia-uvm", "/dev/davinci", "/dev/kfd")
-"""What is opened when a device is initialised."""
+"""Prefixes of files that are opened when a device is initialised."""
 FIRST_IS_OURS = not getattr(sys.flags, "safe_path", False)
 """Whether the first entry of ``sys.path`` is the folder of the program."""
 
 
 class NotTheSameError(Exception):
-    """What was imported here is not what the ranks have."""
+    """The imports of this process differ from those of the ranks."""
 
 
 class EnvironmentReads:
-    """Notes which variables are asked for while modules are imported."""
+    """Records which variables are read while modules are imported."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -60,7 +59,7 @@ class EnvironmentReads:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """While the block runs."""
+        """Record reads while the block runs."""
         kind: Any = os._Environ
         get, walk = kind.__getitem__, kind.__iter__
 
@@ -83,7 +82,7 @@ class Template:
     """Imports, then forks on request until its launcher is gone.
 
     Args:
-        launcher: socket to it.
+        launcher: socket to the launcher.
     """
 
     def __init__(self, launcher: socket.socket) -> None:
@@ -96,10 +95,10 @@ class Template:
         self._score = memory.die_first()
 
     def run(self, imports: str, skip: tuple[str, ...]) -> NoReturn:
-        """Never returns here; in a worker the interpreter goes on to the end of its program and leaves.
+        """Import, then fork on request. Never returns: a worker runs its program to the end and exits.
 
         Args:
-            imports: path of what a rank has written, see ``ttp.processor.import_list``.
+            imports: path of the list that a rank has written, see ``ttp.processor.import_list``.
             skip: names of modules and packages that are not imported.
         """
         began_s = time.monotonic()
@@ -113,12 +112,12 @@ class Template:
                 raise NotTheSameError(reason)
             first = _first_environment()
             self._set = {name: os.environ.get(name) for name in differing(first, dict(os.environ))}
-            sys.path[:] = self._path  # programs change theirs as they go
+            sys.path[:] = self._path  # programs change theirs as they run
         except (NotTheSameError, OSError, ValueError, LookupError) as problem:
             self._say(state="refused", reason=str(problem))
             os._exit(0)
         gc.collect()
-        gc.freeze()  # what is here is shared with all workers for as long as nobody writes to it
+        gc.freeze()  # all of this is shared with all workers until one writes to it
         took_s = time.monotonic() - began_s
         self._say(state="ready", modules=done, bytes=_resident(), seconds=took_s, read=sorted(self._reads.names),
                   read_all=self._reads.read_all)  # fmt: skip
@@ -133,13 +132,13 @@ class Template:
         sys.path[1 if FIRST_IS_OURS else 0 :] = path
         wanted = [(n, f) for n, f in modules if not any(n == left or n.startswith(left + ".") for left in skip)]
         again = [(name, file) for name, file in wanted if self._import_one(name, file) is not None]
-        for name, file in again:  # what imports one another goes in one order and not in the other
+        for name, file in again:  # modules that import one another may need a certain order
             if (problem := self._import_one(name, file)) is not None:
                 raise NotTheSameError(f"import {name} fails: {problem!r} (TTP_WARM_SKIP={name} leaves it out)")
         return len(wanted)
 
     def _import_one(self, name: str, file: str) -> Exception | None:
-        """What it raises, if it does."""
+        """Import a module. Returns the exception that it raises, if any."""
         if name in sys.modules:
             return None
         before_s = time.process_time()
@@ -158,22 +157,26 @@ class Template:
         return None
 
     def _pause(self, seconds: float) -> None:
-        """Leave the cores to the ranks; not any more when a restart waits."""
+        """Leave the cores to the ranks for a while, unless a restart waits."""
         if not self._hurry and select.select([self._launcher], [], [], seconds)[0]:
-            self._receive()  # the only thing that can be said now: hurry
+            self._receive()  # the only possible message now: hurry
             self._hurry = True
 
     def _say(self, **what: Any) -> None:
         self._launcher.send(json.dumps(what).encode())
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        data, handed, _, _ = socket.recv_fds(self._launcher, MESSAGE_BYTES, 3)
+        data, handed, _, _ = socket.recv_fds(self._launcher, 64, 4)
         if not data:
             os._exit(0)  # the launcher is gone
-        return json.loads(data), handed
+        if not handed:
+            return {}, []
+        with os.fdopen(handed.pop(0)) as order:  # its place is shared with who wrote it
+            order.seek(0)
+            return json.load(order), handed
 
     def _fork(self, order: dict[str, Any], handed: list[int]) -> None:
-        """Twice, so that the worker becomes a child of the launcher, which has its exit code then."""
+        """Fork twice, so that the worker becomes a child of the launcher, which then gets its exit code."""
         between = os.fork()
         if between:
             os.waitpid(between, 0)
@@ -191,14 +194,14 @@ class Template:
 
 
 def become(order: dict[str, Any], changed: dict[str, str | None], stdout: int, stderr: int, own: int) -> None:
-    """Be what a fresh worker is before its program begins; returns when the launcher has said so.
+    """Become what a fresh worker is before its program begins; returns when the launcher has said ``go``.
 
     Args:
-        order: of the launcher.
-        changed: variables that the imports have set, or taken away (None).
-        stdout: descriptor.
-        stderr: likewise.
-        own: socket to the launcher.
+        order: order of the launcher.
+        changed: variables that the imports have set, or removed (None).
+        stdout: descriptor of the standard output.
+        stderr: descriptor of the standard error.
+        own: descriptor of the socket to the launcher.
     """
     os.setsid()
     os.sched_setaffinity(0, order["cores"])
@@ -238,7 +241,7 @@ def become(order: dict[str, Any], changed: dict[str, str | None], stdout: int, s
 
 
 def _reseed() -> None:
-    """Seed anew what is seeded when it is imported; Python's ``random`` does it at a fork, MindSpore at first use."""
+    """Seed anew what is seeded at import; Python's ``random`` does it at a fork, MindSpore at first use."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -246,7 +249,7 @@ def _reseed() -> None:
 
 
 def _call_it(command: list[str]) -> None:
-    """What ``ps`` shows: the kernel reads it from where this process' own command line was."""
+    """Set the command line that ``ps`` shows: the kernel reads it from where this process' own was."""
     sys.orig_argv[:] = command
     try:
         start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
@@ -256,11 +259,11 @@ def _call_it(command: list[str]) -> None:
             ctypes.memmove(start, text, len(text))
             ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, ctypes.c_ulong(start + len(text)), 0, 0)
     except (OSError, ValueError):
-        return  # only a name
+        return  # it is only a name
 
 
 def _run(program: Program) -> NoReturn:
-    """As the interpreter does it with a program of its own: same ``__main__``, same end."""
+    """Run the program as the interpreter would: same ``__main__``, same end."""
     sys.argv = [program.name, *program.arguments]
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
     if FIRST_IS_OURS:
@@ -289,7 +292,7 @@ def _run_script(name: str, names: dict[str, Any]) -> None:
 
 
 def _end_by(problem: BaseException) -> NoReturn:
-    """Show an exception that nobody caught, below the frames of this file, and leave as the interpreter does."""
+    """Show an exception that was not caught, below the frames of this file, and leave as the interpreter does."""
     inner = problem.__traceback__
     while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         inner = inner.tb_next
@@ -304,7 +307,7 @@ def _end_by(problem: BaseException) -> NoReturn:
 
 
 def _check_startup() -> None:
-    """What runs before every program may look at the rank, and would run once only."""
+    """Refuse a startup module that may look at the rank before every program, as it would run only once here."""
     for name in ("sitecustomize", "usercustomize"):
         file = getattr(sys.modules.get(name), "__file__", None)
         source = Path(file).read_bytes() if file else b""
@@ -313,10 +316,10 @@ def _check_startup() -> None:
 
 
 def _handles() -> set[str]:
-    """What this process has open and workers would share: connections, pipes, files to write to, devices."""
+    """Return what this process has open and workers would share: connections, pipes, files to write to, devices."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             target = str(entry.readlink())
             writes = fcntl.fcntl(int(entry.name), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
             if target.startswith(DEVICES) or (not target.startswith("/dev/") and (writes or target[0] != "/")):
@@ -325,7 +328,7 @@ def _handles() -> set[str]:
 
 
 def _why_no_fork() -> str | None:
-    """Why a process that is forked from this one cannot use what was imported; None: it can. Finds out by a fork."""
+    """Return why a process forked from this one cannot use the imports; None: it can. Finds out by a fork."""
     child = os.fork()
     if not child:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -337,7 +340,7 @@ def _why_no_fork() -> str | None:
 
 
 def _first_environment() -> dict[str, str]:
-    """Variables that this process was started with; Python itself may have set some since."""
+    """Return the variables that this process was started with; Python itself may have set some since."""
     words = Path("/proc/self/environ").read_bytes().split(b"\0")
     return dict(os.fsdecode(word).split("=", 1) for word in words if b"=" in word)
 

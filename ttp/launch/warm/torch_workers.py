@@ -19,12 +19,12 @@ logger = logging.getLogger("ttp.launch")
 
 @contextmanager
 def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[None]:
-    """Workers that torch starts while the block runs are forked where that is the same.
+    """Fork workers that torch starts while the block runs, where that is equivalent.
 
     Args:
         warm: forks them.
-        go_on: files that hold the standard output and error of a worker's seat so far, and are to hold this one's, too:
-            torch would empty them. Empty: as torch is told.
+        go_on: files with the output and error of a worker's seat so far, to which this worker's are appended: torch
+            would empty them. Empty: as torch is told.
     """
     place: Any = api
     stock = getattr(place, "get_subprocess_handler", None)
@@ -47,7 +47,7 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[No
 
 
 def _known(maker: Any) -> bool:
-    """Whether torch makes its handlers as ``Handler`` above is made, and those their processes."""
+    """Return whether torch makes its handlers and their processes as ``Handler`` above expects."""
     popen = getattr(SubprocessHandler, "_popen", None)
     if maker is None or popen is None:
         return False

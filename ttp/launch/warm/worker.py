@@ -12,14 +12,14 @@ import time
 from collections.abc import Sequence
 
 LOST = 1
-"""Exit code of a worker whose own is not known."""
+"""Exit code of a worker whose own code is not known."""
 
 
 class ForkedWorker:
     """A child of this process that ``Popen`` did not start.
 
     Args:
-        pid: of the child.
+        pid: process id of the child.
         args: its command line.
     """
 
@@ -30,13 +30,13 @@ class ForkedWorker:
         self._pidfd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while it runs."""
         with self._lock:
             if self.returncode is None:
                 try:
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
                     code = os.waitstatus_to_exitcode(status) if pid == self.pid else None
-                except ChildProcessError:  # somebody else has taken its exit code
+                except ChildProcessError:  # other code has reaped it
                     code = LOST
                 if code is not None:
                     self.returncode = code
@@ -44,7 +44,7 @@ class ForkedWorker:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Exit code, when it has ended.
+        """Wait for the end, and return the exit code.
 
         Raises:
             subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
@@ -59,15 +59,15 @@ class ForkedWorker:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Nothing happens to one that has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)

@@ -22,31 +22,31 @@ from ttp.processor.processor import Processor
 log = logging.getLogger("ttp.handlers")
 
 CLEANED = (0, 2)
-"""What a clean handler returns where the device is usable again; see ``ttp.mindio.protocol.in_process_repair``."""
+"""Results of a clean handler after which the device is usable; see ``ttp.mindio.protocol.in_process_repair``."""
 LOADS = (RepairWay.LOAD, RepairWay.LOAD_REBUILD)
 WRITES = (RepairWay.MEMORY_HIGH, RepairWay.RECEIVE, *LOADS)
 REPAIRS = (RoundKind.CLEAN, RoundKind.REBUILD, RoundKind.REPAIR, RoundKind.ROLLBACK)
-"""Rounds in which handlers may ask what the repair is about."""
+"""Rounds in which handlers may ask for the step and the type of the repair."""
 NEEDED = (RoundKind.SAVE, RoundKind.RENAME, RoundKind.REPAIR, RoundKind.REBUILD)
-"""Rounds that nobody can do without a handler."""
+"""Rounds that cannot be done without a handler."""
 
 
 class CannotAct(Exception):  # noqa: N818 - an answer, in words
-    """What was ordered cannot be done."""
+    """The order cannot be carried out; the text says why."""
 
 
 class Actor:
-    """One rank's hands.
+    """Carries out the acts of one rank.
 
     Args:
-        rank: who acts.
-        processor: gets the answers; owns the gate.
-        handlers: the program's, as they are registered by then.
-        loop: where the training thread is.
-        pause: where it stands still when told to.
+        rank: the rank that acts.
+        processor: sends the answers; owns the gate.
+        handlers: the program's handlers; the dict may still grow.
+        loop: the position of the training thread.
+        pause: the point at which the training thread stands still when told to.
         seat: what the launcher is told while lost ranks are replaced.
-        on_halted: says to the controller whether the training thread is stopped.
-        on_device: handlers of this kind run inside, on the device of the training thread.
+        on_halted: tells the controller whether the training thread is stopped.
+        on_device: context in which handlers of a kind run, on the device of the training thread.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Actor:
         self.loaded: int | None = None
         """Step of the checkpoint that the running repair has loaded."""
         self.moves = False
-        """Ranks are moved to other hosts: the loop has ended with the end of a step."""
+        """True while ranks are moved to other hosts: the loop has ended at the end of a step."""
         self._rank, self._processor, self._handlers = rank, processor, handlers
         self._gate: Gate = processor.gate
         self._loop, self._pause, self._on_halted, self._on_device = loop, pause, on_halted, on_device
@@ -76,16 +76,16 @@ class Actor:
         self._updated = threading.Event()
 
     def start(self, act: Act) -> None:
-        """Carry out ``act``; returns at once."""
+        """Carry out ``act`` on a thread of its own; returns at once."""
         threading.Thread(target=self._oversee, args=(act,), name=f"ttp-{act.kind.value}", daemon=True).start()
 
     @property
     def calls_here(self) -> bool:
-        """Whether the calling thread is in a handler."""
+        """True if the calling thread is running a handler."""
         return getattr(self._here, "calls", False)
 
     def updated(self) -> None:
-        """The training thread has ended an update, with the gate closed."""
+        """Note that the training thread has ended an update, with the gate closed."""
         self._updated.set()
 
     # ------------------------------------------------------------------------------------------------------- one act
@@ -103,7 +103,7 @@ class Actor:
         torn = state.phase is Phase.TORN
         self._processor.tell(Said(Acted(self._rank, act.serial, ok, result, state.version, torn, text)))
         if ok and act.kind is RoundKind.RESUME:
-            self._loop.resume()  # after the answer: what the training thread says next comes later
+            self._loop.resume()  # after the answer: later reports of the training thread come later
 
     def _try(self, act: Act) -> tuple[bool, int, str]:
         try:
@@ -142,19 +142,19 @@ class Actor:
         self._here.calls = True  # for as long as this thread lives
         with self._on_device(kind):
             returned = handler(Call.of(kind, act))
-        return int(returned or 0) if kind is HandlerKind.CLEAN else 0  # what others return means nothing
+        return int(returned or 0) if kind is HandlerKind.CLEAN else 0  # results of other kinds mean nothing
 
     # ---------------------------------------------------------------------------------------------------------- kinds
 
     def _stop(self, act: Act) -> int:
-        """The training thread has to come out: gate and pause let go of it, the handler breaks what it is in."""
+        """Get the training thread out of its loop: gate and pause release it, the handler breaks what it waits in."""
         began = time.monotonic()
         if not self._stopped:
             self._on_halted(True)
             self._gate.halt()
             self.moves = act.purpose == MIGRATION
             self._pause.halt(MOVES if self.moves else HALTED)
-            if not self.moves:  # else it stands at the end of a step, in nothing that would have to be broken
+            if not self.moves:  # else it stands at the end of a step, where nothing has to be broken
                 self._call(act)
             self._stopped = True
         if not self._loop.wait_left(act.limit_ms / 1000 - (time.monotonic() - began)):
@@ -186,7 +186,7 @@ class Actor:
     def _repair(self, act: Act) -> int:
         self.loaded = None
         if act.way in WRITES:
-            self._gate.mark_overwritten()  # a controller that takes over in the middle of it has to know
+            self._gate.mark_overwritten()  # a controller that takes over meanwhile has to know
         self._call(act)
         if act.way not in LOADS:
             return 0
@@ -199,7 +199,7 @@ class Actor:
         return 0
 
     def _rebuild(self, act: Act) -> int:
-        self._seat.enter_launch()
+        self._seat.enter_launch(act.store)
         return self._call(act)
 
     def _resume(self, act: Act) -> int:

@@ -1,4 +1,4 @@
-"""What handlers are called with."""
+"""The argument of handlers."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Call:
     """The only argument of a handler.
 
     Args:
-        kind: which handler it is for.
+        kind: the kind of handler.
         step: the version that is saved, named, repaired to or rolled back to.
-        lists: SAVE: for each type of state that this rank saves, who saves it, in the order of the pieces.
+        lists: SAVE: for each type of state that this rank saves, the ranks that save it, in the order of the pieces.
         memory_error: CLEAN: this rank's device has lost memory.
         rebuild: REPAIR: the state has to be made anew first.
-        error_ranks: REPAIR: the ranks with which it began; REBUILD: those whose processes are new.
+        error_ranks: REPAIR: the ranks that need the repair; REBUILD: the ranks whose processes are new.
         way: REPAIR: this rank's part.
         types: REPAIR: ``types[i]`` goes from ``src[i]`` to ``dst[i]``.
         src: see ``types``.
         dst: see ``types``.
-        ranks: REPAIR: everybody who takes part in it, ascending.
-        repair_type: ``retry``, ``recover``, ``dump``; empty: it is about neither.
+        ranks: REPAIR: all ranks that take part in it, ascending.
+        repair_type: ``retry``, ``recover``, ``dump``; empty: the call belongs to no repair or save.
     """
 
     kind: HandlerKind
@@ -70,7 +70,7 @@ class Call:
 
     @classmethod
     def of(cls, kind: HandlerKind, act: Act) -> Call:
-        """What an order means to a handler."""
+        """Make the argument of a handler from an order."""
         return cls(
             kind=kind,
             step=act.version,
@@ -87,11 +87,11 @@ class Call:
         )
 
     def as_save_info(self) -> list[dict[str, Any]]:
-        """The lists as plain values: ``[{"type": 0, "ranks": [0, 5, 2, 3]}]``."""
+        """Return the lists as plain values: ``[{"type": 0, "ranks": [0, 5, 2, 3]}]``."""
         return [{"type": entry.type, "ranks": list(entry.ranks)} for entry in self.lists]
 
     def as_repair_info(self) -> dict[str, Any]:
-        """This rank's part of a repair as plain values."""
+        """Return this rank's part of a repair as plain values."""
         return {
             "type": list(self.types),
             "repair_type": int(self.way),
@@ -102,4 +102,4 @@ class Call:
 
 
 Handler = Callable[[Call], int | None]
-"""What it returns means something for CLEAN only; an exception is a failure."""
+"""A handler. Its result counts for CLEAN only; an exception is a failure."""

@@ -1,7 +1,8 @@
 """The accelerator of the training thread, for the threads on which handlers run.
 
-A thread begins on device 0, whatever the others of its process use. And where training hangs in a collective, what is
-queued behind it hangs too: a save has to go round it, on a stream of its own, behind nothing but the last update.
+A new thread uses device 0, whatever device the other threads of its process use. And where training hangs in a
+collective, all work queued behind it hangs too: a save has to use a stream of its own, which waits only for the last
+update.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 log = logging.getLogger("ttp.handlers")
 
 RUNTIMES = ("npu", "cuda")
-"""Of torch, the first that is in use."""
+"""Names of torch's runtimes; the first one in use is taken."""
 
 
 class Device:
-    """One device of a runtime with torch's interface. To be made at start: it takes a stream.
+    """One device of a runtime with torch's interface. Make it at the start: it allocates a stream.
 
     Args:
-        runtime: ``torch.cuda``, or what is like it.
-        index: of the device.
+        runtime: ``torch.cuda``, or a module with the same functions.
+        index: index of the device.
     """
 
     def __init__(self, runtime: Any, index: int) -> None:
@@ -33,14 +34,14 @@ class Device:
         self._updated: Any = None
 
     def updated(self) -> None:
-        """Training thread, when the last write of an update has been queued. Does not wait."""
+        """Note that the last write of an update has been queued. For the training thread; does not wait."""
         event = self._runtime.Event()
         event.record()
         self._updated = event
 
     @contextlib.contextmanager
     def borrowed(self, *, aside: bool) -> Iterator[None]:
-        """The calling thread uses it; ``aside``: what is queued inside waits for the last update and nothing else."""
+        """Make the calling thread use the device. ``aside``: work queued inside waits only for the last update."""
         self._runtime.set_device(self.index)
         if not aside:
             yield
@@ -52,13 +53,13 @@ class Device:
 
 
 def of_this_thread() -> Device | None:
-    """The device that the calling thread uses; None: nothing of this process uses one yet, or torch is not there."""
+    """Return the device that the calling thread uses; None: this process uses none yet, or torch is not there."""
     torch: Any = sys.modules.get("torch")
     for name in RUNTIMES:
         runtime = getattr(torch, name, None)
         try:
             if runtime is not None and runtime.is_initialized():
                 return Device(runtime, int(runtime.current_device()))
-        except Exception:  # handlers then use what a new thread begins with
+        except Exception:  # handlers then use the default device of a new thread
             log.exception("torch.%s does not say which device this process uses", name)
     return None

@@ -1,4 +1,4 @@
-"""Where the training thread is: in its loop, out of it, on its way back."""
+"""The position of the training thread: in its loop, out of it, or on its way back."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 from collections.abc import Callable
 
 POLL_S = 1.0
-"""How often a thread that waits looks whether anybody is left to wait for, and handles signals."""
+"""Seconds between two checks, by a waiting thread, of whether a controller is left; signals are handled then too."""
 
 
 class NextAction(enum.IntEnum):
-    """What a training thread is to do that has left its loop."""
+    """What a training thread is to do after it has left its loop."""
 
     RETRY = 0
     EXIT = 1
 
 
-class ForcedStop(RuntimeError):  # noqa: N818 - it is not an error of whoever gets it
+class ForcedStop(RuntimeError):  # noqa: N818 - it is no error of the code that gets it
     """The training thread is to leave its loop, report that it was stopped, and wait for what comes next."""
 
 
 class Loop:
-    """What one training thread waits for, and what others have to know of it."""
+    """The state that a training thread and the rounds share about its loop. Safe on all threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -35,17 +35,17 @@ class Loop:
     # ------------------------------------------------------------------------------------------------- training thread
 
     def leave(self) -> None:
-        """It is not in its loop any more."""
+        """Note that the training thread has left its loop."""
         with self._changed:
             self._out, self._left_at = True, self._resumes
             self._changed.notify_all()
 
     def wait_cleaned(self, gone: Callable[[], bool]) -> NextAction:
-        """Until the device is usable again; ``EXIT`` when nobody is left to say so."""
+        """Wait until the device is usable again; ``EXIT`` if ``gone()`` says that no process is left to say so."""
         return self._wait(lambda: self._cleaned or self._resumes > self._left_at, gone)
 
     def wait_resumed(self, gone: Callable[[], bool]) -> NextAction:
-        """Until the loop can be entered again; ``EXIT`` when nobody is left to say so."""
+        """Wait until the loop can be entered again; ``EXIT`` if ``gone()`` says that no process is left to say so."""
         return self._wait(lambda: self._resumes > self._left_at, gone)
 
     def _wait(self, came: Callable[[], bool], gone: Callable[[], bool]) -> NextAction:
@@ -59,7 +59,7 @@ class Loop:
     # --------------------------------------------------------------------------------------------------------- rounds
 
     def wait_left(self, timeout_s: float) -> bool:
-        """Whether it has left its loop; waits for that."""
+        """Wait up to ``timeout_s`` seconds for the training thread to leave its loop; returns whether it has."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._out and (left := deadline - time.monotonic()) > 0:
@@ -67,13 +67,13 @@ class Loop:
             return self._out
 
     def cleaned(self) -> None:
-        """The device is usable again."""
+        """Note that the device is usable again."""
         with self._changed:
             self._cleaned = True
             self._changed.notify_all()
 
     def resume(self) -> None:
-        """The loop can be entered again."""
+        """Allow the training thread to enter its loop again."""
         with self._changed:
             self._out = self._cleaned = False
             self._resumes += 1

@@ -26,55 +26,55 @@ log = logging.getLogger("ttp.handlers")
 OK, ERROR = 0, 1
 WAIT_S = 30.0
 ANSWER_S = 10.0
-"""How long the controller may take to accept a notice."""
+"""Seconds that the controller may take to accept a notice."""
 RETRY_S = 0.5
-"""After a controller that could not be reached."""
+"""Seconds until the next attempt after a controller could not be reached."""
 
 Faults = dict[int, int]
-"""Ranks and what is broken of them: 0 device memory, 1 process, 2 network."""
+"""Ranks and what is broken of each: 0 device memory, 1 process, 2 network."""
 
 
 class ReportFaultRanks(Protocol):
-    """``callback(faults, codes)``."""
+    """Callback ``callback(faults, codes)``."""
 
     def __call__(self, faults: Faults, codes: dict[int, str], /) -> object:
-        """These ranks are faulty; and the devices' words for it."""
+        """Take the faulty ranks, and the error codes of their devices."""
 
 
 class ReportStopComplete(Protocol):
-    """``callback(code, text, faults)``."""
+    """Callback ``callback(code, text, faults)``."""
 
     def __call__(self, code: int, text: str, faults: Faults, /) -> object:
-        """Training has stopped (code 0), or could not be stopped."""
+        """Take the news that training has stopped (code 0), or could not be stopped."""
 
 
 class ReportStrategies(Protocol):
-    """``callback(faults, strategies)``."""
+    """Callback ``callback(faults, strategies)``."""
 
     def __call__(self, faults: Faults, strategies: list[str], /) -> object:
-        """What can be done, the best last."""
+        """Take the strategies that are possible, the best last."""
 
 
 class ReportResult(Protocol):
-    """``callback(code, text, faults, strategy)``."""
+    """Callback ``callback(code, text, faults, strategy)``."""
 
     def __call__(self, code: int, text: str, faults: Faults, strategy: str, /) -> object:
-        """What came of a strategy: 0, or what is still possible (405 recover, 406 dump, 499 only exit)."""
+        """Take the result of a strategy: 0, or what is still possible (405 recover, 406 dump, 499 only exit)."""
 
 
 class Manager:
-    """Attends to the controller at ``address:port``. Functions return 0 when they were accepted, else 1.
+    """A manager of the job whose controller is at ``address:port``. Orders return 0 when they were accepted, else 1.
 
     Args:
-        address: of the controller.
-        port: of the controller.
+        address: host of the controller.
+        port: port of the controller.
         token: the job's shared secret.
         report_fault_ranks: see ``ReportFaultRanks``.
         report_stop_complete: see ``ReportStopComplete``.
         report_strategies: see ``ReportStrategies``.
         report_result: see ``ReportResult``.
-        wait_s: how long the controller waits for each answer before it decides by itself.
-        run_dir: of the job on this host: says where its other controllers are, should this one be lost.
+        wait_s: seconds that the controller waits for each answer before it decides by itself.
+        run_dir: run directory of the job on this host, which says where its other controllers are.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class Manager:
         }
 
     def start(self) -> None:
-        """Attend from now on; the controller may still be on its way. Callbacks run on one thread, in order."""
+        """Attach from now on; the controller may start later. Callbacks run on one thread, in order."""
         self._thread.start()
 
     def wait_attached(self, timeout_s: float) -> bool:
-        """Whether the controller knows of this manager; waits for that."""
+        """Wait up to ``timeout_s`` seconds until the controller knows of this manager; returns whether it does."""
         return self._attached.wait(timeout_s)
 
     def close(self) -> None:
-        """The controller decides by itself again."""
+        """Detach, so that the controller decides by itself again."""
         self._closed.set()
         if self._call is not None:
             self._call.cancel()
@@ -125,12 +125,12 @@ class Manager:
     # ---------------------------------------------------------------------------------------------------------- notify
 
     def stop_train(self, fault_ranks: Mapping[int, int], stop_type: str = "stop", timeout: float | None = None) -> int:
-        """Training is to stop, because of these ranks (``stop``), or to stand still for a while (``pause``).
+        """Have training stop because of these ranks (``stop``), or stand still for a while (``pause``).
 
         Args:
             fault_ranks: rank and what is broken of it: 0 device memory, 1 process, 2 network.
             stop_type: ``stop`` or ``pause``.
-            timeout: seconds that standing still may take; None: as long as a handler may.
+            timeout: seconds that each round of the pause may take; None: as long as a handler may.
         """
         kinds = {"stop": NoticeKind.STOP_TRAIN, "pause": NoticeKind.PAUSE_TRAIN}
         if stop_type not in kinds:
@@ -139,15 +139,15 @@ class Manager:
         return self._notify(kinds[stop_type], fault_ranks, seconds=timeout or 0.0)
 
     def on_global_rank(self, fault_ranks: Mapping[int, int], time: float = 1) -> int:
-        """These are all the faults that are known; say what can be done."""
+        """Say that these are all known faults, and ask what can be done."""
         return self._notify(NoticeKind.GLOBAL_RANK, fault_ranks, seconds=time)
 
     def change_strategy(self, strategy: str, params: str = "") -> int:
-        """Do this: one of the strategies that were offered, or ``continue`` after a pause."""
+        """Choose one of the strategies that were offered, or ``continue`` after a pause."""
         return self._notify(NoticeKind.STRATEGY, {}, strategy=strategy, params=params)
 
     def prepare_action(self, action: str, fault_ranks: Mapping[int, int]) -> int:
-        """Processes are started on other hosts for some ranks that live (``hot switch``), or are not (``stop switch``).
+        """Announce that processes start on other hosts for live ranks (``hot switch``), or do not (``stop switch``).
 
         Once they are there, and the job stands still, ``migration`` is offered.
         """
@@ -158,7 +158,7 @@ class Manager:
         return self._notify(kinds[action], fault_ranks)
 
     def dump(self) -> int:
-        """A checkpoint now; training goes on. Returns when it is there."""
+        """Write a checkpoint now; training goes on. Returns when it is written."""
         request = controller_pb.SaveNowRequest(reason="the manager asked for a checkpoint")
         try:
             answer = wire.stub(self._channel).SaveNow(request, metadata=self._metadata)
@@ -170,7 +170,7 @@ class Manager:
         return OK if answer.saved else ERROR
 
     def high_availability(self) -> bool:
-        """Whether a controller is there and all ranks have joined it."""
+        """Return whether a controller answers and all ranks have joined it."""
         try:
             request = controller_pb.GetStatusRequest()
             answer = wire.stub(self._channel).GetStatus(request, metadata=self._metadata, timeout=ANSWER_S)
@@ -179,7 +179,7 @@ class Manager:
         return bool(answer.ranks) and all(rank.state != "missing" for rank in answer.ranks)
 
     def notify(self, notice: Notice) -> int:
-        """Say this to the controller."""
+        """Send a notice to the controller."""
         try:
             answer = self._stub.Notify(notice_to_wire(notice), metadata=self._metadata, timeout=ANSWER_S)
         except (ValueError, grpc.RpcError) as problem:
@@ -212,14 +212,14 @@ class Manager:
             except grpc.RpcError as problem:
                 if not self._closed.is_set():
                     log.debug("the controller at %s cannot be attended to: %s", self._where, problem)
-            except Exception:  # whatever happens here, it is tried again
+            except Exception:  # try again, whatever happened
                 log.exception("the manager stumbled")
             self._attached.clear()
             if not self._closed.wait(RETRY_S):
                 self._look_for_another()
 
     def _look_for_another(self) -> None:
-        """The controller is lost: it may be started again where it was, or another one has taken over."""
+        """Look for the controller after it was lost: it may have restarted, or another one has taken over."""
         around = places(self._run_dir, self._home) if self._run_dir is not None else ()
         found = reigning(around, self._token) if len(around) > 1 else None
         if found is None or self._closed.is_set() or found[0] == self._where:

@@ -30,24 +30,24 @@ from ttp.processor.source import StateSource
 log = logging.getLogger("ttp.handlers")
 
 RECOVERING = (HandlerKind.REBUILD, HandlerKind.REPAIR)
-"""Without these no new process can take part."""
+"""Handlers without which no new process can take part."""
 ACTION_S = 180.0
-"""How long a handler may take, unless it is told otherwise."""
+"""Seconds that a handler may take by default."""
 LIMIT_MS_MAX = 2**31 - 1
 ANOTHER_S = 60.0
-"""What is left of ``TTP_OT`` for others when a save handler hangs; half of it, if it is short."""
+"""Seconds of ``TTP_OT`` that are left for other ranks when a save handler hangs; half of it, if it is short."""
 HALTED = "FORCE STOP. By mindio-ttp BeginUpdating"
-"""What programs written for MindIO look for in the text of an exception."""
+"""Text of an exception that programs written for MindIO look for."""
 
 
 class Participant:
-    """This process' part. Everything before ``start`` only remembers.
+    """The part of this process in the job. Calls before ``start`` only set values.
 
     Args:
-        env: who this rank is.
+        env: identity of this rank.
         config: the job's settings.
         exit_code: of this process after a release; None: 75 saved, 70 not saved.
-        action_s: how long a handler may take, in seconds; at most half of ``TTP_OT``. Saving may take all of that but
+        action_s: seconds that a handler may take, at most half of ``TTP_OT``. Saving may take all of ``TTP_OT`` but
             ``ANOTHER_S``: a handler that hangs leaves time for others to save what they hold too.
         retry: lost device memory and broken links may be repaired in this process.
         load_repair: the repair handler can load a checkpoint.
@@ -90,13 +90,13 @@ class Participant:
     # --------------------------------------------------------------------------------------------------------- begin
 
     def register(self, kind: HandlerKind, func: Handler) -> None:
-        """Call ``func`` with a ``Call`` whenever it is its turn; a second one replaces the first."""
+        """Register ``func``, which is called with a ``Call`` in each round of this kind. It replaces an earlier one."""
         self._handlers[kind] = func
         if self._recover and kind in RECOVERING:
             self._say()
 
     def start(self) -> None:
-        """Join the job; for the training thread. Without a controller for a minute it begins unprotected, and says so.
+        """Join the job; for the training thread. If no controller answers for a minute, warn and begin unprotected.
 
         Raises:
             ConfigError: the port belongs to something else, or the environment does not fit.
@@ -108,7 +108,7 @@ class Participant:
         self._device = device.of_this_thread()
         current = session.begin(self._config)
         save_dir = Path(self._config.save_dir or ".").absolute()
-        layout = Layout.data_parallel(self._env.world_size)  # what it is like, the replica sets say
+        layout = Layout.data_parallel(self._env.world_size)  # a placeholder: the replica sets describe the real layout
         self._processor = current.start_processor(self._env, layout, HandlerSource(), save_dir, self._prepare)
         self._session = current
         if self.rebooted and not self.was_guest:
@@ -116,7 +116,7 @@ class Participant:
         self._say()
 
     def _prepare(self, processor: Processor) -> None:
-        """Before anything can be ordered."""
+        """Set the processor up before any order can arrive."""
         self._actor = Actor(
             Rank(self._env.rank), processor, self._handlers, self._loop, self._pause, self._seat,
             self._say_halted, self._on_device,
@@ -131,41 +131,41 @@ class Participant:
 
     @property
     def device_index(self) -> int | None:
-        """The accelerator that the training thread uses; None: it uses none yet."""
+        """Index of the accelerator that the training thread uses; None: it uses none yet."""
         return None if self._device is None else self._device.index
 
     @property
     def rebooted(self) -> bool:
-        """Whether this process takes the seat of another one in a running job."""
+        """True if this process takes the seat of another one in a running job."""
         return self._processor is not None and self._processor.joins
 
     @property
     def was_guest(self) -> bool:
-        """Whether that rank still lived when this process came."""
+        """True if the rank's old process still lived when this process came."""
         return self._processor is not None and self._processor.was_guest
 
     @property
     def moves(self) -> bool:
-        """Whether the training thread is to leave its loop, or has left it, because other ranks are replaced."""
+        """True if the training thread is to leave its loop, or has left it, because other ranks are replaced."""
         return self._actor is not None and self._actor.moves
 
     @property
     def started(self) -> bool:
-        """Whether this rank has joined the job and not left it."""
+        """True if this rank has joined the job and not left it."""
         return self._session is not None
 
     def set_replicas(self, sets: Sequence[ReplicaSet]) -> None:
-        """Which ranks share which state: one set for each type, the same ones on all ranks of a set.
+        """Say which ranks share which state: one set for each type, the same sets on all ranks of a set.
 
         Raises:
-            ConfigError: they cannot be meant; the text says why.
+            ConfigError: the sets make no sense; the text says why.
         """
         rank = Rank(self._env.rank)
         self._sets = tuple(check_set(group, rank, self._env.world_size) for group in sets)
         self._say()
 
     def set_halt_before_dump(self, halt: bool) -> None:
-        """See the argument; for programs that know it only when they have joined."""
+        """Set ``halt_before_dump``, for programs that know it only after they have joined."""
         self._halt_before_dump = halt
         self._say()
 
@@ -199,14 +199,14 @@ class Participant:
 
     @property
     def step(self) -> int:
-        """Finished updates."""
+        """Number of finished updates."""
         return int(self._processor.gate.version) if self._processor is not None else 0
 
     def begin_update(self) -> bool:
-        """Just before the first write of an update; waits while the world stands still. True: write.
+        """Mark the moment before the first write of an update; waits while the world stands still. True: write.
 
         Raises:
-            ForcedStop: leave the loop.
+            ForcedStop: the thread has to leave its loop.
             UsageError: a handler calls it.
         """
         if self._processor is None:
@@ -225,7 +225,7 @@ class Participant:
         return True
 
     def end_update(self, step: int) -> None:
-        """Just after the last write: this rank's copy is of ``step``. Nothing happens if no update had begun."""
+        """Mark the moment after the last write: this rank's copy is of ``step``. No effect if no update had begun."""
         processor = self._processor
         if processor is None or not processor.gate.updating:
             return
@@ -236,20 +236,20 @@ class Participant:
             self._actor.updated()
 
     def pause_train(self, step: int) -> None:
-        """The end of ``step``: where all ranks can be made to stand still.
+        """Mark the end of ``step``, at which all ranks can be made to stand still.
 
         Raises:
-            ForcedStop: leave the loop.
+            ForcedStop: the thread has to leave its loop.
             UsageError: a handler calls it.
         """
         self._not_in_a_handler("the end of a step")
         self._pause.pass_by(step)
 
     def report_error(self, ailment: Ailment, code: str = "", text: str = "") -> None:
-        """The training thread has left its loop. Returns at once, unless this process cannot go on.
+        """Report that the training thread has left its loop. Returns at once, unless this process cannot go on.
 
-        ``FATAL``, and whatever may not be repaired in this process, waits for the rescue; the process ends in here. It
-        returns only if nobody comes.
+        After ``FATAL``, and after any ailment that may not be repaired in this process, the call waits for the rescue,
+        in which the process ends. It returns only if no controller comes.
 
         Raises:
             UsageError: a handler calls it.
@@ -270,18 +270,18 @@ class Participant:
             processor.tell(Said(Ailing(Rank(self._env.rank), ailment, code, words)))
 
     def _repairable(self, ailment: Ailment) -> bool:
-        """Whether this process may go back into its loop."""
+        """Return whether this process may go back into its loop."""
         if ailment in (Ailment.PEER, Ailment.JOINED):
             return self._recover and (self.rebooted or ailment is Ailment.PEER)
         return ailment is not Ailment.FATAL and (self._retry or ailment is Ailment.STOPPED)
 
     def _loop_left(self) -> None:
         if self._processor is not None:
-            self._processor.gate.mark_torn()  # before anybody is told that the state stands still
+            self._processor.gate.mark_torn()  # before the controller hears that the state stands still
         self._loop.leave()
 
     def wait_next_action(self) -> NextAction:
-        """After ``report_error``: until the device is usable again, or until it is clear that it will not be.
+        """Wait after ``report_error`` until the device is usable again, or it is clear that it will not be.
 
         Raises:
             UsageError: a handler calls it.
@@ -290,7 +290,7 @@ class Participant:
         return self._loop.wait_cleaned(self._gone)
 
     def wait_repair_action(self) -> NextAction:
-        """After that: until the loop can be entered again with ``repair_step() + 1``, or not at all.
+        """Wait after ``wait_next_action`` until the loop can go on with ``repair_step() + 1``, or cannot go on.
 
         Raises:
             UsageError: a handler calls it.
@@ -302,20 +302,20 @@ class Participant:
         return self._processor is None or self._processor.wait_let_go(0)
 
     def repair_step(self) -> int:
-        """The step that the running repair, or the last one, is about."""
+        """Return the step of the running or the last repair."""
         return self._actor.repair_step if self._actor is not None else 0
 
     def repair_type(self) -> str:
-        """``retry``, ``recover`` or ``dump``; empty: nothing was repaired."""
+        """Return ``retry``, ``recover`` or ``dump``; empty: nothing was repaired."""
         return self._actor.repair_type if self._actor is not None else ""
 
     def report_loaded_step(self, step: int) -> None:
-        """In a repair handler: a checkpoint of ``step`` was loaded."""
+        """Report inside a repair handler that a checkpoint of ``step`` was loaded."""
         if self._actor is not None:
             self._actor.loaded = step
 
     def reset_limit_step(self) -> None:
-        """Whoever waits in ``begin_update`` or ``pause_train`` is to leave its loop."""
+        """Make threads that wait in ``begin_update`` or ``pause_train`` leave their loops."""
         if self._processor is not None and self._processor.gate.closed:
             self._processor.gate.halt()
         self._pause.halt()
@@ -323,10 +323,10 @@ class Participant:
     # ------------------------------------------------------------------------------------------------------------ end
 
     def leave(self, *, at_once: bool = False) -> None:
-        """Training is over: wait until it is over for every rank, or nobody can tell, then leave the job.
+        """End training: wait until it is over for every rank, or no controller can tell, then leave the job.
 
         Args:
-            at_once: the user has ended it here, and is not kept waiting.
+            at_once: do not wait, because the user has ended the program here.
 
         Raises:
             UsageError: a handler calls it.
@@ -344,14 +344,14 @@ class Participant:
             self._processor = None
 
     def close(self) -> None:
-        """Leave at once."""
+        """Leave the job at once."""
         processor, self._processor, self._session = self._processor, None, None
         if processor is not None:
             processor.close()
 
     @property
     def in_handler(self) -> bool:
-        """Whether the calling thread is in a handler: what waits for the job then waits for itself."""
+        """True if the calling thread is running a handler: if it waits for the job, it waits for itself."""
         return self._actor is not None and self._actor.calls_here
 
     def _not_in_a_handler(self, what: str) -> None:
@@ -379,16 +379,16 @@ def _ms(seconds: float) -> int:
 
 
 class HandlerSource(StateSource):
-    """Is never asked to write: the handlers of the program save in rounds, not piece by piece."""
+    """A source that is never asked to write: the handlers of the program save in rounds, not piece by piece."""
 
     framework = HANDLERS
 
     def gradient_ready(self) -> bool:
-        """Who reports the beginning of an update has all that it needs for it."""
+        """Return True: a program that reports the beginning of an update has all that it needs for it."""
         return True
 
     def write_pieces(
         self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
     ) -> list[Piece]:
-        """Never."""
+        """Raise ``UsageError``: this source never writes."""
         raise UsageError("the handlers of this program save in rounds, not piece by piece")

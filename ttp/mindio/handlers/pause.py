@@ -9,11 +9,11 @@ from ttp.mindio.handlers.loop import ForcedStop
 
 HALTED = "FORCE STOP. By ttp pause_train"
 MOVES = "STEP FINISH. By ttp pause_train"
-"""What programs written for MindIO look for in the text of an exception where ranks are moved to other hosts."""
+"""Text of an exception that programs written for MindIO look for when ranks are moved to other hosts."""
 
 
 class PausePoint:
-    """See ``ttp.mindio.protocol.pause``. ``pass_by`` belongs to the training thread."""
+    """The point at the end of a step; see ``ttp.mindio.protocol.pause``. ``pass_by`` is for the training thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -24,7 +24,7 @@ class PausePoint:
         self._standing: int | None = None
 
     def pass_by(self, step: int) -> None:
-        """The end of ``step``: go on, or stand still while it is held.
+        """Pass the end of ``step``, or stand still there while the point is held.
 
         Raises:
             ForcedStop: the training thread is to leave its loop.
@@ -47,7 +47,7 @@ class PausePoint:
     # --------------------------------------------------------------------------------------------------------- rounds
 
     def hold(self, version: int) -> int:
-        """Let nobody go beyond the end of the running step; which that is. ``version``: finished updates."""
+        """Hold the training thread at the end of its running step, and return that step. ``version``: updates made."""
         with self._changed:
             self._held, self._limit = True, None
             if self._standing is not None:
@@ -55,7 +55,7 @@ class PausePoint:
             return (version if self._passed is None else self._passed) + 1
 
     def stand_at(self, step: int, timeout_s: float) -> bool:
-        """Go on to the end of ``step``, and stand there; whether that has happened."""
+        """Let the training thread go on to the end of ``step`` and stand there; returns whether it does."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._limit = step
@@ -65,13 +65,13 @@ class PausePoint:
             return self._standing == step
 
     def release(self) -> None:
-        """The pause is over."""
+        """End the pause."""
         with self._changed:
             self._held, self._limit = False, None
             self._changed.notify_all()
 
     def halt(self, text: str = HALTED) -> None:
-        """Whoever stands here is to leave its loop, with an exception that says this."""
+        """Make a thread that stands here leave its loop, by an exception with this text."""
         with self._changed:
             self._halted = text if self._standing is not None else ""
             self._changed.notify_all()

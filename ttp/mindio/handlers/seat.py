@@ -1,8 +1,8 @@
 """What a rank and the launcher of its host tell each other while new processes take the seats of lost ranks.
 
 The files are those of ``ttp.launch.again``: a rank with a mark has nothing to lose, as the job is saved and it makes no
-update. When all of a host's ranks that live have one, the launcher starts the dead ones alone; when one more fails, or
-the time is over, it kills them and starts all ranks from the checkpoint.
+update. When all live ranks of a host have a mark, the launcher starts the dead ones alone. When one more fails, or the
+time is over, it kills them and starts all ranks from the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ import time
 from pathlib import Path
 
 from ttp.config import RankEnv
-from ttp.launch.again import Again
+from ttp.launch.again import Again, NextLaunch
+from ttp.wire.address import split
 
 LOOK_S = 0.002
 
 
 class Seat:
-    """Of this process.
+    """The seat of this process.
 
     Args:
-        run_dir: of the job on this host.
+        run_dir: run directory of the job on this host.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._files, self._pid = Again(run_dir), os.getpid()
         self.gives_way = False
-        """It has a mark."""
+        """True while this process has a mark."""
 
     def give_way(self, within_s: float) -> None:
-        """This process has nothing to lose, and may take so long until it begins an update."""
+        """Tell the launcher that this process has nothing to lose, for up to ``within_s`` seconds, until its update."""
         self.gives_way = True
         self._files.mark(self._pid, time.monotonic() + within_s)
 
     def take(self, env: RankEnv, within_s: float) -> None:
-        """This process has taken a seat. Waits for the launcher that has started it, which has other things to do yet.
+        """Wait as a new process until the launcher that started it knows its seat as taken, then make way.
 
         Args:
-            env: who this rank is.
-            within_s: how long that, and everything until the first update, may take.
+            env: identity of this rank.
+            within_s: seconds that this, and everything until the first update, may take.
         """
         deadline_s = time.monotonic() + within_s
         while self._is_awaited(env) and time.monotonic() < deadline_s:
@@ -50,13 +51,19 @@ class Seat:
         told = self._files.next()
         return told is not None and (told.launch, told.released) == (env.launch, False)
 
-    def enter_launch(self) -> None:
-        """Be a rank of the launch in which the newcomers are, for whoever makes process groups by the environment."""
-        told = self._files.next()
-        if told is not None and told.released:
+    def enter_launch(self, store: str) -> None:
+        """Become a rank of the launch of the new processes, for code that makes process groups from the environment.
+
+        Args:
+            store: ``host:port`` of the store where all ranks meet; empty: this host's launcher has named it.
+        """
+        if store:
+            address, port = split(store)
+            os.environ.update(NextLaunch(0, (), address, port, released=True).as_environment())
+        elif (told := self._files.next()) is not None and told.released:
             os.environ.update(told.as_environment())
 
     def keep(self) -> None:
-        """This process begins an update, or ends in good order: from now on it has something to lose."""
+        """Tell the launcher that this process has something to lose again: it begins an update, or ends in order."""
         self.gives_way = False
         self._files.unmark(self._pid)

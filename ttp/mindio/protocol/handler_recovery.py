@@ -1,15 +1,13 @@
-"""What becomes of an incident in a job whose state is saved and repaired by the program's own handlers.
+"""Leads the incidents of a job whose state is saved and repaired by the program's own handlers.
 
-Theory of operation
--------------------
-Faults are found, the world is frozen, and the newest whole version is decided on exactly as in every other job. From
-there on the handlers of the ranks have to act, together and in order, so the rest is not a set of independent tasks as
-in ``controller.saving`` but a *script* of rounds (``rounds``). ``in_process_repair`` gets
-loops going again, ``save_script`` saves, ``handshake`` asks an outside manager, ``pause`` needs no incident at all.
-Without a manager the rule is: what can be repaired is; what cannot, or could not, is saved.
+Theory of operation ------------------- Faults are found, the world is frozen, and the newest whole version is decided
+on exactly as in every other job. From there on the handlers of the ranks have to act, together and in order, so the
+rest is not a set of independent tasks as in ``controller.saving`` but a *script* of rounds (``rounds``).
+``in_process_repair`` gets loops going again, ``save_script`` saves, ``handshake`` asks an outside manager, ``pause``
+needs no incident at all. Without a manager the rule is: repair what can be repaired, save everything else.
 
-A script is given up when its incident ends, and is not resumed by another controller: that one freezes the world again
-and begins anew. Ranks that were stopped say so to every controller, so they are not forgotten in that state.
+A script is given up when its incident ends, and no other controller resumes it: that one freezes the world again and
+begins anew. Ranks that were stopped say so to every controller, so they are not forgotten in that state.
 """
 
 from __future__ import annotations
@@ -32,6 +30,8 @@ from ttp.mindio.protocol.manager_messages import (
     Notice,
     Noticed,
     NoticeKind,
+    PlaceOffered,
+    TakePlace,
 )
 from ttp.mindio.protocol.messages import Acted, Ailing, Ailment, Handlers
 from ttp.mindio.protocol.pause import Pausing
@@ -54,10 +54,10 @@ WORDS = {
 
 
 class HandlerRecovery(ProgramRecovery):
-    """Scripts and what they need to know.
+    """Runs the scripts, and keeps what they need to know.
 
     Args:
-        context: what the controller says, and what takes what is to be said.
+        context: what the controller knows, and where orders and records go.
     """
 
     def __init__(self, context: RescueContext) -> None:
@@ -75,36 +75,36 @@ class HandlerRecovery(ProgramRecovery):
 
     @property
     def leads(self) -> bool:
-        """Whether it is for handlers to save."""
+        """True if handlers are to save."""
         return self._state.leads
 
     @property
     def layout(self) -> Layout | None:
-        """Which rank holds what, as far as handlers' ranks have said it."""
+        """The layout, as far as the ranks have described it to their handlers."""
         return self._state.layout
 
     @property
     def halted(self) -> bool:
-        """Whether a thaw alone would not make training go on."""
+        """True if a thaw alone would not make training go on."""
         return self._state.halted
 
     @property
     def may_repair(self) -> bool:
-        """Whether a training loop has ended that can be entered again: that no version is whole may be mended."""
+        """True if a training loop has ended that can be entered again: a version that is not whole may become so."""
         return bool(self._state.ailing)
 
     def invalid(self, rank: Rank) -> bool:
-        """Whether the rank's copy is of no version."""
+        """Return whether the rank's copy is of no version."""
         return rank in self._state.invalid
 
     # --------------------------------------------------------------------------------------------------------- reports
 
     def at(self, now: float) -> None:
-        """The time at which everything happens that is told next."""
+        """Set the time of all events that follow, in seconds."""
         self._state.now = now
 
     def reported(self, report: m.ProgramReport) -> None:
-        """A rank says something that has to do with handlers."""
+        """Take a report about handlers from a rank."""
         match report:
             case Handlers():
                 self._state.handlers(report)
@@ -116,7 +116,7 @@ class HandlerRecovery(ProgramRecovery):
                 self._runner.acted(report, self._state.now)
 
     def ails(self, report: Ailing) -> None:
-        """A training loop has ended that can be entered again."""
+        """Take the report that a training loop has ended that can be entered again."""
         known = self._state.ailing.get(report.rank)
         if report.ailment is Ailment.STOPPED and (self._state.halted or known is not None):
             return
@@ -126,25 +126,25 @@ class HandlerRecovery(ProgramRecovery):
         self._blame(report.rank, m.FaultKind.AILING, words, self._state.now)
 
     def lost(self, rank: Rank) -> None:
-        """The rank cannot be spoken to any more."""
+        """Note that the rank cannot be reached any more."""
         self._runner.lost(rank, self._state.now)
 
     def came_back(self, rank: Rank, *, frozen: bool) -> None:
-        """On another stream. One whose gate was open meanwhile has not done what it was told."""
+        """Note that the rank is back on another stream. If its gate was open meanwhile, its act is not done."""
         if frozen:
             self._runner.again(rank)
         else:
             self._runner.lost(rank, self._state.now)
 
     def moved(self, version: Version) -> None:
-        """A rank has finished an update."""
-        if not self._job.ended:  # else it is a last word of ranks that leave
+        """Note that a rank has finished an update."""
+        if not self._job.ended:  # else it is the last report of a rank that leaves
             self._handshake.moved(version)
 
     # --------------------------------------------------------------------------------------------------------- manager
 
     def happened(self, event: ProgramEvent, *, incident: bool) -> None:
-        """A manager comes, leaves, or says something."""
+        """Note that a manager comes, leaves, or sends a notice."""
         match event:
             case ManagerCame(wait_s):
                 self._mailbox.came(wait_s)
@@ -152,11 +152,13 @@ class HandlerRecovery(ProgramRecovery):
             case ManagerLeft():
                 self._mailbox.left()
                 self._outbox.record("manager_left")
+            case PlaceOffered(host, store):
+                self._outbox.add(TakePlace(self._switching.offered(host, store)))
             case Noticed(notice):
                 self._outbox.add(AnswerNotice(self._notice(notice, incident)))
 
     def _notice(self, notice: Notice, incident: bool) -> str:
-        """The manager says something; why that is not accepted, else empty. What is said twice changes nothing."""
+        """Take a notice of the manager. Returns why it is not accepted, or empty. A repeated notice has no effect."""
         if not self.leads or not self._job.complete or self._job.ended:
             return "no job with handlers is training here"
         match notice.kind:
@@ -164,8 +166,8 @@ class HandlerRecovery(ProgramRecovery):
                 self._mailbox.failed = incident
             case NoticeKind.PAUSE_TRAIN:
                 return self._wants_pause(notice, incident)
-            case NoticeKind.HOT_SWITCH:
-                return self._switching.prepare(notice, incident)
+            case NoticeKind.HOT_SWITCH | NoticeKind.MOVE:
+                return self._switching.wanted(notice, incident)
             case NoticeKind.STOP_SWITCH if self._switching.stands:
                 self._mailbox.put(Notice(NoticeKind.STRATEGY, strategy="continue"))
             case NoticeKind.STOP_SWITCH:
@@ -201,7 +203,7 @@ class HandlerRecovery(ProgramRecovery):
         return ""
 
     def _end_paused_job(self, notice: Notice) -> None:
-        """The manager has decided already what is to be done."""
+        """End a paused job, as the manager has decided already."""
         for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
             self._mailbox.put(Notice(kind))
         self._mailbox.put(notice)
@@ -211,19 +213,20 @@ class HandlerRecovery(ProgramRecovery):
     # -------------------------------------------------------------------------------------------------------- incident
 
     def begin(self, incident: Incident) -> None:
-        """The world stands still: see what can be done."""
+        """Begin the script of an incident; the world stands still."""
         self._runner.begin(self._script(incident), self._job.term, self._state.now)
 
     def advance(self) -> Ending | None:
-        """Go on as far as what is known allows; how it ended, once it has."""
+        """Go on as far as the known facts allow. Returns how the recovery ended, once it has."""
         if self._runner.running:
             self._runner.advance(self._state.now)
         elif self._switching.ready and not (self._outbox.incident or self._pausing.paused):
             self._runner.begin(self._switching.stand_still(), self._job.term, self._state.now)
+        self._switching.expire()
         return self._runner.ending
 
     def over(self, *, resumed: bool) -> None:
-        """The incident is over: the world trains on, or has ended."""
+        """Note that the incident is over: training goes on, or the job has ended."""
         self._runner.give_up()
         if self._switching.stands or not resumed:
             self._switching.give_up("the incident has ended otherwise")
@@ -236,7 +239,7 @@ class HandlerRecovery(ProgramRecovery):
                 self._runner.begin(script, self._job.term, self._state.now)
 
     def reset(self) -> None:
-        """A new incarnation of the job, or another controller leads it."""
+        """Forget everything: a new incarnation of the job begins, or another controller leads it."""
         self._runner.give_up()
         self._mailbox.clear()
         self._state.reset()
@@ -244,8 +247,9 @@ class HandlerRecovery(ProgramRecovery):
         self._switching.reset()
 
     def deadlines(self) -> Iterator[float]:
-        """When ``advance`` has something to do."""
-        return self._runner.deadlines()
+        """Yield the times at which ``advance`` has something to do."""
+        yield from self._runner.deadlines()
+        yield from self._switching.deadlines()
 
     def _script(self, incident: Incident) -> Script:
         if incident.snapshot:
@@ -260,7 +264,7 @@ class HandlerRecovery(ProgramRecovery):
         return (yield from self._alone(incident))
 
     def _alone(self, incident: Incident) -> Script:
-        """Without a manager: repair what can be repaired, else save what can be saved."""
+        """Repair what can be repaired, else save what can be saved, without a manager."""
         state = self._state
         if incident.id in state.tried:
             return (yield from dump(state, incident))
@@ -269,9 +273,9 @@ class HandlerRecovery(ProgramRecovery):
             if ending.outcome is Outcome.RESUMED:
                 self._pausing.paused = False
             if ending.outcome is Outcome.RESUMED or not state.repairable(incident):
-                return ending  # else nobody was lost after all, and another rank has something that can be repaired
+                return ending  # else no rank was lost after all, and another rank has a fault that can be repaired
         while state.ailing and state.job.in_doubt:
-            yield Pause(state.now + 1.0)  # who was lost may be back in a moment
+            yield Pause(state.now + 1.0)  # a lost rank may be back in a moment
         if state.repairable(incident):
             ending = yield from repair_in_process(state, incident)
             if ending.outcome is Outcome.RESUMED:

@@ -1,9 +1,9 @@
 """The script by which an outside manager decides what is to become of a job after a fault.
 
 The manager is told which ranks are faulty, says that training is to stop, is told when it has, says that no further
-fault is known, is told what can be done, and chooses. What it chooses is done and reported, and if that fails it may
-choose again. It may say things early or twice. A manager that goes away, cannot take what it is told, or says nothing
-for its ``wait_s``, is not waited for: then the controller decides by itself, as it does where there is no manager.
+fault is known, is told what can be done, and chooses. Its choice is carried out and reported, and if that fails it may
+choose again. It may send notices early or twice. The controller does not wait for a manager that goes away, fails to
+take a message, or sends nothing for its ``wait_s``: then it decides by itself, as it does where there is no manager.
 """
 
 from __future__ import annotations
@@ -34,62 +34,62 @@ from ttp.mindio.protocol.rounds import Pause, Result, Script, Step
 from ttp.mindio.protocol.save_script import dump
 
 WAIT_S = 30.0
-"""How long a manager may take to answer unless it says otherwise."""
+"""Seconds that a manager may take to answer unless it says otherwise."""
 NO_FAULTS = (Ailment.STOPPED, Ailment.PEER, Ailment.JOINED)
-"""Of ranks with which nothing is wrong."""
+"""Ailments of ranks that have no fault themselves."""
 RECOVER = ("recover", "recover-in-place")
-"""Where a new process is started is not for this controller to say."""
+"""Strategies that replace lost ranks. This controller does not say where a new process is started."""
 RESIZE = ("downgrade", "upgrade")
-"""Through the checkpoint: the job is started again with other hosts."""
+"""Strategies through the checkpoint: the job is started again with other hosts."""
 FAULTS = {Ailment.NETWORK: FaultOf.NETWORK, Ailment.FATAL: FaultOf.PROCESS}
-"""Of ailments that are not of the device's memory."""
+"""Kinds of fault of the ailments that are not about the device's memory."""
 
 Hearing = Generator[Step, Result, Notice | None]
 
 
 class ManagerMailbox:
-    """The manager, as far as it is known.
+    """The state of the manager, and its notices that are not yet read.
 
     Args:
-        outbox: takes what it is told.
+        outbox: takes the calls of the manager.
     """
 
     def __init__(self, outbox: Outbox) -> None:
         self.present = False
         self.failed = False
-        """It could not take what it was told about the open incident."""
+        """True if the manager could not take a call about the open incident."""
         self.wait_s = WAIT_S
         self._outbox = outbox
         self._notices: dict[NoticeKind, Notice] = {}
 
     @property
     def decides(self) -> bool:
-        """Whether there is somebody to ask."""
+        """True if there is a manager to ask."""
         return self.present and not self.failed
 
     def came(self, wait_s: float) -> None:
-        """A manager is there."""
+        """Note that a manager is attached; it may take ``wait_s`` seconds for each answer, 0: the default."""
         self.present, self.wait_s = True, wait_s or WAIT_S
 
     def left(self) -> None:
-        """It is not there any more."""
+        """Note that the manager is gone."""
         self.present = False
 
     def put(self, notice: Notice) -> None:
-        """What it says, to be taken when it is asked; the last word counts."""
+        """Keep a notice until it is asked for; the last one of its kind counts."""
         self._notices[notice.kind] = notice
 
     def take(self, kind: NoticeKind) -> Notice | None:
-        """What it has said."""
+        """Return the kept notice of this kind and forget it; None: there is none."""
         return self._notices.pop(kind, None)
 
     def clear(self) -> None:
-        """An incident is over: what was said about it is of no interest."""
+        """Forget all notices: the incident that they are about is over."""
         self._notices, self.failed = {}, False
 
     def tell(self, kind: CallKind, faults: tuple[RankFault, ...] = (), code: int = 0, text: str = "",
              strategies: tuple[str, ...] = (), strategy: str = "") -> None:  # fmt: skip
-        """Tell it, if it is there."""
+        """Send the manager a call, if a manager is there to decide."""
         if self.decides:
             call = ManagerCall(kind, faults, code, text, strategies, strategy)
             self._outbox.record("told_manager", what=kind.value, code=code, text=text, strategy=strategy,
@@ -98,12 +98,12 @@ class ManagerMailbox:
 
 
 class Handshake:
-    """The script, and what it leaves to be said later.
+    """The script, and the result that is to be reported later.
 
     Args:
         state: the ranks.
         mailbox: the manager.
-        alone: what is done without a manager.
+        alone: makes the script for when no manager decides.
     """
 
     def __init__(self, state: RepairState, mailbox: ManagerMailbox, alone: Callable[[Incident], Script]) -> None:
@@ -111,13 +111,13 @@ class Handshake:
         self._owed: tuple[Version, str, str] | None = None
 
     def moved(self, version: Version) -> None:
-        """A rank has finished an update. A job counts as cured when it has made one more step."""
+        """Note that a rank has finished an update. A job counts as cured when it has made one more step."""
         if self._owed is not None and version > self._owed[0]:
             self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=self._owed[1], strategy=self._owed[2])
             self._owed = None
 
     def lead(self, incident: Incident) -> Script:
-        """From the fault to its end, as the manager says."""
+        """Lead an incident from the fault to its end, as the manager decides."""
         state, mailbox, self._owed = self._state, self._mailbox, None
         yield from see_clearly(state, seats=False)
         if not (incident.faulty or state.job.broken or state.halted):
@@ -135,11 +135,11 @@ class Handshake:
         return (yield from self.obey(incident))
 
     def owe(self, ending: Ending, strategy: str) -> None:
-        """The manager is to hear of this success when the job has made one more step."""
+        """Report this success to the manager when the job has made one more step."""
         self._owed = (ending.version, ending.text, strategy)
 
     def obey(self, incident: Incident) -> Script:
-        """Do what the manager chooses, until something of it ends the incident."""
+        """Carry out the manager's choices, until one of them ends the incident."""
         while (notice := (yield from self._hear(incident, NoticeKind.STRATEGY))) is not None:
             ending: Ending | None = None
             match notice.strategy:
@@ -160,14 +160,14 @@ class Handshake:
                 return ending
             if ending is not None and ending.outcome is Outcome.SAVED and notice.strategy not in RECOVER:
                 self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")
-                yield from self._hear(incident, NoticeKind.STRATEGY)  # it says exit, or nothing
+                yield from self._hear(incident, NoticeKind.STRATEGY)  # it sends exit, or nothing
                 return ending
             text = ending.text if ending else f"{notice.strategy or 'nothing'} is not possible here"
             self.refuse(incident, notice.strategy, text)
         return (yield from self._alone(incident))
 
     def _resize(self, incident: Incident, strategy: str) -> Script:
-        """The next launch has fewer ranks, without the hosts of those that are faulty, or more again."""
+        """Save, so that the next launch has fewer ranks, without the hosts of faulty ones, or more ranks again."""
         ending = yield from dump(self._state, incident)
         if ending.outcome is Outcome.SAVED:
             if strategy == "downgrade":
@@ -181,9 +181,10 @@ class Handshake:
         return frozenset(members[rank].hello.host for rank in found if rank in members)
 
     def _resizes(self, incident: Incident) -> str:
-        """Whether the next launch may have fewer ranks or more, ``downgrade`` or ``upgrade``; empty: neither.
+        """Return whether the next launch may have fewer ranks or more, ``downgrade`` or ``upgrade``; empty: neither.
 
-        A launcher that lets another host in has its ranks end with SIGTERM. The host of rank 0 is not done without.
+        A launcher that lets another host in has its ranks end with SIGTERM. The job cannot do without the host of rank
+        0.
         """
         state, members = self._state, self._state.job.members
         if not all(rank in state.said and state.said[rank].elastic for rank in members):
@@ -194,7 +195,7 @@ class Handshake:
         return "downgrade" if hosts and members[Rank(0)].hello.host not in hosts else ""
 
     def refuse(self, incident: Incident, strategy: str, text: str) -> None:
-        """A strategy failed or cannot be had: what can still be done?"""
+        """Report that a strategy failed or is not possible, with what can still be done."""
         offers = self._offers(incident)
         code = Code.MAY_DUMP if "dump" in offers else Code.MAY_EXIT
         if "recover" in offers and strategy not in RECOVER:
@@ -202,7 +203,7 @@ class Handshake:
         self._mailbox.tell(CallKind.RESULT, faults_of(self._state, incident), code, text, strategy=strategy)
 
     def _offers(self, incident: Incident) -> tuple[str, ...]:
-        """What can be done now, the best last."""
+        """Return the strategies that are possible now, the best last."""
         state = self._state
         can_dump = bool(incident.saved) or (not state.must_load and isinstance(state.decide(incident), Plan))
         can_recover = not why_not(state, incident, alone=False)
@@ -221,7 +222,7 @@ class Handshake:
 
 
 def faults_of(state: RepairState, incident: Incident) -> tuple[RankFault, ...]:
-    """Which ranks are faulty, and how."""
+    """Return the faulty ranks, and what is broken of each."""
     found: dict[Rank, RankFault] = {}
     for rank, ailing in state.ailing.items():
         if ailing.ailment not in NO_FAULTS:

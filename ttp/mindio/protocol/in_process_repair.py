@@ -1,10 +1,10 @@
-"""The script that brings training loops back to life in the same processes.
+"""The script that gets training loops going again in the same processes.
 
-All loops are ended (STOP) and the devices made usable (CLEAN). Then it is known what each copy is worth: a copy that
-was left in the middle of an update, whose device lost memory, or that is of another version than the newest one that
-is whole, gets what it lacks from a replica (REPAIR). Everything else, data and schedules, is set to that version
-(ROLLBACK), and the loops are entered again (RESUME). Where no copy can be trusted, or a piece has none left, all ranks
-load a checkpoint instead. Whatever fails leaves the healthy copies as they were: they can still be saved.
+All loops are ended (STOP) and the devices made usable (CLEAN). Then it is known what each copy is worth. A copy that
+was left in the middle of an update, whose device lost memory, or that is not of the newest whole version gets what it
+lacks from a replica (REPAIR). Everything else, data and schedules, is set to that version (ROLLBACK), and the loops are
+entered again (RESUME). Where no copy can be trusted, or a piece has no copy left, all ranks load a checkpoint instead.
+A failure at any point leaves the healthy copies as they were: they can still be saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ttp.mindio.protocol.replica_lists import Replicas, sources
 from ttp.mindio.protocol.rounds import Part, Round, Script
 
 LOW = 2
-"""What the clean handler returns where nothing of the state was in the memory that was lost."""
+"""Result of a clean handler where the lost memory held nothing of the state."""
 LOST_MEMORY = (Ailment.MEMORY, Ailment.MEMORY_CORRUPT)
 
 
@@ -48,9 +48,9 @@ def halt(state: RepairState, incident: Incident, purpose: str = "") -> Part:
 
 
 def repair_in_process(state: RepairState, incident: Incident) -> Script:
-    """Stop, clean, repair, roll back, resume. Not saved: it cannot be done; what is healthy has not been touched.
+    """Stop, clean, repair, roll back, resume. If it ends as NOT_SAVED, healthy copies have not been touched.
 
-    Process groups are made anew where some of the processes are.
+    Process groups are made anew if some of the processes are new.
     """
     problem = yield from halt(state, incident)
     if not problem and state.newcomers:
@@ -75,13 +75,13 @@ def repair_in_process(state: RepairState, incident: Incident) -> Script:
 def _rebuild(state: RepairState) -> Part:
     newcomers = tuple(state.newcomers)
     plain = state.everyone(RoundKind.REBUILD, state.on_disk(), state.purpose)
-    acts = {rank: replace(act, error_ranks=newcomers) for rank, act in plain.acts.items()}
+    acts = {rank: replace(act, error_ranks=newcomers, store=state.store) for rank, act in plain.acts.items()}
     result = yield Round(RoundKind.REBUILD, acts, together=True)
     return result.words
 
 
 def _lacking(state: RepairState, incident: Incident, version: Version) -> set[Rank]:
-    """Ranks that do not hold the version."""
+    """Return the live ranks that do not hold the version."""
     return set(state.job.live) - state.standing(incident, version)
 
 
@@ -92,7 +92,7 @@ def _lost_memory(state: RepairState, rank: Rank) -> bool:
 def _repair(
     state: RepairState, incident: Incident, version: Version, transfers: tuple[Transfer, ...], lacking: Iterable[Rank]
 ) -> Part:
-    """Senders and receivers at once; whoever has lost memory that it did not need only makes its device usable."""
+    """Have ranks send and receive at once. A rank that lost only memory without state makes its device usable."""
     ranks = tuple(sorted({r for t in transfers for r in (t.src, t.dst)}))
     errors = tuple(sorted({*lacking, *state.low}))
     acts: dict[Rank, Act] = {}
@@ -123,7 +123,7 @@ def _way(state: RepairState, rank: Rank, transfers: Iterable[Transfer]) -> Repai
 
 
 def _load(state: RepairState, incident: Incident) -> Script:
-    """From the last checkpoint, all ranks."""
+    """Have all ranks load the last checkpoint."""
     unable = [rank for rank in state.live if not state.said[rank].load_repair]
     if unable:
         return _failed(f"ranks {compact_ranks(unable)} cannot load a checkpoint in the running process")
@@ -163,7 +163,7 @@ def _resume(state: RepairState, incident: Incident, version: Version, text: str)
     state.note(incident, back)
     anew = [ailing for rank, ailing in state.ailing.items() if ailing is not before.get(rank)]
     state.recovered()
-    if anew:  # those who were back in their loops first have left them again while others were on their way
+    if anew:  # the first to be back in their loops have left them again meanwhile
         for ailing in anew:
             state.ails(ailing)
         return (yield from repair_in_process(state, incident))

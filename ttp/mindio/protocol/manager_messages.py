@@ -1,4 +1,4 @@
-"""What an outside manager and the controller say to each other about a fault."""
+"""Messages between an outside manager and the controller about a fault."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from ttp.core.layout import Rank
 
 
 class NoticeKind(enum.Enum):
-    """What the manager says."""
+    """The kinds of notices that a manager sends."""
 
     STOP_TRAIN = "stop_train"
     PAUSE_TRAIN = "pause_train"
-    GLOBAL_RANK = "global_rank"  # these are all the faults there are
+    GLOBAL_RANK = "global_rank"  # all faults are known now
     STRATEGY = "strategy"
-    HOT_SWITCH = "hot_switch"  # processes are started on other hosts for ranks that live
-    STOP_SWITCH = "stop_switch"  # they are not
-    FAILED = "failed"  # it could not take what it was told: it is out of the game
+    HOT_SWITCH = "hot_switch"  # processes start on other hosts for live ranks
+    STOP_SWITCH = "stop_switch"  # they do not
+    MOVE = "move"  # an operator drains the host that ``params`` names: its ranks go to a host that was offered
+    FAILED = "failed"  # the manager could not take a call: the controller decides alone
 
 
 class CallKind(enum.Enum):
-    """What the manager is told."""
+    """The kinds of calls that a manager gets."""
 
     FAULT_RANKS = "fault_ranks"
     STOP_COMPLETE = "stop_complete"
@@ -31,7 +32,7 @@ class CallKind(enum.Enum):
 
 
 class Code(enum.IntEnum):
-    """Of a result; the numbers are those of the original."""
+    """Codes of a result; the numbers are those of the original."""
 
     OK = 0
     ERROR = 1
@@ -50,7 +51,7 @@ class FaultOf(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankFault:
-    """A rank and what is broken of it; ``code`` is the device's word for it."""
+    """A rank and what is broken of it; ``code`` is the error code of the device."""
 
     rank: Rank
     kind: FaultOf
@@ -59,15 +60,15 @@ class RankFault:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The manager says what is to be done.
+    """A message of the manager: what is to be done.
 
     Args:
         kind: see ``NoticeKind``.
-        faults: ranks that it speaks of.
-        seconds: how long something may take; 0: as long as it usually may.
+        faults: the ranks that the notice is about.
+        seconds: how long the action may take; 0: as long as usual.
         strategy: ``retry``, ``recover``, ``migration``, ``downgrade``, ``upgrade``, ``dump``, ``exit``, ``continue``,
-            or one that cannot be had.
-        params: of the strategy.
+            or one that is not possible.
+        params: parameters of the strategy.
     """
 
     kind: NoticeKind
@@ -79,12 +80,12 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class ManagerCall:
-    """The manager is told what happened.
+    """A message to the manager: what happened.
 
     Args:
         kind: see ``CallKind``.
         faults: as they are known.
-        code: 0 for good, else see ``Code``.
+        code: 0 for success, else see ``Code``.
         text: for people.
         strategies: those that can be chosen, the best one last.
         strategy: the one whose result this is.
@@ -103,32 +104,47 @@ class ManagerCall:
 
 @dataclass(frozen=True, slots=True)
 class ManagerCame(ProgramEvent):
-    """Somebody wants to decide what is to be done after a fault; ``wait_s``: how long to wait for each answer."""
+    """A manager has come that decides about faults; it may take ``wait_s`` seconds for each answer."""
 
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerLeft(ProgramEvent):
-    """Nobody does any more."""
+    """The manager has gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noticed(ProgramEvent):
-    """The manager says something."""
+    """The manager has sent a notice."""
 
     notice: Notice
 
 
 @dataclass(frozen=True, slots=True)
+class PlaceOffered(ProgramEvent):
+    """A launcher that stands by could start ranks on ``host``, and keeps a ``store`` (``host:port``) for them."""
+
+    host: str
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakePlace(ProgramAction):
+    """The answer to a ``PlaceOffered``, at once: the ranks to start there; empty: none now."""
+
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CallManager(ProgramAction):
-    """Tell the manager."""
+    """Send a call to the manager."""
 
     call: ManagerCall
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerNotice(ProgramAction):
-    """The answer to a ``Noticed``, at once: why it is not accepted; empty if it is."""
+    """The immediate answer to a ``Noticed``: why it is not accepted; empty if it is."""
 
     problem: str

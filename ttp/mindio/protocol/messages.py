@@ -1,4 +1,4 @@
-"""What is said about rounds: one action that the registered handlers of many ranks carry out in step.
+"""Messages about rounds: actions that the registered handlers of many ranks carry out in step.
 
 They are the ``ProgramReport`` and ``ProgramOrder`` of ``ttp.core.messages``; the wire form is
 ``proto/ttp/wire/v1/rounds.proto``.
@@ -13,7 +13,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 
 MIGRATION = "migration"
-"""Purpose of rounds of a hot switch."""
+"""Purpose of the rounds of a hot switch."""
 HANDLERS = "handlers"
 """``Hello.framework`` of a rank whose state is saved and repaired by the program's own handlers."""
 
@@ -23,7 +23,7 @@ class RoundKind(enum.Enum):
 
     STOP = "stop"  # get the training thread out of its loop
     CLEAN = "clean"  # make the device usable again
-    CATCH_UP = "catch_up"  # make the update that the training thread stands in front of
+    CATCH_UP = "catch_up"  # make the update before which the training thread stands
     REPAIR = "repair"  # send or receive what a copy lacks
     ROLLBACK = "rollback"  # set everything else to the step of the copy
     RESUME = "resume"  # go back into the loop
@@ -31,7 +31,7 @@ class RoundKind(enum.Enum):
     RENAME = "rename"  # make the saved checkpoint exist
     HOLD = "hold"  # go no further than the end of the running step
     PAUSE = "pause"  # stand still at the end of one step, the same everywhere
-    SYNC = "sync"  # let the device finish what it has
+    SYNC = "sync"  # let the device finish its queued work
     CONTINUE = "continue"  # the end of HOLD and PAUSE
     MAKE_WAY = "make_way"  # tell the launcher that lost ranks may be started anew beside this one
     REBUILD = "rebuild"  # make the process groups anew, with the ranks that were started
@@ -42,8 +42,8 @@ class Ailment(enum.Enum):
 
     STOPPED = "stopped"  # nothing is wrong with this rank: it was told to stop
     RETRY = "retry"  # the numbers are wrong: only a checkpoint helps
-    MEMORY = "memory"  # device memory was lost; replicas have it
-    MEMORY_CORRUPT = "memory_corrupt"  # it was lost in the middle of being written
+    MEMORY = "memory"  # device memory was lost; replicas have its contents
+    MEMORY_CORRUPT = "memory_corrupt"  # device memory was lost while it was being written
     NETWORK = "network"  # a collective failed, the state is whole
     FATAL = "fatal"  # anything else: this process cannot go on
     PEER = "peer"  # a collective has ended because another rank died: only new process groups help
@@ -55,7 +55,7 @@ class RepairWay(enum.IntEnum):
 
     SEND = 0
     MEMORY_HIGH = 1  # make the state anew, then receive
-    MEMORY_LOW = 2  # make the device usable, nothing of the state was lost
+    MEMORY_LOW = 2  # make the device usable; no state was lost
     RECEIVE = 3
     ROLLBACK = 4
     LOAD = 5  # from the last checkpoint
@@ -64,12 +64,12 @@ class RepairWay(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """The ranks that share one part of the state, as one of them says it; see ``ttp.mindio.protocol.replica_lists``.
+    """The ranks that share one part of the state, as one of them describes it; see ``replica_lists``.
 
     Args:
         ranks: all ranks that hold a piece of it, this one among them.
-        copies: how often each piece is there; -1: as often as there are ranks.
-        shift: distance of two copies in the ascending list; 0: as the number of copies says.
+        copies: number of copies of each piece; -1: as many as ranks.
+        shift: distance of two copies in the ascending list; 0: follows from the number of copies.
     """
 
     ranks: tuple[Rank, ...]
@@ -79,7 +79,7 @@ class ReplicaSet:
 
 @dataclass(frozen=True, slots=True)
 class TypeRanks:
-    """Who saves one type of state, in the order of its pieces."""
+    """The ranks that save one type of state, in the order of its pieces."""
 
     type: int
     ranks: tuple[Rank, ...]
@@ -87,7 +87,7 @@ class TypeRanks:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One type of state goes from one rank to another."""
+    """The transfer of one type of state from one rank to another."""
 
     type: int
     src: Rank
@@ -99,11 +99,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Handlers(m.ProgramReport):
-    """What this rank can do, and whom it shares state with. Said again to every controller.
+    """What this rank can do, and with which ranks it shares state. Sent again to every new controller.
 
     Args:
-        rank: who says it.
-        sets: one for each type of state.
+        rank: the rank that sends it.
+        sets: one set for each type of state.
         retry: lost memory and broken links may be repaired in this process.
         load_repair: the state may be loaded from a checkpoint in this process.
         halt_before_dump: stop and clean before the handlers save.
@@ -127,7 +127,7 @@ class Handlers(m.ProgramReport):
 
 @dataclass(frozen=True, slots=True)
 class Ailing(m.ProgramReport):
-    """The training thread has left its loop and can go back; ``code`` is the device's word for it."""
+    """The training thread has left its loop and can go back; ``code`` is the error code of the device."""
 
     ailment: Ailment
     code: str
@@ -136,7 +136,7 @@ class Ailing(m.ProgramReport):
 
 @dataclass(frozen=True, slots=True)
 class Acted(m.ProgramReport):
-    """What came of an ``Act``, and where the rank stands since.
+    """The result of an ``Act``, and the version of the rank's copy after it.
 
     ``result`` is what the handler returned; of HOLD the step at whose end the training thread will stand.
     """
@@ -157,20 +157,21 @@ class Act(m.ProgramOrder):
     """One rank's part of a round. Carried out once for each term and serial number; the answer is said again.
 
     Args:
-        rank: who acts.
-        term: of the controller.
-        serial: grows from round to round, over takeovers too.
+        rank: the rank that acts.
+        term: term of the controller.
+        serial: number of the round; grows from round to round, also when another controller takes over.
         kind: what to do.
         version: the step that it is about.
-        limit_ms: how long it may take.
-        purpose: ``retry``, ``recover``, ``dump``, ``pause``.
-        lists: SAVE: who saves, for each type that this rank saves.
+        limit_ms: milliseconds that it may take.
+        purpose: ``retry``, ``recover``, ``dump``, ``pause``, ``migration``.
+        lists: SAVE: the ranks that save, for each type that this rank saves.
         memory_error: CLEAN: this rank's device has lost memory.
         rebuild: REPAIR: the state has to be made anew first.
-        error_ranks: the ranks with which it began; REBUILD: those that were started anew.
+        error_ranks: REPAIR: the ranks that need the repair; REBUILD: the ranks that were started anew.
         way: REPAIR: this rank's part.
         transfers: REPAIR: what this rank sends or receives.
-        ranks: REPAIR: everybody who sends or receives.
+        ranks: REPAIR: all ranks that send or receive.
+        store: REBUILD: ``host:port`` of an unused store for new process groups; empty: this host's launcher names it.
     """
 
     serial: int
@@ -185,3 +186,4 @@ class Act(m.ProgramOrder):
     way: RepairWay = RepairWay.ROLLBACK
     transfers: tuple[Transfer, ...] = ()
     ranks: tuple[Rank, ...] = ()
+    store: str = ""

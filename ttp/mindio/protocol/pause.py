@@ -1,8 +1,8 @@
 """The script that lets all ranks stand still at the end of the same step, and go on.
 
-A step that all have in common cannot be named from outside: by the time it is heard of, somebody may be beyond it. So
-every rank is first told to go no further than the end of its running step (HOLD) and says which that is. Nobody can get
-beyond the largest of those, and everybody can reach it: there they stand (PAUSE).
+A step that all ranks have in common cannot be named from outside: when its name arrives, a rank may be beyond it. So
+every rank is first told to go no further than the end of its running step (HOLD) and reports that step. No rank can get
+beyond the largest of those steps, and every rank can reach it: there they stand (PAUSE).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ FOR_EVER_S = 1e9
 
 
 class Pausing:
-    """At most one pause.
+    """Runs pauses, at most one at a time.
 
     Args:
         state: the ranks.
         mailbox: the manager.
-        end_job: the manager wants something else of a paused job than that it goes on.
+        end_job: called when the manager wants a paused job to end (``dump`` or ``exit``).
     """
 
     def __init__(self, state: RepairState, mailbox: ManagerMailbox, end_job: Callable[[Notice], None]) -> None:
         self.paused = False
-        """Training threads may be standing still."""
+        """True while training threads may be standing still."""
         self._state, self._mailbox, self._end_job = state, mailbox, end_job
         self._faults: tuple[RankFault, ...] = ()
 
     def pause(self, notice: Notice) -> Script:
-        """Stand still, until the manager says that training is to go on, or goes away."""
+        """Stand still until the manager says that training is to go on, or goes away."""
         self.paused, self._faults = True, notice.faults
         problem = yield from self.stand_still(notice.seconds)
         code = Code.ERROR if problem else Code.OK

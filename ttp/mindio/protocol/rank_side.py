@@ -1,7 +1,7 @@
-"""A rank's side of rounds (``rounds``): what was ordered, what came of it, what a new controller has to know.
+"""A rank's side of rounds (``rounds``): its last order, the result, and what a new controller has to know.
 
-An act is carried out once. Told again, because a stream broke or a controller did not hear the answer, the rank says
-again what came of it. A new act replaces one that is still running: what that one brings is said to nobody.
+An act is carried out once. If the order comes again, because a stream broke or a controller missed the answer, the rank
+repeats its result. A new act replaces one that is still running, and the result of that one is not reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ttp.mindio.protocol.messages import Act, Acted, Ailing, Handlers, RoundKind
 
 @dataclass(frozen=True, slots=True)
 class Said(ProgramEvent):
-    """What the program's handlers can do, that the training thread has left its loop, or what came of an act."""
+    """A report of the program: what its handlers can do, that its loop was left, or the result of an act."""
 
     report: Handlers | Ailing | Acted
 
@@ -31,7 +31,7 @@ class StartAct(ProgramAction):
 
 
 class RankRounds(RankProgram):
-    """What was said about handlers."""
+    """The state of the rounds on a rank with handlers."""
 
     saves = updates_for_snapshot = True
 
@@ -42,7 +42,7 @@ class RankRounds(RankProgram):
         self._done: Acted | None = None
 
     def happened(self, event: ProgramEvent) -> list[m.ProgramReport]:
-        """See the base."""
+        """See ``RankProgram.happened``."""
         match event:
             case Said(Handlers() as report):
                 self._known = report
@@ -60,7 +60,7 @@ class RankRounds(RankProgram):
         return self._act is not None and report.serial == self._act.serial and self._done is None
 
     def ordered(self, order: m.ProgramOrder) -> Acted | StartAct | None:
-        """Start it, say its answer again, or nothing."""
+        """Start the act, or repeat its answer. None: the order is older than the last one, or its act still runs."""
         assert isinstance(order, Act)
         last = self._act
         if last is not None and order.serial < last.serial:
@@ -71,15 +71,15 @@ class RankRounds(RankProgram):
         return StartAct(order)
 
     def repeated(self) -> list[m.ProgramReport]:
-        """See the base."""
+        """See ``RankProgram.repeated``."""
         return [report for report in (self._known, self._ailing) if report is not None]
 
 
 class NoHandlers(RankProgram):
-    """Of a rank whose program has none, in a job that is led as if it had."""
+    """The rounds of a rank whose program has no handlers, in a job that is led as if it had."""
 
     def ordered(self, order: m.ProgramOrder) -> Acted | None:
-        """Nobody waits for it."""
+        """Answer at once that the act failed, so that the round does not wait for this rank."""
         assert isinstance(order, Act)
         text = f"this rank has no handlers to {order.kind.value} with"
         return Acted(order.rank, order.serial, False, 0, Version(0), True, text)

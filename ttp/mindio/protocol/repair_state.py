@@ -16,26 +16,26 @@ from ttp.mindio.protocol.replica_lists import Replicas, gather
 from ttp.mindio.protocol.rounds import Result, Round
 
 ACTION_S = 180.0
-"""How long a handler may take where no rank has said anything."""
+"""Seconds that a handler may take if no rank has said anything."""
 LAST_S = 1.0
-"""How long one may take when the time of a script is over: then that fails, and the script with it."""
+"""Seconds that a handler may take when the time of a script is over: then it fails, and the script with it."""
 CATCH_UP_S = 30.0
-"""How long an update may take that a rank is let through to make."""
+"""Seconds that an update may take for which a rank is let through the gate."""
 
 REPAIRABLE = (m.FaultKind.AILING, m.FaultKind.COLLECTIVE, m.FaultKind.SILENT, m.FaultKind.HUNG)
-"""Evidence that may all be gone once the loops are entered again."""
+"""Kinds of evidence that may all be gone once the loops are entered again."""
 UNTOLD = "no rank has said which ranks share its state"
 NO_VERSION = Version(0)
-"""Of rounds that are about no version."""
+"""The version in rounds that are about no version."""
 NO_COPY = (Ailment.RETRY, Ailment.MEMORY_CORRUPT)
-"""What is wrong may be in every copy: nothing is saved, and only an older checkpoint helps."""
+"""Ailments after which every copy may be wrong: nothing is saved, and only an older checkpoint helps."""
 
 
 class RepairState:
-    """The ranks, as far as handlers are concerned.
+    """The state of the ranks with respect to handlers.
 
     Args:
-        context: what the controller says.
+        context: what the controller knows.
     """
 
     def __init__(self, context: RescueContext) -> None:
@@ -45,14 +45,16 @@ class RepairState:
         self.invalid: set[Rank] = set()
         """Ranks whose copy is of no version."""
         self.low: set[Rank] = set()
-        """Ranks whose device lost memory in which nothing of the state was."""
+        """Ranks whose device lost memory that held nothing of the state."""
         self.halted = False
-        """Training threads may be out of their loops: without RESUME they do not go on."""
+        """True while training threads may be out of their loops: without RESUME they do not go on."""
         self.cleaned = False
         self.saved = Version(0)
-        """What was saved last: the incident in which it was need not be over yet, or training goes on after it."""
+        """The version that was saved last; its incident may still be open, or training goes on after it."""
         self.until: float | None = None
-        """When a script has to be over; None: there is no such time."""
+        """Time at which the script has to be over, in seconds; None: no limit."""
+        self.store = ""
+        """``host:port`` of the store for new process groups; empty: each launcher names it."""
         self.tried: set[str] = set()
         """Incidents in which lost ranks could not be replaced."""
         self.job = context.job
@@ -60,25 +62,25 @@ class RepairState:
         self.drain = context.drain
         self._context = context
         self._sets: dict[ReplicaSet, ReplicaSet] = {}
-        """One object of each: all ranks of a set send the same list."""
+        """One shared object for equal sets, since all ranks of a set send the same list."""
         self._gathered: Replicas | str | None = UNTOLD
         self._layout: Layout | None = None
 
     def reset(self) -> None:
-        """A new incarnation of the job, or none."""
+        """Forget all ranks, for a new incarnation of the job or none."""
         self.said = {}
         self.saved, self.until, self.tried = Version(0), None, set()
         self.recovered()
         self._sets, self._gathered, self._layout = {}, UNTOLD, None
 
     def ails(self, report: Ailing) -> None:
-        """The training loop of a rank has ended."""
+        """Note that the training loop of a rank has ended."""
         self.ailing[report.rank] = report
         if report.ailment in (Ailment.MEMORY, Ailment.JOINED, *NO_COPY):
             self.invalid.add(report.rank)
 
     def recovered(self) -> None:
-        """All ranks are in their loops again."""
+        """Note that all ranks are in their loops again."""
         self.ailing, self.invalid, self.low = {}, set(), set()
         self.halted = self.cleaned = False
 
@@ -86,12 +88,12 @@ class RepairState:
 
     @property
     def leads(self) -> bool:
-        """Whether the ranks of this job have handlers."""
+        """True if the ranks of this job have handlers."""
         first = next(iter(self.job.members.values()), None)
         return first is not None and first.hello.framework == HANDLERS
 
     def handlers(self, report: Handlers) -> None:
-        """A rank says what it can do."""
+        """Take a rank's description of its handlers."""
         known = self.said.get(report.rank)
         sets = tuple(self._sets.setdefault(group, group) for group in report.sets)
         if known is not None and self.job.members[report.rank].seated:
@@ -113,7 +115,7 @@ class RepairState:
 
     @property
     def replicas(self) -> Replicas | str:
-        """Who shares state; in words why that is not known."""
+        """The replica sets of the job, or a text why they are not known."""
         if self._gathered is None:
             self._gathered = self._gather()
             self._layout = self._gathered.layout() if isinstance(self._gathered, Replicas) else None
@@ -121,40 +123,40 @@ class RepairState:
 
     @property
     def layout(self) -> Layout | None:
-        """The replica sets as shards; ``None``: they are not known, or it is not for handlers to save."""
+        """The replica sets as shards; ``None``: they are not known, or handlers are not to save."""
         return self._layout if self.leads and isinstance(self.replicas, Replicas) else None
 
     @property
     def must_load(self) -> bool:
-        """Whether no copy may be trusted."""
+        """True if no copy may be trusted."""
         return any(a.ailment in NO_COPY for a in self.ailing.values())
 
     @property
     def newcomers(self) -> list[Rank]:
-        """New processes in the seats of lost ranks, in ascending order."""
+        """Ranks with new processes in the seats of lost ones, in ascending order."""
         return sorted(rank for rank, a in self.ailing.items() if a.ailment is Ailment.JOINED and rank in self.job.live)
 
     @property
     def purpose(self) -> str:
-        """What a repair is about, for the handlers."""
+        """Purpose of the repair, which handlers are told."""
         return "recover" if self.newcomers else "retry"
 
     @property
     def broken_off(self) -> list[Rank]:
-        """Ranks that have left their loops because a collective told of a death."""
+        """Ranks that have left their loops because a collective told of a death, in ascending order."""
         return sorted(rank for rank, a in self.ailing.items() if a.ailment is Ailment.PEER)
 
     def recovers(self, rank: Rank) -> bool:
-        """Whether a rank goes on with new processes in the places of lost ones."""
+        """Return whether a rank can go on with new processes in the places of lost ranks."""
         return rank in self.said and self.said[rank].recover
 
     @property
     def live(self) -> list[Rank]:
-        """Ranks that can be spoken to, in ascending order."""
+        """Ranks that can be reached, in ascending order."""
         return sorted(self.job.live)
 
     def standing(self, incident: Incident, version: Version) -> set[Rank]:
-        """Ranks that hold exactly this version, whole."""
+        """Return the ranks that hold a whole copy of exactly this version."""
         return {
             rank
             for rank, a in incident.answers.items()
@@ -163,11 +165,11 @@ class RepairState:
         }  # fmt: skip
 
     def suspect(self, incident: Incident) -> set[Rank]:
-        """Ranks that are asked to save only where nobody else can."""
+        """Return the ranks that are asked to save only where no other rank can."""
         return {*self.job.broken, *self.ailing, *incident.evidence.subjects}
 
     def repairable(self, incident: Incident) -> bool:
-        """Whether every process is there and fit to go back into its loop."""
+        """Return whether every process is there and fit to go back into its loop."""
         kinds, newcomers = incident.evidence.kinds, self.newcomers
         everybody = self.job.complete and len(self.job.live) == len(self.job.members)
         return (
@@ -181,32 +183,32 @@ class RepairState:
         )
 
     def decide(self, incident: Incident) -> Plan | NoPlan:
-        """The newest version that every piece has a copy of."""
+        """Return a plan for the newest version of which every piece has a copy, or why there is none."""
         if isinstance(self.replicas, str):
             return NoPlan(self.replicas)
         return self._context.decide(incident)
 
     def patience_s(self, incident: Incident) -> float:
-        """How long somebody may be waited for, so that as much time is left for what comes then."""
+        """Return how many seconds to wait for one thing, so that as much time is left for what comes after it."""
         return max(0.0, incident.patient_since + self._context.rescue_s - self.now) / 2
 
     def on_disk(self) -> Version:
-        """The newest version that is on disk."""
+        """Return the newest version that is on disk."""
         return max(self._context.on_disk(), self.saved)
 
     # ----------------------------------------------------------------------------------------------------------- rounds
 
     def limit_s(self, *, saving: bool = False) -> float:
-        """How long a handler may take: what the most patient rank says."""
+        """Return how many seconds a handler may take: the longest time that any rank says."""
         said = [(h.save_ms if saving else h.action_ms) / 1000 for h in self.said.values()]
         limit_s = max(said, default=ACTION_S)
         return limit_s if self.until is None else max(LAST_S, min(limit_s, self.until - self.now))
 
     def act(self, rank: Rank, kind: RoundKind, version: Version = NO_VERSION, purpose: str = "") -> Act:
-        """The plain part of one rank."""
+        """Return an act with the fields that all kinds have."""
         limit_s = CATCH_UP_S if kind is RoundKind.CATCH_UP else self.limit_s(saving=kind is RoundKind.SAVE)
         if kind is RoundKind.MAKE_WAY and self.until is not None:
-            limit_s = max(LAST_S, self.until - self.now)  # how long nobody has anything to lose
+            limit_s = max(LAST_S, self.until - self.now)  # the time in which no rank has anything to lose
         return Act(rank, 0, 0, kind, version, int(limit_s * 1000), purpose)
 
     def everyone(
@@ -218,12 +220,12 @@ class RepairState:
         together: bool = False,
         ranks: Iterable[Rank] | None = None,
     ) -> Round:
-        """A round in which all do the same."""
+        """Return a round in which all ranks, or the given ones, do the same."""
         whom = self.live if ranks is None else ranks
         return Round(kind, {rank: self.act(rank, kind, version, purpose) for rank in whom}, together)
 
     def note(self, incident: Incident, result: Result, version: Version | None = None) -> None:
-        """Ranks that did something say where they stand since; or stand at ``version`` by what they did."""
+        """Note the state of ranks after an act, as they report it; or at ``version``, if their act led there."""
         for rank, acted in result.done.items():
             if rank not in self.job.live:
                 continue

@@ -2,10 +2,10 @@
 
 The newest version is saved first, as without this: whatever goes wrong afterwards, be it a second death, a handler that
 fails or a process that does not come, ends as if nothing had been tried, with that checkpoint. Then all loops are ended
-and cleaned, the survivors tell their launcher that they have nothing to lose (MAKE_WAY), and whoever starts processes,
-the launcher or an outside manager, starts the dead ones again. A new process joins this incarnation, makes its state,
-and says that it is ready; its copy is of no version. From there on it is a repair like any other
-(``in_process_repair``), with new process groups before it and the newcomers as receivers.
+and cleaned, the survivors tell their launcher that they have nothing to lose (MAKE_WAY), and the launcher or an outside
+manager starts the dead ranks again. A new process joins this incarnation, makes its state, and says that it is ready;
+its copy is of no version. From there on it is a repair like any other (``in_process_repair``), with new process groups
+before it and the new processes as receivers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ttp.mindio.protocol.save_script import dump
 
 PURPOSE = "recover"
 DEATHS = (m.FaultKind.EXITED, m.FaultKind.LOST, m.FaultKind.OUTSIDE)
-"""What is said of a rank that has died; OUTSIDE: a manager knew it first."""
+"""Kinds of evidence that a rank has died; OUTSIDE: a manager knew it first."""
 DEATH_S = 1.0
-"""How long a death may take to be known after a collective has told of it."""
+"""Seconds that a death may take to be known after a collective has told of it."""
 LOOK_S = 1.0
 
 
 def recover(state: RepairState, incident: Incident, *, alone: bool) -> Script:
-    """Save, have the lost ranks replaced, and train on; where that fails, what was saved is the end.
+    """Save, have the lost ranks replaced, and train on. If that fails, end with what was saved.
 
     Args:
         state: the ranks.
-        incident: the open one.
+        incident: the open incident.
         alone: there is no manager: the launcher of each lost rank has to say that it can start it.
     """
     saved = yield from dump(state, incident)
@@ -60,14 +60,14 @@ def recover(state: RepairState, incident: Incident, *, alone: bool) -> Script:
 
 
 def wanted(state: RepairState, incident: Incident) -> bool:
-    """Whether ranks may have died, and all others would go on with new ones in their places."""
+    """Return whether ranks may have died, and all others would go on with new ones in their places."""
     live = state.job.live
     lost = len(live) < len(state.job.members) or bool(state.broken_off)
     return lost and bool(live) and incident.id not in state.tried and all(state.recovers(rank) for rank in live)
 
 
 def why_not(state: RepairState, incident: Incident, *, alone: bool) -> str:
-    """Why the lost ranks cannot be replaced; empty: they can."""
+    """Return why the lost ranks cannot be replaced; empty if they can."""
     if not wanted(state, incident):
         return "no rank was lost, not all ranks were started with enable_arf and a rebuild_group handler, or it failed"
     dead = _dead(state)
@@ -121,10 +121,10 @@ def _dead(state: RepairState) -> set[Rank]:
 
 
 def see_clearly(state: RepairState, *, seats: bool) -> Part:
-    """Wait until it is known who has died, and with ``seats`` whether launchers can start them.
+    """Wait until it is known which ranks have died, and with ``seats`` whether launchers can start them.
 
-    A rank that was lost may be back in a moment, a collective tells of a death before anybody else does, and the
-    launcher of a dead rank sees that later than its neighbours.
+    A rank that was lost may be back in a moment, a collective tells of a death before any process does, and the
+    launcher of a dead rank sees the death later than its neighbours.
     """
     deaths_until, seats_until = state.now + DEATH_S, 0.0
     while True:

@@ -1,15 +1,15 @@
-"""Who saves and who repairs whom, where programs say themselves which ranks share state.
+"""Decides which ranks save and which repair whom, where programs describe themselves which ranks share state.
 
 A *replica set* of ``n`` ranks, in ascending order, holds ``off = n // copies`` pieces: piece ``i`` is on the ranks at
 the places ``i``, ``i + off``, ``i + 2 off`` and so on. Where ``n`` is no multiple of ``copies`` some pieces have one
-copy more; ``shift`` gives ``off`` directly, and the last copies may then be incomplete.
+more copy. ``shift`` gives ``off`` directly, and the last copies may then be incomplete.
 
-A type of state (dense parameters, experts) is described by the sets of all ranks together: each rank is in one, and
-says the same of it as the others in it. Sets of one type need not be of one size.
+A type of state (dense parameters, experts) is described by the sets of all ranks together: each rank is in one set, and
+describes it as the other ranks in it do. Sets of one type need not be of one size.
 
-The save handlers of one set work together, so all of them get the same list: one rank for each piece, *in the order
-of the pieces*. ``choose`` takes the first that can save it; ``sources`` the next copy, going up from the one that lacks
-it.
+The save handlers of one set work together, so all of them get the same list: one rank for each piece, *in the order of
+the pieces*. ``choose`` takes the first rank that can save a piece; ``sources`` the next copy, going up from the rank
+that lacks it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ttp.errors import ConfigError
 from ttp.mindio.protocol.messages import ReplicaSet, Transfer, TypeRanks
 
 TYPES_MAX = 64
-"""Types of state that are believed."""
+"""Maximum number of types of state that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Replicas:
     types: tuple[tuple[ReplicaSet, ...], ...]
 
     def layout(self) -> Layout:
-        """The same, as ``ttp.core.decide`` wants it: every piece of every set is a shard."""
+        """Return the sets as a layout for ``ttp.core.decide``: every piece of every set is a shard."""
         groups = {
             Shard(f"type{index}-rank{group.ranks[0]}-piece{place}"): holders(group, place)
             for index, sets in enumerate(self.types)
@@ -50,10 +50,10 @@ class Replicas:
 
 
 def check_set(group: ReplicaSet, rank: Rank, world_size: int) -> ReplicaSet:
-    """The set as it is meant: ascending, with a number of copies.
+    """Check a set, and return it with ascending ranks and a number of copies.
 
     Raises:
-        ConfigError: it cannot be meant, with what is wrong.
+        ConfigError: the set makes no sense; the text says why.
     """
     ranks = tuple(sorted(group.ranks))
     shown = f"the replica set {compact_ranks(ranks[:1000])} of rank {rank}"
@@ -72,7 +72,7 @@ def check_set(group: ReplicaSet, rank: Rank, world_size: int) -> ReplicaSet:
 
 
 def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replicas:
-    """The replica sets of the job, from what every rank says of itself.
+    """Return the replica sets of the job, from what every rank says of itself.
 
     Raises:
         ConfigError: ranks are missing, or contradict each other; the text says which.
@@ -89,7 +89,7 @@ def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replic
 
 
 def _spoken_for(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Mapping[Rank, Sequence[ReplicaSet]]:
-    """Also the sets of ranks that were lost before they could say them to a new controller: others are in them."""
+    """Add the sets of ranks that were lost before they could describe them to a new controller: others are in them."""
     count = max((len(sets) for sets in said.values()), default=0)
     by_type = [{rank: sets[index] for sets in said.values() if len(sets) > index for rank in sets[index].ranks}
                for index in range(count)]  # fmt: skip
@@ -108,7 +108,7 @@ def _one_type(index: int, world_size: int, said: Mapping[Rank, Sequence[ReplicaS
     for number in range(world_size):
         rank = Rank(number)
         if plain.get(rank) == said[rank][index]:
-            continue  # what another one of the set has said, to the letter
+            continue  # another rank of the set has said the very same
         mine = check_set(said[rank][index], rank, world_size)
         theirs = known.get(rank)
         if theirs is None:
@@ -127,24 +127,24 @@ def _one_type(index: int, world_size: int, said: Mapping[Rank, Sequence[ReplicaS
 
 
 def pieces(group: ReplicaSet) -> int:
-    """Into how many pieces the state of a set is cut."""
+    """Return the number of pieces of a set's state."""
     return group.shift or len(group.ranks) // group.copies
 
 
 def holders(group: ReplicaSet, piece: int) -> tuple[Rank, ...]:
-    """The ranks that hold a piece, in ascending order."""
+    """Return the ranks that hold a piece, in ascending order."""
     return group.ranks[piece :: pieces(group)]
 
 
 def choose(
     replicas: Replicas, usable: Collection[Rank], reluctant: Collection[Rank] = ()
 ) -> Mapping[Rank, tuple[TypeRanks, ...]] | None:
-    """What every saver is told: for each type that it saves, who saves it.
+    """Return what every saver is told: for each type that it saves, the ranks that save it.
 
     Args:
-        replicas: of the job.
-        usable: ranks that hold the version that is saved, and can be spoken to.
-        reluctant: usable ones that are only asked where nobody else has the piece.
+        replicas: the replica sets of the job.
+        usable: ranks that hold the version to save, and can be reached.
+        reluctant: usable ranks that are only asked where no other rank has the piece.
 
     Returns:
         The lists by rank, in the order of the first list that a rank is in; ``None``: a piece is on no usable rank.
@@ -162,16 +162,16 @@ def choose(
 
 
 def renamer(savers: Iterable[Rank]) -> Rank:
-    """Who gives the finished checkpoint its name: the first saver that is not rank 0, if there is one."""
+    """Return the rank that names the finished checkpoint: the first saver that is not rank 0, if there is one."""
     ordered = list(savers)
     return next((rank for rank in ordered if rank != 0), ordered[0])
 
 
 def sources(replicas: Replicas, lacking: Collection[Rank], usable: Collection[Rank]) -> tuple[Transfer, ...] | None:
-    """From where each rank in ``lacking`` gets its pieces: the next copy above its own place, around the end.
+    """Return from where each rank in ``lacking`` gets its pieces: the next copy above its own place, around the end.
 
     Returns:
-        One transfer for each type and lacking rank; ``None``: somebody's piece is on no usable rank.
+        One transfer for each type and lacking rank; ``None``: a piece is on no usable rank.
     """
     found: list[Transfer] = []
     for index, sets in enumerate(replicas.types):

@@ -1,16 +1,16 @@
-"""One action at a time, by many ranks in step: a *round*.
+"""Runs one action at a time, by many ranks in step: a *round*.
 
-Theory of operation
--------------------
-A round is sent to its ranks and is over when each of them has answered, was lost, or is out of time. Ranks act with
-handlers that may wait for each other in collectives. So once one of them has failed or is lost, the others get only a
-short respite: what they would answer later is a consequence. Whoever failed first is told apart from those.
+Theory of operation ------------------- A round is sent to its ranks and is over when each of them has answered, was
+lost, or is out of time. Ranks act with handlers that may wait for each other in collectives. So once one of them has
+failed or is lost, the others get only a short respite: their later answers are a consequence. The result keeps the
+first failure apart from those.
 
-Serial numbers grow from round to round, and over takeovers with the term in their upper half: a rank carries each out
-once, says its answer again when it is asked again, and what is left of an earlier round is recognised.
+Serial numbers grow from round to round, and with the term in their upper half also when another controller takes over.
+So a rank carries out each act once and repeats its answer when it is asked again, and answers of an earlier round are
+recognised.
 
-``RoundRunner`` runs *scripts*: generators that yield rounds and waits, and get back what came of them. A script reads
-from top to bottom like the procedure that it is, and is given up by closing it.
+``RoundRunner`` runs *scripts*: generators that yield rounds and waits, and are sent the results. A script reads from
+top to bottom like the procedure that it is, and is given up by closing it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ttp.mindio.protocol.messages import Act, Acted, RoundKind
 
 SERIALS_PER_TERM = 1 << 32
 RESPITE_S = 10.0
-"""How long ranks have to come out of a handler whose partner has failed."""
+"""Seconds that ranks have to come out of a handler whose partner has failed."""
 SPARE_S = 5.0
-"""Beyond the time that a rank gives its handler: for the way there and back."""
+"""Seconds beyond the time that a rank gives its handler, for the order and the answer to travel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One action.
+    """One action of several ranks.
 
     Args:
-        kind: of action.
-        acts: who does what; term and serial number are filled in.
-        together: the handlers wait for each other: with one that fails all do.
+        kind: kind of action.
+        acts: the act of each rank; term and serial number are filled in later.
+        together: the handlers wait for each other: if one fails, all do.
     """
 
     kind: RoundKind
@@ -47,12 +47,12 @@ class Round:
 
 @dataclass(slots=True)
 class Result:
-    """What came of a round.
+    """The result of a round.
 
     Args:
         done: answers of the ranks that did it.
-        failed: why others could not, the first one first; those lost are not among them.
-        lost: ranks that cannot be spoken to any more, or have not said that they did it since they came back.
+        failed: why others could not, the first failure first; lost ranks are not among them.
+        lost: ranks that cannot be reached any more, or have not reported success since they came back.
     """
 
     done: dict[Rank, Acted] = field(default_factory=dict)
@@ -61,19 +61,19 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Everybody did it."""
+        """True if every rank did it."""
         return not (self.failed or self.lost)
 
     @property
     def words(self) -> str:
-        """Why it failed; empty if it did not."""
+        """Why the round failed; empty if it did not."""
         failures = [f"rank {rank}: {text}" for rank, text in list(self.failed.items())[:4]]
         return "; ".join([*[f"rank {rank} was lost" for rank in self.lost[:4]], *failures])
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait for anything to happen, until this time at the latest."""
+    """Wait for anything to happen, until this time in seconds at the latest."""
 
     until: float
 
@@ -82,11 +82,11 @@ Step = Round | Pause
 Part = Generator[Step, Result, str]
 """A part of a script: returns why it failed, empty if it did not."""
 Script = Generator[Step, Result, Ending]
-"""What comes back from a ``Pause`` is empty."""
+"""A script: returns the ending of the recovery. The result of a ``Pause`` is empty."""
 
 
 class RoundRunner:
-    """Runs one script.
+    """Runs one script at a time.
 
     Args:
         outbox: takes the orders.
@@ -94,7 +94,7 @@ class RoundRunner:
 
     def __init__(self, outbox: Outbox) -> None:
         self.ending: Ending | None = None
-        """How the last script ended; ``None``: it runs, or was given up."""
+        """How the last script ended; ``None``: it is running, or was given up."""
         self._outbox = outbox
         self._script: Script | None = None
         self._round: Round | None = None
@@ -105,23 +105,23 @@ class RoundRunner:
 
     @property
     def running(self) -> bool:
-        """Whether a script runs."""
+        """True while a script is running."""
         return self._script is not None
 
     @property
     def doing(self) -> RoundKind | None:
-        """What ranks are doing at this moment."""
+        """The kind of the running round; None: there is none."""
         return self._round.kind if self._round is not None else None
 
     def begin(self, script: Script, term: int, now: float) -> None:
-        """Run ``script``; one that runs is given up."""
+        """Run ``script``; a script that is running is given up."""
         self.give_up()
         self._script, self._term = script, term
         self._next(None, now)
         self._go_on(now)
 
     def give_up(self) -> None:
-        """What ranks are doing is of no interest any more."""
+        """Give the running script up; answers of its ranks count no more."""
         if self._script is not None:
             self._script.close()
         self._script = self._round = self.ending = None
@@ -130,7 +130,7 @@ class RoundRunner:
     # ---------------------------------------------------------------------------------------------------------- events
 
     def acted(self, report: Acted, now: float) -> None:
-        """A rank answers; what is too late changes nothing."""
+        """Take the answer of a rank; an answer that is too late changes nothing."""
         act = self._acts.get(report.rank)
         if act is None or report.serial != act.serial:
             return
@@ -142,7 +142,7 @@ class RoundRunner:
             self._hurry(now)
 
     def lost(self, rank: Rank, now: float) -> None:
-        """The rank cannot be spoken to any more."""
+        """Note that the rank cannot be reached any more."""
         if self._round is not None and (rank in self._acts or rank in self._result.done):
             self._acts.pop(rank, None)
             self._result.done.pop(rank, None)
@@ -150,18 +150,18 @@ class RoundRunner:
             self._hurry(now)
 
     def again(self, rank: Rank) -> None:
-        """What the rank was told may be lost: it is told again."""
+        """Send the rank its act again, as the first order may be lost."""
         if rank in self._acts:
             self._outbox.send_to(rank, self._acts[rank])
 
     def advance(self, now: float) -> None:
-        """Go on as far as what is known allows. Called after every event."""
+        """Go on as far as the known facts allow. Called after every event."""
         if self._script is not None and self._round is None:
-            self._next(Result(), now)  # something has happened: the script looks whether it waits for that
+            self._next(Result(), now)  # something has happened: the script checks whether it waits for that
         self._go_on(now)
 
     def deadlines(self) -> Iterator[float]:
-        """When ``advance`` has something to do."""
+        """Yield the time at which ``advance`` has something to do."""
         if self._script is not None:
             yield self._until
 

@@ -1,9 +1,9 @@
-"""The script by which handlers save: in step, with one list for all who save one state.
+"""The script by which handlers save: in step, with one list for all ranks that save one state.
 
-The version is that of ``ttp.core.decide``; who saves it is chosen as ``replica_lists`` says. A rank that stands before
-the update that is missing to it makes it first. Save handlers work together, so a saver that is lost or fails spoils
-the whole attempt: everybody is chosen anew and saves anew. Only then one rank gives the checkpoint its name; if it is
-lost before it has said so, the next one does.
+``ttp.core.decide`` gives the version, ``replica_lists`` the savers. A rank that stands before the update that it lacks
+makes it first. Save handlers work together, so a saver that is lost or fails spoils the whole attempt: all savers are
+chosen anew and save anew. Only then one rank gives the checkpoint its name; if that rank is lost before it has
+answered, the next one does.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ttp.mindio.protocol.replica_lists import Replicas, choose, renamer
 from ttp.mindio.protocol.rounds import Part, Round, Script
 
 FAILURES_MAX = 3
-"""Attempts that may fail with nobody lost: storage that refuses everybody refuses the next as well."""
+"""Attempts that may fail without a lost rank: storage that refuses all ranks refuses the next attempt as well."""
 
 PLACE = "where the save handlers wrote it"
-"""Nobody else knows."""
+"""Path of the checkpoint; only the handlers know the real one."""
 
 Lists = Mapping[Rank, tuple[TypeRanks, ...]]
 
@@ -36,7 +36,7 @@ def dump(state: RepairState, incident: Incident) -> Script:
         words = sorted(f"rank {a.rank}: {a.text}" for a in state.ailing.values())[:4]
         return _not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
     if _halts_first(state) and not incident.snapshot:
-        yield from halt(state, incident, "dump")  # what hangs may still be saved: a failure is no reason to stop here
+        yield from halt(state, incident, "dump")  # a state that hangs may still be saved: go on after a failure
     failures = 0
     while failures < FAILURES_MAX:
         plan = state.decide(incident)
@@ -57,13 +57,13 @@ def dump(state: RepairState, incident: Incident) -> Script:
             return (yield from _name(state, incident, plan.version, lists))
         if not result.lost:
             first, text = next(iter(result.failed.items()))
-            incident.fail(first, text)  # the others' failures follow from it
+            incident.fail(first, text)  # the failures of the others follow from it
             failures += 1
     return _not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
 
 
 def _saved_before(incident: Incident, reason: str) -> Ending:
-    """Nothing more can be saved; perhaps that was done already in this incident, and what came then has failed."""
+    """End with what this incident has saved before, if anything, as nothing more can be saved."""
     if not incident.saved:
         return _not_saved(reason)
     return Ending(Outcome.SAVED, incident.saved, f"saved version {incident.saved}", PLACE)
@@ -74,7 +74,7 @@ def _halts_first(state: RepairState) -> bool:
 
 
 def _catch_up(state: RepairState, incident: Incident, version: Version, ranks: list[Rank]) -> Part:
-    """Let ranks make the one update that they stand in front of; whoever cannot is counted on no more for it."""
+    """Let ranks make the one update before which they stand. A rank that cannot is not counted on any more."""
     for rank in ranks:
         incident.redoing[rank] = version
     result = yield state.everyone(RoundKind.CATCH_UP, version, "dump", ranks=ranks)
@@ -85,7 +85,7 @@ def _catch_up(state: RepairState, incident: Incident, version: Version, ranks: l
 
 
 def _chosen(state: RepairState, incident: Incident, plan: Plan) -> Lists | None:
-    """Who saves what."""
+    """Return the save lists by rank, and put them into the plan; None: a piece is on no usable rank."""
     assert isinstance(state.replicas, Replicas)
     lists = choose(state.replicas, state.standing(incident, plan.version), state.suspect(incident))
     if lists is None:
@@ -102,7 +102,7 @@ def _save(state: RepairState, version: Version, lists: Lists) -> Round:
 
 
 def _name(state: RepairState, incident: Incident, version: Version, lists: Lists) -> Script:
-    """One saver after the other, until one has done it; one that refuses has a reason that holds for all."""
+    """Have one saver after the other name the checkpoint, until one has. A refusal holds for all, and ends it."""
     first = renamer(lists)
     for rank in [first, *(r for r in lists if r != first)]:
         if rank not in state.job.live:
@@ -118,7 +118,7 @@ def _name(state: RepairState, incident: Incident, version: Version, lists: Lists
 
 
 def _assignments(lists: Lists) -> tuple[Assignment, ...]:
-    """As people read it."""
+    """Return the savers as assignments, for people to read."""
     named = {
         (entry.type, place, rank)
         for entries in lists.values()

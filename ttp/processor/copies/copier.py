@@ -1,4 +1,4 @@
-"""Makes second copies of the state that only this rank has, beside the training. ``ttp.core.replication`` says when."""
+"""Makes second copies of the state that only this rank has, beside the training; see ``ttp.core.replication``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from ttp.store.durable import sync_directory
 log = logging.getLogger("ttp.processor")
 
 HOLD_S = 30.0
-"""How long an update may wait for the copy of the state that it is going to change."""
+"""Seconds that an update may wait for the copy of the state that it is going to change."""
 QUIESCE_S = 10.0
-"""How long a save waits for a copy that was given up to notice it: both read the same state."""
+"""Seconds that a save waits for a copy that was given up to notice it: both read the same state."""
 DEVICE_S = 30.0
-"""How long queued kernels of a version may take before its copy is given up."""
+"""Seconds that queued kernels of a version may take before its copy is given up."""
 
 SHARD, PAGE, JOB = "shard", "rank_local", "job"
 """Kinds of pieces, as ``ttp.core.messages.Piece`` names them."""
@@ -43,13 +43,13 @@ SHARD, PAGE, JOB = "shard", "rank_local", "job"
 
 @dataclass(slots=True)
 class _Attempt:
-    """A copy that is being made. ``through``: it does not read the state any more, whether it succeeded or not."""
+    """A copy that is being made. ``through`` is set when it no longer reads the state, whether it succeeded or not."""
 
     version: Version
     through: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     reason: str = ""
-    """Why it was given up; empty: it was not."""
+    """Why the copy was given up; empty: it was not."""
     room: Callable[[], None] = lambda: None
 
     def give_up(self, reason: str) -> None:
@@ -57,12 +57,12 @@ class _Attempt:
             self.reason = self.reason or reason
 
     def check(self) -> None:
-        """Raises: Cancelled, NoRoomError."""
+        """Raise ``Cancelled`` if the copy was given up."""
         if self.reason:
             raise Cancelled(self.reason)
 
     def cancelled(self) -> bool:
-        """As ``StateSource.write_pieces`` asks: between tensors, and every few MiB."""
+        """Return whether the copy was given up. ``StateSource.write_pieces`` asks between tensors and every few MiB."""
         try:
             self.room()
         except (NoRoomError, OSError) as problem:
@@ -71,15 +71,15 @@ class _Attempt:
 
 
 class Copying:
-    """Makes and keeps the copies of one rank.
+    """Makes and keeps the second copies of one rank.
 
     Args:
-        source: of the state.
-        layout: of the job.
+        source: the adapter that writes the state.
+        layout: the replica groups of the job.
         config: the job's settings.
-        env: who this rank is.
-        receiver: takes the copies of others.
-        tell: takes events for the owner of the machine.
+        env: identity of this rank.
+        receiver: takes the copies of other ranks.
+        tell: takes events for the thread that owns the machine.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Copying:
         self.every = config.buddy_every
         """Updates from one copy to the next."""
         self.waited_s = 0.0
-        """Seconds that updates of this rank have waited for copies: all that they cost on the critical path."""
+        """Seconds that updates of this rank have waited for copies: all that the copies cost on the critical path."""
         rank = Rank(env.rank)
         self._source, self._rank, self._receiver, self._tell = source, rank, receiver, tell
         self._token, self._run_id = config.token, env.run_id
@@ -157,7 +157,7 @@ class Copying:
             log.error("buddy=True: copies cannot be kept at %s (%s)", page_dir, problem)
 
     def named(self, order: CopyTo) -> None:
-        """Send copies to this buddy from now on."""
+        """Send copies to the buddy that the order names from now on."""
         if self._sender is None or self._sender.address != order.address:
             if self._sender is not None:
                 self._sender.close()
@@ -168,32 +168,32 @@ class Copying:
         self._named = True
 
     def settle(self, action: act.SettleCopy) -> None:
-        """Drop the copies that are not needed any more, unless the job is frozen."""
+        """Drop the copies that are no longer needed, unless the job is frozen."""
         if self._frozen:
             self._deferred.append(action)
             return
         gone = self._generations.settle(action.version, whole=action.whole)
         store = self._store
         if gone is not None and store is not None:
-            with contextlib.suppress(RuntimeError):  # no thread can be started: it stays, and the gate opens
+            with contextlib.suppress(RuntimeError):  # no thread can be started: the copy stays, and the gate opens
                 self._worker.submit(lambda: store.drop(self._rank, gone))
 
     def freeze(self) -> None:
-        """Give up a copy that is being made: the gate is closed."""
+        """Give up a copy that is being made, because the gate is closed."""
         self._frozen = self._receiver.frozen = True
         attempt = self._attempt
         if attempt is not None:
             attempt.give_up("the job was frozen")
 
     def thaw(self) -> None:
-        """Copy again: training goes on."""
+        """Allow copies again, because training goes on."""
         self._frozen = self._receiver.frozen = False
         deferred, self._deferred = self._deferred, []
         for action in deferred:
             self.settle(action)
 
     def held(self) -> tuple[m.KeptCopy, ...]:
-        """The copies that this rank can provide: those on its host."""
+        """Return the copies that this rank can provide: those on its host."""
         return self._store.held() if self._store is not None else ()
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class Copying:
             pieces = self._source.write_pieces(
                 order=self._order, version=version, draft=draft, generation=version, cancelled=attempt.cancelled
             )
-            with attempt.lock:  # from here on it is whole, whatever happens to the state
+            with attempt.lock:  # from here on the copy is whole, whatever happens to the state
                 attempt.check()
                 attempt.through.set()
             copy = store.finish(draft, self._rank, version, pieces)
@@ -268,7 +268,7 @@ class Copying:
             log.warning("the copy of version %s still hangs", attempt.version)
 
     def split(self, order: m.Save, alive: Version) -> tuple[m.SaverOrder, m.SaverOrder]:
-        """Divide an order into what is written from the live state, of that version, and what from kept copies."""
+        """Split an order into a part for the live state, which is of version ``alive``, and a part for kept copies."""
         wanted, there = order.order, set(self.held())
         old = order.version < alive
         brought = tuple(
@@ -289,11 +289,18 @@ class Copying:
         cancelled: Callable[[], bool],
         wrote: Callable[[int], None],
     ) -> list[m.Piece]:
-        """Write pieces of kept copies into the draft, durably and verified.
+        """Write the pieces of kept copies into the draft, durably and verified.
+
+        Args:
+            order: the part of the order for kept copies; see ``split``.
+            save: the whole order.
+            draft: directory of the checkpoint.
+            cancelled: returns True to give up.
+            wrote: called with the number of bytes just written.
 
         Raises:
             Cancelled: ``cancelled()`` became true.
-            CheckpointError: a copy is not there or damaged.
+            CheckpointError: a copy is missing or damaged.
             OSError: the storage failed.
         """
         wanted = [(self._keeper[shard], SHARD, shard) for shard in order.kept]

@@ -21,7 +21,7 @@ INDEX = "index"
 CHUNK = 1 << 20
 """Bytes that are copied, or sent, at once."""
 RESERVE = 0.1
-"""This part of the shared memory stays free: others of the host need it too, and get a SIGBUS where it is full."""
+"""Share of the shared memory that stays free: other programs need it too, and get a SIGBUS where it is full."""
 
 _NAME = re.compile(r"(\d+)-(\d+)")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -37,7 +37,7 @@ class Copy:
 
     Args:
         path: its directory.
-        pieces: what lies in it; the index is not listed.
+        pieces: its pieces; the index is not listed.
     """
 
     path: Path
@@ -53,8 +53,8 @@ class CopyStore:
     """The copies of one incarnation on this host.
 
     Args:
-        page_dir: of the job on this host.
-        incarnation: launch of the job; what an older one has left is removed.
+        page_dir: the host's page directory.
+        incarnation: launch of the job; copies of an older one are removed.
     """
 
     def __init__(self, page_dir: Path, incarnation: int) -> None:
@@ -103,7 +103,7 @@ class CopyStore:
         return replace(copy, path=final)
 
     def held(self) -> tuple[KeptCopy, ...]:
-        """Every copy that can be used, in ascending order."""
+        """Return every copy that can be used, in ascending order."""
         with contextlib.suppress(OSError):
             names = (_NAME.fullmatch(entry.name) for entry in os.scandir(self._root))
             found = [(int(name[1]), int(name[2])) for name in names if name]
@@ -124,7 +124,7 @@ class CopyStore:
         """Read the index in ``draft``.
 
         Raises:
-            CheckpointError: it cannot be read, or is of something else.
+            CheckpointError: it cannot be read, or describes something else.
         """
         return _pieces(draft, rank, version)
 
@@ -136,7 +136,7 @@ class CopyStore:
         shutil.rmtree(gone, ignore_errors=True)
 
     def drop_others(self, rank: Rank, keep: Collection[int]) -> None:
-        """Remove all copies of this rank except those of these versions."""
+        """Remove all copies of this rank except those of the versions in ``keep``."""
         for copy in self.held():
             if copy.of == rank and copy.version not in keep:
                 self.drop(rank, copy.version)
@@ -158,17 +158,17 @@ class CopyStore:
 
 
 def bring(copy: Copy, piece: Piece, target: Path, cancelled: Callable[[], None], progress: Progress) -> None:
-    """Copy a piece from memory to the storage, durably, and compare its digest with the one that it had.
+    """Copy a piece from memory to the storage, durably, and compare its digest with the recorded one.
 
     Args:
-        copy: where it is.
+        copy: the copy that holds the piece.
         piece: one of its pieces.
         target: the new file.
         cancelled: called between the chunks; raises to give up.
         progress: see ``HashingFile``.
 
     Raises:
-        CheckpointError: other bytes than those that were kept.
+        CheckpointError: the bytes are not those that were kept.
         OSError: the disk refused.
     """
     writer = HashingFile(target, progress)
@@ -187,10 +187,10 @@ def bring(copy: Copy, piece: Piece, target: Path, cancelled: Callable[[], None],
 
 
 def chunks(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file in chunks. All chunks use one buffer: use each before the next.
+    """Yield the bytes of a file in chunks. All chunks use one buffer: use each before the next.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     buffer = memoryview(bytearray(CHUNK))
     with open_plain(path) as file:
@@ -199,7 +199,7 @@ def chunks(path: Path) -> Iterator[memoryview]:
 
 
 def plain_name(name: str) -> bool:
-    """Whether a file of this name lies in the directory where it is put."""
+    """Return whether the name is a plain file name, so that the file lies in the directory where it is put."""
     return _FILE.fullmatch(name) is not None
 
 

@@ -30,10 +30,10 @@ from ttp.wire.v1 import buddy_pb2_grpc as rpc
 log = logging.getLogger("ttp.processor")
 
 SEND_S = 600.0
-"""A copy that takes longer on its way comes to nothing."""
+"""Seconds after which sending a copy is given up."""
 MESSAGE_BYTES_MAX = PAGE_BYTES_MAX + (1 << 20)
 THREADS = 4
-"""A copy of a state and pages can come at the same time; copies one after the other."""
+"""Threads of the server: a copy of a state and pages can come at the same time; copies one after the other."""
 FILES_MAX = 10_000
 CLOSE_S = 1.0
 
@@ -69,9 +69,9 @@ class Sender:
         """Send a copy, and return when the buddy has stored it whole.
 
         Args:
-            copy: what to send.
-            rank: whose it is.
-            version: of that.
+            copy: the copy to send.
+            rank: the rank that it belongs to.
+            version: its version.
             incarnation: launch of the job.
             keep: versions of this rank that the buddy still has to keep.
             cancelled: called between the chunks; raises to give up.
@@ -107,7 +107,7 @@ class Sender:
 
 
 def _requests(copy: Copy, begin: pb.StoreBegin, cancelled: Callable[[], None]) -> Iterator[pb.StoreRequest]:
-    """The messages that send a copy: how it begins, then each file and its bytes, last the index."""
+    """Yield the messages that send a copy: its description, then each file and its bytes, the index last."""
     files = [(piece.file, piece.size) for piece in copy.pieces]
     files.append((INDEX, (copy.path / INDEX).stat().st_size))
     begin.size = sum(size for _, size in files)
@@ -123,24 +123,24 @@ class Receiver(rpc.BuddyServicer):
     """Receives copies from ranks of other hosts.
 
     Args:
-        config: where it listens, and what it asks whoever calls.
+        config: where to listen, and which credentials a caller needs.
         run_id: the job.
 
     Raises:
-        RuntimeError: no port can be had.
-        ConfigError: others than those it is for would be served; see ``ttp.wire.access``.
+        RuntimeError: no port is free.
+        ConfigError: strangers could be served; see ``ttp.wire.access``.
     """
 
     def __init__(self, config: Config, run_id: str) -> None:
         self._run_id = run_id
         self.store: CopyStore | None = None
-        """Where copies go; None: this rank has not joined yet."""
+        """The store of the copies; None: this rank has not joined yet."""
         self.rank = NOBODY
-        """Who takes them: its own are not to be written from outside."""
+        """Number of this rank, whose own copies are not to be written from outside."""
         self.keep: Callable[[Keep], str] | None = None
-        """Takes pages of ranks of other hosts, and says why not; None: this rank keeps none."""
+        """Takes pages of ranks of other hosts, and returns why not; None: this rank keeps none."""
         self.frozen = False
-        """What is kept is being looked at: nothing comes, nothing goes."""
+        """True while the kept copies are being inspected: none is added or removed."""
         self._one_copy = threading.Lock()
         options = [(k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"]
         self._server = grpc.server(
@@ -162,7 +162,7 @@ class Receiver(rpc.BuddyServicer):
     def Store(  # noqa: N802 - as the proto calls it
         self, request_iterator: Iterator[pb.StoreRequest], context: Any
     ) -> pb.StoreResponse:
-        """See the proto."""
+        """See ``Buddy.Store`` in the proto."""
         try:
             with self._one_copy:
                 self._take(request_iterator)
@@ -173,7 +173,7 @@ class Receiver(rpc.BuddyServicer):
         return pb.StoreResponse()
 
     def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:  # noqa: N802 - as the proto calls it
-        """See the proto."""
+        """See ``Buddy.Keep`` in the proto."""
         if self.keep is None or request.run_id != self._run_id:
             return pb.KeepResponse(refused="it is of another job, or this rank keeps no pages")
         keep = Keep(
@@ -210,7 +210,7 @@ class Receiver(rpc.BuddyServicer):
             shutil.rmtree(draft, ignore_errors=True)
 
     def _receive(self, requests: Iterator[pb.StoreRequest], draft: Path, size: int) -> dict[str, tuple[int, str]]:
-        """Write the files; returns size and digest of each."""
+        """Write the received files; returns size and digest of each."""
         found: dict[str, tuple[int, str]] = {}
         writer: HashingFile | None = None
         left = size
@@ -253,12 +253,12 @@ def _verify(store: CopyStore, draft: Path, rank: Rank, version: Version, found: 
 
 
 def open_receiver(config: Config, run_id: str, *, copies: bool) -> Receiver | None:
-    """Receive copies and pages of other ranks, if that is configured and possible. Training does not depend on it.
+    """Start to receive copies and pages of other ranks, if that is configured and possible; otherwise return None.
 
     Args:
         config: the job's settings.
         run_id: the job.
-        copies: whether shards are copied; whether pages are says ``config.mirror``.
+        copies: whether shards are copied; ``config.mirror`` says whether pages are.
     """
     if not (copies or config.mirror):
         return None

@@ -19,7 +19,7 @@ from ttp.core.messages import Phase
 
 
 def _nothing() -> None:
-    """Does nothing: no other thread has to be woken."""
+    """Do nothing: no other thread has to be woken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,10 @@ class GateState:
         version: finished updates.
         phase: IDLE, UPDATING, TORN or DONE.
         parked: the training thread stands at the closed gate.
-        closure: how often the gate was opened before. Two states that are equal are of one moment, for all that can
-            be said of them: under one closure nothing goes back to where it was.
-        near: it is about to: it waits for its peers, is told when the gate is closed and stands aside then.
+        closure: how often the gate was opened before. Equal states are of one moment for all purposes: under one
+            closure nothing goes back to where it was.
+        near: the training thread will soon come to the gate: it waits for its peers, and stands aside when the gate
+            closes.
     """
 
     version: Version
@@ -42,7 +43,7 @@ class GateState:
     near: bool = False
 
 
-class Halted(Exception):  # noqa: N818 - it is not an error of whoever gets it
+class Halted(Exception):  # noqa: N818 - it is no error of the code that gets it
     """Raised in the training thread: leave the loop instead of waiting at the gate."""
 
 
@@ -84,7 +85,7 @@ class Gate:
         self._admitted = False
         self._updating = False
         self._between = False
-        self._left = False  # an update, by an exception that the program has caught
+        self._left = False  # an exception that the program has caught has left an update
         self._torn = False
         self._parked = False
         self._near = False
@@ -92,7 +93,7 @@ class Gate:
         self._done = False
         self._halted = False
         self.redone = False
-        """Whether the running, or else the last, update was made by order, under a closed gate."""
+        """True if the running update, or else the last one, was made by order, under a closed gate."""
 
     # --------------------------------------------------------------------------------------------- training thread
 
@@ -100,10 +101,11 @@ class Gate:
         """Pass the gate, or wait until it opens.
 
         An update that never ended was left by an exception. What it wrote is in the copy, and the next update builds on
-        it as training does: its number is used up, so that this rank keeps step with those that did not fail.
+        it as training does. The number of that update is used up, so that this rank keeps step with ranks that did not
+        fail.
 
         Args:
-            again: it is the update that was left, made again with the same gradient: it keeps its number.
+            again: this is the update that was left, made again with the same gradient: it keeps its number.
 
         Raises:
             Halted: see ``halt``.
@@ -131,7 +133,7 @@ class Gate:
         """Wait at the gate while it is closed, with the final gradient, before other ranks have theirs.
 
         Returns:
-            Whether this rank was admitted to make the update without waiting for the others.
+            True if this rank was admitted to make the update without waiting for the others.
 
         Raises:
             Halted: see ``halt``.
@@ -149,11 +151,11 @@ class Gate:
             self._parked = False
 
     def nearby(self, wake: Callable[[], None] = _nothing) -> contextlib.AbstractContextManager[None]:
-        """A block in which the training thread waits for other ranks with its final gradient, and may ``stand_aside``.
+        """Return a block in which the training thread, with its final gradient, waits for others and may stand aside.
 
         Args:
-            wake: called by whoever closes the gate, when it is closed: the training thread is to look at it. Must not
-                block. May be called once more when the thread has left already.
+            wake: called by the thread that closes the gate, so that the training thread looks at the gate. Must not
+                block. May be called once more when the training thread has left the block already.
         """
         return _Nearby(self, wake)
 
@@ -163,24 +165,24 @@ class Gate:
 
     @property
     def updating(self) -> bool:
-        """Whether an update is running. Takes no lock: for the training thread itself."""
+        """True while an update is running. Takes no lock: for the training thread itself."""
         return self._updating
 
     @property
     def left(self) -> bool:
-        """Whether the last update was left before its end. Takes no lock: for the training thread."""
+        """True if the last update was left before its end. Takes no lock: for the training thread."""
         return self._left
 
     @property
     def closed(self) -> bool:
-        """Whether updates may not start. Takes no lock: the training thread asks again before it acts."""
+        """True while updates may not start. Takes no lock: the training thread asks again before it acts."""
         return self._closed
 
     def stand_between(self) -> None:
         """Note that the training thread is between two steps of one version, perhaps for long.
 
-        The copy stands still and is of no version: under a closed gate it is torn, and what was kept from before the
-        update is all there is. ``begin_update`` goes on with the update.
+        The copy stands still and is of no version: under a closed gate it is torn, and only the copy from before the
+        update can be saved. ``begin_update`` goes on with the update.
         """
         with self._lock:
             self._updating, self._between = False, True
@@ -268,21 +270,21 @@ class Gate:
             self._updating = self._left = self._between = self._torn = self._halted = self._admitted = False
 
     def open(self) -> None:
-        """Let updates start again. The thread that waited is counted as gone at once, even if it never wakes."""
+        """Let updates start again. A thread that waited counts as gone at once, even if it never wakes."""
         with self._lock:
             self._closed = self._admitted = self._halted = self._parked = False
             self._closure += 1
             self._opened.set()
 
     def state(self) -> GateState:
-        """The present state. It may be outdated at once unless the gate is closed."""
+        """Return the present state. It may be outdated at once unless the gate is closed."""
         with self._lock:
             return self._state()
 
     def _state(self) -> GateState:
         if self._torn or self._left or (self._between and self._closed):
             phase = Phase.TORN
-        elif self._updating or self._between or self._admitted:  # who is admitted may begin at any moment
+        elif self._updating or self._between or self._admitted:  # an admitted thread may begin at any moment
             phase = Phase.UPDATING
         else:
             phase = Phase.DONE if self._done else Phase.IDLE

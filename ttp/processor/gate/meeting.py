@@ -1,23 +1,23 @@
-"""A barrier of the ranks of one host in shared memory. Decision 33 says why none leaves too early or sleeps too long.
+"""A barrier of the ranks of one host in shared memory. Decision 33 shows why none leaves too early or sleeps too long.
 
-Each rank has a word that only it writes: the number of the last meeting that it came to. All have come when all of
-these say so, and then nothing can make it untrue: a rank that leaves by order and comes to later meetings only writes
-higher numbers. One word more, the *bell*, is what everybody sleeps on. It is only ever added to, by the kernel, in one
-step::
+Each rank has a word that only it writes: the number of the last meeting to which it came. All ranks have come when all
+words have reached the number of the meeting, and this stays true: a rank that leaves by order and comes to later
+meetings only writes higher numbers. All ranks sleep on one more word, the *bell*. The kernel alone changes it, by
+adding to it in one step::
 
-    come     write my word; add to the bell; read all words; if all have come, wake everybody, and go on
+    come     write my word; add to the bell; read all words; if all have come, wake all sleepers, and go on
     wait     read the bell; read all words, the gate, the word for trouble; sleep unless the bell has changed
-    ring     add to the bell, and wake everybody     (my gate was closed)
-    warn     write the word for trouble; ring        (a neighbour died: everybody is to look at the signs of life)
+    ring     add to the bell, and wake all sleepers     (my gate was closed)
+    warn     write the word for trouble; ring           (a neighbour died: all ranks look at the signs of life)
 
 Of two ranks the one that adds to the bell later sees the word of the other, so the last one sees them all.
 
-Where other hosts take part (``wide``) nobody goes by the words of this host. They ring another bell, at the *front*,
-for the courier: a thread of one rank, which waits for all words, meets the couriers of other hosts over the network,
-and then writes the number into a word that only it writes, ``RELEASED``.
+Where other hosts take part (``wide``), the words of this host alone release no rank. The ranks ring another bell, at
+the *front*, for the courier: a thread of one rank, which waits for all words, meets the couriers of other hosts over
+the network, and then writes the number into a word that only it writes, ``RELEASED``.
 
-The protocol is written as coroutines over ``Words``. Those of memory never suspend; those of a model (in
-``tests/processor/meeting_model.py``) do at every access, so all orders of them can be tried.
+The protocol is written as coroutines over ``Words``. The words of real memory never suspend; those of a model (in
+``tests/processor/meeting_model.py``) do at every access, so that all orders of accesses can be tried.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from ttp.processor.liveness.futex import Mapping
 T = TypeVar("T")
 
 NET_S = 0.1
-"""Whoever sleeps looks again after that. Every change that matters wakes it before; this is for the unforeseen."""
+"""Seconds after which a sleeper looks again. Every change that matters wakes it before; this is for the unforeseen."""
 
 BELL, FRONT, RELEASED, BROKEN, TROUBLE, IDLE = 64, 128, 192, 256, 320, 384
 _SLOTS, _LINE = 512, 64
 
 
 def slot(place: int) -> int:
-    """The index of a rank's word; ``place`` is its number among the ranks that meet here."""
+    """Return the index of a rank's word; ``place`` is its number among the ranks that meet here."""
     return _SLOTS + _LINE * place
 
 
 def size_of(count: int) -> int:
-    """Bytes that the words of ``count`` ranks need."""
+    """Return the bytes that the words of ``count`` ranks need."""
     return slot(count)
 
 
 def reached(word: int, turn: int) -> bool:
-    """Whether a word that counts meetings has come to ``turn``; both are counted in 32 bits."""
+    """Return whether a word that counts meetings has come to ``turn``; both are counted modulo 2**32."""
     return (word - turn) & 0xFFFFFFFF < 1 << 31
 
 
@@ -61,28 +61,28 @@ class Words(Protocol):
     """Memory that is accessed by words of 32 bits."""
 
     async def load(self, at: int) -> int:
-        """The word there."""
+        """Return the word at ``at``."""
 
     async def all_reached(self, places: Sequence[int], turn: int) -> bool:
-        """Whether the words there, read one after the other, have ``reached`` that."""
+        """Return whether the words at ``places``, read one after the other, have all ``reached`` meeting ``turn``."""
 
     async def store(self, at: int, value: int) -> None:
-        """Write a word that nobody else writes, or nobody writes anything else into."""
+        """Write a word that no other rank writes, or into which all ranks write the same value."""
 
     async def add_one(self, at: int) -> None:
-        """In one step; whoever sees the sum, or adds later, sees what was stored before."""
+        """Add 1 in one step. A rank that sees the sum, or adds later, sees all that was stored before."""
 
     async def wake(self, at: int) -> None:
-        """Wake all who sleep on a word."""
+        """Wake all sleepers of a word."""
 
     async def ring(self, at: int) -> None:
-        """Both, one after the other."""
+        """Add 1, then wake all sleepers."""
 
     async def sleep(self, at: int, expected: int) -> bool:
-        """Until woken, ``NET_S`` at most; not at all when the word is another one than ``expected``.
+        """Sleep until woken, ``NET_S`` seconds at most; not at all if the word is not ``expected``.
 
         Returns:
-            False when the time is over.
+            False if the time is over.
         """
 
 
@@ -93,31 +93,31 @@ class SharedWords:
         self._mapping = mapping
 
     async def load(self, at: int) -> int:
-        """See ``Words``."""
+        """See ``Words.load``."""
         return self._mapping.word(at)
 
     async def all_reached(self, places: Sequence[int], turn: int) -> bool:
-        """See ``Words``."""
+        """See ``Words.all_reached``."""
         return self._mapping.reached(places, turn)
 
     async def store(self, at: int, value: int) -> None:
-        """See ``Words``."""
+        """See ``Words.store``."""
         self._mapping.set_word(at, value)
 
     async def add_one(self, at: int) -> None:
-        """See ``Words``."""
+        """See ``Words.add_one``."""
         self._mapping.add_one(at, IDLE)
 
     async def wake(self, at: int) -> None:
-        """See ``Words``."""
+        """See ``Words.wake``."""
         self._mapping.wake(at)
 
     async def ring(self, at: int) -> None:
-        """See ``Words``."""
+        """See ``Words.ring``."""
         self._mapping.add_one_and_wake(at)
 
     async def sleep(self, at: int, expected: int) -> bool:
-        """See ``Words``."""
+        """See ``Words.sleep``."""
         return self._mapping.wait(at, expected, NET_S)
 
 
@@ -129,40 +129,40 @@ class OwnWords:
         self._changed = threading.Condition()
 
     async def load(self, at: int) -> int:
-        """See ``Words``."""
+        """See ``Words.load``."""
         return self._words[at]
 
     async def all_reached(self, places: Sequence[int], turn: int) -> bool:
-        """See ``Words``."""
+        """See ``Words.all_reached``."""
         return all(reached(self._words[at], turn) for at in places)
 
     async def store(self, at: int, value: int) -> None:
-        """See ``Words``."""
+        """See ``Words.store``."""
         self._words[at] = value
 
     async def add_one(self, at: int) -> None:
-        """See ``Words``."""
+        """See ``Words.add_one``."""
         with self._changed:
             self._words[at] += 1
 
     async def wake(self, at: int) -> None:
-        """See ``Words``."""
+        """See ``Words.wake``."""
         with self._changed:
             self._changed.notify_all()
 
     async def ring(self, at: int) -> None:
-        """See ``Words``."""
+        """See ``Words.ring``."""
         await self.add_one(at)
         await self.wake(at)
 
     async def sleep(self, at: int, expected: int) -> bool:
-        """See ``Words``."""
+        """See ``Words.sleep``."""
         with self._changed:
             return self._words[at] != expected or self._changed.wait(NET_S)
 
 
 def run(protocol: Coroutine[Any, Any, T]) -> T:
-    """Carry out a protocol over words that never suspend."""
+    """Run a protocol over words that never suspend, and return its result."""
     try:
         protocol.send(None)
     except StopIteration as done:
@@ -175,11 +175,11 @@ class Meeting:
     """The barrier of the ranks of this host, as one of them sees it.
 
     Args:
-        words: shared by them, all 0 before anybody comes.
-        place: of this rank among them.
-        count: of them.
-        wide: ranks of other hosts take part; the one at place 0 has a courier.
-        gone: whether the rank at a place has ended; asked while it is waited for.
+        words: shared by the ranks, all 0 before the first meeting.
+        place: number of this rank among them.
+        count: number of ranks.
+        wide: ranks of other hosts take part; the rank at place 0 has a courier.
+        gone: returns whether the rank at a place has ended; asked while that rank is waited for.
     """
 
     def __init__(
@@ -187,16 +187,16 @@ class Meeting:
     ) -> None:
         self._words, self._place, self._wide, self._gone = words, place, wide, gone
         self._slots = tuple(map(slot, range(count)))
-        self._heard = FRONT if wide else BELL  # by whom all words of this host are waited for
+        self._heard = FRONT if wide else BELL  # the bell at which all words of this host are waited for
 
     async def come(self, turn: int) -> bool:
-        """This rank has all that the others wait for.
+        """Note that this rank has come to a meeting.
 
         Args:
-            turn: 1 more than in the meeting before.
+            turn: number of the meeting, 1 more than in the meeting before.
 
         Returns:
-            Whether that is the end of the meeting: ``wait`` is to be called only if not.
+            True if that ends the meeting; otherwise ``wait`` is to be called.
         """
         await self._words.store(self._slots[self._place], turn)
         await self._words.add_one(self._heard)
@@ -206,17 +206,17 @@ class Meeting:
         return not self._wide
 
     async def wait(self, turn: int, leave: Callable[[], Awaitable[bool]]) -> bool:
-        """Return when all have come.
+        """Wait until all ranks have come.
 
         Args:
-            turn: of the meeting.
-            leave: whether this rank is to go on without the others; asked after each ``ring``.
+            turn: number of the meeting.
+            leave: returns whether this rank is to go on without the others; asked after each ``ring``.
 
         Returns:
-            False: it was told to leave.
+            False: this rank was told to leave.
 
         Raises:
-            BrokenError: somebody will never come.
+            BrokenError: a rank will never come.
         """
         return await self._sleep_until(self.over, turn, BELL, leave)
 
@@ -241,17 +241,17 @@ class Meeting:
             await self._words.sleep(BELL, heard)
 
     async def over(self, turn: int) -> bool:
-        """Whether all have come."""
+        """Return whether all ranks have come."""
         if self._wide:
             return reached(await self._words.load(RELEASED), turn)
         return await self._all_came(turn)
 
     async def ring(self) -> None:
-        """Something has changed: who waits is to look at it."""
+        """Wake all ranks that wait, so that they look at what has changed."""
         await self._words.ring(BELL)
 
     async def warn(self) -> None:
-        """Somebody has ended: who waits for that one is to find it out."""
+        """Wake all ranks that wait, so that they find out which rank has ended."""
         await self._words.store(TROUBLE, 1)
         await self.ring()
 
@@ -259,31 +259,31 @@ class Meeting:
         if await self._words.load(BROKEN):
             raise BrokenError("the hosts cannot meet any more")
         for place, at in enumerate(self._slots):
-            wanted = RELEASED if self._wide and place == 0 else at  # its courier is to meet those of the other hosts
+            wanted = RELEASED if self._wide and place == 0 else at  # its courier has to meet those of the other hosts
             if place == self._place or reached(await self._words.load(wanted), turn) or not await self._gone(place):
                 continue
-            if not reached(await self._words.load(wanted), turn):  # else it did what is wanted of it, and ended then
+            if not reached(await self._words.load(wanted), turn):  # else it did its part, and ended then
                 raise BrokenError(f"a rank of this host has ended, the one at place {place}")
 
     # ------------------------------------------------------------------------------------------------- of the courier
 
     async def all_here(self, turn: int, leave: Callable[[], Awaitable[bool]]) -> bool:
-        """The courier waits for all ranks of this host. False: it was told to leave."""
+        """Wait as the courier for all ranks of this host. Returns False if it was told to leave."""
         return await self._sleep_until(self._all_came, turn, FRONT, leave)
 
     async def _all_came(self, turn: int) -> bool:
         return await self._words.all_reached(self._slots, turn)
 
     async def release(self, turn: int) -> None:
-        """All ranks of all hosts have come."""
+        """Release the ranks of this host: all ranks of all hosts have come."""
         await self._words.store(RELEASED, turn)
         await self.ring()
 
     async def break_up(self) -> None:
-        """The hosts do not meet any more."""
+        """Break the barrier for good: the hosts do not meet any more."""
         await self._words.store(BROKEN, 1)
         await self.warn()
 
     async def ring_front(self) -> None:
-        """The courier is to look whether it may leave."""
+        """Wake the courier, so that it looks whether it may leave."""
         await self._words.ring(FRONT)

@@ -26,11 +26,11 @@ log = logging.getLogger("ttp.processor")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SEEN_S = 10.0
-"""How long a sentinel may take to appear. It was begun before; where there can be none, the start takes that longer."""
+"""Seconds that a sentinel, begun before, may take to appear; where there can be none, the start takes that longer."""
 _SECRET_BYTES = 32
 
 Gather = Callable[[bytes], Sequence[bytes]]
-"""What every rank gives, in the order of the ranks; all of them call it at the same time."""
+"""Collective call: returns the bytes that every rank gives, in the order of the ranks. All ranks call it together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Place:
     """The shared memory in which a rank meets others.
 
     Args:
-        words: shared with the others here.
-        number: of this rank among them.
-        ranks: all that meet here, in order.
+        words: memory shared with the other ranks here.
+        number: number of this rank among them.
+        ranks: all ranks that meet here, in order.
         firsts: the first rank of every such place in the job, in order.
-        readers: at which the others show that they live, by their number; not at this rank itself.
+        readers: readers of the other ranks' sentinels, by their number here.
     """
 
     words: Words
@@ -52,16 +52,16 @@ class Place:
     readers: dict[int, SentinelReader]
 
     async def gone(self, number: int) -> bool:
-        """Whether the process of a rank has ended, or left the job."""
+        """Return whether the process of a rank has ended, or left the job."""
         try:
             return self.readers[number].state() is not State.ALIVE
         except BadSentinelError:
-            return False  # whatever it is, no death
+            return False  # whatever it is, it is no death
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a rank tells of its host; empty strings if it has no memory to share."""
+    """What a rank tells others of its host; empty strings if it has no memory to share."""
 
     boot: str
     directory: str
@@ -74,8 +74,8 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
     """Find the ranks that share memory with this one. All ranks call it at the same point of their programs.
 
     Args:
-        rank: this one.
-        page_dir: where this rank keeps its page and its sentinel; None: nowhere.
+        rank: this rank.
+        page_dir: the directory of this rank's page and sentinel; None: it has none.
         gather: see ``Gather``; called three times.
     """
     pid = os.getpid()
@@ -89,7 +89,7 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
         opened: Mapping | None = None
         if not alone and rank == together[0]:
             opened = _tried(rank, lambda: _make(Path(mine.directory), offers[rank].secret, len(together), held))
-        gather(b"1")  # who makes a file has made it
+        gather(b"1")  # the rank that makes a file has made it now
         if not alone and rank != together[0]:
             opened = _tried(rank, lambda: _open(Path(mine.directory), offers[together[0]].secret, len(together)))
         readers: dict[int, SentinelReader] | None = None
@@ -110,7 +110,7 @@ def _fields(offer: _Offer) -> tuple[object, ...]:
 
 
 def _places(offers: Sequence[_Offer], could: Sequence[bool]) -> list[tuple[int, ...]]:
-    """All places, the same on every rank: those where everybody could, and single ranks."""
+    """Return all places, the same on every rank: groups in which every rank could map the memory, and single ranks."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, offer in enumerate(offers):
         groups.setdefault((offer.boot, offer.directory), []).append(rank)
@@ -122,7 +122,7 @@ def _places(offers: Sequence[_Offer], could: Sequence[bool]) -> list[tuple[int, 
 
 
 def _boot_id() -> str:
-    """The id of the running kernel; empty if it has none."""
+    """Return the id of the running kernel; empty if it has none."""
     with contextlib.suppress(OSError):
         return BOOT_ID.read_text().strip()
     return ""
@@ -137,7 +137,7 @@ def _tried(rank: int, attempt: Callable[[], T]) -> T | None:
 
 
 class _NotSharedError(Exception):
-    """Why ranks that say the same of themselves share no memory after all."""
+    """Ranks that describe the same memory share none after all; the text says why."""
 
 
 def _name(secret: bytes) -> str:
@@ -145,7 +145,7 @@ def _name(secret: bytes) -> str:
 
 
 def _make(directory: Path, secret: bytes, count: int, held: contextlib.ExitStack) -> Mapping:
-    """The file, until ``held`` lets go of it."""
+    """Make and map the file in which ranks meet. ``held`` removes the file."""
     size = size_of(count)
     with open_directory(directory) as opened:
         fd = os.open(_name(secret), os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE_OPEN, 0o600, dir_fd=opened)
@@ -171,9 +171,9 @@ def _open(directory: Path, secret: bytes, count: int) -> Mapping:
 
 
 def _mapped(fd: int, size: int) -> Mapping:
-    """Never given back: whoever closes the gate may still ring when the training thread has left for good."""
+    """Map the file for good, as a thread that closes the gate may still ring when the training thread has left."""
     mapping = Mapping(fd, size, writable=True)
-    mapping.add_one(IDLE, IDLE + 64)  # some sandboxes have futexes, but not this
+    mapping.add_one(IDLE, IDLE + 64)  # raises here, as some sandboxes have futexes without this operation
     return mapping
 
 
@@ -183,7 +183,7 @@ def _unlink(path: Path) -> None:
 
 
 def _see(directory: Path, rank: int, offer: _Offer) -> SentinelReader:
-    """A reader of the sentinel of the process that made an offer."""
+    """Wait for the sentinel of the process that made an offer, and return its reader."""
     deadline = time.monotonic() + SEEN_S
     while True:
         found = look(directory, rank, Seat.NEIGHBOUR)
@@ -198,7 +198,7 @@ def _see(directory: Path, rank: int, offer: _Offer) -> SentinelReader:
 
 
 def _is(found: SentinelReader, offer: _Offer) -> bool:
-    """Whether it is the sentinel of the process that made the offer, and not of one before it."""
+    """Return whether the sentinel is that of the process that made the offer, and not of one before it."""
     with contextlib.suppress(BadSentinelError):
         return (found.owner.pid, found.owner.start) == (offer.pid, offer.start) and found.state() is State.ALIVE
     return False

@@ -36,11 +36,11 @@ class ControllerLink:
 
     Args:
         config: the job's settings.
-        env: who this rank is.
-        run_dir: where processes of this host leave files for one another.
-        put: takes what happens to the stream; called on any thread.
-        joining: whether this rank belongs to the job; takes what no other attempt will mend.
-        over: nobody wants the stream any more.
+        env: identity of this rank.
+        run_dir: directory in which processes of this host leave files for one another.
+        put: takes the events of the stream; called on any thread.
+        joining: knows whether this rank belongs to the job; takes problems that no other attempt will mend.
+        over: returns whether the stream is no longer needed.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class ControllerLink:
         self._second = SecondStream(config.token, put, self._shortcut.port)
         self._sockets = Sockets()
         self._peers: tuple[str, ...] = ()
-        """Names of the controller's end of the stream; none where that is a relay's, which is asked for it."""
+        """Names of the controller's end of the stream; empty if that end is a relay's, which is asked for them."""
         self._relayed = False
 
     def perform(self, action: act.LinkAction) -> None:
-        """Do something with the streams. Does not wait for a network."""
+        """Carry out an action of the machine on the streams. Does not wait for a network."""
         match action:
             case act.Send(report):
                 if self._stream is not None:
@@ -81,14 +81,14 @@ class ControllerLink:
                 self._second.perform(action)
 
     def finish(self, timeout_s: float) -> None:
-        """Send what is left, for at most this long, and close the stream."""
+        """Send the queued reports, for at most ``timeout_s`` seconds, and close the stream."""
         if self._stream is not None:
             self._stream.finish(timeout_s=timeout_s)
         self._second.perform(act.CloseAside())
         self._shortcut.close()
 
     def connect(self, action: act.Connect) -> None:
-        """Open a stream. May take as long as a controller takes to start."""
+        """Open a stream, after starting a controller if it has to. May take as long as a controller takes to start."""
         try:
             if action.start_controller and self._config.port is not None and is_local(self._env.master_addr):
                 ensure_controller(
@@ -157,7 +157,7 @@ class ControllerLink:
         self._put(ev.StreamDown(reason))
 
     def _complain_of_encryption(self, reason: str) -> None:
-        """Before the job has formed: a side that speaks TLS and one that does not will never understand each other."""
+        """Fail to join, before the job has formed, if one side speaks TLS and the other does not: no retry helps."""
         if not self._joining.pending() or self._over() or not reason.startswith("UNAVAILABLE"):
             return
         problem = tls.diagnose(self._env.master_addr, self._config.port or 0, reason)
@@ -171,10 +171,10 @@ class ControllerLink:
 
 
 COMES_S = 2.0
-"""How long a rank waits for the relay of its host when it joins; afterwards it asks the controller itself."""
+"""Seconds that a rank waits for the relay of its host when it joins; afterwards it asks the controller itself."""
 LOOK_S = 0.02
 STILL_BEATS = 2
-"""A relay that was seen stopped by so many heartbeats, one after the other, is left."""
+"""Number of heartbeats in a row that find the relay stopped after which the rank leaves the relay."""
 
 
 class Shortcut:
@@ -182,8 +182,8 @@ class Shortcut:
 
     Args:
         config: the job's settings.
-        env: who this rank is.
-        run_dir: where processes of this host leave files for one another.
+        env: identity of this rank.
+        run_dir: directory in which processes of this host leave files for one another.
     """
 
     def __init__(self, config: Config, env: RankEnv, run_dir: Path) -> None:
@@ -196,7 +196,7 @@ class Shortcut:
         self._own: RelayServer | None = None
 
     def port(self) -> int | None:
-        """The relay's port on loopback; None: there is none, or none that can be trusted any more."""
+        """Return the relay's port on loopback; None: there is no relay, or it is not trusted any more."""
         if not self._wanted:
             return None
         found = relay_of(self._config, self._run_dir)
@@ -209,14 +209,14 @@ class Shortcut:
         return found[0]
 
     def stands_still(self) -> bool:
-        """Whether the relay's process is stopped, and was when this was asked before: every heartbeat.
+        """Return whether the relay's process was stopped at this call and the one before. Called at every heartbeat.
 
-        Its kernel answers for it, so that its streams end much later. A relay that is slow is none that is stopped.
+        The kernel keeps a stopped process' streams alive, so that they end much later. A slow relay does not count.
         """
         try:
             state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
-            return False  # it is gone, which its streams tell, or this system does not say
+            return False  # it is gone, and its streams will end; or this system has no /proc
         self._still = self._still + 1 if state in "tT" else 0
         return self._still == STILL_BEATS
 

@@ -27,7 +27,7 @@ def hello(
     pages_at: str,
     can_continue: bool,
 ) -> m.Hello:
-    """The ``Hello`` of this process: who it is, and how it is to be saved."""
+    """Return the ``Hello`` of this process: its identity, and how it is to be saved."""
     return m.Hello(
         rank=Rank(env.rank),
         protocol_major=m.PROTOCOL_MAJOR,
@@ -62,8 +62,8 @@ def hello(
 
 
 def timeouts(config: Config, env: RankEnv) -> RankTimeouts:
-    """The timeouts of this rank, from the settings."""
-    # The first rank of a host looks for a controller at once; the others take turns, and hardly ever have to.
+    """Return the timeouts of this rank, from the settings."""
+    # The first rank of a host looks for a controller at once. The others take turns, and hardly ever have to.
     return RankTimeouts(
         heartbeat_s=config.heartbeat_s,
         rescue_s=config.rescue_patience_s,

@@ -14,12 +14,12 @@ from ttp.wire.address import split
 
 
 class SecondStream:
-    """One stream at a time; of one that was closed nothing is said any more.
+    """One stream at a time. Nothing is reported of a stream that was closed.
 
     Args:
         token: shared secret of the job; may be empty.
-        put: takes what happens to the stream; called on any thread.
-        relay: port of the relay of this host; None: it has none.
+        put: takes the events of the stream; called on any thread.
+        relay: returns the port of the relay of this host; None: it has none.
     """
 
     def __init__(self, token: str, put: Callable[[ev.Event], None], relay: Callable[[], int | None]) -> None:
@@ -29,7 +29,7 @@ class SecondStream:
         self._stream: Stream | None = None
 
     def perform(self, action: act.ConnectAside | act.SendAside | act.CloseAside) -> None:
-        """Open it, send on it, close it. Called on one thread; does not wait for a network."""
+        """Open the stream, send on it, or close it. Called on one thread; does not wait for a network."""
         match action:
             case act.SendAside(report):
                 if self._stream is not None:

@@ -1,4 +1,4 @@
-"""One bidirectional stream to the controller, over threads that never hold a lock of ours while they wait."""
+"""One bidirectional stream to the controller, on threads that never hold a lock of ttp while they wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ttp.wire.v1 import controller_pb2 as pb
 log = logging.getLogger("ttp.processor")
 
 ASK_S = 1.0
-"""How long a relay may take to answer."""
+"""Seconds that a relay may take to answer."""
 
 
 class Stream:
@@ -30,11 +30,11 @@ class Stream:
         address: host of the controller.
         port: its port.
         token: shared secret of the job; may be empty.
-        on_up: the controller has accepted the stream.
-        on_order: an order came in.
-        on_down: the stream ended, with the reason in words.
+        on_up: called when the controller has accepted the stream.
+        on_order: called with each order.
+        on_down: called when the stream has ended, with the reason in words.
         within_s: seconds that the controller has to accept the stream; None: as many as the network takes.
-        to: host:port of the controller where ``address`` is that of a relay; else empty.
+        to: host:port of the controller if ``address`` is that of a relay; else empty.
     """
 
     def __init__(
@@ -66,9 +66,10 @@ class Stream:
         self._outbox.put(report_to_wire(report))
 
     def ask(self, then: Callable[[float | None], None]) -> None:
-        """Ask the relay for how many seconds its host has heard nothing of the controller's; None: nobody can know.
+        """Ask the relay how many seconds its host has heard nothing of the controller's host; None: unknown.
 
-        ``then`` is called on another thread. A relay that does not answer is asked until the stream ends.
+        ``then`` is called with the answer on another thread. A relay that does not answer is asked until the stream
+        ends.
         """
 
         def answered(call: Any) -> None:
@@ -83,7 +84,7 @@ class Stream:
         call.add_done_callback(answered)
 
     def finish(self, timeout_s: float) -> None:
-        """Send no more, and wait until all reports have arrived."""
+        """Send no more, and wait up to ``timeout_s`` seconds until all reports have arrived."""
         self._outbox.put(None)
         self._thread.join(timeout_s)
         self.abort()
@@ -95,7 +96,7 @@ class Stream:
         self._channel.close()
 
     def _wait_accepted(self) -> None:
-        """The controller sends its metadata when it accepts the stream."""
+        """Wait for the controller's metadata, which it sends when it accepts the stream."""
         if self._within_s is None:
             self._call.initial_metadata()
             return

@@ -1,9 +1,9 @@
-"""Forked children (data-loader workers) must not keep the stream of a dead rank open.
+"""Makes forked children (data-loader workers) close the stream of their rank, so that it ends with the rank.
 
-The controller learns of a SIGKILL from the end of the stream; the kernel ends it when the last process that holds the
-socket is gone. A forked worker holds it too, and outlives its parent by seconds.
+The controller learns of a SIGKILL from the end of the stream; the kernel ends the stream when the last process that
+holds the socket is gone. A forked worker holds it too, and outlives its parent by seconds.
 
-A descriptor is known by its number and by what it stood for: once a stream is down its number belongs to somebody else.
+A descriptor is identified by its number and the file behind it: when a stream is down, its number is used again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def close_fd_in_children(fd: int) -> None:
 
 
 def close_sockets_of_in_children(port: int) -> None:
-    """Like ``close_in_children``, beside the stream: sockets from or to ``port``, whichever end is here."""
+    """Make children that are forked later close all sockets from or to ``port``, whichever end is here.
+
+    Unlike ``close_in_children`` it leaves the registered stream as it is.
+    """
     for fd in _sockets_to(port, or_from=True):
         close_fd_in_children(fd)
 
@@ -58,7 +61,7 @@ def _close() -> None:
 
 
 def _identity(fd: int) -> _Identity | None:
-    """What a descriptor refers to; None: it is closed."""
+    """Return what a descriptor refers to; None: it is closed."""
     try:
         found = os.fstat(fd)
     except OSError:
@@ -67,11 +70,11 @@ def _identity(fd: int) -> _Identity | None:
 
 
 def _sockets_to(port: int, *, or_from: bool = False) -> set[int]:
-    """File descriptors of this process that are TCP connections to ``port``. Empty where /proc is not to be had.
+    """Return the file descriptors of this process that are TCP connections to ``port``; none without /proc.
 
     Args:
-        port: of the other end.
-        or_from: of either end; those that listen there, too.
+        port: port of the other end.
+        or_from: include connections from ``port``, and sockets that listen there.
     """
     found: set[int] = set()
     with contextlib.suppress(OSError):
@@ -84,7 +87,7 @@ def _sockets_to(port: int, *, or_from: bool = False) -> set[int]:
 
 
 def _ports(fd: int) -> set[int]:
-    """The ports of both ends of a connection."""
+    """Return the ports of both ends of a connection."""
     found: set[int] = set()
     with socket.socket(fileno=os.dup(fd)) as view:
         for name in (view.getsockname, view.getpeername):

@@ -14,15 +14,15 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 WAITERS = 0x80000000
-"""Somebody may wait. Always set by owners here, so that watchers need not set it."""
+"""Bit that says that a thread may wait. Owners here always set it, so that watchers need not."""
 OWNER_DIED = 0x40000000
 TID_MASK = 0x3FFFFFFF
 DIED = WAITERS | OWNER_DIED
-"""Exactly what the kernel leaves of a word whose owner has ended."""
+"""The value that the kernel leaves in a word whose owner has ended."""
 
 _WAIT, _WAKE, _WAKE_OP, _EVERYBODY = 0, 1, 5, 0x7FFFFFFF
 _ADD_ONE = 1 << 28 | 1 << 12
-"""For ``_WAKE_OP``: add 1 to the second word."""
+"""Operation for ``_WAKE_OP``: add 1 to the second word."""
 _PAGE = 4096
 _NODE_BYTES = 64
 _FIRST_NODE = 64
@@ -44,23 +44,23 @@ class _Timespec(ctypes.Structure):
 
 @lru_cache(maxsize=16)
 def _timespec(seconds: float) -> Any:
-    """Where the kernel reads how long to sleep."""
+    """Return a pointer to a time to sleep, for the kernel."""
     return ctypes.pointer(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
 
 
 class Mapping:
-    """A file in shared memory, mapped. Addresses stay valid until ``close``.
+    """A mapped file in shared memory. Addresses stay valid until ``close``.
 
-    Not ``mmap.mmap``: Python takes those away while it shuts down, before the process has ended; and it gives no
-    address of a read-only one.
+    Not ``mmap.mmap``: Python unmaps those while it shuts down, before the process has ended, and it has no address for
+    a read-only one.
 
     Args:
-        fd: of the file; -1 for memory of this process alone. May be closed afterwards.
-        size: bytes; the file must have that many, or touching what is missing ends the process.
-        writable: else any store through it ends the process.
+        fd: descriptor of the file; -1 for private memory of this process. May be closed afterwards.
+        size: bytes; the file must have that many, or touching the missing ones ends the process.
+        writable: if False, any store through the mapping ends the process.
 
     Raises:
-        OSError: it cannot be mapped, or this platform is not known.
+        OSError: the file cannot be mapped, or this platform is not known.
     """
 
     def __init__(self, fd: int, size: int, writable: bool) -> None:
@@ -74,12 +74,12 @@ class Mapping:
         self._calls: dict[tuple[float, ...], Callable[..., int]] = {}
 
     def word(self, offset: int) -> int:
-        """The 32-bit word at this offset."""
+        """Return the 32-bit word at this offset."""
         value: int = self._words[offset >> 2]
         return value
 
     def reached(self, offsets: Sequence[int], number: int) -> bool:
-        """Whether the words there, which count in 32 bits, have all come to ``number``."""
+        """Return whether the words at ``offsets``, which count modulo 2**32, have all come to ``number``."""
         words = self._words
         for offset in offsets:  # noqa: SIM110 - a generator takes longer, and every update of every rank comes by
             if (words[offset >> 2] - number) & 0xFFFFFFFF >= 1 << 31:
@@ -94,10 +94,10 @@ class Mapping:
         """Sleep while the word is ``expected``, without the interpreter lock. May return early without a reason.
 
         Returns:
-            False when the time is over.
+            False if the time is over.
 
         Raises:
-            OSError: futexes are not to be had here.
+            OSError: futexes are not available here.
         """
         call = self._calls.get((_WAIT, offset, timeout_s)) or self._prepare(_libc(), _WAIT, offset, timeout_s)
         if call(expected, _timespec(timeout_s)) == -1:
@@ -108,29 +108,29 @@ class Mapping:
         return True
 
     def wake(self, offset: int) -> None:
-        """Wake everybody who waits for the word, in any process."""
+        """Wake all threads that wait for the word, in any process."""
         call = self._calls.get((_WAKE, offset)) or self._prepare(_prompt(), _WAKE, offset)
         call(_EVERYBODY)
 
     def add_one(self, offset: int, idle: int) -> None:
-        """Add 1 to a word, as one step for all processes; what was stored before is seen by who sees the sum.
+        """Add 1 to a word, as one step for all processes. A thread that sees the sum sees all that was stored before.
 
-        Python has no such operation, the kernel has: an operation on one word comes with waking those of another.
+        Python has no such operation, but the kernel adds to one word while it wakes the waiters of another.
 
         Args:
-            offset: of the word.
-            idle: of another word, that nobody waits for.
+            offset: offset of the word.
+            idle: offset of another word, for which no thread waits.
 
         Raises:
-            OSError: futexes are not to be had here.
+            OSError: futexes are not available here.
         """
         self._add(offset, idle, 1)
 
     def add_one_and_wake(self, offset: int) -> None:
-        """Add 1 to a word, then wake everybody who waits for it, by one call of the kernel.
+        """Add 1 to a word, then wake all threads that wait for it, by one call of the kernel.
 
         Raises:
-            OSError: futexes are not to be had here.
+            OSError: futexes are not available here.
         """
         self._add(offset, offset, _EVERYBODY)
 
@@ -144,7 +144,7 @@ class Mapping:
             raise _problem("futex wake-op")
 
     def _prepare(self, libc: Any, operation: int, offset: int, *kind: float) -> Callable[..., int]:
-        """The call of the kernel without its last arguments; kept, because making them takes longer than the call."""
+        """Return the system call without its last arguments; it is cached, as making it takes longer than the call."""
         key, where = (operation, offset, *kind), ctypes.c_void_p(self.address + offset)
         call = self._calls[key] = partial(libc.syscall, ctypes.c_long(_numbers().futex), where, ctypes.c_int(operation))
         return call
@@ -155,9 +155,9 @@ class Mapping:
 
 
 class RobustList:
-    """Makes the kernel mark words as died, and wake those who wait for them, when the thread that opened it ends.
+    """Makes the kernel mark words as died, and wake their waiters, when the thread that opened this list ends.
 
-    The thread must hold no robust mutex of the C library meanwhile; its list is put aside. The words must hold the
+    Meanwhile the thread must hold no robust mutex of the C library, whose list is put aside. The words must hold the
     thread's id already.
 
     Args:
@@ -209,8 +209,8 @@ def _libc() -> Any:
 
 @cache
 def _prompt() -> Any:
-    """The same for calls that return at once: the interpreter lock is kept, as another thread may not give it back
-    for some milliseconds."""
+    """Return the C library for calls that return at once: they keep the interpreter lock, as another thread might not
+    give it back for some milliseconds."""
     return _typed(ctypes.PyDLL(None, use_errno=True))
 
 
@@ -230,7 +230,7 @@ def _numbers() -> _Numbers:
 
 
 def _syscall(number: int, *arguments: Any) -> bool:
-    """Make a system call. Returns whether it failed; ``ctypes.get_errno()`` then says why."""
+    """Make a system call. Returns True if it failed; ``ctypes.get_errno()`` then says why."""
     return bool(_libc().syscall(ctypes.c_long(number), *arguments) == -1)
 
 

@@ -19,7 +19,7 @@ from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import StateSource
 
 STORE_S = 2.0
-"""How long whoever sends a page waits until it is stored."""
+"""Seconds that the sender of a page waits until it is stored."""
 
 
 class HostServices:
@@ -27,10 +27,10 @@ class HostServices:
 
     Args:
         config: the job's settings.
-        env: who this rank is.
-        run_dir: where processes of this host leave files for one another.
-        nonce: of this process.
-        died: told of a neighbour: rank, nonce, what happened. Called on any thread.
+        env: identity of this rank.
+        run_dir: directory in which processes of this host leave files for one another.
+        nonce: random id of this process.
+        died: called on any thread when a neighbour has died: rank, nonce, what happened.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HostServices:
             self._stack.callback(stacks.uninstall, self._run_dir)
 
     def joined(self, incarnation: int) -> None:
-        """The job has another set of ranks: pages of older ones are refused from now on."""
+        """Note the incarnation of the job: pages of older ones are refused from now on."""
         self._incarnation = incarnation
 
     def begin(self, source: StateSource, incarnation: int) -> Path:
@@ -104,11 +104,11 @@ class HostServices:
         return refused[-1]
 
     def mirror_to(self, order: MirrorTo) -> None:
-        """Send the pages of this rank to this keeper from now on."""
+        """Send the pages of this rank from now on to the keeper that the order names."""
         self._sender.named(order)
 
     def wait_stored(self, timeout_s: float) -> bool:
-        """Wait until the pages that have arrived are in memory. Returns false if that takes too long."""
+        """Wait until the pages that have arrived are in memory. Returns False after ``timeout_s`` seconds."""
         return self._keeper.wait_done(timeout_s)
 
     def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
@@ -122,7 +122,7 @@ class HostServices:
         self._keeper.close()
 
     def leave(self) -> None:
-        """Take the sentinel back, in good order."""
+        """Close the sentinel in good order, and stop all that ``begin`` has started."""
         with contextlib.suppress(Exception):
             self._stack.close()
 

@@ -1,8 +1,8 @@
-"""The ranks of a host watch each other in a ring: each one the next that lives, by number.
+"""The ranks of a host watch each other in a ring: each rank the next one that lives, by number.
 
-One thread per rank, asleep in the kernel. When the watched one dies or leaves, the next takes its place; a rank that
-comes later, nearer by, is found within a second. So every death is seen by somebody, whatever dies with it, as long as
-one rank of the host is left.
+Each rank has one thread, asleep in the kernel. When the watched rank dies or leaves, the next takes its place; a rank
+that comes later and is nearer is found within a second. So every death is seen, whatever dies with it, as long as one
+rank of the host is left.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ttp.processor.liveness.sentinel_reader import (
 log = logging.getLogger("ttp.processor")
 
 LOOK_S = 1.0
-"""How often a rank looks whether somebody nearer has come. Costs a directory listing and one open file."""
+"""Seconds between two searches for a nearer rank. Each costs a directory listing and one open file."""
 
 OnDeath = Callable[[int, str, str], None]
-"""Told on the watching thread: rank, nonce of the process, what was seen in words. Must not block."""
+"""Called on the watching thread: rank, nonce of the process, what was seen in words. Must not block."""
 
 
 class PeerWatcher:
     """Watches the next living rank of this host.
 
-    A failure of any kind is logged once, and deaths are seen by other means, as where there is no shared memory.
+    A failure of any kind is logged once, and deaths are then seen by other means, as where there is no shared memory.
 
     Args:
         page_dir: the host's page directory, held by this process.
-        rank: of this process; it does not watch itself.
-        incarnation: of the job; ranks of another are nobody's neighbours.
-        on_death: is told once of each process that died.
-        look_s: how often to look for ranks that came later, in seconds.
+        rank: rank of this process, which does not watch itself.
+        incarnation: incarnation of the job; ranks of another one are not watched.
+        on_death: called once for each process that died.
+        look_s: seconds between two searches for ranks that came later.
     """
 
     def __init__(self, page_dir: Path, rank: int, incarnation: int, on_death: OnDeath, look_s: float = LOOK_S) -> None:
@@ -85,7 +85,7 @@ class PeerWatcher:
             following.close()
 
     def _following(self) -> SentinelReader | None:
-        """The next living rank. Ranks before it that have died are reported."""
+        """Return a reader of the next living rank; None: there is none. Ranks before it that have died are reported."""
         ranks = [rank for rank in ranks_in(self._page_dir) if rank != self._rank]
         for rank in sorted(ranks, key=lambda r: (r < self._rank, r)):
             seen = look(self._page_dir, rank, Seat.NEIGHBOUR)

@@ -1,18 +1,18 @@
-"""A sentinel: a small file in shared memory that tells, within microseconds, that a rank's process has died.
+"""A sentinel: a small file in shared memory that shows, within microseconds, that a rank's process has died.
 
 Each rank keeps one, ``alive_<rank>`` in the host's page directory::
 
-    0      magic, seats, rank, pid, start of the process, incarnation, nonce, digest of all that
+    0      magic, seats, rank, pid, start of the process, incarnation, nonce, digest of all these
     512    one word per seat, 64 bytes apart: id of the owner's thread; "owner died"; 0 when it left in good order
 
-The words are held by a thread of the rank that does nothing else; see ``futex`` for what the kernel does
-when it ends. The kernel wakes one waiter per word. Each kind of watcher has a seat of its own, so a neighbour that
+The words are held by a thread of the rank that does nothing else; see ``futex`` for what the kernel does when that
+thread ends. The kernel wakes one waiter per word. Each kind of watcher has a seat of its own, so that a neighbour that
 waits for its interpreter lock does not keep the news from the launcher. Only the owner ever writes.
 
-The file becomes visible when all of it is in place, and is never changed but for the words. Files need no removal: they
-go with the directory, which the kernel's locks look after (``ttp.processor.local_state.page_dir``).
+The file becomes visible when it is complete, and then only its words change. Files need no removal: they go with the
+directory, which the kernel's locks look after (``ttp.processor.local_state.page_dir``).
 
-Children: a forked one has no such thread and a pid of its own, so it neither prolongs the owner's life nor ends it. A
+Children: a forked child has no such thread and a pid of its own, so it neither prolongs the owner's life nor ends it. A
 process that replaces itself (``exec``) is dead as a rank.
 """
 
@@ -52,17 +52,17 @@ class Seat(enum.IntEnum):
 
 
 def sentinel_name(rank: int) -> str:
-    """The file name of a rank's sentinel."""
+    """Return the file name of a rank's sentinel."""
     return f"{PREFIX}{rank}"
 
 
 def word_at(seat: int) -> int:
-    """The offset of the word of a seat."""
+    """Return the offset of the word of a seat."""
     return 512 + seat * 64
 
 
 def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot, by which a reused pid is recognised; 0: not known."""
+    """Return when a process started, in clock ticks since boot, which tells a reused pid; 0: not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     return 0
@@ -73,9 +73,9 @@ class Sentinel:
 
     Args:
         page_dir: the host's page directory, held by this process.
-        rank: of this process.
-        nonce: of this process, as the controller knows it; 64 bytes at most.
-        incarnation: of the job.
+        rank: rank of this process.
+        nonce: random id of this process, as the controller knows it; 64 bytes at most.
+        incarnation: incarnation of the job.
     """
 
     def __init__(self, page_dir: Path, rank: int, nonce: str, incarnation: int) -> None:
@@ -97,7 +97,7 @@ class Sentinel:
             self._thread.join(_LEAVE_PATIENCE_S)
 
     def _run(self, page_dir: Path, rank: int, nonce: str, incarnation: int) -> None:
-        """The thread whose end is the signal: once placed, nothing but ``close`` may wake it."""
+        """Hold the sentinel on the thread whose end is the signal: once placed, only ``close`` may wake it."""
         try:
             header = pack_header(rank, self._pid, process_start(self._pid), incarnation, nonce)
             with contextlib.ExitStack() as held:
@@ -110,10 +110,10 @@ class Sentinel:
 
 
 def _place(directory: int, rank: int, header: bytes, held: contextlib.ExitStack) -> None:
-    """Put a held sentinel in place, by the thread that is to hold it; ``held`` lets go of it, in good order."""
+    """Put a held sentinel in place, on the thread that is to hold it; ``held`` releases it, in good order."""
     draft = f".{sentinel_name(rank)}.{threading.get_native_id()}"
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(draft, dir_fd=directory)  # of a process that died here
+        os.unlink(draft, dir_fd=directory)  # left by a process that died here
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE_OPEN, 0o600, dir_fd=directory)
     try:
         with os.fdopen(fd, "r+b", buffering=0) as file:
@@ -138,7 +138,7 @@ def _leave(mapping: Mapping) -> None:
 
 
 def pack_header(rank: int, pid: int, start: int, incarnation: int, nonce: str) -> bytes:
-    """The fixed part of a sentinel, with its digest.
+    """Return the fixed part of a sentinel, with its digest.
 
     Raises:
         ValueError: the nonce is too long.

@@ -26,7 +26,7 @@ from ttp.processor.liveness.sentinel import (
 from ttp.processor.local_state.page_file import SAFE_OPEN, UnsafeError, check_ours, open_directory
 
 REASON = "its process died (robust futex)"
-"""What a witness can say: how it died, only its parent knows."""
+"""What a witness can say of a death; only the parent knows how the process died."""
 
 
 class State(enum.Enum):
@@ -42,11 +42,11 @@ class Owner:
     """The process to which a sentinel belongs.
 
     Args:
-        rank: global rank.
-        pid: of its process.
-        start: of that process; see ``process_start``.
-        incarnation: of the job.
-        nonce: of the process, as the controller knows it.
+        rank: its rank.
+        pid: its process id.
+        start: its start; see ``process_start``.
+        incarnation: incarnation of the job.
+        nonce: random id of the process, as the controller knows it.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class SentinelReader:
         self._mapping, self._at = mapping, word_at(seat)
 
     def state(self) -> State:
-        """The state of the owner.
+        """Return the state of the owner.
 
         Raises:
             BadSentinelError: the word makes no sense.
@@ -72,18 +72,18 @@ class SentinelReader:
         return _state(self._mapping.word(self._at))
 
     def wait(self, timeout_s: float) -> State:
-        """Wait until the owner has died or left, for at most ``timeout_s``.
+        """Wait until the owner has died or left, for at most ``timeout_s`` seconds, and return its state.
 
         Raises:
             BadSentinelError: the word makes no sense.
-            OSError: futexes are not to be had here.
+            OSError: futexes are not available here.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
             word = self._mapping.word(self._at)
             state, left_s = _state(word), deadline_s - time.monotonic()
             if state is not State.ALIVE:
-                self._mapping.wake(self._at)  # the kernel woke one of those who sit here
+                self._mapping.wake(self._at)  # the kernel woke only one of the waiters at this seat
                 return state
             if left_s <= 0:
                 return state
@@ -115,7 +115,7 @@ def look(page_dir: Path, rank: int, seat: Seat) -> SentinelReader | str:
 
 
 def ranks_in(page_dir: Path) -> list[int]:
-    """The ranks with a sentinel in this directory, in order; none if it cannot be read."""
+    """Return the ranks with a sentinel in this directory, in order; none if it cannot be read."""
     try:
         names = os.listdir(page_dir)  # noqa: PTH208 - once a second: no object per page
     except OSError:

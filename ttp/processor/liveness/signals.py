@@ -17,7 +17,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class Preemption:
-    """Calls ``report`` on SIGTERM as long as it is installed.
+    """Calls ``report`` on SIGTERM while it is installed.
 
     Args:
         report: gets the signal's name in a sentence; runs on a thread of its own.
@@ -31,7 +31,7 @@ class Preemption:
         self._installed = False
 
     def install(self) -> None:
-        """Install the handler. Outside of the main thread that is impossible, which is logged once."""
+        """Install the handler. Off the main thread that is impossible, which is logged."""
         if threading.current_thread() is not threading.main_thread():
             log.warning("not on the main thread: SIGTERM ends this process as usual instead of saving first")
             return
@@ -54,7 +54,7 @@ class Preemption:
             os.close(self._write_fd)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        """Replaces the default action. The handler of the user still runs."""
+        """Replace the default action of SIGTERM. The user's handler still runs."""
         if callable(self._previous):
             self._previous(signum, frame)
 

@@ -19,14 +19,14 @@ from ttp.launch.run_dir import make_private
 log = logging.getLogger("ttp.processor")
 
 FIRST_OFFSET, LAST_OFFSET = 7, 14
-"""The first of SIGRTMIN+7 ... +14 that nobody uses is taken. glibc keeps the first ones, debuggers like the last."""
+"""Offsets from SIGRTMIN; the first unused signal is taken. glibc keeps the first ones, debuggers like the last."""
 
 TEXT_MAX = 8000
-"""Characters of an answer. The main thread comes first."""
+"""Maximum number of characters of an answer. The main thread comes first."""
 
 _DUMP_MAX = 1 << 20
 _SETTLED_S = 0.1
-"""A dump has no end mark: it has ended when the file did not grow for so long."""
+"""Seconds without growth of the file after which a dump has ended: it has no end mark."""
 
 _POLL_S = 0.01
 _THREAD = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x)")
@@ -41,9 +41,9 @@ class _Header:
     """The first line of a stack file.
 
     Args:
-        pid: who writes it.
-        started: when that process was started, in the kernel's ticks since boot; a pid alone is used again.
-        signal: what makes it write.
+        pid: the process that writes it.
+        started: start of that process, in the kernel's ticks since boot, as a pid may be used again.
+        signal: the signal that makes it write.
         main: ident of its main thread.
     """
 
@@ -74,18 +74,18 @@ def install(run_dir: Path) -> bool:
 
 
 def uninstall(run_dir: Path) -> None:
-    """Stop offering stacks. The handler stays installed, as a signal on its way would end the process."""
+    """Stop offering stacks. The handler stays installed, because a signal on its way would end the process."""
     with contextlib.suppress(OSError):
         _path(run_dir, os.getpid()).unlink(missing_ok=True)
 
 
 def take(pid: int, run_dir: Path, timeout_s: float) -> str:
-    """The stacks of process ``pid``, as a text of at most ``TEXT_MAX`` characters. Never raises.
+    """Return the stacks of process ``pid``, as a text of at most ``TEXT_MAX`` characters. Never raises.
 
     Args:
-        pid: a process of this host, of the same user; this one, too.
-        run_dir: of the job on this host.
-        timeout_s: how long to wait for the answer. Call it on a thread that may wait.
+        pid: a process of this host and user; may be this process.
+        run_dir: run directory of the job on this host.
+        timeout_s: seconds to wait for the answer. Call it on a thread that may wait.
     """
     try:
         return _take(pid, Path(run_dir), timeout_s)[:TEXT_MAX]
@@ -110,7 +110,7 @@ def _create(directory: Path, header: _Header) -> int:
     make_private(directory)
     for path in directory.glob("*.txt"):
         if path.stem.isdecimal() and not Path("/proc", path.stem).exists():
-            path.unlink(missing_ok=True)  # of a process that was killed
+            path.unlink(missing_ok=True)  # left by a process that was killed
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     file = os.open(_path(directory.parent, header.pid), flags, 0o600)
     os.write(file, json.dumps(asdict(header)).encode() + b"\n")
@@ -148,7 +148,7 @@ def _ask(header: _Header, path: Path, timeout_s: float) -> str:
 
 
 def _header(pid: int, run_dir: Path) -> _Header | None:
-    """The header of the stack file of the process that has this pid now."""
+    """Return the header of the stack file, if it is of the process that has this pid now."""
     try:
         with _path(run_dir, pid).open() as file:
             header = _Header(**json.loads(file.readline(1000)))
@@ -176,7 +176,7 @@ def _appended(path: Path, offset: int) -> str:
 
 
 def _arranged(dump: str, main: int) -> str:
-    """The stacks, that of the main thread first."""
+    """Return the stacks, that of the main thread first."""
     blocks = [block.strip() for block in _THREAD.split(dump) if block.strip()]
     mains = [block for block in blocks if _ident(block) == main]
     others = [block for block in blocks if _ident(block) != main]
@@ -202,12 +202,12 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _started(pid: int) -> int:
-    """Field 22 of ``stat``; the name in field 2 may hold anything but ends with the last parenthesis."""
+    """Return field 22 of ``stat``. The name in field 2 may hold anything but ends with the last parenthesis."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _waiting(pid: int) -> str:
-    """The kernel function in which the main thread waits."""
+    """Return the kernel function in which the main thread waits, in words."""
     try:
         where = Path(f"/proc/{pid}/wchan").read_text().strip()
     except OSError:

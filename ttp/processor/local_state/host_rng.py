@@ -1,8 +1,8 @@
-"""Captures the random streams of any Python program: python's own and numpy's global one.
+"""Captures the random streams of any Python program: Python's own and numpy's global one.
 
 A capture happens twice per update and takes a few microseconds: the 625 numbers of a Mersenne Twister are not converted
-one by one, but returned as the memory in which they lie. The address of that memory is found at start on a generator of
-our own and checked against the official functions. If the check fails, the official functions are used.
+one by one, but returned as the memory that holds them. The address of that memory is found at the start on a generator
+of its own and checked against the official functions. If the check fails, the official functions are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ttp.store.encoding import decode, encode
 _WORDS = 624
 _TWISTER_BYTES = 4 * (_WORDS + 1)
 _GAUSS = struct.Struct("<Bd")  # whether there is a spare normal number, and which
-_LIVE_GAUSS = struct.Struct("<i4xd")  # the same, as it lies in numpy's object
+_LIVE_GAUSS = struct.Struct("<i4xd")  # the same fields, as they lie in numpy's object
 _NATIVE_ORDER = sys.byteorder == "little"
 
 HostState = tuple[Buffer, Buffer, Buffer, Buffer]
@@ -35,7 +35,7 @@ class HostStreams:
         self._numpy: _NumpyStream | None = None
 
     def capture(self) -> HostState:
-        """The state of every random stream. Some parts are live memory: copy them before the next random number."""
+        """Return the state of every random stream. Some parts are live memory: copy them before the next number."""
         if self._numpy is None:
             if "numpy.random" not in sys.modules:
                 return (*self._python.capture(), b"", b"")
@@ -43,9 +43,9 @@ class HostStreams:
         return (*self._python.capture(), *self._numpy.capture())
 
     def standing(self) -> Callable[[], bool] | None:
-        """A function that tells whether the parts of the last ``capture`` still describe all streams.
+        """Return a function that tells whether the parts of the last ``capture`` still describe all streams.
 
-        Parts in live memory follow their streams. The function is false when a stream was replaced.
+        Parts in live memory follow their streams. The function returns False when a stream was replaced.
 
         Returns:
             None if a part is not live memory.
@@ -73,7 +73,7 @@ class HostStreams:
 
 
 def memory_at(address: int, size: int) -> memoryview:
-    """A view of memory by its address. The caller keeps the owner of the memory alive."""
+    """Return a view of memory by its address. The caller keeps the owner of the memory alive."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
@@ -81,17 +81,17 @@ def memory_at(address: int, size: int) -> memoryview:
 
 
 class _PythonStream:
-    """State of module ``random``: position, then 624 words; the spare normal number apart."""
+    """The state of module ``random``: position, then 624 words; the spare normal number apart."""
 
     def __init__(self) -> None:
         self.source: Any = random.getstate.__self__  # type: ignore[attr-defined]
         self._live = _python_memory(self.source) if _NATIVE_ORDER and _python_layout_holds() else None
         self.spare: float | None = None
-        """The spare normal number, as it was captured."""
+        """The spare normal number at the last capture."""
 
     @property
     def is_live(self) -> bool:
-        """Whether ``capture`` returns the live memory of the words."""
+        """True if ``capture`` returns the live memory of the words."""
         return self._live is not None
 
     def capture(self) -> tuple[Buffer, bytes]:
@@ -106,10 +106,10 @@ class _PythonStream:
 
 
 def python_state(data: bytes, gauss: bytes) -> tuple[Any, ...]:
-    """A captured state in the form of ``random.setstate``.
+    """Return a captured state in the form of ``random.setstate``.
 
     Raises:
-        struct.error: it was not.
+        struct.error: ``data`` or ``gauss`` is no captured state.
     """
     position, *words = struct.unpack(f"<{_WORDS + 1}I", data)
     return 3, (*words, position), _unpack_gauss(gauss)
@@ -132,7 +132,7 @@ def _python_memory(generator: random.Random) -> memoryview:
 
 
 def _python_layout_holds() -> bool:
-    """Whether the memory of a generator equals what ``getstate`` returns, at several positions."""
+    """Return whether the memory of a generator equals what ``getstate`` returns, at several positions."""
     try:
         if type(random.getstate.__self__) is not random.Random:  # type: ignore[attr-defined]
             return False
@@ -154,10 +154,10 @@ def _python_layout_holds() -> bool:
 
 
 class _NumpyStream:
-    """State of numpy's global generator: 624 words, then the position; the spare normal number apart.
+    """The state of numpy's global generator: 624 words, then the position; the spare normal number apart.
 
     The words are found by the documented ``ctypes.state_address`` of the bit generator. The spare normal number has no
-    such address and ``get_state()`` takes 30 us; so its place in the object is looked for at start.
+    such address and ``get_state()`` takes 30 us, so its place in the object is found at the start.
     """
 
     def __init__(self) -> None:
@@ -168,14 +168,14 @@ class _NumpyStream:
         self.owner: Any = self._get_state.__self__
         self._gauss_at = _numpy_gauss_offset(type(self.owner)) if _NATIVE_ORDER else None
         self.generator: Any = None
-        """The bit generator that ``_words`` belongs to; ``set_bit_generator`` replaces it."""
+        """The bit generator to which ``_words`` belongs; ``set_bit_generator`` replaces it."""
         self._words: memoryview | None = None
         if self._gauss_at is not None:
             self._gauss = memory_at(id(self.owner) + self._gauss_at - 8, _LIVE_GAUSS.size)
 
     @property
     def is_live(self) -> bool:
-        """Whether ``capture`` returns the live memory of the words."""
+        """True if ``capture`` returns the live memory of the words."""
         return self._words is not None
 
     def capture(self) -> tuple[Buffer, Buffer]:
@@ -206,7 +206,7 @@ def _restore_numpy(data: bytes, gauss: bytes) -> list[str]:
 
 
 def _numpy_state(data: bytes, gauss: bytes) -> Any:
-    """A captured state in the form of ``numpy.random.set_state``."""
+    """Return a captured state in the form of ``numpy.random.set_state``."""
     import numpy
 
     if not gauss:
@@ -222,7 +222,7 @@ _NUMPY_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def _numpy_words(generator: Any, get_state: Any) -> memoryview | None:
-    """A view of the live words of a bit generator; None if it is no Mersenne Twister, or the check fails."""
+    """Return a view of the live words of a bit generator; None if it is no Mersenne Twister, or the check fails."""
     if type(generator).__name__ != "MT19937":
         return None
     memory = memory_at(generator.ctypes.state_address, _TWISTER_BYTES)
@@ -232,9 +232,9 @@ def _numpy_words(generator: Any, get_state: Any) -> memoryview | None:
 
 
 def _numpy_gauss_offset(kind: Any) -> int | None:
-    """Where in a ``RandomState`` the spare normal number lies; the flag that says so lies 8 bytes before it.
+    """Return the offset of the spare normal number in a ``RandomState``; its flag is 8 bytes before it.
 
-    Found on a private generator by a number that occurs nowhere else, then checked on numbers really drawn.
+    It is found on a private generator by a number that occurs nowhere else, then checked on numbers really drawn.
     """
     try:
         probe = kind(20_11)

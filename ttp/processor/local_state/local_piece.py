@@ -1,4 +1,4 @@
-"""Rank-local state in a checkpoint: one piece per host, collected from the pages by one rank of it."""
+"""Rank-local state in a checkpoint: one piece per host, collected from the pages by one rank of the host."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Pages:
     """The pages of a host that could be read.
 
     Args:
-        data: the image of each rank that has one of the wanted version.
-        provisional: ranks that died before they had finished the version; theirs is the state before the update.
-        missing: why a rank has none.
+        data: the image of each rank that has a page of the wanted version.
+        provisional: ranks that died before they had finished the version; their pages hold the state before the update.
+        missing: why a rank has no page.
     """
 
     data: dict[Rank, bytes]
@@ -71,7 +71,7 @@ def write_local_piece(draft: Path, file: str, pages: Pages, writer: Rank) -> Pie
 
 
 def read_local_image(path: Path, pieces: Sequence[Piece], rank: int) -> bytes | None:
-    """The page of ``rank``, as its adapter wrote it, that the checkpoint at ``path`` keeps; None if nothing.
+    """Return the page of ``rank`` that the checkpoint at ``path`` keeps, as its adapter wrote it; None: there is none.
 
     Raises:
         CheckpointError: a piece cannot be read.
@@ -89,19 +89,19 @@ def read_local_image(path: Path, pieces: Sequence[Piece], rank: int) -> bytes | 
 
 
 def ranks_kept(pieces: Sequence[Piece]) -> list[int]:
-    """The ranks whose state is in these pieces."""
+    """Return the ranks whose state is in these pieces."""
     kept = [rank for p in pieces if p.kind == LOCAL_KIND for rank in _listed(p, "ranks", list, [])]
     return sorted(rank for rank in kept if isinstance(rank, int))
 
 
 def not_kept(pieces: Sequence[Piece], world_size: int) -> tuple[Rank, ...]:
-    """The ranks whose state is not in these pieces."""
+    """Return the ranks whose state is not in these pieces."""
     known = set(ranks_kept(pieces))
     return tuple(Rank(rank) for rank in range(world_size) if rank not in known)
 
 
 def why_lost(pieces: Sequence[Piece], rank: int) -> str:
-    """Why the state of ``rank`` is not in these pieces."""
+    """Return why the state of ``rank`` is not in these pieces."""
     for piece in pieces:
         missing = _listed(piece, "missing", dict, {}) if piece.kind == LOCAL_KIND else {}
         if str(rank) in missing:
@@ -110,7 +110,7 @@ def why_lost(pieces: Sequence[Piece], rank: int) -> str:
 
 
 def _listed(piece: Piece, name: str, kind: type, absent: Any) -> Any:
-    """What a piece's table says of its contents; ``absent`` when that is nothing, or no ``kind``."""
+    """Return a field of a piece's table; ``absent`` if it is missing or not of type ``kind``."""
     try:
         table = parse_json(piece.table or "{}")
     except ValueError:

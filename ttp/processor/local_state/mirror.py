@@ -13,23 +13,23 @@ from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_pa
 log = logging.getLogger("ttp.processor")
 
 HandOver = Callable[[int, bool, int, bytes], None]
-"""Gets version, final, incarnation and the bytes of a page."""
+"""Function that takes version, final, incarnation and the bytes of a page."""
 
 PAGE_BYTES_MAX = 8 << 20
-"""A larger page is not mirrored: it is sent with every step."""
+"""Maximum size in bytes of a page that is mirrored: it is sent with every step."""
 
 VERSIONS_KEPT = 2
-"""Two ranks of a job differ by at most one version."""
+"""Number of versions of a page that are kept; ranks of a job differ by at most one version."""
 
 
 class PageMirror:
     """Sends the page of this rank whenever it has changed, on a thread of its own.
 
     Args:
-        page_dir: of the job on this host.
+        page_dir: the host's page directory.
         rank: this rank.
         incarnation: launch of the job.
-        hand_over: may block; meanwhile changes gather.
+        hand_over: sends a page; may block, and changes are gathered meanwhile.
     """
 
     def __init__(self, page_dir: Path, rank: int, incarnation: int, hand_over: HandOver) -> None:
@@ -66,7 +66,7 @@ class PageMirror:
         try:
             page = read_page(self._page_dir, self._rank, version, self._incarnation)
             if isinstance(page, str):
-                log.debug("not mirrored: %s", page)  # it was written again already: that one follows
+                log.debug("not mirrored: %s", page)  # it was written again already: that page follows
             elif len(page.data) > PAGE_BYTES_MAX:
                 self._complain(f"it has {len(page.data)} bytes, more than {PAGE_BYTES_MAX}")
             else:
@@ -84,7 +84,7 @@ class KeptPages:
     """Pages of ranks of other hosts that this rank keeps. Not for several threads at once.
 
     Args:
-        page_dir: of the job on this host.
+        page_dir: the host's page directory.
         rank: this rank.
         incarnation: launch of the job; pages of another one are refused.
     """
@@ -96,10 +96,10 @@ class KeptPages:
         self._newest: dict[int, tuple[int, bool]] = {}
 
     def store(self, keep: Keep) -> str:
-        """Write a page as the page of the rank to which it belongs.
+        """Write a page as the page of the rank to which it belongs. Never raises.
 
         Returns:
-            Why it was refused; empty: it is stored. Never raises.
+            Why it was refused; empty: it is stored.
         """
         reason = self._objection(keep)
         if not reason:
@@ -131,7 +131,7 @@ class KeptPages:
         return ""
 
     def _writer(self, of: int) -> PageWriter:
-        """Anew where another rank of this host has taken the page over, the file is gone or could not be written."""
+        """Return the writer of a rank's page; a new one if another rank took the page over, or the file is lost."""
         writer = self._writers.get(of)
         if writer is None or not writer.in_place():
             if writer is not None:
@@ -141,12 +141,12 @@ class KeptPages:
 
 
 def kept_directory(page_dir: Path) -> Path:
-    """The directory of the pages of other hosts' ranks."""
+    """Return the directory of the pages of other hosts' ranks."""
     return page_dir / "kept"
 
 
 def read_page_or_kept(page_dir: Path, rank: int, version: int, incarnation: int) -> Page | str:
-    """Like ``read_page``. If this host has no page of the rank, the kept one is read."""
+    """Read a page like ``read_page``. If this host has no page of the rank, the kept one is read."""
     page = read_page(page_dir, rank, version, incarnation)
     kept = kept_directory(page_dir)
     if isinstance(page, Page) or not (kept / page_name(rank)).exists():

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from pathlib import Path
 
 from ttp.config import RankEnv
@@ -15,17 +16,19 @@ from ttp.processor.liveness import forks
 SHARED_MEMORY = Path("/dev/shm")
 LOCK_FILE = ".lock"
 _ATTEMPTS = 5
+_LOCK_S = 2.0
+"""How long a process that removes the directory may take. One that was stopped meanwhile is not waited for."""
 
 
 class PageDirectory:
     """A directory of this user and job. It exists at least as long as this object is open.
 
     Args:
-        run_dir: of the job on this host; holds the pages where shared memory cannot.
-        env: who this process is.
-        port: of the job's controller. Address, port and run id name the job on all launchers of this host.
+        run_dir: run directory of the job on this host; holds the pages where shared memory cannot.
+        env: identity of this process.
+        port: port of the job's controller. Address, port and run id name the job on all launchers of this host.
         shared_memory: where directories in memory are made.
-        host: this host's name, where several share one memory (containers, network namespaces); empty: they do not.
+        host: this host's name, where several share one memory (containers, network namespaces); else empty.
 
     Raises:
         OSError: neither place can hold pages.
@@ -55,13 +58,15 @@ class PageDirectory:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if path.is_symlink() or path.lstat().st_uid != os.getuid():
-                    return False  # somebody else prepared this name
+                    return False  # another user has prepared this name
                 lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except FileNotFoundError:
-                continue  # removed by somebody who found it abandoned
+                continue  # removed by a process that found it abandoned
             except OSError:
                 return False
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            if not _shared(lock):
+                os.close(lock)
+                return False
             if _is_file(lock, path / LOCK_FILE):
                 self._lock = lock
                 forks.close_fd_in_children(lock)
@@ -70,15 +75,27 @@ class PageDirectory:
         return False
 
 
+def _shared(lock: int) -> bool:
+    deadline_s = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.01)
+
+
 def remove_abandoned(shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove this user's page directories that no process holds any more. Returns them."""
     return [path for path in _in_memory(shared_memory) if _remove_if_abandoned(path)]
 
 
 def page_directories(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Where ranks of this user may have put pages: the directories of all jobs of this host, and that in ``run_dir``.
+    """Return where ranks of this user may have put pages: directories of all jobs of this host, and in ``run_dir``.
 
-    Whoever looks for a rank of another job than its own must recognise it by what the files say.
+    A caller that looks for a rank of another job than its own must recognise it by the contents of the files.
     """
     return [*_in_memory(shared_memory), _fallback(run_dir)]
 
@@ -105,13 +122,13 @@ def _remove_if_abandoned(path: Path) -> bool:
         shutil.rmtree(path, ignore_errors=True)
         return True
     except OSError:
-        return False  # somebody lives here
+        return False  # a process still holds it
     finally:
         os.close(lock)
 
 
 def _is_file(fd: int, path: Path) -> bool:
-    """Whether ``path`` still is the file that ``fd`` is open on."""
+    """Return whether ``path`` still is the file that ``fd`` is open on."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except OSError:

@@ -15,13 +15,13 @@ HEADER_BYTES = 4096
 
 HEADER = struct.Struct("<8sIIQQ")  # magic, slots, rank, pid, incarnation
 SEQUENCE = struct.Struct("<Q")
-FINISHED = 1 << 63  # bit of a sequence word: what was written provisionally has turned out to be the final state too
+FINISHED = 1 << 63  # bit of a sequence word: the provisional state has turned out to be the final one too
 RECORD = struct.Struct("<QQQ")  # offset, length, digest of the body
 PREFIX = struct.Struct("<QQQIIQ")  # version, incarnation, count of writes, rank, final | kept parts << 1, small bytes
 REFERENCE = struct.Struct("<QQQ")  # offset, length, digest of a kept part
 
 SAFE_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags of every ``open``: a link that somebody left in shared memory is not followed."""
+"""Flags of every ``open``: a link that another user left in shared memory is not followed."""
 
 
 class UnsafeError(Exception):
@@ -29,21 +29,21 @@ class UnsafeError(Exception):
 
 
 def page_name(rank: int) -> str:
-    """The file name of a rank's page."""
+    """Return the file name of a rank's page."""
     return f"rank_{rank}.page"
 
 
 def record_at(slot: int) -> int:
-    """The offset of the record of a slot."""
+    """Return the offset of the record of a slot."""
     return 512 + slot * 64
 
 
 @contextlib.contextmanager
 def open_directory(path: Path) -> Iterator[int]:
-    """A descriptor of a directory that nobody else can write to; names are then looked up in it, not by path.
+    """Yield a descriptor of a directory that no other user can write to; names are then looked up in it, not by path.
 
     Raises:
-        OSError: it is missing, a link, no directory.
+        OSError: the directory is missing, a link, or no directory.
         UnsafeError: another user owns it or may write to it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | SAFE_OPEN)
@@ -55,7 +55,7 @@ def open_directory(path: Path) -> Iterator[int]:
 
 
 def check_ours(facts: os.stat_result, is_kind: Callable[[int], bool], kind: str) -> None:
-    """Refuse what another user may have put there: shared memory is open to everybody on the host.
+    """Refuse a file or directory that another user may have written: shared memory is open to all users of the host.
 
     Raises:
         UnsafeError: it is of another kind, belongs to another user, or others may write to it.

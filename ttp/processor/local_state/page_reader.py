@@ -28,7 +28,7 @@ from ttp.processor.local_state.page_file import (
 )
 
 _ATTEMPTS = 5
-"""A living writer passes by in microseconds; a dead one never does."""
+"""Number of attempts: a living writer is past the slot within microseconds; a dead one never is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Page:
     """The rank-local state that was read from a page.
 
     Args:
-        version: finished updates that it belongs to.
-        final: written after that update; otherwise before it.
+        version: number of finished updates of the state.
+        final: written after that update; False: before it.
         data: the parts that were given to ``PageWriter.write``, joined.
     """
 
@@ -47,11 +47,11 @@ class Page:
 
 
 def read_page(page_dir: Path, rank: int, version: int, incarnation: int) -> Page | str:
-    """Read what ``rank`` stored for ``version``, whether it lives or not.
+    """Read what ``rank`` stored for ``version``, whether the rank lives or not.
 
     Returns:
-        The newest whole page of that version, or in words why there is none: no file, a file that is not ours to
-        believe, torn, another version, another incarnation, garbled. Never raises for what is on the disk.
+        The newest whole page of that version, or in words why there is none: no file, a file that another user may have
+        written, torn, another version, another incarnation, garbled. Never raises for what is on the disk.
     """
     name = page_name(rank)
     try:
@@ -71,8 +71,8 @@ def newest_pages(page_dir: Path, rank: int, pid: int, count: int) -> tuple[int, 
     """Read what the process ``pid`` stored as ``rank``, whichever versions these are.
 
     Returns:
-        The incarnation that it belonged to, and its newest ``count`` versions that are whole, the oldest first; none
-        when there is no page of that process. Never raises for what is on the disk.
+        The incarnation of the process, and its newest ``count`` whole pages, the oldest first; none if there is no page
+        of that process. Never raises for what is on the disk.
     """
     try:
         with open_directory(page_dir) as directory:
@@ -166,7 +166,7 @@ class _Reader:
         return body
 
     def _read_body(self, slot: int) -> _Body | None:
-        """What a slot holds; nothing when it was never written."""
+        """Return what a slot holds; None if it was never written."""
         raw = os.pread(self.fd, SEQUENCE.size + RECORD.size, record_at(slot))
         if len(raw) < SEQUENCE.size + RECORD.size:
             raise _BadPageError("is cut short")
@@ -214,7 +214,7 @@ class _Reader:
 
 
 def _read_fully(fd: int, offset: int, length: int) -> bytes:
-    """``pread`` stops at 2 GiB; a file may also have been cut since its size was asked for."""
+    """Read a span in full. ``pread`` stops at 2 GiB, and a file may have been cut since its size was read."""
     parts: list[bytes] = []
     at, end = offset, offset + length
     while at < end:

@@ -18,14 +18,14 @@ from ttp.wire.v1 import buddy_pb2_grpc as rpc
 log = logging.getLogger("ttp.processor")
 
 SEND_S = 5.0
-"""A page that takes longer on its way is left out: a newer one waits by then."""
+"""Seconds after which a page on its way is given up: a newer one waits by then."""
 
 
 class PageSender:
     """Sends the pages of one rank, one at a time.
 
     Args:
-        rank: whose pages they are.
+        rank: rank whose pages they are.
         token: shared secret of the job; may be empty.
         run_id: the job.
     """
@@ -39,16 +39,16 @@ class PageSender:
         self._well = True
 
     def named(self, order: MirrorTo) -> None:
-        """Send pages to this keeper from now on. Does not block."""
+        """Send pages from now on to the keeper that the order names. Does not block."""
         if self._order is None:
             log.info("the page of rank %s is mirrored to rank %s at %s", self._rank, order.keeper, order.address)
         self._order = order
 
     def send(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
-        """Send a page. Returns when it is kept, or was left out. For one thread."""
+        """Send a page. Returns when it is kept, or was given up. For one thread."""
         order = self._order
         if order is None:
-            return  # nobody is named before all ranks are there
+            return  # no keeper is named before all ranks are there
         try:
             refused = self._call(order, version, final, incarnation, data)
         except grpc.RpcError as problem:

@@ -1,22 +1,21 @@
 """Writes rank-local state so that it outlives the process: one page file per rank, in shared memory of the host.
 
-What only one rank has (its random streams, its BatchNorm statistics, its data cursor) dies with it unless somebody
-else can read it. So each rank keeps it, tagged with the version it belongs to, in a file that a neighbour can read.
+State that only one rank has (its random streams, its BatchNorm statistics, its data cursor) dies with the rank unless
+others can read it. So each rank keeps it, tagged with the version it belongs to, in a file that a neighbour can read.
 
-Theory of operation
--------------------
-The writer maps the file and never makes a system call to write. The reader uses ``pread`` and trusts nothing.
+Theory of operation ------------------- The writer maps the file and never makes a system call to write. The reader uses
+``pread`` and trusts nothing.
 
-* Six slots: three versions (a rank may already write n+1 while a peer can still only save n-1), two slots each,
-  written in turn. The second one is what makes a kill harmless: a page is written *provisionally* before the gradients
-  of its version leave the rank and, where something has changed since, *finally* after the update. A rank killed while
-  it writes the final page must not take the provisional one with it, because its peers will reach that version.
+* Six slots: three versions (a rank may already write n+1 while a peer can still only save n-1), two slots each, written
+  in turn. The second slot makes a kill harmless: a page is written *provisionally* before the gradients of its version
+  leave the rank and, where something has changed since, *finally* after the update. A rank killed while it writes the
+  final page must not destroy the provisional one, because its peers will reach that version.
 * A slot is a sequence word (odd while it is written) and a digest over everything that a reader believes: version,
   incarnation, rank, lengths and bytes. After a death all stores of the dead process are visible, so on any machine the
   digest alone tells a torn page from a whole one; the sequence word makes the usual case cheap.
-* Large parts that seldom change (a causal mask, a table of frequencies) are *kept*: a slot only refers to them, they
+* Large parts that seldom change (a causal mask, a table of frequencies) are *kept*: a slot only refers to them. They
   are copied and hashed again when their stamp changes, and never over a copy that another slot refers to.
-* What a caller gives as kept is one list for as long as nothing in it has changed: the same list again costs nothing.
+* A caller gives the same list of kept parts as long as nothing in it has changed: the same list again costs nothing.
 * Space is allocated (``posix_fallocate``) before it is mapped: a full ``/dev/shm`` is an error at growth, which
   disables the page with one warning, and never a SIGBUS in training.
 """
@@ -77,7 +76,7 @@ class _Region:
 
 
 class _Slot:
-    """One of the two places of a version; ``other`` is the other one."""
+    """One of the two slots of a version; ``other`` is the other slot."""
 
     __slots__ = ("body", "data", "length", "other", "record_at", "refs", "region", "sequence")
 
@@ -87,7 +86,7 @@ class _Slot:
         self.fit(arena, 0)
 
     def fit(self, arena: _Arena, length: int) -> None:
-        """What comes next has so many bytes behind its prefix."""
+        """Make the slot fit for a body of ``length`` bytes after its prefix."""
         if _PREFIX_SIZE + length > self.region.capacity:
             arena.free(self.region)
             self.region = arena.allocate(_PREFIX_SIZE + length)
@@ -99,7 +98,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _KeptPart:
-    """A kept part and its copies: at most one for each slot, and one to spare."""
+    """A kept part and its copies: at most one for each slot, and a spare one."""
 
     length: int
     regions: list[_Region] = field(default_factory=list)
@@ -123,7 +122,7 @@ class _Arena:
     def _extend(self, size: int) -> None:
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         os.posix_fallocate(self.fd, self.size, size - self.size)
-        self.map = mmap.mmap(self.fd, size)  # the older mapping goes when its last view does
+        self.map = mmap.mmap(self.fd, size)  # the older mapping goes with its last view
         self.view = memoryview(self.map)
         self.size = size
 
@@ -143,7 +142,7 @@ class _Arena:
 
 
 def _size_class(length: int) -> int:
-    """Four classes per power of two: at most a quarter is wasted, and changing lengths find freed space again."""
+    """Return the size class of a length, four per power of two: at most a quarter is wasted, freed space is reused."""
     quarter = max(64, 1 << max(0, length - 1).bit_length()) // 8
     return max(64, -(-length // quarter) * quarter)
 
@@ -154,8 +153,8 @@ class PageWriter:
     Not for several threads at once. ``write`` costs a few microseconds and the copy and digest of the bytes.
 
     Args:
-        page_dir: directory of the job on this host; made with mode 0700 when it is missing.
-        rank: whose page this is.
+        page_dir: directory of the job on this host; made with mode 0700 if it is missing.
+        rank: the rank whose page this is.
         capacity: bytes to set aside for each of the six slots; grows by itself.
         incarnation: launch of the job; readers refuse pages of another one.
     """
@@ -168,10 +167,10 @@ class PageWriter:
         self._incarnation = incarnation
         self._pid = os.getpid()
         self._writes = 0
-        self._older: list[_Slot] = []  # of the two slots of a version, the one that is written next
+        self._older: list[_Slot] = []  # for each version the slot of its two that is written next
         self._kept: list[_KeptPart] = []
-        self._orphans: list[_Region] = []  # of kept parts that changed their length
-        self._placed: Sequence[Kept] | None = None  # what was given as kept last, and where it lies in the file
+        self._orphans: list[_Region] = []  # regions of kept parts that changed their length
+        self._placed: Sequence[Kept] | None = None  # the last list of kept parts, whose places follow
         self._regions: list[_Region] = []
         self._table = b""
         self._arena: _Arena | None = None
@@ -212,13 +211,13 @@ class PageWriter:
 
         Args:
             version: the version that the state belongs to.
-            final: false before the update, when the rank may still die without having made it.
+            final: False before the update, when the rank may still die without having made it.
             parts: copied every time.
-            kept: copied when their stamp is not that of a copy already in the file. The very list that was given last
-                time says that nothing has changed; so give another one where a stamp is another, or promises nothing.
+            kept: copied if their stamp is not that of a copy already in the file. The same list object as last time
+                says that nothing has changed; so give another one if a stamp has changed or promises nothing.
 
         Returns:
-            Whether it was written. False also means that this page is disabled, see ``problem``.
+            True if it was written. False also means that this page is disabled, see ``problem``.
         """
         arena = self._arena
         if arena is None:
@@ -237,7 +236,7 @@ class PageWriter:
             flags, small = final | len(kept) << 1, length - len(table)
             _store_prefix(target, start, version, self._incarnation, writes, self._rank, flags, small)
             slot.data[:] = data
-            # Of what is stored, not of what was given: a part may be live memory that changes while it is copied.
+            # Over the stored bytes, not the given ones: a part may be live memory that changes while it is copied.
             digest = xxhash.xxh3_64_intdigest(slot.body)
             _store_record(target, slot.record_at + 8, start, _PREFIX_SIZE + length, digest)
             _store_sequence(target, slot.record_at, sequence)
@@ -261,14 +260,14 @@ class PageWriter:
         return True
 
     def _place(self, arena: _Arena, slot: _Slot, kept: Sequence[Kept]) -> bytes:
-        """Make every kept part be in the file; returns the slot's table of references to them."""
+        """Make sure that every kept part is in the file; returns the slot's table of references to them."""
         if kept is self._placed and slot.refs is self._regions:
             return self._table
         for region in slot.refs:
             region.users -= 1
         slot.refs = []
         if kept is not self._placed:
-            self._placed = None  # not what lies in the file until all of it does
+            self._placed = None  # no list is placed until all of its parts are
             self._match_lengths(arena, kept)
             parts = zip(self._kept, kept, strict=True)
             self._regions = [part.holding(stamp) or _copy(arena, part, stamp, data) for part, (stamp, data) in parts]
@@ -310,19 +309,19 @@ class PageWriter:
 
     def _release(self) -> None:
         arena, self._arena = self._arena, None
-        self._older = []  # with it goes the memory
+        self._older = []  # the memory goes with it
         if arena is not None:
             os.close(arena.fd)
 
     def in_place(self) -> bool:
-        """Whether readers that look for this rank find the file that is written here."""
+        """Return whether readers that look for this rank find the file that is written here."""
         arena = self._arena
         with contextlib.suppress(OSError):
             return arena is not None and os.path.samestat(os.fstat(arena.fd), os.lstat(self.path))
         return False
 
     def close(self, unlink: bool) -> None:
-        """Stop writing. With ``unlink`` the file goes too, if it is still the one made here."""
+        """Stop writing. With ``unlink`` the file is removed too, if it is still the one made here."""
         arena = self._arena
         if arena is None:
             return
@@ -333,12 +332,12 @@ class PageWriter:
 
 
 def _copy(arena: _Arena, part: _KeptPart, stamp: Hashable, data: Buffer) -> _Region:
-    """Put a kept part where no slot refers to."""
+    """Copy a kept part to a region that no slot refers to."""
     region = next((r for r in part.regions if r.users == 0), None)
     if region is None:
         region = arena.allocate(part.length)
         part.regions.append(region)
-    region.stamp = None  # not a copy of anything until it is whole
+    region.stamp = None  # no copy of anything until it is whole
     end = region.offset + part.length
     arena.map[region.offset : end] = data
     region.digest = xxhash.xxh3_64_intdigest(arena.view[region.offset : end])

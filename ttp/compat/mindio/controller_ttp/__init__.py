@@ -1,4 +1,4 @@
-"""``mindio_ttp.controller_ttp``: for who manages the cluster. Functions return 0 for accepted and 1 for not."""
+"""``mindio_ttp.controller_ttp``: functions for whoever manages the cluster. They return 0 if accepted, else 1."""
 
 from __future__ import annotations
 
@@ -34,14 +34,20 @@ GLOBAL_RANK_TIMES = range(1, 3601)
 
 
 def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:
-    """Have ``func`` called for ``action``, one of ``managing.ACTIONS``; all four are needed."""
+    """Register ``func`` to be called for ``action``, one of ``managing.ACTIONS``; all four are needed."""
     return managing.register(action, func)
 
 
 def tft_notify_controller_stop_train(
     fault_ranks: Mapping[int, int], stop_type: str = "stop", timeout: int | None = None
 ) -> int:
-    """Stop all ranks for a repair, or pause them at the end of a step."""
+    """Stop all ranks for a repair (``"stop"``), or let them stand still at the end of a step (``"pause"``).
+
+    Args:
+        fault_ranks: rank to kind of fault: 0 memory, 1 process, 2 network.
+        stop_type: ``"stop"`` or ``"pause"``.
+        timeout: seconds that a pause may take to begin; None: as long as a handler may.
+    """
     return managing.notify(
         "tft_notify_controller_stop_train",
         lambda manager: manager.stop_train(managing.fault_ranks(fault_ranks), _known(stop_type), timeout),
@@ -49,7 +55,7 @@ def tft_notify_controller_stop_train(
 
 
 def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: int = 1) -> int:
-    """These are all the ranks that have failed; ``time`` seconds from 1 to 3600 are waited for others."""
+    """Say that these are all the ranks that have failed; ``time`` seconds from 1 to 3600 are waited for others."""
 
     def ask(manager: Any) -> int:
         if time not in GLOBAL_RANK_TIMES:
@@ -60,7 +66,7 @@ def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: i
 
 
 def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, int]) -> int:
-    """``"hot switch"``: processes for these ranks are started on other hosts; ``"stop switch"``: they are not."""
+    """Announce that processes for these ranks start on other hosts (``"hot switch"``), or not (``"stop switch"``)."""
     return managing.notify(
         "tft_notify_controller_prepare_action",
         lambda manager: manager.prepare_action(action, managing.fault_ranks(fault_ranks)),
@@ -75,12 +81,12 @@ def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> in
 
 
 def tft_notify_controller_dump() -> int:
-    """A checkpoint now; the training goes on."""
+    """Write a checkpoint now; training goes on. Returns when it is written."""
     return managing.dump()
 
 
 def tft_query_high_availability_switch() -> bool:
-    """Whether the controller is there and all ranks have joined."""
+    """Return whether a controller answers and all ranks have joined it."""
     return managing.HERE.manager is not None and managing.HERE.manager.high_availability()
 
 

@@ -1,4 +1,4 @@
-"""``mindio_ttp.controller_ttp.ttp_logger``: the log that frameworks' modules write into beside the original."""
+"""``mindio_ttp.controller_ttp.ttp_logger``: the logger that frameworks' modules use beside the original."""
 
 from __future__ import annotations
 

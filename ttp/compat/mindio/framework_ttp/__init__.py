@@ -1,4 +1,4 @@
-"""``mindio_ttp.framework_ttp``: what training programs import. Modern names are prefixed tft, old ones ttp."""
+"""``mindio_ttp.framework_ttp``: names that training programs import. Modern names begin with tft, old ones with ttp."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``mindio_ttp.framework_ttp.ttp_decorator``: the modern names, for ranks.
 
-Functions raise what is wrong (``ttp.TtpError``, with what to do); the two that start a processor or a controller end
-the process with code 2, as the original's do.
+Functions raise ``ttp.TtpError`` with a text that says what to do. The functions that start a processor or a controller
+end the process with code 2, as the original's do.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ __all__ = [
 def tft_init_controller(
     rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
 ) -> None:
-    """This process will start the controller; ``rank`` is -1 in a launcher.
+    """Describe the process that will start the controller; ``rank`` is -1 in a launcher.
 
     Raises:
-        ConfigError: that is no rank, or MindSpore is to do what it cannot.
+        ConfigError: ``rank`` is no rank, or MindSpore is to do what it cannot.
     """
     if for_mindspore() and (enable_local_copy or enable_zit):
         raise ConfigError("MindSpore has neither local copies nor elastic training: pass False for both")
@@ -103,7 +103,7 @@ def tft_init_controller(
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
-    """Have a controller serve at ``bind_ip:port``, in a process of its own. Ends this one with code 2 if it cannot."""
+    """Start a controller at ``bind_ip:port``, in a process of its own. Ends this process with code 2 if it cannot."""
     try:
         managing.start(bind_ip, port, enable_tls, tls_info, THIS.handlers.decrypt)
     except TtpError as problem:
@@ -111,7 +111,7 @@ def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_i
 
 
 def tft_destroy_controller() -> None:
-    """This process is done with it; it ends by itself when no rank needs it any more."""
+    """Disconnect this process from its controller, which ends by itself when no rank needs it any more."""
     managing.stop()
 
 
@@ -125,14 +125,14 @@ def tft_init_processor(
     enable_arf: bool = False,
     enable_zit: bool = False,
 ) -> None:
-    """Which rank this is, and what is repaired in place. Ends the process with code 2.
+    """Set which rank this process is, and what is repaired in place. Ends the process with code 2 if that is wrong.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of ranks.
-        enable_local_copy: not needed here.
-        enable_tls: with ``tls_info``.
-        tls_info: see docs/mindio.md.
+        enable_local_copy: has no effect here.
+        enable_tls: whether connections use TLS, with ``tls_info``.
+        tls_info: certificates and key, see docs/mindio.md.
         enable_uce: memory and network errors are repaired.
         enable_arf: a new process may take the seat of a rank that has died.
         enable_zit: under ``ttp run --elastic`` the job goes on from the checkpoint with fewer hosts, or more again.
@@ -154,7 +154,7 @@ def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
 
 
 def tft_destroy_processor() -> None:
-    """Leave the job in good order, with all other ranks."""
+    """Leave the job in good order, together with all other ranks."""
     THIS.leave()
 
 
@@ -168,48 +168,48 @@ def _give_up(function: str, problem: TtpError) -> NoReturn:
 
 
 def tft_start_updating_os(backup_step: int = -1) -> None:
-    """The optimizer is about to write. Waits while the job is frozen; when it is to stop, raises FORCE STOP (torch)."""
+    """Say that the optimizer is about to write. Waits while the job is frozen; raises FORCE STOP (torch) to stop."""
     THIS.start_updating()
 
 
 def tft_start_copy_os() -> None:
-    """A local copy is made: that is of no consequence here."""
+    """Accept the news of a local copy, which has no effect here. Raises ``UsageError`` if no processor was started."""
     _ = THIS.joined
 
 
 def tft_end_updating_os(step: int) -> None:
-    """The optimizer has written ``step``."""
+    """Say that the optimizer has written ``step``."""
     THIS.end_updating(step)
 
 
 def tft_set_optimizer_replica(rank: int, replica_info: Sequence[Mapping[str, Any]]) -> None:
-    """Who holds the same state: an entry ``{"rank_list", "replica_cnt", "replica_shift"}`` per ``OptimizerType``."""
+    """Set the replica sets: an entry ``{"rank_list", "replica_cnt", "replica_shift"}`` per ``OptimizerType``."""
     THIS.set_replicas(rank, replica_info)
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
-    """The data-parallel group, for elastic training; checked, and not needed.
+    """Check the data-parallel group for elastic training; it has no other effect.
 
     Raises:
-        ConfigError: the rank is not in it.
+        ConfigError: the rank is not in the group.
     """
     if rank not in dp_rank_list:
         raise ConfigError(f"dp_rank_list {list(dp_rank_list)} must hold rank {rank}")
 
 
 def tft_set_step_args(args: Any) -> None:
-    """What handlers get, None for no change; ignored where ``tft_exception_handler`` has the training's arguments."""
+    """Set the handlers' arguments; None: no change. Ignored where ``tft_exception_handler`` has the training's own."""
     if args is not None and THIS.handlers.version not in EXPORT_VERSIONS:
         THIS.handlers.args = args
 
 
 def tft_reset_limit_step() -> None:
-    """Let go of whoever waits in ``tft_start_updating_os``: it raises FORCE STOP."""
+    """Release threads that wait in ``tft_start_updating_os``, by raising FORCE STOP there."""
     THIS.joined.reset_limit_step()
 
 
 def tft_pause_train(cur_step: int) -> None:
-    """The end of a step: here the job stands while it is paused."""
+    """Mark the end of a step, at which this rank stands still while the job is paused."""
     THIS.joined.pause_train(cur_step)
 
 
@@ -217,45 +217,45 @@ def tft_pause_train(cur_step: int) -> None:
 
 
 def tft_report_error(state: int, error_code: str = "") -> None:
-    """Say what is wrong: the value of a ``ReportState``. For RS_UNKNOWN the job is saved, and this process ended."""
+    """Report an error: the value of a ``ReportState``. For RS_UNKNOWN the job is saved, and this process ended."""
     THIS.report(state, error_code)
 
 
 def tft_wait_next_action() -> int:
-    """Wait until this rank was cleaned (torch), or repaired (MindSpore): the value of an ``Action``."""
+    """Wait until this rank was cleaned (torch) or repaired (MindSpore), and return the value of an ``Action``."""
     action = THIS.joined.wait_next_action()
     if for_mindspore() and action.value == Action.RETRY.value:
-        action = THIS.joined.wait_repair_action()  # its client does not ask for that one
+        action = THIS.joined.wait_repair_action()  # MindSpore's client does not call tft_wait_repair_action itself
     return int(action)
 
 
 def tft_wait_repair_action() -> int:
-    """Wait until the job may go on: the value of an ``Action``."""
+    """Wait until the job may go on, and return the value of an ``Action``."""
     return int(THIS.joined.wait_repair_action())
 
 
 def tft_get_repair_step() -> int:
-    """The step to go on after."""
+    """Return the step after which training goes on."""
     return THIS.joined.repair_step()
 
 
 def tft_get_repair_type() -> str:
-    """``"retry"``, ``"recover"``, ``"dump"``, or ``"unknow"``."""
+    """Return ``"retry"``, ``"recover"``, ``"dump"``, or ``"unknow"``."""
     return repair_type_name(THIS.joined.repair_type())
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
-    """Inside a repair: the state was read from the checkpoint of ``step``."""
+    """Report inside a repair handler that the state was read from the checkpoint of ``step``."""
     THIS.joined.report_loaded_step(step)
 
 
 def tft_is_reboot_node() -> bool:
-    """Whether this process takes the seat of another one in a running job; known once the processor has started."""
+    """Return whether this process takes another's seat in a running job; known once the processor has started."""
     return THIS.joined.rebooted
 
 
 def tft_get_reboot_type() -> str:
-    """How it has joined: ``"hot switch"`` for a rank that still lived, else ``"arf"``."""
+    """Return how this process has joined: ``"hot switch"`` if the rank's old process still lived, else ``"arf"``."""
     return "hot switch" if THIS.joined.was_guest else "arf"
 
 
@@ -263,18 +263,18 @@ def tft_register_exception_handler(pattern: str, fault_type: str, handle: Classi
     """Report exceptions with ``pattern`` in their text as ``fault_type``, a name of ``ReportState``.
 
     Args:
-        pattern: part of the text.
-        fault_type: what is reported.
-        handle: is given the text; returns ``pattern``, or another kind of fault.
+        pattern: part of the exception's text.
+        fault_type: the state that is reported.
+        handle: function that gets the text and returns ``pattern``, or another kind of fault.
     """
     TABLE.add(pattern, fault_type, handle)
 
 
 def set_mindio_export_version(version: str) -> None:
-    """Which framework's program this is.
+    """Set which framework the program is written for.
 
     Raises:
-        ConfigError: neither of ``EXPORT_VERSIONS``.
+        ConfigError: ``version`` is none of ``EXPORT_VERSIONS``.
     """
     if version not in EXPORT_VERSIONS:
         raise ConfigError(f"export version {version!r}: one of {', '.join(EXPORT_VERSIONS)} is wanted")
@@ -284,12 +284,12 @@ def set_mindio_export_version(version: str) -> None:
 
 
 def get_mindio_export_version() -> str | None:
-    """What ``set_mindio_export_version`` was told; None: nothing."""
+    """Return the value given to ``set_mindio_export_version``; None: it was not called."""
     return THIS.handlers.version or None
 
 
 def get_device() -> int | None:
-    """The device that training uses, also for the thread of a handler; None: it uses none."""
+    """Return the index of the device that training uses, in threads of handlers too; None: it uses none."""
     if for_mindspore():
         mindspore: Any = sys.modules.get("mindspore")
         return None if mindspore is None else int(mindspore.context.get_context("device_id"))
@@ -337,5 +337,5 @@ tft_register_zit_upgrade_rollback_handler = _elastic("upgrade_rollback")
 
 
 def tft_register_decrypt_handler(decryptor: Callable[[str], str]) -> None:
-    """What makes the password of the TLS key of what ``tlsPkPwd`` holds."""
+    """Register a function that decrypts the contents of ``tlsPkPwd`` to the password of the TLS key."""
     THIS.handlers.decrypt = decryptor

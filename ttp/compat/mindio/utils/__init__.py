@@ -1,4 +1,4 @@
-"""``mindio_ttp.utils``."""
+"""``mindio_ttp.utils``: functions for the times of updates."""
 
 from __future__ import annotations
 

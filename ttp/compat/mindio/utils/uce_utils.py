@@ -1,4 +1,4 @@
-"""``mindio_ttp.utils.uce_utils``: the same names, where the original has them."""
+"""``mindio_ttp.utils.uce_utils``: the functions of ``mindio_ttp.utils`` at the original's place."""
 
 from __future__ import annotations
 

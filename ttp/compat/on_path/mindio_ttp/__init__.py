@@ -1,4 +1,4 @@
-"""What processes find that were told by their environment to use ttp's ``mindio_ttp``; see ``placing``."""
+"""The ``mindio_ttp`` that processes find by ``PYTHONPATH``; it replaces itself, see ``ttp.compat.mindio.placing``."""
 
 from ttp.compat.mindio.placing import stand_in
 
