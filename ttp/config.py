@@ -128,12 +128,6 @@ def _token_in(path: str) -> str:
         raise ConfigError(f"{named} holds no token: {problem}") from None
 
 
-def _level(text: str) -> str:
-    if text.upper() not in LOG_LEVELS:
-        raise ValueError(f"one of {', '.join(LOG_LEVELS)} is wanted")
-    return text
-
-
 def _absolute(text: str) -> str:
     if not Path(text).is_absolute():
         raise ValueError("an absolute path is wanted: every rank must mean the same directory")
@@ -147,9 +141,9 @@ def _mindio(text: str) -> str:
     return {"on": "1", "off": "", "0": ""}.get(word, word)
 
 
-def _one_of(*modes: str) -> Callable[[str], str]:
+def _one_of(*modes: str, like: Callable[[str], str] = str) -> Callable[[str], str]:
     def mode(text: str) -> str:
-        if text not in modes:
+        if like(text) not in modes:
             raise ValueError(f"one of {', '.join(modes)} is wanted")
         return text
 
@@ -294,6 +288,9 @@ class Config:
     shadow_s: float | None = _setting("TTP_SHADOW_S", _seconds_or_off, 1.0)
     """With keep, on one host: where a save would take longer, ranks go on from a copy in memory; off: never."""
 
+    keep_cuda: bool = _setting("TTP_KEEP_CUDA", _switch, False)
+    """With keep: ranks whose state is on a CUDA device go on, too. For the tests on GPUs: it has never run on one."""
+
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""
 
@@ -303,7 +300,7 @@ class Config:
     metrics_port: int | None = _setting("TTP_METRICS_PORT", _port, None)
     """Port on which controllers serve metrics for Prometheus; None: no metrics are served."""
 
-    log_level: str = _setting("TTP_LOG", _level, "INFO")
+    log_level: str = _setting("TTP_LOG", _one_of(*LOG_LEVELS, like=str.upper), "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""
 
     log_format: str = _setting("TTP_LOG_FORMAT", _one_of("text", "json"), "text")

@@ -1,16 +1,16 @@
-"""When a launcher may stop the surviving workers of a failed group. Pure: facts in, decision out.
+"""Decides when a launcher may stop the surviving workers of a failed group. Pure: facts in, decision out.
 
-Torch's agent sends SIGTERM as soon as it sees one worker dead and SIGKILL 30 s later. We let it wait:
+Torch's agent sends SIGTERM as soon as it sees one worker dead, and SIGKILL 30 s later. ttp makes it wait:
 
-- nobody armed: at once (stock behaviour);
-- somebody holds a lease: not before it has left or its lease is over, at most ``patience_s`` in all;
-- somebody still does ``LEAVING_S`` after another one that held one was released: the job is saved, and a rank that was
-  released with it would have left by itself. It is stopped or hung: kill it, a restart waits for nothing else;
-- armed, but no lease yet: ``first_lease_s`` for the first one; it comes with the controller's freeze, milliseconds
-  after a death;
-- all who live were released to go on in their processes: leave them alone;
-- others were released (exit 75, 70 or 64) and somebody armed has no lease: it is hung or stopped. The job is saved
-  without it, and SIGTERM would be waited for in vain for 30 s: kill it.
+- no worker is armed: stop at once, as torch's agent does by itself;
+- a worker holds a lease: wait until it has left or its lease is over, at most ``patience_s`` in all;
+- a worker still holds a lease ``LEAVING_S`` after another one that held a lease was released: the job is saved, and a
+  rank that was released with it would have left by itself. It is stopped or hung: kill it, so that the restart begins;
+- workers are armed, but none has a lease yet: wait ``first_lease_s`` for the first lease, which comes with the
+  controller's freeze, milliseconds after a death;
+- all that live were released to go on in their processes: leave them alone;
+- others were released (exit 75, 70 or 64), and an armed worker has no lease: it is hung or stopped. The job is saved
+  without it, and a SIGTERM would only cost 30 s: kill it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from dataclasses import dataclass, field
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED
 
 FIRST_LEASE_S = 5.0
-"""Outlasts losing and restarting a controller, which is what delays a freeze most."""
+"""Seconds; longer than it takes to lose and restart a controller, which delays a freeze most."""
 
 STRAGGLER_S = 1.0
-"""A rank whose freeze was delivered late gets its lease within this time after its peers were released."""
+"""Seconds after its peers were released within which a rank gets its lease, if its freeze came late."""
 
 LEAVING_S = 11.0
-"""A rank that was released leaves within 10 s (``ttp.processor.exiting``), and hears of it a little after its peers."""
+"""Seconds. A released rank leaves within 10 s (``ttp.processor.exiting``), and may hear of it later than its peers."""
 
 Pid = int
 
 
 class HoldDecision(enum.Enum):
-    """What the launcher does now."""
+    """What the launcher has to do now."""
 
-    WAIT = "wait"  # somebody is saving, or may be about to
-    LEFT = "left"  # nobody is left to wait for
-    KILL_HUNG = "kill hung"  # the ones without a lease outlived their released peers
-    STOP = "stop"  # go on as the stock launcher does
-    AGAIN = "again"  # who lives goes on in its process: start the dead alone
-    OUT_OF_PATIENCE = "out of patience"  # the same, though somebody was still saving
+    WAIT = "wait"  # a worker is saving, or may be about to
+    LEFT = "left"  # no worker is left to wait for
+    KILL_HUNG = "kill hung"  # kill the workers in ``Hold.hung``, then look again
+    STOP = "stop"  # stop the workers, as torch's agent does by itself
+    AGAIN = "again"  # those that live go on in their processes: start only the dead ones
+    OUT_OF_PATIENCE = "out of patience"  # the same as STOP, though a worker was still saving
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class WorkersNow:
 
     Args:
         alive: pids of workers that run.
-        exits: exit codes of those that ended.
+        exits: pid -> exit code, of workers that ended.
         armed: pids (of any process) that may ask for a lease.
-        deadlines: their leases, seconds on the clock of ``now``.
-        again: until when those may take that were released to go on, on the same clock.
+        deadlines: pid -> end of its lease, in seconds on the clock of ``now``.
+        again: pid -> until when it may take to go on, if it was released to, on the same clock.
     """
 
     alive: frozenset[Pid]
@@ -64,12 +64,12 @@ class WorkersNow:
 
 
 class Hold:
-    """One wait for surviving workers, which begins when the launcher wanted to stop them.
+    """One wait for surviving workers, which begins when the launcher wants to stop them.
 
     Args:
-        now: seconds on any clock that does not go back; the clock of the leases.
-        patience_s: at most this long in all.
-        first_lease_s: how long armed survivors without any lease are waited for.
+        now: seconds on the clock of the leases, which does not go back.
+        patience_s: how long to wait at most in all, in seconds.
+        first_lease_s: how long to wait for armed survivors while none has a lease, in seconds.
     """
 
     def __init__(self, now: float, patience_s: float, first_lease_s: float = FIRST_LEASE_S) -> None:
@@ -81,10 +81,10 @@ class Hold:
         self._released_at: float | None = None
         self._given_up: frozenset[Pid] = frozenset()
         self.hung: frozenset[Pid] = frozenset()
-        """With ``KILL_HUNG``: the pids to kill. Each is named once: a process in the kernel may take long to die."""
+        """The pids to kill after ``KILL_HUNG``. Each is named once: a process in the kernel may take long to die."""
 
     def look(self, now: float, scene: WorkersNow) -> HoldDecision:
-        """Decide at time ``now`` by what is seen. Call again after ``WAIT`` and ``KILL_HUNG``."""
+        """Decide at time ``now`` what to do. Call it again after ``WAIT`` and ``KILL_HUNG``."""
         alive = scene.alive - self._given_up
         holding = {pid for pid in alive if scene.deadlines.get(pid, now) > now}
         self._held |= holding | (scene.deadlines.keys() & scene.exits.keys())
@@ -106,13 +106,16 @@ class Hold:
         return HoldDecision.WAIT if holding else self._without_lease(now, scene, frozenset(armed))
 
     def _going_on(self, scene: WorkersNow, alive: frozenset[Pid]) -> HoldDecision:
-        """All who live have nothing to lose. One that left in good order shows that not all go on."""
+        """Decide for survivors that all go on, and so have nothing to lose.
+
+        If a worker has left in good order, then not all ranks go on, and these are killed.
+        """
         if not any(code in (EXIT_SAVED, EXIT_NOT_SAVED, EXIT_BAD_CONFIG) for code in scene.exits.values()):
             return HoldDecision.AGAIN
         return self._kill(alive)
 
     def _released_for(self, now: float, scene: WorkersNow) -> float:
-        """For how long the job has been saved, seconds: one that held a lease has left, or goes on."""
+        """Return for how many seconds the job has been saved: a worker that held a lease has left, or goes on."""
         if self._released_at is None and any(
             scene.exits.get(pid) == EXIT_SAVED or scene.again.get(pid, now) > now for pid in self._held
         ):
@@ -133,6 +136,6 @@ class Hold:
         return HoldDecision.WAIT if quiet_s < self._first_lease_s else HoldDecision.STOP
 
     def _peers_were_released(self, exits: Mapping[Pid, int]) -> bool:
-        """Whether peers were released. A 70 of a rank without a lease is no proof: fenced ranks exit with it, too."""
+        """Return whether peers were released. A 70 without a lease proves nothing: fenced ranks exit with it, too."""
         saved = any(code == EXIT_SAVED for code in exits.values())
         return saved or any(exits.get(pid) in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG) for pid in self._held)

@@ -1,16 +1,17 @@
-"""A rank that goes on in its process when another one has died, and one that takes the seat of the dead.
+"""Lets a rank go on in its process after another one has died, and lets a new process take the dead rank's seat.
 
 The checkpoint exists before any of this begins (``ttp.core.controller.continuing`` decides). A rank that is released to
-go on says goodbye, and hello again as a rank of the next launch::
+go on leaves the job, and joins it again as a rank of the next launch, in these stages::
 
-    released      processor's thread: the mark for the launcher; collectives are broken, the gate is halted
-    out           training thread: an error of a collective, or ``Halted``, leaves train() and arrives at the decorator
-    told          the launcher has said where ranks meet, and fills the seats of the dead
-    regrouped     the groups are exchanged, and train() is called again: it restores what was just committed
-    over          the first update begins: the mark goes
+    released      processor's thread: mark the process for the launcher, break collectives, halt the gate
+    out           training thread: an error of a collective, or ``Halted``, leaves train() and reaches the decorator
+    told          the launcher has said where the ranks meet, and fills the seats of the dead
+    regrouped     the process groups are replaced, and train() is called again: it restores what was just committed
+    over          the first update begins: remove the mark
 
-Until it is over a clock runs (``TTP_CONTINUE_S``): who does not get there leaves with 75, and the launcher starts all
-ranks anew, as without this. So does whoever meets an error: only deaths are continued.
+Until the last stage a clock runs (``TTP_CONTINUE_S``). A rank that does not get there in time leaves with 75, and the
+launcher starts all ranks anew, as it would without all this. So does a rank that meets any other error: ranks go on
+only after a death.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,8 +35,9 @@ from ttp.core.rank import staying
 from ttp.errors import EXIT_SAVED, ConfigError
 from ttp.launch.again import Again, NextLaunch
 from ttp.processor.exiting import end_process
-from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.faults import describe, is_collective_error, is_out_of_device_memory
 from ttp.processor.gate.gate import Halted
+from ttp.processor.kept_state import KeptState
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
@@ -45,47 +47,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp")
 
 LOOK_S = 0.002
+RETRY_S = 0.5
+_NEVER_RUN = "its state is on a CUDA device, where this has never been run: TTP_KEEP_CUDA=1 is for its tests on GPUs"
 
 
 class TrainAgain(BaseException):
     """``train()`` is to be called again. For the decorator alone."""
 
 
-class KeptState:
-    """What a rank had when it was released to go on, for the restore that follows."""
-
-    def __init__(self) -> None:
-        self._kept: Any = None
-        self._why = "this process has just been started"
-        self.way = ""
-        """How this rank came to its state, in words."""
-
-    def keep(self, adapter: Any, incident: str) -> None:
-        """Ask the adapter, whose training thread is out of its loop. Never raises."""
-        self.way = ""
-        try:
-            self._kept, self._why = adapter.keep(incident), ""
-        except Exception as problem:
-            self._kept, self._why = None, str(problem) or repr(problem)
-
-    def take(self) -> tuple[Any, str]:
-        """What there is, or why there is nothing. It is not held here any more."""
-        found, self._kept = (self._kept, self._why), None
-        self._why = "it was given away already"
-        return found
-
-    def say(self, way: str) -> None:
-        """How this rank came to its state."""
-        self.way = way
-        log.info("%s", way)
-
-
 class Continuing:
-    """One for each process.
+    """How this process goes on after a failure of another. There is one object per process.
 
     Args:
         config: the job's settings.
         groups: the process groups; None: this is no torch program.
+        next_launch: the launch in which this process takes the seat of a dead rank; None: it takes none.
     """
 
     def __init__(self, config: Config, groups: Groups | None, next_launch: NextLaunch | None) -> None:
@@ -94,23 +70,26 @@ class Continuing:
         self._groups, self._next = groups, next_launch
         self._pid = os.getpid()
         self._refused = self._incident = ""
-        self._entered = False
+        self._entered = self._registered = False
+        self._on_cuda = config.keep_cuda
+        self._seated, self._retries = next_launch is not None, False  # whether train() is called once more
+        self._broken = threading.Event()  # connections have been let go
         self._met = False  # all know whether loops are left
-        self._alone = False  # takes a seat while the others stay in their loops: it comes to them in wrap_optimizer()
+        self._alone = False  # takes a seat while the others stay in their loops; joins them in wrap_optimizer()
         self._timer: threading.Timer | None = None
         self._switch = threading.Lock()
         self._since = time.monotonic()
         self._old: weakref.ref[Any] | None = None
         self.state = KeptState()
         self.runs = False
-        """The clock runs: no update has begun since."""
+        """The clock runs, because no update has begun since."""
         self.releasing = False
-        """This process was released to go on, and its training thread is on its way out of train()."""
+        """This process was released to go on, and its training thread is leaving train()."""
 
     # ------------------------------------------------------------------------------------------------ training thread
 
     def enter(self) -> None:
-        """Call it before train(): process groups are as the launch wants them when it returns."""
+        """Give this process the process groups of its launch. Call it before train()."""
         try:
             self._enter()
         except Exception as problem:
@@ -119,7 +98,7 @@ class Continuing:
             self._refused = f"its process groups are not known: {problem!r}"
 
     def _enter(self) -> None:
-        groups = self._groups
+        groups, self._registered = self._groups, False
         if groups is None:
             return
         if not self._entered:
@@ -128,7 +107,7 @@ class Continuing:
             self._refused = _self_test()
         else:
             groups.listen()
-        if self._next is not None:
+        if self._next is not None and not self._alone:
             if self._timer is None:  # a rank that takes a seat: it may have been started while the others save
                 self._next = self._await(self._next.launch)
                 self._start_clock(self._next.launch)
@@ -139,7 +118,7 @@ class Continuing:
                 self._renew("out of train()")
 
     def _why_left(self, told: NextLaunch, said: str) -> str | None:
-        """Hear from all ranks whether they stay in their loops; see ``ttp.core.rank.staying``."""
+        """Meet all ranks, and return why loops are left; None: all stay in theirs (see ``ttp.core.rank.staying``)."""
         assert self._groups is not None
         return staying.why_left(self._groups.meet(told.address, told.port, self._within_s, said))
 
@@ -153,6 +132,7 @@ class Continuing:
 
     def wraps(self) -> None:
         """``wrap_optimizer()`` begins: from here on all ranks do the same."""
+        self._registered = True
         if self._alone:
             try:
                 self._renew("its optimizer is wrapped", all_of_them=True)
@@ -162,19 +142,22 @@ class Continuing:
             self._groups.wrapped()
 
     def why_no_loop(self) -> str:
-        """The loop begins. Why the others could not stay in theirs if this rank were a new one; empty: they could."""
+        """Note that the loop begins, and return why others could not stay if this rank were new; empty: they can."""
         return "" if self._groups is None else self._groups.in_loop()
 
     def stays(self, version: Version, why_not: str, processor: Processor, adapter: Any) -> bool:
-        """All ranks decide whether they leave their loops. If not the old launch is over, and groups are exchanged.
+        """Return whether all ranks stay in their loops, as they decide together.
+
+        If they do, this process has left the old launch, and its process groups are replaced.
 
         Args:
-            version: that this rank has finished; it was stopped in the update behind it.
-            why_not: why it cannot make that update again; empty: it can.
+            version: the last update that this rank has finished; it was stopped in the next one.
+            why_not: why it cannot do that next update again; empty: it can.
             processor: of the old launch.
-            adapter: likewise.
+            adapter: of the old launch.
         """
         try:
+            why_not = why_not or ("its state is on a device" if processor.source.on_device else "")
             told = self._next = self._await(RankEnv.from_env().launch + 1)
             left = self._why_left(told, staying.leave(why_not) if why_not else staying.stay(version))
             self._met = True
@@ -190,23 +173,28 @@ class Continuing:
 
     def why_not(self, layout: Layout, source: StateSource) -> str:
         """Why this process cannot go on after a failure of another; empty: it can."""
-        if self._groups is None or source.framework != "torch" or getattr(source, "on_device", False):
-            return "only torch programs whose state is in the memory of the host can go on so far"
+        if self._groups is None or source.framework != "torch":
+            return "only torch programs can go on so far"
+        if source.on_device and not self._on_cuda:
+            return _NEVER_RUN
         if not self._entered:
             return "wrap_optimizer() was called outside of train()"
         return self._refused or self._groups.why_not()
 
     def refuse(self, why: str) -> None:
-        """This process is not to go on. Call it in train(), before the job is joined."""
+        """Forbid that this process goes on, and say why. Call it in train(), before the job is joined."""
         self._refused = self._refused or why
 
     def out(self, problem: BaseException | None, processor: Processor, adapter: Any) -> NoReturn:
-        """The training thread is out of train(): end what belongs to the old launch, and raise ``TrainAgain``.
+        """End what belongs to the old launch, after the training thread has left train(), and raise ``TrainAgain``.
 
         Args:
-            problem: what train() has raised; only what a death looks like is continued.
+            problem: what train() has raised. The process ends if this does not look like another rank's death.
             processor: of the old launch.
-            adapter: likewise; it should be gone when the next one is made.
+            adapter: of the old launch. Nothing should refer to it any more when the next one is made.
+
+        Raises:
+            TrainAgain: always, unless the process ends.
         """
         if problem is not None and not (isinstance(problem, Halted) or is_collective_error(problem)):
             self.leave(f"rank {processor.env.rank} raised {describe(problem)} while it was to go on")
@@ -219,6 +207,10 @@ class Continuing:
 
     def _end(self, processor: Processor, adapter: Any) -> None:
         """What belongs to the old launch."""
+        self._broken.wait()  # on the processor's thread; the clock runs
+        source: Any = processor.source
+        if source.on_device and (reason := source.why_not_at_rest(self._within_s / 2)):
+            self.leave(reason)
         self.state.keep(adapter, self._incident)
         if (detach := getattr(adapter, "detach", None)) is not None:
             detach()
@@ -228,15 +220,24 @@ class Continuing:
                 Path(path).unlink()
 
     def await_launcher(self) -> None:
-        """Wait for the launcher, and become a rank of the launch that it names. Call it when nothing holds the old."""
+        """Wait for the launcher, and become a rank of the launch that it names.
+
+        Call it when nothing refers to the old launch any more.
+        """
         if self._old is not None and self._old() is not None:
             gc.collect()
+        if self._retries:
+            self._retries = False
+            return
         if self._next is None:  # else it was told so in its loop
             self._next = self._await(RankEnv.from_env().launch + 1)
         self.releasing = False
 
     def _await(self, launch: int) -> NextLaunch:
-        """Become a rank of that launch when the launcher says where its ranks meet. It kills whom it does not want."""
+        """Wait until the launcher says where the ranks of ``launch`` meet, and become one of them.
+
+        The launcher kills processes that it does not want in it.
+        """
         while (told := self._files.next()) is None or told.launch != launch or not told.released:
             if time.monotonic() > self._since + self._patience_s:
                 self.leave("its launcher says nothing")
@@ -246,23 +247,37 @@ class Continuing:
 
     # ---------------------------------------------------------------------------------------------------- any thread
 
-    def released(self, halt: Callable[[], None], incident: str) -> None:
+    def released(self, processor: Processor, incident: str) -> None:
         """This rank was released to go on: whoever waits in a collective gets an error.
 
         Args:
-            halt: of the gate.
+            processor: of this launch, whose gate is closed.
             incident: which has ended so.
         """
+        self._broken.clear()
         with self._switch:
             self._start_clock(RankEnv.from_env().launch + 1)
             self._incident = incident
             self.releasing = True
-        halt()
-        if self._groups is not None:
-            self._groups.let_go()
+        processor.gate.halt()
+        self._let_go(processor.source)
+        self._broken.set()
+
+    def _let_go(self, source: Any) -> None:
+        groups, reason = self._groups, ""
+        if groups is None:
+            return
+        try:
+            reason = source.why_not_abort(self._within_s / 2) if groups.aborts else ""
+            if not reason:
+                groups.let_go()
+        except Exception as problem:
+            reason = describe(problem)
+        if reason:
+            self.leave(f"its connections cannot be broken: {reason}")
 
     def over(self) -> None:
-        """An update is about to begin, for which every rank has its gradient: now this is a launch like any other."""
+        """Note that an update begins for which every rank has its gradient. The clock stops and the mark is removed."""
         with self._switch:
             if not self.releasing:
                 self._stop_clock()
@@ -276,9 +291,20 @@ class Continuing:
             log.info("training goes on in this process, %.3f s after the checkpoint", time.monotonic() - self._since)
 
     def leave(self, why: str) -> NoReturn:
-        """End the process with 75: the job is saved, and is started anew."""
+        """End the process with 75. The job is saved, and the launcher starts all ranks anew."""
         end_process(EXIT_SAVED, f"{why}; it is saved, and the job is started anew", None, lambda: None)
         raise AssertionError("unreachable")
+
+    def tries_again(self, problem: BaseException) -> bool:
+        """Whether ``train()`` is called once more, as the device that a dead rank had is not free again yet."""
+        fresh = self._seated and not self._registered and self._groups is not None and self._groups.untouched()
+        if not (fresh and self._on_cuda and is_out_of_device_memory(problem)):
+            return False
+        log.warning("train() is called again, as the dead rank's device is not free yet: %s", describe(problem))
+        traceback.clear_frames(problem.__traceback__)
+        time.sleep(RETRY_S)
+        self._retries = True
+        return True
 
     def _start_clock(self, launch: int) -> None:
         self._since = time.monotonic()
@@ -293,34 +319,41 @@ _continuing: Continuing | None = None
 
 
 def prepare() -> None:
-    """Call it where train() is decorated, before process groups are made. Never raises."""
+    """Make this process able to go on, if the job's settings want it. Never raises.
+
+    Call it where train() is decorated, before process groups are made.
+    """
     global _continuing
     if _continuing is not None or os.environ.get("TTP_CONTINUITY") != KEEP or not os.environ.get("TTP_PORT"):
         return
     try:
         config, env = Config.from_env(), RankEnv.from_env()
     except ConfigError:
-        return  # it is said where a job is joined
+        return  # reported when the job is joined
     told = Again(config.resolved_run_dir()).next()
     mine = told if told is not None and told.launch == env.launch and env.rank in told.seats else None
     try:
-        _continuing = Continuing(config, _groups(seat=mine is not None), mine)
+        groups = _groups(seat=mine is not None, with_nccl=config.keep_cuda)
+        _continuing = Continuing(config, groups, mine)
     except Exception as problem:
         log.warning("this process will not go on after a failure of another: %r", problem)
 
 
 def current() -> Continuing | None:
-    """Of this process; None: survivors are not to go on."""
+    """Return the ``Continuing`` of this process; None: survivors do not go on."""
     return _continuing
 
 
 def able(layout: Layout, source: StateSource) -> Continuing | None:
-    """How this process goes on after a failure of another; None: it does not, and why has been said."""
+    """Return how this process goes on after a failure of another; None: it does not, and the reason is logged.
+
+    No reason is logged if survivors are not wanted to go on.
+    """
     if _continuing is None:
         return None
     try:
         reason = _continuing.why_not(layout, source)
-    except Exception as problem:  # of torch's private parts
+    except Exception as problem:  # private parts of torch may have changed
         reason = repr(problem)
     if reason:
         log.warning("this process will not go on after a failure of another: %s", reason)
@@ -329,9 +362,9 @@ def able(layout: Layout, source: StateSource) -> Continuing | None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Around train(): a rank that is going on, and meets an error before its first update, leaves with 75.
+    """Wrap a call of train(): a rank that goes on and meets an error before its first update leaves with 75.
 
-    Whatever the error says: it may come of what is not so in a process that has just been started.
+    This holds for every error, because it may come from something that is different in a fresh process.
     """
     goes_on = _continuing
     try:
@@ -341,21 +374,23 @@ def watched() -> Iterator[None]:
     except BaseException as problem:
         left = isinstance(problem, SystemExit) and problem.code in (None, 0)
         if goes_on is not None and goes_on.runs and not (goes_on.releasing or left):
+            if goes_on.tries_again(problem):
+                raise TrainAgain from None
             log.error("train() was called again, and raised", exc_info=True)
             goes_on.leave(f"train() was called again, and raised {describe(problem)}")
         raise
     if goes_on is not None and goes_on.runs and not goes_on.releasing:
         if not goes_on.state.way:
             goes_on.leave("train() was called again, and has ended without restoring anything")
-        goes_on.over()  # there was nothing left to do
+        goes_on.over()  # there was no update left to do
 
 
-def _groups(*, seat: bool) -> Groups | None:
+def _groups(*, seat: bool, with_nccl: bool) -> Groups | None:
     if "torch" not in sys.modules:
         return None
     from ttp.adapters.torch.regroup import Groups
 
-    return Groups(seat=seat)
+    return Groups(seat=seat, with_nccl=with_nccl)
 
 
 def _self_test() -> str:

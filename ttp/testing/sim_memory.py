@@ -52,6 +52,6 @@ class HostMemory:
     def brings(self, order: m.Commit) -> bool:
         """Return whether this commit is to wait for what is held."""
         written = self._world.storage.drafts.get(f"{order.directory}/{order.draft}", {})
-        if order.directory or (order.pieces and {piece.file for piece in order.pieces} <= written.keys()):
+        if order.directory == MEMORY or (order.pieces and {piece.file for piece in order.pieces} <= written.keys()):
             return False
         return not order.pieces or (order.incident, order.version) in self._of

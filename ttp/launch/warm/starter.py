@@ -304,7 +304,7 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _in_memory(text: str) -> IO[str]:
-    """A file that is on no disk: an environment may be larger than one message of a socket."""
+    """Return a file in memory with this text, because an environment may be too large for one message of a socket."""
     file = os.fdopen(os.memfd_create("ttp-worker"), "w")
     file.write(text)
     file.flush()
