@@ -194,3 +194,19 @@ def test_what_was_said_of_memory_is_no_answer_to_the_next_controller() -> None:
     (commit,) = talk.orders(m.Commit)
     assert commit.generation >= 1 << 16
     assert talk.committed(1, 0) == ""
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["held now", "held from before"])
+def test_whoever_waits_for_it_is_replaced_and_nothing_is_added(before: bool) -> None:
+    """What comes late, a page, would be no part of what is held."""
+    talk = Slow()
+    if before:
+        talk.dies()
+        talk.frozen(1, 7, held=Version(7))
+        talk.frozen(2, 7, held=Version(7))
+    else:
+        talk.held("no restart is left")
+    (first,) = talk.orders(m.Commit)
+    assert "Save" not in talk.dies(first.rank)
+    (second,) = talk.orders(m.Commit)
+    assert (second.rank, second.pieces, second.directory) == (Rank(3 - first.rank), first.pieces, "")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.damage import flip
 from tests.store.conftest import World
+from ttp.core.layout import Version
 from ttp.launch import shadow
 from ttp.launch.shadow import Bringer, Shadows, serve
 from ttp.store.catalog import find_whole
@@ -42,7 +43,7 @@ def held(tmp_path: Path, save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Hel
 
 
 def order_for(save_dir: Path, fallback: str = "", incident: str = "first") -> Order:
-    return Order(incident, draft_name(12, incident), str(save_dir), fallback, 3, 5.0, 0.0)
+    return Order(incident, draft_name(Version(12), incident), str(save_dir), fallback, 3, 5.0, 0.0)
 
 
 def hold(held: Held, version: int = 12, incident: str = "first") -> Path:
@@ -104,13 +105,15 @@ def test_a_newer_one_that_is_damaged_does_not(held: Held, save_dir: Path) -> Non
 def test_what_the_storage_has_changed_is_written_once_more(
     held: Held, save_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, spoilt = hold(held), []
+    path = hold(held)
+    spoilt: list[Path] = []
     write = Bringer._write
 
     def and_spoil(self: Bringer, *args: object) -> None:
         write(self, *args)  # type: ignore[arg-type]
         if not spoilt:
-            spoilt.append(flip(save_dir / path.name / "__0_1.distcp"))
+            flip(save_dir / path.name / "__0_1.distcp")
+            spoilt.append(path)
 
     monkeypatch.setattr(Bringer, "_write", and_spoil)
     assert bring(held)

@@ -101,7 +101,7 @@ class Processor:
         copies = buddy and bool(layout.unreplicated())
         receiver = self._receiver = open_receiver(config, env.run_id, copies=copies)
         self.copying = Copying(source, layout, config, env, receiver, put) if copies and receiver is not None else None
-        self._holding = Holding(config, env, layout, self.save_dir, may=goes_on is not None)
+        self._holding = Holding(config, env, layout, self.save_dir, may=goes_on is not None and not source.on_device)
         at = "" if receiver is None else target(own_address(config, env.master_addr), receiver.port)
         keeps = at if copies else "", at if config.mirror else ""
         greeting = hello(config, env, layout, source, save_dir, version, *keeps, goes_on is not None)

@@ -87,6 +87,8 @@ class Incident:
     """Differs between controllers that have the same incident, so that two of them never write into one draft."""
     directory: str = ""
     """The directory to save to instead of the job's own; empty: the job's own."""
+    awaiting: bool = False
+    """What is held in memory is brought to the storage by a process of its own; nothing is added to it."""
     hold: str = ""
     """The directory in memory to which it is, or was, saved first; see ``shadow``."""
     progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)

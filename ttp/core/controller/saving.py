@@ -68,7 +68,8 @@ class Saving:
         incident.plan, incident.dropped = plan, []
         incident.planned_at = now
         incident.generation = self.next_generation(incident)
-        orders = self._orders(incident, plan)
+        incident.awaiting &= not plan.assignments and bool(incident.tasks)
+        orders = [] if incident.awaiting else self._orders(incident, plan)
         for order in orders:
             merged = incident.pending.pop(order.rank, None)
             if merged is not None:
@@ -279,7 +280,7 @@ class Saving:
                 pause_s = REPLAN_S * 2 ** min(incident.losses - LOSSES_MAX - 1, 10)
                 incident.next_plan_at = incident.planned_at + min(REPLAN_MAX_S, pause_s)
             incident.dropped = []
-        elif not (incident.pending or self._collects_late(incident, now)):
+        elif incident.awaiting or not (incident.pending or self._collects_late(incident, now)):
             self.commit(incident, "all pieces are durable", now)
 
     # --------------------------------------------------------------------------------------------------------- commit

@@ -62,7 +62,7 @@ class Shadow:
 
     def _await(self, incident: Incident, version: Version, now: float) -> None:
         self._outbox.record("awaited", version=version)
-        incident.generation = self._saving.next_generation(incident)
+        incident.generation, incident.awaiting = self._saving.next_generation(incident), True
         self._saving.commit(incident, "what is held has to be durable", now)
 
     def failed(self, incident: Incident) -> None:
