@@ -167,6 +167,17 @@ def test_what_is_held_only_does_not_count_as_on_disk() -> None:
     assert "[nothing_new]" in on_disk.frozen(2, 7)
 
 
+def test_ranks_that_have_restored_nothing_yet_do_not_go_on_again() -> None:
+    """They have finished no step since the last start, which a controller may not know yet."""
+    talk = Slow()
+    talk.dies()
+    for rank in (1, 2):
+        talk.frozen(rank, 0, held=Version(7))
+    (commit,) = talk.orders(m.Commit)
+    talk.committed(commit.rank, commit.generation)
+    assert talk.released() == (75, False)
+
+
 def test_a_newer_version_than_the_held_one_is_saved_to_the_storage() -> None:
     talk = Slow()
     talk.held("")  # waits for the launcher
@@ -210,3 +221,14 @@ def test_whoever_waits_for_it_is_replaced_and_nothing_is_added(before: bool) -> 
     assert "Save" not in talk.dies(first.rank)
     (second,) = talk.orders(m.Commit)
     assert (second.rank, second.pieces, second.directory) == (Rank(3 - first.rank), first.pieces, "")
+
+
+def test_a_plan_that_is_made_again_goes_where_the_first_one_went() -> None:
+    """Pieces of one checkpoint are in one place."""
+    talk = Slow()
+    talk.dies()
+    talk.frozen(1, 7)
+    (save,) = talk.orders(m.Save) or [talk.answers(2)]
+    assert save.directory == ""
+    talk.save_failed(save.rank, save.generation)
+    assert {again.directory for again in talk.orders(m.Save)} == {""}

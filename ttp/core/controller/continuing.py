@@ -96,7 +96,7 @@ def _why_not_the_state(incident: Incident, version: Version, base: Version, plan
     plan = plan or incident.plan
     if version <= base:
         return f"no step was finished since the last start, at step {base}"
-    if plan is None or plan.version != version or plan.disputed:
+    if plan is None or plan.version != version or plan.disputed or not plan.assignments:
         return "replicas differ, or the checkpoint was there already"
     if any(answer.bad for answer in incident.answers.values()):
         return "the state holds NaN or Inf"

@@ -33,8 +33,8 @@ class Shadow:
         self._job, self._outbox, self._saving, self._verdict = job, outbox, saving, verdict
 
     def choose(self, incident: Incident, plan: Plan, base: Version) -> None:
-        """A plan was made: see whether its checkpoint is held in memory first. That is tried once."""
-        if not (incident.hold or incident.directory or incident.forgiven or incident.recovered or incident.requests):
+        """The first plan was made: see whether its checkpoint is held in memory first. Later ones go where it went."""
+        if not (incident.plan or incident.directory or incident.forgiven or incident.recovered or incident.requests):
             incident.directory = incident.hold = self._place(incident, plan, base)
 
     def _place(self, incident: Incident, plan: Plan, base: Version) -> str:
