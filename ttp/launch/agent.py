@@ -174,8 +174,10 @@ class TtpAgent(LocalElasticAgent):
                 self._said_in = group.store
 
     def _forgo_restarts(self, worker_group: Any, workers: Mapping[int, Popen[Any]]) -> None:
-        """Allow no restart where none can help: the program or settings are wrong, or the job makes no progress, or
-        it goes on without this host."""
+        """Allow no restart if none can help.
+
+        That is so if the program or the settings are wrong, the job makes no progress, or it goes on without this host.
+        """
         wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
         if wrong and self._remaining_restarts:
             logger.error(

@@ -16,7 +16,7 @@ queued behind one that fails.
 
 If survivors are to go on in their processes (``TTP_CONTINUITY=keep`` with ``TTP_KEEP_CUDA=1``), ttp itself aborts the
 communicators once the state is saved. Nothing else may react to such an abort, and NVLink SHARP has to be off, because
-an abort is not supported with it. Other values that a user has set are kept; such a job is started anew after a failure.
+an abort is not supported with it. Values that a user has set are kept; the job is then started anew after a failure.
 
 A process group reads all this when it is made. Launchers of ttp export it to the workers. Under another launcher
 ``import ttp`` sets it, which comes early enough in almost every program. ``wrap_optimizer`` can only check it.
