@@ -296,7 +296,7 @@ class Continuing:
         raise AssertionError("unreachable")
 
     def tries_again(self, problem: BaseException) -> bool:
-        """Return, after a short wait, whether to call ``train()`` once more as the dead rank's device is not free yet."""
+        """Return whether to call ``train()`` once more, as the dead rank's device is not free yet. Waits a little."""
         fresh = self._seated and not self._registered and self._groups is not None and self._groups.untouched()
         if not (fresh and self._on_cuda and is_out_of_device_memory(problem)):
             return False
