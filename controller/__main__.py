@@ -117,6 +117,13 @@ def _why_not(bind: str, port: int) -> str:
     except (OSError, UnicodeError) as problem:
         return f"TTP_BIND={bind} is no address of this host ({problem})."
     owner = port_owner(port)
+    try:
+        with socket.socket() as probe:
+            probe.bind(("", port))
+    except PermissionError:
+        return "this user may not listen there: ports below 1024 are for root, usually. Choose another TTP_PORT."
+    except OSError:
+        pass  # in use
     held = f"it is held by {owner}" if owner else "its owner cannot be told (another user's process?)"
     return f"{held}. Choose another TTP_PORT."
 

@@ -1,4 +1,9 @@
-"""Makes and removes the directory in which the rank-local pages of a job lie on this host."""
+"""Makes and removes the directory in which the rank-local pages of a job lie on this host.
+
+Every processor holds a shared lock on the directory. The kernel drops the lock when the process ends, in whatever way.
+The last processor to leave removes the directory. If all have crashed, the next processor on this host removes it, as
+nobody holds a lock on it any more.
+"""
 
 from __future__ import annotations
 
