@@ -127,11 +127,14 @@ def _why_not(bind: str, port: int) -> str:
     except (OSError, UnicodeError) as problem:
         return f"TTP_BIND={bind} is not an address of this host ({problem})."
     owner = port_owner(port)
-    held = (
-        f"the port is in use by {owner}"
-        if owner
-        else "the port is in use by a process that cannot be seen (another user's?)"
-    )
+    try:
+        with socket.socket() as probe:
+            probe.bind(("", port))
+    except PermissionError:
+        return "this user may not listen there: ports below 1024 are for root, usually. Choose another TTP_PORT."
+    except OSError:
+        pass  # in use
+    held = f"it is in use by {owner}" if owner else "it is in use by a hidden process (another user's?)"
     return f"{held}. Choose another TTP_PORT."
 
 

@@ -183,7 +183,7 @@ def wrap_optimizer(
             save that version when other ranks could not make the update, or when its own update was left half done.
             Costs one more copy of them in memory, and the time to make it in every step. None keeps no copy.
         buddy: True keeps a second copy of each shard that only one rank holds (ZeRO without replicas, ``fully_shard``
-            over one dimension) in the memory of the next host. The copy is made anew, beside the training, every
+            over one dimension) in the memory of the next host. The copy is renewed while training goes on, every
             ``TTP_BUDDY_EVERY`` updates (k, default 10). Losing a rank or host then costs at most 2k - 1 finished steps,
             as long as a copy gets through within k updates. A host needs four times the state of its ranks in
             ``/dev/shm``. No effect where every shard has replicas. Must be equal on all ranks.

@@ -128,12 +128,6 @@ def _token_in(path: str) -> str:
         raise ConfigError(f"{named} holds no token: {problem}") from None
 
 
-def _level(text: str) -> str:
-    if text.upper() not in LOG_LEVELS:
-        raise ValueError(f"one of {', '.join(LOG_LEVELS)} is wanted")
-    return text
-
-
 def _absolute(text: str) -> str:
     if not Path(text).is_absolute():
         raise ValueError("an absolute path is wanted: every rank must mean the same directory")
@@ -147,9 +141,9 @@ def _mindio(text: str) -> str:
     return {"on": "1", "off": "", "0": ""}.get(word, word)
 
 
-def _one_of(*modes: str) -> Callable[[str], str]:
+def _one_of(*modes: str, like: Callable[[str], str] = str) -> Callable[[str], str]:
     def mode(text: str) -> str:
-        if text not in modes:
+        if like(text) not in modes:
             raise ValueError(f"one of {', '.join(modes)} is wanted")
         return text
 
@@ -292,6 +286,9 @@ class Config:
     continue_max: int = _setting("TTP_CONTINUE_MAX", _count, 10)
     """With keep: number of times that ranks go on in their processes before all are started anew."""
 
+    keep_cuda: bool = _setting("TTP_KEEP_CUDA", _switch, False)
+    """With keep: True lets ranks whose state is on a CUDA device go on, too. Only for tests: it never ran on a GPU."""
+
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""
 
@@ -301,7 +298,7 @@ class Config:
     metrics_port: int | None = _setting("TTP_METRICS_PORT", _port, None)
     """Port on which controllers serve metrics for Prometheus; None: no metrics are served."""
 
-    log_level: str = _setting("TTP_LOG", _level, "INFO")
+    log_level: str = _setting("TTP_LOG", _one_of(*LOG_LEVELS, like=str.upper), "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""
 
     log_format: str = _setting("TTP_LOG_FORMAT", _one_of("text", "json"), "text")
@@ -354,8 +351,11 @@ class RankEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RankEnv:
-        """Read ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``LOCAL_RANK`` and torchelastic's names; or the names of
-        msrun, mpirun or a rank table, see ``ttp.launch.rank_names``."""
+        """Read ``RANK``, ``WORLD_SIZE`` and the like, as torchrun or a launcher of ``ttp.launch.rank_names`` sets them.
+
+        Raises:
+            ConfigError: one is missing, or its value is no valid number.
+        """
         environ = in_torchruns_names(os.environ if environ is None else environ)
         rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
         if world_size > WORLD_SIZE_MAX:

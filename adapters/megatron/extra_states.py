@@ -26,7 +26,9 @@ log = logging.getLogger("ttp.adapters.megatron")
 _KEPT = 4
 """Number of versions whose states are kept, because a host may be some updates ahead of its device."""
 _LEARNING = 4
-"""Number of captures after which a module that never had a state is not asked any more."""
+"""Number of captures in which every module is asked for its state."""
+_PARTS = 16
+"""After that, modules that never had a state are asked in turns, one of so many parts of them in each capture."""
 
 
 class ExtraStates:
@@ -40,9 +42,8 @@ class ExtraStates:
 
     def __init__(self, owners: Mapping[str, nn.Module], written: Iterable[str], *, on_device: bool = False) -> None:
         self._owners, self._written, self._on_device = dict(owners), set(written), on_device
-        self._asked = dict(owners)
         self._kept: dict[int, dict[str, Any]] = {}
-        self._left = _LEARNING
+        self._captures = 0
         self._seen: set[str] = set()  # names of modules that ever had an extra state
         self._complained = False
 
@@ -53,7 +54,7 @@ class ExtraStates:
             ConfigError: a state has no form on disk.
         """
         try:
-            found = {key: copy.deepcopy(value) for key, value in _states(self._asked).items()}
+            found = {key: copy.deepcopy(value) for key, value in self._find().items()}
         except Exception:
             if not self._complained:
                 self._complained = True
@@ -62,9 +63,21 @@ class ExtraStates:
         self._look_at_new(found)
         before = sorted(known for known in self._kept if known < version)[1 - _KEPT :]
         self._kept = {known: self._kept[known] for known in before} | {version: found}
-        self._left -= 1
-        if self._left == 0:
-            self._asked = {key: owner for key, owner in self._asked.items() if key in self._seen}
+
+    def _find(self) -> dict[str, Any]:
+        """Return the states there are now, without asking every module that never had one (see ``_PARTS``).
+
+        Programs switch FP8 on after some steps, and for many modules at once: once one has a state, all are asked.
+        """
+        turn, self._captures = self._captures, self._captures + 1
+        if turn < _LEARNING:
+            return _states(self._owners)
+        without = [key for key in self._owners if key not in self._seen]
+        asked = {key: self._owners[key] for key in (*self._seen, *without[turn % _PARTS :: _PARTS])}
+        found = _states(asked)
+        if found.keys() <= self._seen:
+            return found
+        return found | _states({key: self._owners[key] for key in without if key not in asked})
 
     def _look_at_new(self, found: Mapping[str, Any]) -> None:
         """Log once what the captures cost, and refuse a new state that cannot be saved."""

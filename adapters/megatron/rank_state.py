@@ -94,6 +94,24 @@ def _batch_size(args: Any) -> tuple[int, int]:
     return int(getattr(args, "global_batch_size", 0) or 0), 0
 
 
+def samples_after(steps: int, batch_size: int) -> int:
+    """Return the samples that the first ``steps`` iterations have consumed, and set the size of the next batch.
+
+    Args:
+        steps: finished iterations.
+        batch_size: samples of an iteration, where batches do not grow (``--rampup-batch-size``).
+    """
+    calculator = _calculator()
+    if calculator is None:
+        return steps * batch_size
+    consumed = 0
+    for _ in range(steps):  # how far the batches have grown depends on what was consumed before
+        calculator.update_num_microbatches(consumed, consistency_check=False)
+        consumed += int(calculator.get_current_running_global_batch_size())
+    calculator.update_num_microbatches(consumed, consistency_check=False)
+    return consumed
+
+
 def _resize_batches(args: Any) -> None:
     """Set the number of microbatches by the consumed samples, because batches may grow during training."""
     calculator = _calculator()

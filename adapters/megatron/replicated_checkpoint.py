@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ttp import session
 from ttp.adapters.megatron.optimizers import unchained
+from ttp.adapters.megatron.rank_state import samples_after
 from ttp.adapters.megatron.replicated_optimizer import ReplicatedOptimizer
 from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.errors import CheckpointError, ConfigError, UsageError
@@ -209,7 +210,7 @@ def _megatron_args() -> Any:
 def _tell_counters(step: int) -> None:
     args = _megatron_args()
     if args is not None and getattr(args, "global_batch_size", None):
-        args.consumed_train_samples = step * args.global_batch_size
+        args.consumed_train_samples = samples_after(step, args.global_batch_size)
 
 
 def _iteration_dir(root: Path, step: int, *, draft: bool = False) -> Path:

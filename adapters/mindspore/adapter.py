@@ -95,6 +95,8 @@ class MindSporeAdapter:
         self.position = Position()
         """The position in the data at which the last version was finished, or at which the running step will end."""
         self._begins_with: Version | None = None
+        self.between_trainings = contextlib.ExitStack()
+        """What ends when the next ``Model.train`` begins: no hang is seen where nobody trains."""
 
     @property
     def source(self) -> MindSporeSource:

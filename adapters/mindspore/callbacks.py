@@ -87,6 +87,7 @@ class Protection(Callback):
             cb_params.train_network, optimizer, self._save_path, replicas=self._replicas, strategy=self._strategy
         )
         adapter.source.save_fn, adapter.source.cb_params = self._save_fn, cb_params
+        adapter.between_trainings.close()
 
     def _begin(self, adapter: MindSporeAdapter, cb_params: Any, made: int = 0) -> None:
         """Tell the adapter with which version training begins, ``made`` steps before now.
@@ -131,8 +132,16 @@ class Protection(Callback):
         self._pauses.close()
 
     def on_train_end(self, run_context: Any) -> None:
-        """Wait until every rank is done, so that one that dies in its last step can still be saved from the others."""
-        if self._adapter is not None:
+        """Wait until every rank is done, so that one that dies in its last step can still be saved from the others.
+
+        In a function that is decorated with ``ttp.ttp_to_persist`` more may follow, and this rank stays in the job.
+        """
+        if self._adapter is None:
+            return
+        if _decorated():
+            self._adapter.between_trainings.enter_context(api.paused("between trainings"))
+            self._adapter = None
+        else:
             session.current().returned()
             self._forget()
 
@@ -154,7 +163,7 @@ class Protection(Callback):
         if self._adapter is not None:
             self._adapter.detach()
             self._adapter = None
-        if not (session.current().enabled and session.current().in_train):
+        if not _decorated():
             session.reset()
 
     def _position(self, cb_params: Any) -> Position:
@@ -263,6 +272,12 @@ class TrainFaultTolerance(Protection):
 
     def _meet(self) -> None:
         meet_at(os.environ.get("MS_TFT_IP", ""), _port(os.environ.get("MS_TFT_PORT", str(DEFAULT_PORT))))
+
+
+def _decorated() -> bool:
+    """Whether this is a part of a function that ``ttp.ttp_to_persist`` protects, here and now."""
+    current = session.current()
+    return current.enabled and current.in_train
 
 
 def _port(text: str) -> int:

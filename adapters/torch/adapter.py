@@ -260,6 +260,9 @@ class TorchAdapter(Restoring):
             goes_on.over()  # others may make this update while this rank stays here and alone holds its shards
         if self._barrier is not None:
             self._barrier.wait()
+        elif goes_on is not None:  # no update is queued behind a collective that may have to be aborted
+            for runtime in self._source.runtimes:
+                runtime.mark(side=False).synchronize()
 
     def _updated(self) -> None:
         if (between := self._between) is not None and not between.turns.simple:
@@ -302,6 +305,8 @@ class TorchAdapter(Restoring):
 
     def _why_wait(self) -> str:
         """Return why the host, not the device, has to wait in the barrier before an update; empty: the device may."""
+        if self._processor is not None and self._processor.goes_on is not None:
+            return "survivors go on in their processes, so that no update may be queued behind a collective"
         if len(self._source.runtimes) > 1 or self._source.has_state_on_host():
             return "the state is on several devices, or partly on the host"
         if len(self._given) > 1 or is_sharded(self._optimizer):

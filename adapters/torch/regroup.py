@@ -4,9 +4,8 @@ A group is an object that asks a *backend* for each collective. Backends connect
 that has died is of no use; so all ranks make new ones, in a store of their own, and register them in the old groups.
 Three parts of torch that are not public are needed for that, and ``self_test`` tries them in a group of one.
 
-- *A survivor* may wait in a collective for as long as the group's timeout. Whatever it waits for goes through sockets,
-  which are shut down; they are known because they were not there before the group was made. A socket that listens is
-  left alone: gloo ends the process when that is shut down.
+- *A survivor* may wait in a collective for as long as the group's timeout: its connections are broken, in the way of
+  each kind of backend (``transport.py``).
 - *A newcomer* makes its groups alone, as the others have theirs. Until it enters ``train()``, or where the others do
   not leave their loops until ``wrap_optimizer()``, they are of torch's backend "fake", which speaks to nobody; then it
   exchanges, as the others do.
@@ -14,15 +13,13 @@ Three parts of torch that are not public are needed for that, and ``self_test`` 
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
-import socket
-import stat
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,22 +27,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ttp.adapters.torch.transport import TIMEOUT, Gloo, Place, Transport, of_names
+
+log = logging.getLogger("ttp.adapters.torch")
+
 _c10d: Any = c10d  # what is used of it is not public
 _dist: Any = dist
 _Type: Any = _dist.ProcessGroup.BackendType
 _TYPES_FROM = 16
 """Numbers from here on are of no kind of backend: a group keeps the old one where it knows the number."""
-_DEVICES = ("cpu", "cuda")
-"""That a gloo backend is registered for."""
 _MEMBER = "_rank_not_in_group"
 """What each collective that a program calls asks first."""
 _LOCAL = ("get_rank", "get_world_size", "get_backend", "get_backend_config")
 """Functions of torch that ask this process alone, and look at its membership as collectives do."""
 _OF_C10D = (c10d.__name__, "torch.distributed.c10d_logger")
 """Modules that a collective passes through."""
-_TIMEOUT = timedelta(minutes=30)
-Socket = tuple[int, int]
-"""Descriptor and inode: the number alone may have been used again."""
+_ALONE = "FakeProcessGroup"
+"""The class of torch's backend that speaks to nobody."""
 
 
 class Groups:
@@ -53,11 +51,16 @@ class Groups:
 
     Args:
         seat: this process takes the seat of one that has died: it makes its groups alone.
+        with_nccl: those of NCCL can be exchanged, too.
     """
 
-    def __init__(self, *, seat: bool) -> None:
-        self._sockets: set[Socket] = set()
-        self._timeouts: dict[Any, timedelta] = {}  # of groups that were made alone
+    def __init__(self, *, seat: bool, with_nccl: bool = False) -> None:
+        self._transports = of_names(with_nccl=with_nccl)
+        gloo = self._transports["gloo"]
+        assert isinstance(gloo, Gloo)
+        self._gloo = gloo
+        self._tried: dict[str, str] = {}  # what came of the self-tests
+        self._alone: dict[Any, tuple[timedelta, Any]] = {}  # time-out and options of groups that were made alone
         self._unseen = bool(_c10d._world.pg_map)
         self._before: list[Any] = []
         self._count = 0
@@ -77,19 +80,16 @@ class Groups:
         make = self._stock[0]
         if self._seat:
             return self._make_alone(make, *args, **kwargs)
-        before = _connected()
-        try:
+        with self._gloo.noting():
             return make(*args, **kwargs)
-        finally:
-            self._sockets |= _connected() - before
 
     def _make_alone(
         self, make: Callable[..., Any], size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        kwargs.pop("backend_options", None)
+        options = kwargs.pop("backend_options", None)
         group, store = make(size, rank, ranks, _c10d.Backend("fake"), *args, **kwargs)
         if isinstance(group, _dist.ProcessGroup):
-            self._timeouts[group] = kwargs.get("timeout") or _TIMEOUT
+            self._alone[group] = kwargs.get("timeout") or TIMEOUT, options
             _c10d._world.pg_map[group] = (str(backend), store)
             _c10d._world.pg_backend_config[group] = str(_c10d.BackendConfig(_c10d.Backend(str(backend))))
         return group, store
@@ -141,20 +141,52 @@ class Groups:
             return "process groups were made before @ttp_to_persist was met"
         if any(group not in _c10d._world.pg_map for group in self._before):
             return "train() destroys process groups that were there before"
-        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
-            return "TORCH_GLOO_LAZY_INIT connects ranks later"
         for group in _c10d._world.pg_map:
-            backends = {type(group._get_backend(device)).__name__ for device in group._device_types}
-            if backends - {"ProcessGroupGloo", "FakeProcessGroup"}:
-                return f"a process group is of {', '.join(sorted(backends))}; only gloo's can be exchanged"
+            for name, devices in _kinds(group).items():
+                kind = type(group._get_backend(torch.device(devices[0]))).__name__
+                if kind != _ALONE and (reason := self._why_not(name, kind, devices[0])):
+                    return reason
         return ""
 
+    def _why_not(self, name: str, kind: str, device: str) -> str:
+        transport = self._transports.get(name)
+        if transport is None or transport.backend != kind:
+            only = "gloo's and NCCL's" if len(self._transports) > 1 else "gloo's"
+            return f"a process group is of {kind}; only {only} can be exchanged"
+        if name not in self._tried:  # at the entry of train() a program may not have chosen its device yet
+            self._tried[name] = transport.why_not() or ("" if name == "gloo" else self_test(transport, device))
+        return self._tried[name]
+
+    def untouched(self) -> bool:
+        """Whether there are the groups that there were before ``train()``, and no others."""
+        return list(_c10d._world.pg_map) == self._before
+
+    @property
+    def aborts(self) -> bool:
+        """Whether letting go ends kernels of a device: what is queued behind them runs then."""
+        return bool(self._backends("nccl"))
+
+    def _backends(self, name: str) -> list[Any]:
+        """Of all groups, those of this kind."""
+        found = []
+        for group in list(_c10d._world.pg_map):
+            for device in _kinds(group).get(name, [])[:1]:
+                backend = group._get_backend(torch.device(device))
+                found += [] if type(backend).__name__ == _ALONE else [backend]
+        return found
+
     def let_go(self) -> None:
-        """Whoever waits in a collective gets an error. Any thread."""
-        for descriptor, inode in self._sockets & _connected():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-                if os.fstat(found.fileno()).st_ino == inode:
-                    found.shutdown(socket.SHUT_RDWR)
+        """Whoever waits in a collective gets an error, or comes out of it. Any thread.
+
+        Raises:
+            RuntimeError: not all connections could be broken.
+        """
+        for name, transport in self._transports.items():
+            backends, began_s = self._backends(name), time.monotonic()
+            transport.let_go(backends)
+            if backends and name == "nccl":
+                took_s = time.monotonic() - began_s
+                log.info("%d process groups of NCCL were aborted in %.3f s", len(backends), took_s)
 
     def meet(self, address: str, port: int, within_s: float, said: str) -> list[str]:
         """Tell the ranks of the next launch something; returns what each of them says. ``renew`` comes next.
@@ -187,7 +219,7 @@ class Groups:
         Raises:
             RuntimeError: the ranks do not have the same groups, or do not come.
         """
-        self._sockets = set()
+        self._gloo.forget()
         if self._seat:
             self._seat = False
             _c10d._store_based_barrier = self._stock[1]
@@ -220,16 +252,23 @@ class Groups:
                 raise RuntimeError(f"rank {other} has other process groups than rank {rank}")
 
     def _exchange(self, group: Any, store: Any, launch: int) -> None:
-        name, desc = _c10d._world.pg_names[group], group.group_desc
+        world, name, desc, kinds = _c10d._world, _c10d._world.pg_names[group], group.group_desc, _kinds(group)
         new_store = _dist.PrefixStore(f"ttp/{name}/", store)
-        before = _connected()
-        timeout = self._timeouts.pop(group, None) or _timeout(group)
-        backend = _gloo(new_store, group.rank(), group.size(), timeout)
-        self._sockets |= _connected() - before
-        register(group, backend, alone=group._get_backend_name() == "custom", number=launch)
-        group._set_group_name(name)  # both are kept by the backend
+        alone, bound = group._get_backend_name() == "custom", group.bound_device_id
+        given = self._alone.pop(group, None)
+        members = [] if group is _dist.group.WORLD else sorted(world.pg_group_ranks[group])
+        for number, (kind, devices) in enumerate(kinds.items(), len(kinds) * launch):
+            transport = self._transports[kind]
+            timeout, options = given or _made_with(group._get_backend(torch.device(devices[0])))
+            place = Place(new_store, group.rank(), group.size(), name, members, timeout, options)
+            register(group, transport.connect(place), transport.kind if alone else _fresh(number), devices)
+        if alone:
+            group._set_default_backend(self._transports["nccl" if "nccl" in kinds else "gloo"].kind)
+        group._set_group_name(name)  # both are kept by the backends
         group._set_group_desc(desc)
-        _c10d._world.pg_map[group] = ("gloo", new_store)
+        world.pg_map[group] = (world.pg_map[group][0], new_store)
+        if bound is not None and "nccl" in kinds:  # as torch does; all members are here, in the same order
+            group._get_backend(bound).eager_connect_single_device(bound)
 
     @staticmethod
     def _names() -> list[tuple[str, list[int]]]:
@@ -238,110 +277,75 @@ class Groups:
         return [(str(world.pg_names[group]), sorted(world.pg_group_ranks[group])) for group in world.pg_map]
 
 
-def register(group: Any, backend: Any, *, alone: bool, number: int) -> None:
+def register(group: Any, backend: Any, kind: Any, devices: Sequence[str]) -> None:
     """Have a group ask ``backend`` from now on.
 
     Args:
         group: the process group.
         backend: a new one.
-        alone: there is only the backend "fake" in the group.
-        number: of this exchange.
+        kind: its type; one that the group has had already would leave the old backend there.
+        devices: types of the tensors that it is for.
+
+    Raises:
+        RuntimeError: the group asks another one.
     """
-    kind = _Type.GLOO if alone else _Type(_TYPES_FROM + number % (256 - _TYPES_FROM))
-    for device in _DEVICES:
+    for device in devices:
         group._register_backend(torch.device(device), kind, backend)
-    if alone:
-        group._set_default_backend(_Type.GLOO)
+        if group._get_backend(torch.device(device)) is not backend:
+            raise RuntimeError("this torch does not let backends of a group be exchanged")
 
 
-def self_test() -> str:
-    """Why this torch is not as it has to be; empty: backends can be exchanged. Takes some milliseconds."""
+def _fresh(number: int) -> Any:
+    """A type that no backend has had, for this exchange."""
+    return _Type(_TYPES_FROM + number % (256 - _TYPES_FROM))
+
+
+def _kinds(group: Any) -> dict[str, list[str]]:
+    """Names of the backends of a group, and the types of devices for which they are asked."""
+    config = _c10d.BackendConfig(_c10d.Backend(_c10d._world.pg_backend_config[group]))
+    found: dict[str, list[str]] = {}
+    for device, name in config.get_device_backend_map().items():
+        found.setdefault(str(name), []).append(device)
+    return found
+
+
+def _made_with(backend: Any) -> tuple[timedelta, Any]:
+    """The time-out and the options of a backend."""
+    options = getattr(backend, "options", None)
+    found = getattr(options, "_timeout", None)
+    return (found if isinstance(found, timedelta) else TIMEOUT), options
+
+
+def self_test(transport: Transport | None = None, device: str = "cpu") -> str:
+    """Why this torch is not as it has to be; empty: backends can be exchanged. Takes some milliseconds with gloo.
+
+    Args:
+        transport: of the backends that are tried; None: gloo's.
+        device: type of the device on which a group of one is made for that.
+    """
+    transport = Gloo() if transport is None else transport
     try:
-        return _self_test()
+        return _self_test(transport, device)
     except Exception as problem:
         return f"this torch keeps process groups in another way: {problem!r}"
 
 
-def _self_test() -> str:
-    store, name, device = _dist.HashStore(), "ttp self test", torch.device("cpu")
+def _self_test(transport: Transport, device: str) -> str:
+    store, name = _dist.HashStore(), "ttp self test"
     group = _dist.ProcessGroup(store, 0, 1)
-    group._set_default_backend(_Type.GLOO)
+    group._set_default_backend(transport.kind)
     _c10d._register_process_group(name, group)
     try:
         for number in range(2):
-            backend = _gloo(_dist.PrefixStore(str(number), store), 0, 1, timedelta(seconds=10))
-            register(group, backend, alone=number == 0, number=number)
+            place = Place(_dist.PrefixStore(str(number), store), 0, 1, name, [0], timedelta(seconds=10))
+            backend = transport.connect(place)
+            register(group, backend, _fresh(number) if number else transport.kind, [device])
             group._set_group_name(name)
-            if group._get_backend(device) is not backend:
-                return "this torch does not let backends of a group be exchanged"
-            value = torch.ones(1)
+            value = torch.ones(1, device=device)
             group.allreduce([value]).wait()
             if value.item() != 1 or _c10d._resolve_process_group(name) is not group:
                 return "a group is not the same after its backend was exchanged"
+            transport.let_go([backend])
     finally:
         _c10d._unregister_process_group(name)
     return ""
-
-
-class _LentStore(_dist.Store):  # type: ignore[misc,name-defined,unused-ignore] # of torch, which is Any here
-    """The store of a backend while it connects to the others.
-
-    A group keeps its old backends until the process ends, and they their stores, so each would hold a connection.
-    """
-
-    def __init__(self, store: Any) -> None:
-        super().__init__()
-        self.store = store
-
-    def set(self, key: str, value: Any) -> None:
-        self.store.set(key, value)
-
-    def get(self, key: str) -> Any:
-        return self.store.get(key)
-
-    def add(self, key: str, amount: int) -> Any:
-        return self.store.add(key, amount)
-
-    def check(self, keys: list[str]) -> Any:
-        return self.store.check(keys)
-
-    def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        self.store.wait(keys, *timeout)
-
-
-_lent: list[_LentStore] = []  # torch does not keep what Python has added to an object that it keeps
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    lent = _LentStore(store)
-    _lent.append(lent)
-    backend = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", lent), rank, size, timeout=timeout)
-    backend._set_sequence_number_for_group()
-    lent.store = None
-    return backend
-
-
-def _timeout(group: Any) -> timedelta:
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    found = getattr(options, "_timeout", None)
-    return found if isinstance(found, timedelta) else _TIMEOUT
-
-
-def _connected() -> set[Socket]:
-    """Sockets of this process that are connected over TCP; none where that cannot be seen."""
-    try:
-        return set(_look())
-    except OSError:
-        return set()
-
-
-def _look() -> Iterator[Socket]:
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            descriptor = int(entry.name)
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as found:
-                tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
-                if tcp and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    yield descriptor, os.fstat(found.fileno()).st_ino

@@ -149,7 +149,7 @@ class TorchSource(Standing):
         """
         assert self._processor is not None and self.sharding is not None
         now, stopped = self._processor.gate.state(), self.stopped
-        if self._extra.modules or self._capture.problem or self.on_device:
+        if self._extra.modules or self._capture.problem:
             raise UnlikeError("extra_state holds modules, or some of the state of this rank cannot be captured")
         self.inspect(now.version)
         if self.stopped is None:

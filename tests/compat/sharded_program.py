@@ -3,7 +3,8 @@
 It does what the original's adapter does: survivors stop, clean, make their groups anew with the newcomer, send it the
 piece that it holds, roll back, and train on. ``JOB_FAULTS``: ``[{"rank": 1, "step": 5, "at": "data"}]``; ``at`` may be
 a handler's name, and ``what`` ``raise``, ``hang`` or ``nothing`` (when a file ``after`` is there) instead of ``kill``.
-Each happens once in a job; ``warm``: not before a rank can be started alone.
+Each happens once in a job; ``warm``: not before a rank can be started alone; ``with``: ranks that die at one moment, as
+a later death would be another fault.
 """
 
 from __future__ import annotations
@@ -77,6 +78,18 @@ def unbroken(*phases: tuple[int, int]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- one process
 
 
+def die(rank: int, ranks: list[int]) -> None:
+    """Wait for the other ranks that die; the first of them kills all."""
+    own = DIR / f"dies{rank}"
+    own.with_suffix(".draft").write_text(str(os.getpid()))
+    own.with_suffix(".draft").replace(own)
+    dying = [DIR / f"dies{other}" for other in ranks]
+    while rank != ranks[0] or not all(path.exists() for path in dying):
+        time.sleep(0.01)
+    for path in reversed(dying):
+        os.kill(int(path.read_text()), signal.SIGKILL)
+
+
 class Program:
     def __init__(self) -> None:
         self.tft: Any = importlib.import_module("mindio_ttp.framework_ttp")
@@ -102,7 +115,7 @@ class Program:
                 continue
             match fault.get("what", "kill"):
                 case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    die(self.rank, fault.get("with", [self.rank]))
                 case "raise":
                     raise ValueError("out of luck")
                 case "hang":

@@ -78,7 +78,7 @@ def check_bits(job: Job) -> None:
     ],
 )
 def test_a_new_process_takes_the_seat_of_the_dead(make_job: MakeJob, dead: list[int], at: str) -> None:
-    job = made(make_job, [{"rank": rank, "step": 5, "at": at} for rank in dead])
+    job = made(make_job, [{"rank": rank, "step": 5, "at": at, "with": dead} for rank in dead])
     assert job.run(TIMEOUT_S - 30) == 0, story(job)
     check_bits(job)
     for rank in range(job.ranks):

@@ -320,4 +320,19 @@ def test_a_port_that_cannot_be_used_for_another_reason_than_its_owner() -> None:
         held.bind(("127.0.0.1", 0))
         held.listen()
         port = held.getsockname()[1]
-        assert re.fullmatch(r"the port is in use by .*pid.*\. Choose another TTP_PORT\.", _why_not("127.0.0.1", port))
+        assert re.fullmatch(r"it is in use by .*pid.*\. Choose another TTP_PORT\.", _why_not("127.0.0.1", port))
+
+
+def test_a_port_that_only_root_may_use() -> None:
+    if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 1:
+        pytest.skip("every user may use every port here")
+    ours, theirs = os.pipe()
+    if not (child := os.fork()):
+        if not os.getuid():
+            os.setresuid(65534, 65534, 65534)
+        os.write(theirs, _why_not("127.0.0.1", 1).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(theirs)
+    with os.fdopen(ours) as said:
+        assert said.read().startswith("this user may not listen there")

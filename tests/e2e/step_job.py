@@ -2,7 +2,9 @@
 
 ``JOB_KIND``: plain, unused (a branch that some batches do not take), two (DistributedDataParallel modules, the second
 of which is used in every fourth iteration), static (``static_graph``), late (the DistributedDataParallel is made after
-``ttp.restore()``), or scaler (a GradScaler; iteration ``JOB_OVERFLOW`` overflows). Iterations are counted in
+``ttp.restore()``), hook (gradients are rounded on their way), compiled, bare (no wrapper: the program averages
+gradients itself), or scaler (a GradScaler; iteration ``JOB_OVERFLOW`` overflows). ``JOB_OUTSIDE``: model and optimizer
+are made before train(). ``JOB_LEAVE``: the function is not decorated. Iterations are counted in
 ``extra_state``: one that the scaler leaves out makes no version. The faults are those of ``job.py``, and ``micro0`` to
 ``micro3``: before that micro-batch, of which all but the last are under ``no_sync()``.
 """
@@ -16,12 +18,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +36,7 @@ from tests.e2e.job import (
     RANK,
     STEPS,
     WORLD,
+    Faulty,
     FaultySchedule,
     InnerFault,
     Losses,
@@ -46,6 +50,7 @@ from tests.e2e.job import (
 KIND = os.environ["JOB_KIND"]
 OVERFLOW = int(os.environ.get("JOB_OVERFLOW", "-1"))
 MICRO = 1 if KIND == "static" else 4
+BARE = ("late", "two", "bare")
 OPTIONS: dict[str, dict[str, Any]] = {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
 
 
@@ -78,11 +83,23 @@ class Two(nn.Module):
             yield
 
 
-@ttp.ttp_to_persist
-def train() -> None:
+def make() -> tuple[Any, Any, Any]:
+    """The model, as it is called and as it was made, and its optimizer."""
     plain = {"unused": Branches, "two": Two}.get(KIND, build)()
-    model: Any = plain if KIND in ("late", "two") else DistributedDataParallel(plain, **OPTIONS.get(KIND, {}))
-    optimizer = InnerFault(plain.parameters(), lr=1e-2)
+    inner: Any = plain
+    if KIND == "compiled":  # what hurts this process is no part of a graph
+        compiler, faulty = cast("Any", torch.compiler), cast("Any", Faulty)
+        faulty.forward = compiler.disable(faulty.forward)
+        inner = torch.compile(plain, backend="aot_eager")
+    model: Any = plain if KIND in BARE else DistributedDataParallel(inner, **OPTIONS.get(KIND, {}))
+    if KIND == "hook":
+        model.register_comm_hook(None, fp16_compress_hook)
+    return model, plain, InnerFault(plain.parameters(), lr=1e-2)
+
+
+@ttp.ttp_to_persist
+def train(made: tuple[Any, Any, Any] | None) -> None:
+    model, plain, optimizer = made or make()
     scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
     scaler = torch.amp.GradScaler("cpu", growth_interval=3, enabled=KIND == "scaler")
     losses = Losses()
@@ -110,7 +127,6 @@ def train() -> None:
     finish(SimpleNamespace(module=plain), optimizer, scheduler, losses)
 
 
-@ttp.one_step
 def update(
     model: Any,
     optimizer: Any,
@@ -126,26 +142,34 @@ def update(
         data, target = next(batches)
         injector.at(f"micro{micro}")
         last = micro == MICRO - 1
-        with contextlib.nullcontext() if last else model.no_sync():
+        with contextlib.nullcontext() if last or KIND == "bare" else model.no_sync():
             loss = cross_entropy(model(data + 0.01 * random.random()), target) / MICRO
             total += float(loss.detach())
             if last:
                 injector.at("loss")
                 losses.values.append(total)  # before the gradients leave this rank: it may die right after
             scaler.scale(loss * 1e36 if step == OVERFLOW and RANK == 0 else loss).backward()
+    for parameter in model.parameters() if KIND == "bare" else ():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= WORLD
     injector.at("allreduced")
     scaler.step(optimizer)
     scaler.update()
+    injector.at("stepped")
     note("version", step + 1)
     scheduler.step()
     injector.at("scheduled")
+
+
+if "JOB_LEAVE" not in os.environ:
+    update = ttp.one_step(update)
 
 
 def main() -> None:
     """The job on this rank; ``JOB_STORE``: where ranks without a launcher meet."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
-    train()
+    train(make() if "JOB_OUTSIDE" in os.environ else None)
     dist.barrier()
     dist.destroy_process_group()
 

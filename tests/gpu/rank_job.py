@@ -1,8 +1,9 @@
 """Ranks of one job that share one device, with a fault each life. Run by ``tests/gpu/ranks.py`` through ``ttp run``.
 
-Environment: as for ``tests/e2e/job.py``, and ``JOB_DEVICE``, ``JOB_BACKEND``, ``JOB_KIND``: ddp, fsdp or hsdp. Faults
-are kill, stop, raise, assert (one in a kernel), hang (a kernel that spins) and kill-controller. What a rank ends with
-is a digest of its weights, moments and random streams.
+Environment: as for ``tests/e2e/job.py``, and ``JOB_DEVICE``, ``JOB_BACKEND``, ``JOB_KIND``: ddp, fsdp or hsdp, and
+``JOB_SPREAD``: each rank has a device of its own. Without a GPU device and NCCL may be made up. Faults are kill, stop,
+raise, assert (one in a kernel), hang (a kernel that spins) and kill-controller. What a rank leaves is a digest of its
+weights, moments and random streams.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import ttp
+from tests.gpu import made_up_nccl
+from tests.gpu.made_up import MadeUp
 
 JOB_DIR = Path(os.environ["JOB_DIR"])
 STEPS = int(os.environ["JOB_STEPS"])
@@ -34,7 +37,9 @@ KIND = os.environ.get("JOB_KIND", "ddp")
 BACKEND = os.environ.get("JOB_BACKEND", "gloo")
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CUDA = os.environ.get("JOB_DEVICE", "cuda") == "cuda"
-DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+INDEX = int(os.environ["LOCAL_RANK"]) if os.environ.get("JOB_SPREAD") else 0
+DEVICE = torch.device("cuda", INDEX) if CUDA else torch.device("cpu")
+MADE_UP = MadeUp() if os.environ.get("JOB_DEVICE") == "made-up" else None
 
 
 def hurt(step: int, phase: str) -> None:
@@ -87,7 +92,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lower, self.norm = nn.Linear(32, 64), nn.BatchNorm1d(64)
+        self.lower = nn.Linear(32, 64)
+        self.norm = (
+            nn.BatchNorm1d(64) if MADE_UP is None else nn.LayerNorm(64)
+        )  # torch does not say what the former writes
         self.drop, self.upper = nn.Dropout(0.2), nn.Linear(64, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,14 +106,25 @@ class Net(nn.Module):
 def build() -> Any:
     torch.manual_seed(1)
     model = Net().to(DEVICE)
+    if MADE_UP is not None:  # no module of torch's reduces gradients there: see ``reduce``
+        MADE_UP.put(model)
+        return model
     if KIND == "ddp":
-        return DistributedDataParallel(model, device_ids=[0] if CUDA else None)
+        return DistributedDataParallel(model, device_ids=[INDEX] if CUDA else None)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     shape, names = ((WORLD,), ("shard",)) if KIND == "fsdp" else ((2, WORLD // 2), ("copies", "shard"))
     mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
     return fully_shard(model, mesh=mesh)
+
+
+def reduce(model: nn.Module) -> None:
+    """What DistributedDataParallel does, on a device that is made up."""
+    if MADE_UP is not None:
+        whole: Any = dist.group.WORLD
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        whole._get_backend(torch.device("cpu")).all_reduce(MADE_UP.device, grads)
 
 
 @ttp.ttp_to_persist
@@ -125,6 +144,7 @@ def train() -> None:
         loss = model(data * (1 + 0.01 * random.random())).square().mean()
         hurt(step, "loss")
         loss.backward()
+        reduce(model)
         hurt(step, "backward")
         optimizer.step()
         note("version", step + 1)
@@ -140,6 +160,8 @@ def note(kind: str, value: int) -> None:
 
 
 def finish(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if MADE_UP is not None:
+        MADE_UP.device.mark(MADE_UP.device.training).synchronize()
     result = {
         "weights": digest(value for _, value in sorted(model.state_dict().items())),
         "moments": digest(v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())),
@@ -151,9 +173,17 @@ def finish(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def digest(tensors: Any) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor).detach().cpu().contiguous()
+        local = getattr(tensor, "_local_tensor", tensor).detach()
+        local = local.cpu().contiguous() if MADE_UP is None else MADE_UP.copy(local)
         found.update(local.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def main() -> None:
+    train()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
@@ -163,9 +193,12 @@ if __name__ == "__main__":
     deterministic: Any = torch.utils.deterministic
     deterministic.fill_uninitialized_memory = False
     if CUDA:
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(INDEX)
+    if BACKEND == "cpu:nccl":
+        made_up_nccl.install()
     dist.init_process_group(BACKEND)
-    train()
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    if MADE_UP is None:
+        main()
+    else:
+        with MADE_UP.watched(), MADE_UP.device.may_hang():
+            main()

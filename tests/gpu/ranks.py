@@ -61,6 +61,28 @@ def resumed_like_unbroken(directory: Path, device: str, kind: str, fault: str, *
         broken.stop()
 
 
+def went_on_like_unbroken(
+    directory: Path, device: str, kind: str, faults: list[dict[str, Any]], **settings: Any
+) -> tuple[Job, str]:
+    """With ``TTP_CONTINUITY=keep``: the job, and why it has not ended like the unbroken one; empty: it has."""
+    unbroken = _unbroken(directory / "unbroken", device, kind, settings)
+    kept = settings | {
+        "env": {"TTP_KEEP_CUDA": "1", **settings["env"]},
+        "flags": ["--standalone", "--continuity", "keep"],
+    }
+    broken = job(directory / "broken", device, kind, faults, **kept)
+    if isinstance(unbroken, str):
+        return broken, f"the unbroken job does not run:\n{unbroken}"
+    try:
+        if broken.run():
+            return broken, f"the job was not resumed to its end:\n{broken.story()}"
+        if broken.starts() != [0, *broken.committed()] or len(broken.committed()) != len(faults):
+            return broken, f"it began at {broken.starts()}, and saved {broken.committed()}:\n{broken.story()}"
+        return broken, "" if broken.results() == unbroken else f"other bits:\n{broken.story()}"
+    finally:
+        broken.stop()
+
+
 _known: dict[str, list[dict[str, Any]] | str] = {}
 
 

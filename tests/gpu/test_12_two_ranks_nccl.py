@@ -20,15 +20,22 @@ PRELOADED = os.environ.get("TTP_GPU_NCCL", "")
 SMALL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENABLE": "0", "JOB_BACKEND": "nccl"}
 
 
+def too_old() -> str:
+    """Why NCCL cannot have several ranks on one GPU; empty: it can."""
+    torch = pytest.importorskip("torch")
+    if PRELOADED or torch.cuda.nccl.version() >= (2, 30):
+        return ""
+    return (
+        f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} takes one rank for each GPU, 2.30 takes several: "
+        "name one with TTP_GPU_NCCL=/path/to/libnccl.so.2"
+    )
+
+
 @pytest.fixture(autouse=True)
 def nccl_env() -> dict[str, str]:
     """What the ranks need; skips where NCCL is too old."""
-    torch = pytest.importorskip("torch")
-    if not PRELOADED and torch.cuda.nccl.version() < (2, 30):
-        pytest.skip(
-            f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} takes one rank for each GPU, 2.30 takes several: "
-            "name one with TTP_GPU_NCCL=/path/to/libnccl.so.2"
-        )
+    if reason := too_old():
+        pytest.skip(reason)
     return SMALL | ({"LD_PRELOAD": PRELOADED} if PRELOADED else {})
 
 

@@ -20,6 +20,8 @@ ON_THE_HOST = [
     'steady:no_synchronisation{"kind": "hsdp"}',
     "graphs:forward_and_backward",
     "graphs:whole_step",
+    "going_on:self_test",
+    "going_on:abort_behind_a_spin",
 ]
 MADE_UP = [
     *("ahead:host_ahead" + json.dumps({"optimizer": kind}) for kind in ("adam-foreach", "nadam", "sgd")),

@@ -15,7 +15,7 @@ import pytest
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch import nccl
-from ttp.launch.nccl import HANDLING, HEARTBEAT, heartbeat_s, objections, settings
+from ttp.launch.nccl import HANDLING, HEARTBEAT, TO_GO_ON, heartbeat_s, objections, settings, why_not_go_on
 
 CONFIG = Config(port=1)
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
@@ -99,6 +99,54 @@ def test_the_monitor_outlasts_any_rescue() -> None:
 @pytest.mark.parametrize("environ", [{}, TORCHRUN | {HANDLING: "1"}])
 def test_nothing_is_left_to_object_to(environ: dict[str, str], config: Config) -> None:
     assert objections(environ | settings(environ, config), config) == []
+
+
+class TestGoingOn:
+    """What ``TTP_CONTINUITY=keep`` needs on a device, beside what a save does."""
+
+    keeps = Config(port=1, continuity="keep", keep_cuda=True)
+    all = MODERN | dict.fromkeys(TO_GO_ON, "0")
+
+    def test_what_is_exported(self) -> None:
+        assert settings({}, self.keeps) == {HANDLING: "0", HEARTBEAT: "665"} | dict.fromkeys(TO_GO_ON, "0")
+        assert settings({"NCCL_NVLS_ENABLE": "2"}, self.keeps).keys() == {HANDLING, HEARTBEAT, *TO_GO_ON} - {
+            "NCCL_NVLS_ENABLE"
+        }
+
+    @pytest.mark.parametrize("config", [Config(port=1, continuity="keep"), Config(port=1, keep_cuda=True)])
+    def test_nothing_more_where_it_is_not_switched_on(self, config: Config) -> None:
+        assert settings({}, config) == {HANDLING: "0", HEARTBEAT: "635"}
+
+    @pytest.mark.parametrize("torchrun", [{}, TORCHRUN | {HANDLING: "1"}])
+    def test_nothing_is_left_to_object_to(self, torchrun: dict[str, str]) -> None:
+        assert why_not_go_on(torchrun | settings(torchrun, self.keeps), self.keeps) == []
+
+    @pytest.mark.parametrize(
+        ("environ", "words"),
+        [
+            ({HANDLING: "1"}, "_HANDLING=1 .* abort"),
+            ({"TORCH_NCCL_DESYNC_DEBUG": "1"}, "TORCH_NCCL_DESYNC_DEBUG=1 turns"),
+            ({"TORCH_NCCL_RETHROW_CUDA_ERRORS": "1"}, "with TORCH_NCCL_RETHROW_CUDA_ERRORS=1 .* watchdog"),
+            ({"TORCH_NCCL_RETHROW_CUDA_ERRORS": None}, "without TORCH_NCCL_RETHROW_CUDA_ERRORS=0 "),  # torch's default
+            ({"TORCH_NCCL_PROPAGATE_ERROR": "true"}, "with TORCH_NCCL_PROPAGATE_ERROR=true "),
+            ({"NCCL_NVLS_ENABLE": "2"}, "with NCCL_NVLS_ENABLE=2 .* SHARP"),
+            ({"NCCL_NVLS_ENABLE": None}, "without NCCL_NVLS_ENABLE=0 .* SHARP"),
+            ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT=1 the host waits"),
+            ({HEARTBEAT: "380"}, "TIMEOUT_SEC=380 .* 390 s of going on"),
+        ],
+    )
+    def test_what_defeats_it(self, environ: dict[str, str | None], words: str) -> None:
+        merged = self.all | environ
+        (found,) = why_not_go_on({k: v for k, v in merged.items() if v is not None}, self.keeps)
+        assert re.search(words, found), found
+
+    @pytest.mark.parametrize(
+        "environ", [{"TORCH_NCCL_PROPAGATE_ERROR": None}, {HEARTBEAT: "5", "TORCH_NCCL_ENABLE_MONITORING": "0"}]
+    )
+    def test_what_leaves_it_alone(self, environ: dict[str, str | None]) -> None:
+        merged = self.all | environ
+        config = Config(port=1, continuity="keep", keep_cuda=True, rescue_patience_s=4, continue_s=1)
+        assert why_not_go_on({k: v for k, v in merged.items() if v is not None}, config) == []
 
 
 class TestLauncher:

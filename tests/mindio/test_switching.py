@@ -12,7 +12,7 @@ from tests.mindio.handler_world import FOUR, HandlerWorld, Kind, Trouble
 from tests.mindio.test_handler_recovery import check
 from tests.mindio.test_replacement import heard
 from ttp.core import messages as m
-from ttp.core.controller.events import ConnectionId, StreamEnded
+from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_SAVED
@@ -350,3 +350,15 @@ def test_another_controller_lets_go_of_those_that_stand_still(when: str) -> None
         this.pump(told)
     this.settle()
     assert this.kinds()[-1] == "resume" and this.released == set() and this.machine.stage == "training", this.story()
+
+
+def test_what_a_guest_says_is_kept_once() -> None:
+    """However much its program says until it has a seat."""
+    this = world(knocks=False)
+    this.knock(1)
+    stream, _ = this.guests[1]
+    for number in range(100):
+        ailing = rm.Ailing(Rank(1), rm.Ailment.JOINED, f"{number}", "here I am")
+        this.event(Received(ConnectionId(stream), ailing))
+    guest = this.machine.job.guests[Rank(1)]
+    assert len(guest.said) == 2 and guest.said[rm.Ailing] == ailing

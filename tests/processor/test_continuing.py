@@ -12,7 +12,8 @@ import pytest
 
 from ttp.config import Config
 from ttp.launch.again import Again
-from ttp.processor.continuing import Continuing
+from ttp.processor import continuing
+from ttp.processor.continuing import Continuing, TrainAgain, watched
 from ttp.processor.gate.gate import Gate, Halted
 from ttp.processor.processor import Processor
 
@@ -30,8 +31,8 @@ def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuin
     """Its training thread may come to the old gate only after it was released."""
     old, new = Gate(), Gate()
     old.close()
-    goes_on.released(old.halt, "incident")
-    of_old: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=old)
+    of_old: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=old, source=None)
+    goes_on.released(of_old, "incident")
     with pytest.raises(Halted):
         Processor.begin_update(of_old)
     goes_on.over()  # its training thread was about to enter the barrier before the update
@@ -40,3 +41,42 @@ def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuin
     of_new: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=new)
     Processor.begin_update(of_new)
     assert not goes_on.runs and not Again(tmp_path).marks() and new.updating
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's is called."""
+
+
+@pytest.mark.parametrize(
+    ("case", "problem", "again"),
+    [
+        ("a newcomer", OutOfMemoryError("CUDA out of memory"), True),
+        ("a newcomer", RuntimeError("CUDA error: out of memory"), True),
+        ("a newcomer", RuntimeError("CUDA error: device-side assert triggered"), False),
+        ("a survivor", OutOfMemoryError("CUDA out of memory"), False),
+        ("it has joined", OutOfMemoryError("CUDA out of memory"), False),
+        ("train() has made groups", OutOfMemoryError("CUDA out of memory"), False),
+        ("not switched on", OutOfMemoryError("CUDA out of memory"), False),
+    ],
+)
+def test_a_newcomer_tries_again_until_the_device_of_the_dead_is_free(
+    monkeypatch: pytest.MonkeyPatch, goes_on: Continuing, case: str, problem: Exception, again: bool
+) -> None:
+    groups: Any = SimpleNamespace(untouched=lambda: case != "train() has made groups", listen=lambda: None)
+    goes_on._groups, goes_on._entered = groups, True
+    goes_on._seated, goes_on._on_cuda = case != "a survivor", case != "not switched on"
+    goes_on.runs = True
+    monkeypatch.setattr(continuing, "_continuing", goes_on)
+    monkeypatch.setattr(continuing, "RETRY_S", 0.0)
+
+    def leave(_self: Continuing, why: str) -> None:
+        raise SystemExit(why)
+
+    monkeypatch.setattr(Continuing, "leave", leave)
+    goes_on.enter()
+    goes_on._registered = case == "it has joined"
+    with pytest.raises(TrainAgain if again else SystemExit), watched():
+        raise problem
+    if again:
+        goes_on.await_launcher()  # waits for nobody: it is the same rank of the same launch
+    goes_on.runs = False

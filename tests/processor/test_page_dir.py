@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,21 @@ def test_a_name_that_somebody_else_prepared_is_not_used(tmp_path: Path) -> None:
     pages = PageDirectory(tmp_path / "run", ENV, 1, tmp_path)
     assert pages.path == tmp_path / "run" / "pages"
     pages.close()
+
+
+def test_a_process_that_was_stopped_while_it_removed_the_directory_is_not_waited_for(tmp_path: Path) -> None:
+    first = PageDirectory(tmp_path / "run", ENV, 1, tmp_path)
+    with (first.path / LOCK_FILE).open() as lock:
+        fcntl.flock(first._lock, fcntl.LOCK_UN)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found: list[PageDirectory] = []
+        looking = threading.Thread(
+            target=lambda: found.append(PageDirectory(tmp_path / "run", ENV, 1, tmp_path)), daemon=True
+        )
+        looking.start()
+        looking.join(60.0)
+        assert [pages.path for pages in found] == [tmp_path / "run" / "pages"]
+    found[0].close()
 
 
 def test_after_a_crash_of_all_the_next_one_cleans_up(tmp_path: Path) -> None:

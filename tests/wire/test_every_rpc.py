@@ -293,6 +293,14 @@ def notify(job: Any) -> None:
     assert not answer.accepted and answer.text
 
 
+def offer(job: Any) -> None:
+    """It has no launch: no ranks are to be moved."""
+    stub = rounds_rpc.ManagerStub(job.controller.channel)
+    offered = rounds_pb2.PlaceOffered(host="other", store="127.0.0.1:1")
+    taken = unchanged(job, lambda: stub.Offer(offered, metadata=job.metadata, timeout=WAIT_S))
+    assert not taken.ranks and taken.world_size == 2
+
+
 def store(job: Any) -> None:
     with of_buddy(job.folder) as running:
         begin = buddy_pb2.StoreBegin(of=0, version=10, incarnation=2, run_id="job", size=1)
@@ -346,6 +354,7 @@ REPLAYS: dict[str, Callable[[Any], None]] = {
     "/ttp.wire.v1.Controller/GetVerdict": get_verdict,
     "/ttp.wire.v1.Manager/Attend": attend,
     "/ttp.wire.v1.Manager/Notify": notify,
+    "/ttp.wire.v1.Manager/Offer": offer,
     "/ttp.wire.v1.Buddy/Store": store,
     "/ttp.wire.v1.Buddy/Keep": keep,
     "/ttp.wire.v1.Barrier/Come": come,

@@ -17,7 +17,7 @@ LAUNCH = "CHAOS_LAUNCH"
 """Variable: how often the scheduler has started the job."""
 
 HOLD, END = "hold", "end"
-"""Phases beside those of a step: ``hold`` before a run begins, ``end`` after the last step of the job."""
+"""Phases outside a step: ``hold`` before a run begins, ``end`` after the last step of the job."""
 
 
 class RankConnection:

@@ -19,7 +19,7 @@ STEP_PHASES = (
 """Points of a step at which a rank can be met, in their order; ``in_step``: half-way through ``optimizer.step()``."""
 
 CALLED_PHASES = ("extra_state", "evaluation")
-"""Points of a step beside the training itself: while ``extra_state`` is asked for its state; in an evaluation."""
+"""Points outside the training itself: while ``extra_state`` is asked for its state, and during an evaluation."""
 
 START_PHASES = ("leaving", "seated", "regrouping", "entered", "joined", "restored", "updating")
 """Points of a start, in their order.

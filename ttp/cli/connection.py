@@ -224,6 +224,20 @@ class Client:
         with self._asking(ANSWER_S) as stub:
             return stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
 
+    def move(self, host: str) -> tuple[bool, str]:
+        """Have the ranks of this host moved to one that stands by while all train; whether they are, or why not."""
+        from ttp.wire.v1 import rounds_pb2 as rounds
+        from ttp.wire.v1.rounds_pb2_grpc import ManagerStub
+
+        try:
+            with self._asking(ANSWER_S):
+                notice = rounds.Notice(what="move", params=host)
+                assert self._channel is not None
+                answer = ManagerStub(self._channel).Notify(notice, timeout=ANSWER_S, metadata=self._metadata)
+        except ConfigError as problem:  # an older controller
+            return False, str(problem)
+        return answer.accepted, answer.text
+
     def close(self) -> None:
         """Close the connection."""
         if self._channel is not None:

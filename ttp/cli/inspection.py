@@ -143,7 +143,7 @@ def tensors(manifest: Manifest) -> list[Tensor]:
 
 
 def values(manifest: Manifest) -> list[str]:
-    """Return the names of the values that are stored beside the tensors."""
+    """Return the names of the values that are stored in addition to the tensors."""
     return list(dict.fromkeys(_name(row) for _, row in _rows(manifest) if "dtype" not in row))
 
 

@@ -46,10 +46,11 @@ def report_fault(
     """Report ranks or a host as broken, for a node monitor or an operator.
 
     The whole job then saves its newest step and exits with 75, so that its launcher starts it again: this ends the
-    present incarnation. With --drain the accused host is left out of the next one, until --recovered. For a checkpoint
+    present incarnation. With --drain the accused host is left out of the next one, until --recovered; a program written
+    for MindIO (ARF) is not ended where another host stands by: its ranks are moved while all train. For a checkpoint
     without a restart see `ttp save`. Exits with 1 when no such rank is known.
 
-    JSON keys: accused (ranks), text (what happened, in words).
+    JSON keys: accused (ranks; none where they are moved), text (what happened, in words).
     """
     if not rank and not host:
         raise UsageError("report-fault needs --rank N or --host NAME")
@@ -59,6 +60,10 @@ def report_fault(
         raise UsageError("--recovered takes a whole host: give --host NAME, and neither --rank nor --drain")
     where = find(address, port, token)
     with connected(where) as client:
+        if drain and client.move(host)[0]:
+            text = f"the ranks of {host} are moved to a host that stands by, while all train"
+            print_json({"accused": [], "text": text}) if json else say(text)
+            return
         answer = client.report_fault(rank or [], host, reason, drain=drain, recovered=recovered)
     if json:
         print_json({"accused": list(answer.accused), "text": answer.text})

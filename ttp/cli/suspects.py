@@ -47,9 +47,9 @@ class Suspect:
 def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: Json = False) -> None:
     """List the hosts that the last incidents of a job speak against, the most often named first.
 
-    For whoever starts the job again and may leave a host out: a script of the scheduler, or an operator. One killed
-    process says little of its host, the same host in three incidents says more: --last 10 --at-least 3. A drained host
-    is among them. Incidents after which training went on count as well, withdrawn evidence does not.
+    Use it to decide which host to leave out when the job is started again, by hand or in a script of the scheduler. One
+    killed process says little about its host, the same host in three incidents says more: --last 10 --at-least 3.
+    Drained hosts are listed too. Incidents after which training went on count as well, withdrawn evidence does not.
 
     Exits with 1 if no host is named. JSON: a list of hosts with host, incidents, ranks, kinds, text, unix_s.
     """

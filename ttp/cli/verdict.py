@@ -63,8 +63,8 @@ def verdict(
     The command reads what the job left in its save_dir, needs no running job, and gives the same answer on every host.
     Batch scripts decide by it: `srun` returns only the largest of many exit codes. The reason is printed on stderr.
 
-    A job that is preempted before its ranks have joined leaves no word. With --launcher-code 143 (SIGTERM) its verdict
-    is "saved": nothing of it is lost.
+    A job that is preempted before its ranks have joined leaves no verdict. With --launcher-code 143 (SIGTERM) the
+    verdict is "saved", because nothing is lost.
 
     JSON keys: word, exit_code, text (why), run_id, launches (how many are known), fruitless (the last ones in a row
     that brought no new version).

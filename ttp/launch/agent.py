@@ -21,11 +21,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED
 from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.host import GRACE_S, Host
+from ttp.launch.moved_ranks import MovedRanks, job_address, may_move
 from ttp.launch.preparation import EXIT_FAILED, verdict
 from ttp.launch.rendezvous import give_fresh_stores
 from ttp.launch.seats import Seats
 from ttp.launch.shared_token import SharedToken
-from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic
+from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic, pass_barrier
 from ttp.launch.torch_compat import forgive_replies
 from ttp.launch.warm.torch_workers import forking
 
@@ -60,6 +61,7 @@ class TtpAgent(LocalElasticAgent):
         self._look_s, spec.monitor_interval = spec.monitor_interval, 0.0  # torch would sleep when one dies
         give_fresh_stores(spec)
         wait_s = host.reschedule_s
+        self._moved = MovedRanks(spec, host) if stand_by and may_move() else None
         if stand_by:
             spec.rdzv_handler = StandBy(spec.rdzv_handler, wait_s, self._prepare)
         elif is_dynamic(spec.rdzv_handler):
@@ -92,6 +94,13 @@ class TtpAgent(LocalElasticAgent):
         spec = self._worker_group.spec
         command = [str(spec.entrypoint), *(str(argument) for argument in spec.args)]
         self._fail_open(lambda: self._host.warm.prepare(command, os.environ | OF_WORKERS, _heard(store)))
+        if self._moved is not None:
+            self._fail_open(lambda: self._take_ranks(store))
+
+    def _take_ranks(self, store: Any) -> None:
+        """On a host that stands by, start the ranks of a host that is drained, while the others train."""
+        if self._moved is not None and (address := job_address(store)):
+            self._moved.look(self._token.agree(store, first=False), address)
 
     def _start_workers(self, worker_group: Any) -> Any:
         job = self._token.agree(worker_group.store, first=worker_group.group_rank == 0)
@@ -137,6 +146,17 @@ class TtpAgent(LocalElasticAgent):
         if any(worker.poll() not in (None, 0) for worker in self._workers().values()):
             self._fail_open(lambda: self._host.expect_stop(workers))
 
+    def _exit_barrier(self) -> None:
+        """Wait for the other hosts at the end, unless this host's ranks were moved away: then the others train on."""
+        rendezvous = self._worker_group.spec.rdzv_handler
+        if isinstance(rendezvous, Rescheduling) and self._host.is_moved():
+            logger.warning("the ranks of this host are on another one now: it leaves its place in the job")
+            self._fail_open(rendezvous.leave)
+            self._fail_open(lambda: pass_barrier(self._store, self._worker_group.group_world_size or 1))
+            return
+        wait: Any = super()._exit_barrier
+        wait()
+
     def _restart_workers(self, worker_group: Any) -> None:
         """Ask ranks to save before a restart for a host that wants to join, i.e. if no worker has failed."""
         if worker_group.state is WorkerState.HEALTHY:
@@ -154,8 +174,10 @@ class TtpAgent(LocalElasticAgent):
                 self._said_in = group.store
 
     def _forgo_restarts(self, worker_group: Any, workers: Mapping[int, Popen[Any]]) -> None:
-        """Allow no restart where none can help: the program or settings are wrong, or the job makes no progress, or
-        it goes on without this host."""
+        """Allow no restart if none can help.
+
+        That is so if the program or the settings are wrong, the job makes no progress, or it goes on without this host.
+        """
         wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
         if wrong and self._remaining_restarts:
             logger.error(

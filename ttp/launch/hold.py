@@ -2,15 +2,15 @@
 
 Torch's agent sends SIGTERM as soon as it sees one worker dead, and SIGKILL 30 s later. ttp makes it wait:
 
-- nobody armed: at once (stock behaviour);
-- somebody holds a lease: not before it has left or its lease is over, at most ``patience_s`` in all;
-- somebody still does ``LEAVING_S`` after another one that held one was released: the job is saved, and a rank that was
-  released with it would have left by itself. It is stopped or hung: kill it, a restart waits for nothing else;
-- armed, but no lease yet: ``first_lease_s`` for the first one; it comes with the controller's freeze, milliseconds
-  after a death;
-- all who live were released to go on in their processes: leave them alone;
-- others were released (exit 75, 70 or 64) and somebody armed has no lease: it is hung or stopped. The job is saved
-  without it, and SIGTERM would be waited for in vain for 30 s: kill it.
+- no worker is armed: stop at once, as torch's agent does by itself;
+- a worker holds a lease: wait until it has left or its lease is over, at most ``patience_s`` in all;
+- a worker still holds a lease ``LEAVING_S`` after another one that held a lease was released: the job is saved, and a
+  rank that was released with it would have left by itself. It is stopped or hung: kill it, so that the restart begins;
+- workers are armed, but none has a lease yet: wait ``first_lease_s`` for the first lease, which comes with the
+  controller's freeze, milliseconds after a death;
+- all that live were released to go on in their processes: leave them alone;
+- others were released (exit 75, 70 or 64), and an armed worker has no lease: it is hung or stopped. The job is saved
+  without it, and a SIGTERM would only cost 30 s: kill it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STRAGGLER_S = 1.0
 """Seconds after its peers were released within which a rank gets its lease, if its freeze came late."""
 
 LEAVING_S = 11.0
-"""A rank that was released leaves within 10 s (``ttp.processor.exiting``), and hears of it a little after its peers."""
+"""Seconds. A released rank leaves within 10 s (``ttp.processor.exiting``), and may hear of it later than its peers."""
 
 Pid = int
 
@@ -115,7 +115,7 @@ class Hold:
         return self._kill(alive)
 
     def _released_for(self, now: float, scene: WorkersNow) -> float:
-        """For how long the job has been saved, seconds: one that held a lease has left, or goes on."""
+        """Return for how many seconds the job has been saved: a worker that held a lease has left, or goes on."""
         if self._released_at is None and any(
             scene.exits.get(pid) == EXIT_SAVED or scene.again.get(pid, now) > now for pid in self._held
         ):

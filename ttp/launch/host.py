@@ -209,6 +209,11 @@ class Host:
         answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
         return answer is not None and self._name in answer.drained
 
+    def is_moved(self) -> bool:
+        """Return whether this host was drained, and its ranks train on another host."""
+        answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
+        return answer is not None and self._name in answer.drained and not answer.HasField("code")
+
     def close(self, several_nodes: bool, code: int) -> int:
         """End what was started for the job. With several nodes the controller is kept until no launcher needs it.
 

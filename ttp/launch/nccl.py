@@ -14,8 +14,12 @@ that hangs when no controller is left to notice, so it is not switched off, but 
 ``TORCH_NCCL_BLOCKING_WAIT`` there is neither watchdog nor monitor: the host waits for each collective, so nothing is
 queued behind one that fails.
 
-A process group reads all this when it is made. Launchers export it to the workers; under a foreign launcher
-``import ttp`` does, which comes first in almost every program. ``wrap_optimizer`` can only look.
+If survivors are to go on in their processes (``TTP_CONTINUITY=keep`` with ``TTP_KEEP_CUDA=1``), ttp itself aborts the
+communicators once the state is saved. Nothing else may react to such an abort, and NVLink SHARP has to be off, because
+an abort is not supported with it. Values that a user has set are kept; the job is then started anew after a failure.
+
+A process group reads all this when it is made. Launchers of ttp export it to the workers. Under another launcher
+``import ttp`` sets it, which comes early enough in almost every program. ``wrap_optimizer`` can only check it.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp.config import Config
+from ttp.config import KEEP, Config
 from ttp.errors import ConfigError
 
 log = logging.getLogger("ttp")
@@ -43,6 +47,13 @@ MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 DESYNC = ("TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG")
 DEBUG = "TORCH_DISTRIBUTED_DEBUG"
+TO_GO_ON = {
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "an error of the device ends the process from NCCL's watchdog",
+    "TORCH_NCCL_PROPAGATE_ERROR": "an abort of one rank is taken for a failure by the others",
+    "NCCL_NVLS_ENABLE": "communicators that use NVLink SHARP cannot be aborted",
+}
+"""Name of a setting that has to be 0 if survivors go on -> why."""
+_OFF_BY_DEFAULT = ("TORCH_NCCL_PROPAGATE_ERROR",)
 
 _HANDLING_OF_TORCH = 3
 _HANDLING_OF_TORCHRUN = "1"
@@ -82,7 +93,37 @@ def settings(environ: Mapping[str, str], config: Config, launcher: Mapping[str, 
         wanted[HANDLING] = "0"
     if HEARTBEAT not in environ:
         wanted[HEARTBEAT] = str(heartbeat_s(config))
-    return wanted
+    return wanted | {name: "0" for name in TO_GO_ON if goes_on(config) and name not in environ}
+
+
+def goes_on(config: Config) -> bool:
+    """Return whether survivors whose state is on a device shall go on in their processes."""
+    return config.continuity == KEEP and config.keep_cuda
+
+
+def why_not_go_on(environ: Mapping[str, str], config: Config, launcher: Mapping[str, str] | None = None) -> list[str]:
+    """Return why survivors could not go on with process groups made with this environment.
+
+    Arguments are those of ``settings``.
+    """
+    found = [objection.text for objection in objections(environ, config, launcher)]
+    for name, why in TO_GO_ON.items():
+        if environ.get(name, "0" if name in _OFF_BY_DEFAULT else "").strip().lower() not in (
+            "0",
+            "f",
+            "false",
+            "n",
+            "no",
+        ):
+            found.append(f"{f'with {name}={environ[name]}' if name in environ else f'without {name}=0'} {why}")
+    if _first_switch(environ, BLOCKING):
+        name = next(name for name in BLOCKING if name in environ)
+        found.append(f"with {name}={environ[name]} the host waits in each collective, and does not come out of it")
+    needed_s = config.rescue_patience_s + config.continue_s
+    heartbeat = _number(environ.get(HEARTBEAT), _HEARTBEAT_OF_TORCH_S)
+    if not _monitor_is_off(environ) and heartbeat < needed_s:
+        found.append(f"{HEARTBEAT}={heartbeat} lets NCCL's monitor end a rank within the {needed_s:g} s of going on")
+    return found
 
 
 def objections(
@@ -114,7 +155,8 @@ def heartbeat_s(config: Config) -> int:
     """
     noticed_s = 3 * (config.hang_s or 0.0)
     rescued_s = config.freeze_patience_s + config.answer_patience_s + config.rescue_patience_s
-    return max(_HEARTBEAT_OF_TORCH_S, math.ceil(noticed_s + rescued_s + _MARGIN_S))
+    goes_on_s = config.continue_s if goes_on(config) else 0.0
+    return max(_HEARTBEAT_OF_TORCH_S, math.ceil(noticed_s + rescued_s + goes_on_s + _MARGIN_S))
 
 
 def prepare() -> None:
@@ -174,14 +216,17 @@ def _of_torchrun(environ: Mapping[str, str], launcher: Mapping[str, str] | None)
 def _impatience(environ: Mapping[str, str], config: Config) -> list[Objection]:
     """Return the objection that the monitor may end a rank that still saves, if it may."""
     heartbeat = _number(environ.get(HEARTBEAT), _HEARTBEAT_OF_TORCH_S)
-    off = MONITORING in environ and not _switch(environ[MONITORING])
-    if off or heartbeat >= config.rescue_patience_s:
+    if _monitor_is_off(environ) or heartbeat >= config.rescue_patience_s:
         return []
     text = (
         f"{HEARTBEAT}={heartbeat} lets NCCL's monitor end a rank {heartbeat} s after a failure, but a save may take "
         f"TTP_OT={config.rescue_patience_s:g} s: export {HEARTBEAT}={heartbeat_s(config)}, or {MONITORING}=0"
     )
     return [Objection(text, HEARTBEAT in environ)]
+
+
+def _monitor_is_off(environ: Mapping[str, str]) -> bool:
+    return MONITORING in environ and not _switch(environ[MONITORING])
 
 
 def _debugging(environ: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ OUTPUT_MAX = 300
 """Maximum number of characters of a check's last line that are reported."""
 RESET_BYTES_MAX = 1 << 20
 NOTHING_TO_DO = frozenset({"", "empty", "ignore"})
-"""Policies that want nothing of a job."""
+"""Policies that ask nothing of a job."""
 
 
 class Health(Enum):

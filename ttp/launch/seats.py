@@ -111,7 +111,7 @@ class Seats:
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     def start_early(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Start workers that have died beside the save. They wait until the others are released to go on."""
+        """Start dead workers while the others save. The new workers wait until the others are released to go on."""
         if not self._wanted:
             return
         dead = [rank for rank, worker in workers.items() if worker.poll() is not None]

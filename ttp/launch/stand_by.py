@@ -150,6 +150,14 @@ class StandBy(Rescheduling):
         return self._turn <= empty or for_s >= LATE_S
 
 
+def pass_barrier(store: Any, hosts: int) -> None:
+    """Be counted where all hosts wait for each other at the end of the job, without waiting."""
+    from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
+    from torch.distributed.elastic.utils.store import _barrier_nonblocking
+
+    _barrier_nonblocking(store, hosts, _TERMINAL_STATE_SYNC_ID)
+
+
 def is_dynamic(rendezvous: Any) -> bool:
     """Return whether hosts may enter torch's rendezvous later."""
     return hasattr(rendezvous, "_state_holder")

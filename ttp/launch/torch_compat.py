@@ -36,6 +36,7 @@ def _expectations() -> list[tuple[str, bool]]:
         ("_restart_workers(worker_group)", _accepts(LocalElasticAgent._restart_workers, "worker_group")),
         ("_shutdown(death_sig)", _accepts(LocalElasticAgent._shutdown, "death_sig")),
         ("_stop_workers calls _shutdown", "_shutdown" in _names(LocalElasticAgent._stop_workers)),
+        ("_invoke_run calls _exit_barrier", "_exit_barrier" in _names(SimpleElasticAgent._invoke_run)),
         ("run calls _shutdown", "_shutdown" in _names(SimpleElasticAgent.run)),
         ("SubprocessContext.subprocess_handlers", "subprocess_handlers" in _names(SubprocessContext.__init__)),
         ("SubprocessHandler.proc", "proc" in _names(SubprocessHandler.__init__)),

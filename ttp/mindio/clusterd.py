@@ -1,14 +1,15 @@
 """Mediates between a job under ttp and ClusterD, which decides for MindCluster about jobs. Pure: no I/O.
 
-ClusterD knows of broken devices and nodes, ttp of ranks that died. Each tells the other; then ClusterD asks in rounds:
+ClusterD knows of broken devices and nodes, ttp of ranks that died. Each tells the other; then ClusterD asks in rounds::
 
-    stopTrain       -> the ranks are accused, ttp freezes the job          -> StopComplete globalFault     -> what can
-    be done: dump, exit                        -> Strategies changeStrategy  -> dump: when ttp has saved, or cannot
-    -> Result saveAndExit     -> both at once, as where only dump is configured      -> Result killMaster      -> the
-    end
+    stopTrain       -> the ranks are accused, ttp freezes the job          -> StopComplete
+    globalFault     -> what can be done: dump, exit                        -> Strategies
+    changeStrategy  -> dump: when ttp has saved, or cannot                 -> Result
+    saveAndExit     -> both at once, as where only dump is configured      -> Result
+    killMaster      -> the end
 
 ttp's rescue is one operation: it freezes, saves and releases. So a job is accused once for each fault, an ``Episode``,
-whoever has found the fault. All rounds about the same hosts are answered with the result of that rescue.
+no matter which of the two sides found it. All rounds about the same hosts are answered with the result of that rescue.
 """
 
 from __future__ import annotations

@@ -18,7 +18,10 @@ from ttp.mindio.protocol.manager_messages import (
     ManagerCame,
     ManagerLeft,
     Noticed,
+    PlaceOffered,
+    TakePlace,
 )
+from ttp.wire import limits
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import rounds_pb2 as pb
 from ttp.wire.v1 import rounds_pb2_grpc as rpc
@@ -33,6 +36,7 @@ class ManagerService(rpc.ManagerServicer):
         self._driver = driver
         self._calls: asyncio.Queue[ManagerCall | None] | None = None
         self._problem = ""
+        self._taken: tuple[int, ...] = ()
         driver.perform_program, driver.on_close = self._perform, self._close
 
     def _perform(self, action: ProgramAction) -> None:
@@ -41,6 +45,8 @@ class ManagerService(rpc.ManagerServicer):
                 self._calls.put_nowait(call)
             case AnswerNotice(problem):
                 self._problem = problem
+            case TakePlace(ranks):
+                self._taken = ranks
 
     def _close(self) -> None:
         if self._calls is not None:
@@ -75,3 +81,13 @@ class ManagerService(rpc.ManagerServicer):
         self._problem = "this controller ends"
         self._driver.feed(Noticed(notice))
         return pb.NoticeAnswer(accepted=not self._problem, text=self._problem)
+
+    async def Offer(self, request: pb.PlaceOffered, context: Any) -> pb.PlaceTaken:
+        """See the proto."""
+        self._taken = ()
+        try:
+            self._driver.feed(PlaceOffered(limits.text("host", request.host), limits.text("store", request.store)))
+        except WireError as problem:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+        layout = self._driver.machine.job.layout
+        return pb.PlaceTaken(ranks=self._taken, world_size=0 if layout is None else layout.world_size)

@@ -43,7 +43,7 @@ _SHARE = 0.5
 """The share of the free memory that is used if the user does not say how much."""
 
 _SLACK = 1 << 20
-"""Bytes on disk beside the tensors."""
+"""Bytes that are needed on disk in addition to the tensors."""
 
 
 @dataclass(frozen=True, slots=True)

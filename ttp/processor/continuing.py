@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,8 +35,9 @@ from ttp.core.rank import staying
 from ttp.errors import EXIT_SAVED, ConfigError
 from ttp.launch.again import Again, NextLaunch
 from ttp.processor.exiting import end_process
-from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.faults import describe, is_collective_error, is_out_of_device_memory
 from ttp.processor.gate.gate import Halted
+from ttp.processor.kept_state import KeptState
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
@@ -46,39 +47,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp")
 
 LOOK_S = 0.002
+RETRY_S = 0.5
+_NEVER_RUN = "its state is on a CUDA device, where this has never been run: TTP_KEEP_CUDA=1 is for its tests on GPUs"
 
 
 class TrainAgain(BaseException):
-    """``train()`` is to be called again. For the decorator alone."""
-
-
-class KeptState:
-    """What a rank had when it was released to go on, for the restore that follows."""
-
-    def __init__(self) -> None:
-        self._kept: Any = None
-        self._why = "this process has just been started"
-        self.way = ""
-        """How this rank came to its state, in words."""
-
-    def keep(self, adapter: Any, incident: str) -> None:
-        """Ask the adapter, whose training thread is out of its loop. Never raises."""
-        self.way = ""
-        try:
-            self._kept, self._why = adapter.keep(incident), ""
-        except Exception as problem:
-            self._kept, self._why = None, str(problem) or repr(problem)
-
-    def take(self) -> tuple[Any, str]:
-        """What there is, or why there is nothing. It is not held here any more."""
-        found, self._kept = (self._kept, self._why), None
-        self._why = "it was given away already"
-        return found
-
-    def say(self, way: str) -> None:
-        """How this rank came to its state."""
-        self.way = way
-        log.info("%s", way)
+    """Tells the decorator to call ``train()`` again. Nobody else may catch it."""
 
 
 class Continuing:
@@ -96,8 +70,11 @@ class Continuing:
         self._groups, self._next = groups, next_launch
         self._pid = os.getpid()
         self._refused = self._incident = ""
-        self._entered = False
-        self._met = False  # all know whether loops are left
+        self._entered = self._registered = False
+        self._on_cuda = config.keep_cuda
+        self._seated, self._retries = next_launch is not None, False  # takes a seat; calls train() once more
+        self._broken = threading.Event()  # set when connections have been broken
+        self._met = False  # the ranks have agreed whether they leave their loops
         self._alone = False  # takes a seat while the others stay in their loops; joins them in wrap_optimizer()
         self._timer: threading.Timer | None = None
         self._switch = threading.Lock()
@@ -121,7 +98,7 @@ class Continuing:
             self._refused = f"its process groups are not known: {problem!r}"
 
     def _enter(self) -> None:
-        groups = self._groups
+        groups, self._registered = self._groups, False
         if groups is None:
             return
         if not self._entered:
@@ -130,8 +107,8 @@ class Continuing:
             self._refused = _self_test()
         else:
             groups.listen()
-        if self._next is not None:
-            if self._timer is None:  # a rank that takes a seat: it may have been started while the others save
+        if self._next is not None and not self._alone:
+            if self._timer is None:  # this rank takes a seat; it may have been started while the others save
                 self._next = self._await(self._next.launch)
                 self._start_clock(self._next.launch)
                 self._alone = self._why_left(self._next, staying.SEAT) is None
@@ -154,7 +131,8 @@ class Continuing:
         log.info("%s after %.3f s, the process groups are exchanged after %.3f s", where, at_s, done_s)
 
     def wraps(self) -> None:
-        """``wrap_optimizer()`` begins: from here on all ranks do the same."""
+        """Note that ``wrap_optimizer()`` begins, from where on all ranks do the same."""
+        self._registered = True
         if self._alone:
             try:
                 self._renew("its optimizer is wrapped", all_of_them=True)
@@ -179,6 +157,7 @@ class Continuing:
             adapter: of the old launch.
         """
         try:
+            why_not = why_not or ("its state is on a device" if processor.source.on_device else "")
             told = self._next = self._await(RankEnv.from_env().launch + 1)
             left = self._why_left(told, staying.leave(why_not) if why_not else staying.stay(version))
             self._met = True
@@ -193,9 +172,11 @@ class Continuing:
         return True
 
     def why_not(self, layout: Layout, source: StateSource) -> str:
-        """Why this process cannot go on after a failure of another; empty: it can."""
-        if self._groups is None or source.framework != "torch" or getattr(source, "on_device", False):
-            return "only torch programs whose state is in the memory of the host can go on so far"
+        """Return why this process cannot go on after a failure of another; empty: it can."""
+        if self._groups is None or source.framework != "torch":
+            return "only torch programs can go on so far"
+        if source.on_device and not self._on_cuda:
+            return _NEVER_RUN
         if not self._entered:
             return "wrap_optimizer() was called outside of train()"
         return self._refused or self._groups.why_not()
@@ -225,7 +206,11 @@ class Continuing:
         raise TrainAgain
 
     def _end(self, processor: Processor, adapter: Any) -> None:
-        """What belongs to the old launch."""
+        """End what belongs to the old launch, and keep the state."""
+        self._broken.wait()  # on the processor's thread; the clock runs
+        source: Any = processor.source
+        if source.on_device and (reason := source.why_not_at_rest(self._within_s / 2)):
+            self.leave(reason)
         self.state.keep(adapter, self._incident)
         if (detach := getattr(adapter, "detach", None)) is not None:
             detach()
@@ -241,7 +226,10 @@ class Continuing:
         """
         if self._old is not None and self._old() is not None:
             gc.collect()
-        if self._next is None:  # else it was told so in its loop
+        if self._retries:
+            self._retries = False
+            return
+        if self._next is None:  # otherwise it was told in its loop
             self._next = self._await(RankEnv.from_env().launch + 1)
         self.releasing = False
 
@@ -259,20 +247,34 @@ class Continuing:
 
     # ---------------------------------------------------------------------------------------------------- any thread
 
-    def released(self, halt: Callable[[], None], incident: str) -> None:
-        """This rank was released to go on: whoever waits in a collective gets an error.
+    def released(self, processor: Processor, incident: str) -> None:
+        """Release this rank to go on: a thread that waits in a collective gets an error.
 
         Args:
-            halt: of the gate.
-            incident: which has ended so.
+            processor: of this launch, whose gate is closed.
+            incident: the incident that has ended.
         """
+        self._broken.clear()
         with self._switch:
             self._start_clock(RankEnv.from_env().launch + 1)
             self._incident = incident
             self.releasing = True
-        halt()
-        if self._groups is not None:
-            self._groups.let_go()
+        processor.gate.halt()
+        self._let_go(processor.source)
+        self._broken.set()
+
+    def _let_go(self, source: Any) -> None:
+        groups, reason = self._groups, ""
+        if groups is None:
+            return
+        try:
+            reason = source.why_not_abort(self._within_s / 2) if groups.aborts else ""
+            if not reason:
+                groups.let_go()
+        except Exception as problem:
+            reason = describe(problem)
+        if reason:
+            self.leave(f"its connections cannot be broken: {reason}")
 
     def over(self) -> None:
         """Note that an update begins for which every rank has its gradient. The clock stops and the mark is removed."""
@@ -292,6 +294,17 @@ class Continuing:
         """End the process with 75. The job is saved, and the launcher starts all ranks anew."""
         end_process(EXIT_SAVED, f"{why}; it is saved, and the job is started anew", None, lambda: None)
         raise AssertionError("unreachable")
+
+    def tries_again(self, problem: BaseException) -> bool:
+        """Return whether to call ``train()`` once more, as the dead rank's device is not free yet. Waits a little."""
+        fresh = self._seated and not self._registered and self._groups is not None and self._groups.untouched()
+        if not (fresh and self._on_cuda and is_out_of_device_memory(problem)):
+            return False
+        log.warning("train() is called again, as the dead rank's device is not free yet: %s", describe(problem))
+        traceback.clear_frames(problem.__traceback__)
+        time.sleep(RETRY_S)
+        self._retries = True
+        return True
 
     def _start_clock(self, launch: int) -> None:
         self._since = time.monotonic()
@@ -320,7 +333,8 @@ def prepare() -> None:
     told = Again(config.resolved_run_dir()).next()
     mine = told if told is not None and told.launch == env.launch and env.rank in told.seats else None
     try:
-        _continuing = Continuing(config, _groups(seat=mine is not None), mine)
+        groups = _groups(seat=mine is not None, with_nccl=config.keep_cuda)
+        _continuing = Continuing(config, groups, mine)
     except Exception as problem:
         log.warning("this process will not go on after a failure of another: %r", problem)
 
@@ -360,6 +374,8 @@ def watched() -> Iterator[None]:
     except BaseException as problem:
         left = isinstance(problem, SystemExit) and problem.code in (None, 0)
         if goes_on is not None and goes_on.runs and not (goes_on.releasing or left):
+            if goes_on.tries_again(problem):
+                raise TrainAgain from None
             log.error("train() was called again, and raised", exc_info=True)
             goes_on.leave(f"train() was called again, and raised {describe(problem)}")
         raise
@@ -369,12 +385,12 @@ def watched() -> Iterator[None]:
         goes_on.over()  # there was no update left to do
 
 
-def _groups(*, seat: bool) -> Groups | None:
+def _groups(*, seat: bool, with_nccl: bool) -> Groups | None:
     if "torch" not in sys.modules:
         return None
     from ttp.adapters.torch.regroup import Groups
 
-    return Groups(seat=seat)
+    return Groups(seat=seat, with_nccl=with_nccl)
 
 
 def _self_test() -> str:

@@ -19,6 +19,12 @@ def is_collective_error(problem: BaseException) -> bool:
     return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {problem}"))
 
 
+def is_out_of_device_memory(problem: BaseException) -> bool:
+    """Return whether a device ran out of memory, for a tensor or for what a process itself needs there."""
+    out = any(kind.__name__ == "OutOfMemoryError" for kind in type(problem).__mro__)
+    return out or (isinstance(problem, RuntimeError) and "CUDA error: out of memory" in str(problem))
+
+
 def describe(problem: BaseException) -> str:
     """Return an exception as one line of at most 500 characters."""
     text = f"{type(problem).__name__}: {problem}".splitlines()[0] if str(problem) else type(problem).__name__

@@ -391,7 +391,7 @@ class Processor:
             code = order.code if self._exit_code is None else self._exit_code
             end_process(code, f"rank {self.env.rank} exits with {code}: {order.text}", self.before_exit, self._hang_up)
         elif self.goes_on is not None:
-            self.goes_on.released(self.gate.halt, self._machine.incident)
+            self.goes_on.released(self, self._machine.incident)
             self._let_go.set()
 
     def _hang_up(self) -> None:

@@ -1,4 +1,8 @@
-"""A thread that runs jobs one after the other, and that can be abandoned when one of them blocks."""
+"""A thread that runs jobs one after the other, and that can be abandoned when one of them blocks.
+
+Unlike the threads of a ``ThreadPoolExecutor`` it is a daemon, so a write that hangs in the kernel does not keep the
+interpreter from ending.
+"""
 
 from __future__ import annotations
 

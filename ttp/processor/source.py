@@ -45,7 +45,7 @@ class StateSource:
     def gradient_ready(self) -> bool:
         """Return whether the training thread waits at the gate with all that the next update needs. Does not wait.
 
-        Where a device is behind its host: whether it stands before its next update, which is queued, with all of it.
+        If a device is behind its host: whether the device waits before its next update, which is queued as a whole.
         """
         return False
 
@@ -146,8 +146,10 @@ class UpdateReporter(Protocol):
     """The processor, as adapters know it. For the training thread; writes to memory only."""
 
     mark: int
-    """Number of points of the running step that the training thread has passed; 0 after an update. Equal programs
-    pass equal points, so the ranks of a job can be compared."""
+    """Number of points of the running step that the training thread has passed; 0 after an update.
+
+    Equal programs pass equal points, so the ranks of a job can be compared.
+    """
 
     activity: str
     """What the rank does instead of training, in words: no hang is looked for meanwhile. Empty: it trains."""

@@ -1,4 +1,10 @@
-"""Finds out what a rank answers to a freeze: its version, phase and digests at one moment."""
+"""Finds out what a rank answers to a freeze: its version, phase and digests at one moment.
+
+A device may be behind its frozen host: it may still work off its queue, or hang after a collective whose peers are
+dead, and nobody can tell which. So it is waited for only as long as it moves. Then the version that it has finished is
+reported, and a newer one later if the device goes on after all. A plan that was made from the first answer is then made
+again. A save that has begun by then checks the state after each piece, and fails.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +27,19 @@ T = TypeVar("T")
 log = logging.getLogger("ttp.processor")
 
 DEVICE_PATIENCE_S = 5.0
-"""Seconds that a device may stand still after the gate is closed where nothing is known to be broken."""
+"""Seconds that a device may stand still after the gate is closed, if nothing is known to be broken."""
 
 STILL_S = 0.02
-"""Seconds that a device may stand still where something is broken: behind a hanging collective nothing moves. If the
-device was only slow, the answer is corrected as soon as it goes on."""
+"""Seconds that a device may stand still if something is broken, as no work after a hanging collective ever runs.
+
+If the device was only slow, the answer is corrected as soon as it goes on.
+"""
 
 FOLLOW_S = 0.005
 """Seconds between two checks whether a device goes on."""
 
 COMES_S = 1.0
-"""Seconds that a training thread that waits for its peers before the gate may take to come to it once it is closed."""
+"""Seconds that a training thread which waits for its peers may take to reach the gate once it is closed."""
 
 LOOK_S = 0.2
 """Seconds; a rank whose state takes longer to inspect acknowledges a freeze first."""

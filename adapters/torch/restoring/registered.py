@@ -42,7 +42,7 @@ from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
 
 if TYPE_CHECKING:
-    from ttp.processor.continuing import KeptState
+    from ttp.processor.kept_state import KeptState
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -134,7 +134,8 @@ class Restoring(abc.ABC):
         committed = Origin(manifest.version, manifest.incident)
         if kept is not None and (why := self._why_not(kept, committed, manifest, rank, world_size)):
             kept = None
-        if connected(world_size) and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
+        several = connected(world_size) and not self._source.on_device  # no device's state is sent so far
+        if several and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
             said = gather_bytes(b"1" if kept is not None else b"0")
             holders = [Rank(other) for other, word in enumerate(said) if word == b"1"]
             plan = givers(self.sharding(world_size).layout, holders)
@@ -193,6 +194,7 @@ class Restoring(abc.ABC):
             self._post_step.restored(restored.version)
         for fence in (self._source.begun, self._source.finished):
             fence.record(restored.version)
+        self._source.base = Version(restored.version)
         self._source.forget_images()
         if protected:
             self._capture.capture(restored.version, final=True)

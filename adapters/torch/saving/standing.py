@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import Fence, Runtime, holder, make_fence, runtimes_on
+from ttp.adapters.torch.device.accelerator import AllEvents, Fence, Runtime, holder, make_fence, poll, runtimes_on
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.hooks import Attachment
@@ -20,6 +20,8 @@ from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.state import tensors_in
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
+from ttp.core.rank import letting_go
+from ttp.processor.faults import describe
 from ttp.processor.paged_source import PagedSource
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class Standing(PagedSource):
         self.between: BetweenSteps | None = None
         self.may_follow: Callable[[], bool] = lambda: False
         """Returns whether it is still unknown which parameters of no optimizer the program changes after an update."""
+        self.base = Version(0)
+        """The version with which this rank has started."""
         self.stream_barrier: StreamBarrier | None = None
         self._mixed = (-1, False)  # version of the host, and whether some of the state was on the host then
         self._attachment: Attachment | None = None
@@ -105,6 +109,32 @@ class Standing(PagedSource):
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         kept = [v for values in list(unwrap_optimizer(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
+
+    def why_not_abort(self, within_s: float) -> str:
+        """Why collectives of this rank may not be aborted now; empty: nothing behind them writes to its state.
+
+        Args:
+            within_s: how long an update that runs is waited for. Not for the training thread.
+        """
+        assert self._processor is not None
+        gate, deadline = self._processor.gate, time.monotonic() + within_s
+        if never := letting_go.why_never(gate.version, self.base):
+            return never
+        while True:
+            state = gate.state()
+            marks = self.finished.finished_version(), self.begun.finished_version()
+            reason = letting_go.why_not_yet(gate.closed, state.phase, *map(Version, marks))
+            if not reason or time.monotonic() > deadline:
+                return reason
+            time.sleep(_LOOK_S)
+
+    def why_not_at_rest(self, within_s: float) -> str:
+        """Why not all work of the training thread on the devices is done, or they are broken. For that thread."""
+        try:
+            marks = AllEvents([runtime.mark(side=False) for runtime in self.runtimes])
+            return "" if poll(marks.query, within_s) else "its device does not come to rest"
+        except RuntimeError as problem:
+            return f"its device is broken: {describe(problem)}"
 
     def gradient_ready(self) -> bool:
         """See ``StateSource``."""

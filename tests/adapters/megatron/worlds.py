@@ -179,7 +179,7 @@ def growing_batches() -> None:
     """Megatron's own count, of batches that grow from 5 to 10 samples and that two ranks cannot always deal out."""
     from megatron.core import num_microbatches_calculator as batches
 
-    from ttp.adapters.megatron.rank_state import Progress
+    from ttp.adapters.megatron.rank_state import Progress, samples_after
 
     batches.init_num_microbatches_calculator(0, [5, 5, 12], 10, 1, 2, decrease_batch_size_if_needed=True)
     args = Namespace(iteration=0, curr_iteration=2, consumed_train_samples=8, skipped_train_samples=2)
@@ -191,6 +191,10 @@ def growing_batches() -> None:
     Progress(args, []).load_state_dict(kept)
     assert (args.iteration, args.consumed_train_samples, args.skipped_train_samples) == (3, 12, 3)
     assert batches.get_num_microbatches() == 5, "all ten"
+    assert [samples_after(steps, 10) for steps in range(6)] == [0, 4, 8, 12, 22, 32]
+    assert batches.get_num_microbatches() == 5, "the next batch is as large as after five iterations"
+    samples_after(1, 10)
+    assert batches.get_num_microbatches() == 2, "and here as after one"
 
 
 # ------------------------------------------------------------------------------------------- states of other layouts

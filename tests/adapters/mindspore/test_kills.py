@@ -185,3 +185,13 @@ def test_under_msrun_that_does_not_join(tmp_path: Path, unbroken: Unbroken) -> N
         assert later and later == again.steps[rank]
         assert again.output.count(f"rank {rank} trained") == 1
     assert not (tmp_path / "MNIST_Data").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "epoch", "how"), [(1, 0, "kill"), (0, 1, "kill"), (0, 0, "raise")])
+def test_between_two_trainings_of_a_decorated_function(rank: int, epoch: int, how: str, tmp_path: Path) -> None:
+    script = HERE / "several_job.py"
+    reference = Job(tmp_path / "unbroken", script=script, max_restarts=0).run(RUN_S)
+    assert reference.code == 0 and reference.begun == [0] and not reference.checkpoints, reference.output[-6000:]
+    job = Job(tmp_path / "job", script=script, kills=[(rank, epoch, how)]).run(RUN_S)
+    check_goes_on(job, reference, 8 * (epoch + 1))

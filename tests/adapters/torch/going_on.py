@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.adapters.torch.stub_processor import StubProcessor, join, leave, save
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Version
-from ttp.processor.continuing import KeptState
+from ttp.processor.kept_state import KeptState
 from ttp.testing.digests import digest
 
 UPDATES = 3

@@ -26,7 +26,7 @@ from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Version
 from ttp.core.rank.kept_state import Origin
 from ttp.errors import RestoreError
-from ttp.processor.continuing import KeptState
+from ttp.processor.kept_state import KeptState
 from ttp.testing.digests import digest
 
 ORIGIN = Origin(Version(1), "incident")

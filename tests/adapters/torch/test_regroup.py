@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch import regroup
+from ttp.adapters.torch.transport import Gloo, Place
 
 _dist: Any = dist
 
@@ -24,13 +25,15 @@ def test_this_torch_lets_backends_be_exchanged() -> None:
     assert regroup.self_test() == ""
 
 
-@pytest.mark.parametrize("breaks", ["nothing is registered", "it raises"])
+@pytest.mark.parametrize("breaks", ["the old one stays", "it raises"])
 def test_a_torch_that_does_not_is_refused(breaks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = regroup.register
 
-    def register(group: Any, backend: Any, *, alone: bool, number: int) -> None:
-        if alone:
-            made(group, backend, alone=alone, number=number)
+    def register(group: Any, backend: Any, kind: Any, devices: Sequence[str]) -> None:
+        if kind == _dist.ProcessGroup.BackendType.GLOO:
+            made(group, backend, kind, devices)
+        elif breaks == "the old one stays":
+            made(group, backend, _dist.ProcessGroup.BackendType.GLOO, devices)
         elif breaks == "it raises":
             raise TypeError("no such number")
 
@@ -54,7 +57,7 @@ def test_a_backend_that_is_connected_holds_no_connection_to_the_store(server: An
     before = connected(server.port)
     client = _dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     assert connected(server.port) == before + 1
-    backend = regroup._gloo(_dist.PrefixStore("some", client), 0, 1, timedelta(seconds=10))
+    backend = Gloo().connect(Place(_dist.PrefixStore("some", client), 0, 1, "some", [0]))
     del client
     gc.collect()
     assert connected(server.port) == before
@@ -65,7 +68,7 @@ def test_a_backend_that_is_connected_holds_no_connection_to_the_store(server: An
 
 def test_a_backend_whose_partners_do_not_come_is_given_up(server: Any) -> None:
     with pytest.raises(RuntimeError, match=r"(?i)time"):
-        regroup._gloo(server, 0, 2, timedelta(seconds=0.2))
+        Gloo().connect(Place(server, 0, 2, "some", [0, 1], timedelta(seconds=0.2)))
 
 
 def test_groups_that_nobody_has_seen_being_made_are_not_exchanged() -> None:

@@ -86,7 +86,7 @@ class Admission:
         """Keep what the program of a guest reports; other reports of processes that are no members are ignored."""
         guest = self._job.guests.get(report.rank)
         if guest is not None and guest.connection == connection and isinstance(report, m.ProgramReport):
-            guest.said.append(report)
+            guest.said[type(report)] = report
 
     def seat_guests(self, now: float) -> bool:
         """Admit the guests whose seats are open. Return whether there were any."""

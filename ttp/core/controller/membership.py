@@ -47,7 +47,8 @@ class Guest:
 
     connection: ConnectionId
     hello: m.Hello
-    said: list[m.ProgramReport] = field(default_factory=list)
+    said: dict[type[m.ProgramReport], m.ProgramReport] = field(default_factory=dict)
+    """The last report of each kind; the program says all of it again when it has the seat."""
 
 
 @dataclass(slots=True)

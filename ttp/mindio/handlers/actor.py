@@ -199,7 +199,7 @@ class Actor:
         return 0
 
     def _rebuild(self, act: Act) -> int:
-        self._seat.enter_launch()
+        self._seat.enter_launch(act.store)
         return self._call(act)
 
     def _resume(self, act: Act) -> int:

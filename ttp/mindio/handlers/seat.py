@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from ttp.config import RankEnv
-from ttp.launch.again import Again
+from ttp.launch.again import Again, NextLaunch
+from ttp.wire.address import split
 
 LOOK_S = 0.002
 
@@ -50,10 +51,16 @@ class Seat:
         told = self._files.next()
         return told is not None and (told.launch, told.released) == (env.launch, False)
 
-    def enter_launch(self) -> None:
-        """Become a rank of the launch of the new processes, for code that makes process groups from the environment."""
-        told = self._files.next()
-        if told is not None and told.released:
+    def enter_launch(self, store: str) -> None:
+        """Become a rank of the launch of the new processes, for code that makes process groups from the environment.
+
+        Args:
+            store: ``host:port`` of the store where all ranks meet; empty: this host's launcher has named it.
+        """
+        if store:
+            address, port = split(store)
+            os.environ.update(NextLaunch(0, (), address, port, released=True).as_environment())
+        elif (told := self._files.next()) is not None and told.released:
             os.environ.update(told.as_environment())
 
     def keep(self) -> None:

@@ -30,6 +30,8 @@ from ttp.mindio.protocol.manager_messages import (
     Notice,
     Noticed,
     NoticeKind,
+    PlaceOffered,
+    TakePlace,
 )
 from ttp.mindio.protocol.messages import Acted, Ailing, Ailment, Handlers
 from ttp.mindio.protocol.pause import Pausing
@@ -150,6 +152,8 @@ class HandlerRecovery(ProgramRecovery):
             case ManagerLeft():
                 self._mailbox.left()
                 self._outbox.record("manager_left")
+            case PlaceOffered(host, store):
+                self._outbox.add(TakePlace(self._switching.offered(host, store)))
             case Noticed(notice):
                 self._outbox.add(AnswerNotice(self._notice(notice, incident)))
 
@@ -162,8 +166,8 @@ class HandlerRecovery(ProgramRecovery):
                 self._mailbox.failed = incident
             case NoticeKind.PAUSE_TRAIN:
                 return self._wants_pause(notice, incident)
-            case NoticeKind.HOT_SWITCH:
-                return self._switching.prepare(notice, incident)
+            case NoticeKind.HOT_SWITCH | NoticeKind.MOVE:
+                return self._switching.wanted(notice, incident)
             case NoticeKind.STOP_SWITCH if self._switching.stands:
                 self._mailbox.put(Notice(NoticeKind.STRATEGY, strategy="continue"))
             case NoticeKind.STOP_SWITCH:
@@ -218,6 +222,7 @@ class HandlerRecovery(ProgramRecovery):
             self._runner.advance(self._state.now)
         elif self._switching.ready and not (self._outbox.incident or self._pausing.paused):
             self._runner.begin(self._switching.stand_still(), self._job.term, self._state.now)
+        self._switching.expire()
         return self._runner.ending
 
     def over(self, *, resumed: bool) -> None:
@@ -243,7 +248,8 @@ class HandlerRecovery(ProgramRecovery):
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times at which ``advance`` has something to do."""
-        return self._runner.deadlines()
+        yield from self._runner.deadlines()
+        yield from self._switching.deadlines()
 
     def _script(self, incident: Incident) -> Script:
         if incident.snapshot:

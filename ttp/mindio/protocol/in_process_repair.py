@@ -75,7 +75,7 @@ def repair_in_process(state: RepairState, incident: Incident) -> Script:
 def _rebuild(state: RepairState) -> Part:
     newcomers = tuple(state.newcomers)
     plain = state.everyone(RoundKind.REBUILD, state.on_disk(), state.purpose)
-    acts = {rank: replace(act, error_ranks=newcomers) for rank, act in plain.acts.items()}
+    acts = {rank: replace(act, error_ranks=newcomers, store=state.store) for rank, act in plain.acts.items()}
     result = yield Round(RoundKind.REBUILD, acts, together=True)
     return result.words
 

@@ -18,6 +18,7 @@ class NoticeKind(enum.Enum):
     STRATEGY = "strategy"
     HOT_SWITCH = "hot_switch"  # processes start on other hosts for live ranks
     STOP_SWITCH = "stop_switch"  # they do not
+    MOVE = "move"  # an operator drains the host that ``params`` names: its ranks go to a host that was offered
     FAILED = "failed"  # the manager could not take a call: the controller decides alone
 
 
@@ -118,6 +119,21 @@ class Noticed(ProgramEvent):
     """The manager has sent a notice."""
 
     notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceOffered(ProgramEvent):
+    """A launcher that stands by could start ranks on ``host``, and keeps a ``store`` (``host:port``) for them."""
+
+    host: str
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakePlace(ProgramAction):
+    """The answer to a ``PlaceOffered``, at once: the ranks to start there; empty: none now."""
+
+    ranks: tuple[Rank, ...]
 
 
 @dataclass(frozen=True, slots=True)

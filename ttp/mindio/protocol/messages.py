@@ -171,6 +171,7 @@ class Act(m.ProgramOrder):
         way: REPAIR: this rank's part.
         transfers: REPAIR: what this rank sends or receives.
         ranks: REPAIR: all ranks that send or receive.
+        store: REBUILD: ``host:port`` of an unused store for new process groups; empty: this host's launcher names it.
     """
 
     serial: int
@@ -185,3 +186,4 @@ class Act(m.ProgramOrder):
     way: RepairWay = RepairWay.ROLLBACK
     transfers: tuple[Transfer, ...] = ()
     ranks: tuple[Rank, ...] = ()
+    store: str = ""

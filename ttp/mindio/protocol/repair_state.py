@@ -53,6 +53,8 @@ class RepairState:
         """The version that was saved last; its incident may still be open, or training goes on after it."""
         self.until: float | None = None
         """Time at which the script has to be over, in seconds; None: no limit."""
+        self.store = ""
+        """``host:port`` of the store for new process groups; empty: each launcher names it."""
         self.tried: set[str] = set()
         """Incidents in which lost ranks could not be replaced."""
         self.job = context.job

@@ -7,30 +7,40 @@ before. So silence of the manager, a change of mind, a guest that goes, or a fai
 chooses, all loops are left (``STEP FINISH``), the ranks that move are released, and the guests take their seats. What
 follows is the repair that new processes get (``replacement``). A failure from there on ends as every failed replacement
 does, with that checkpoint.
+
+Without a manager an operator may drain a host while a launcher that stands by offers its own (``offered``). Then that
+launcher starts the processes, and ``migration`` needs no choice. An end in going on is followed by a start of all ranks
+without the drained host, as for jobs whose ranks cannot be moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
+from ttp.core.controller.fault_targets import fault_targets
 from ttp.core.controller.incident import Incident
+from ttp.core.controller.membership import Guest
 from ttp.core.controller.program_recovery import Ending, Outcome
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.errors import EXIT_TRAINED
 from ttp.mindio.protocol.handshake import Handshake, ManagerMailbox
 from ttp.mindio.protocol.in_process_repair import repair_in_process
-from ttp.mindio.protocol.manager_messages import CallKind, Code, Notice, NoticeKind, RankFault
+from ttp.mindio.protocol.manager_messages import CallKind, Code, FaultOf, Notice, NoticeKind, RankFault
 from ttp.mindio.protocol.messages import MIGRATION, Ailing, Ailment, RoundKind
 from ttp.mindio.protocol.pause import Pausing
 from ttp.mindio.protocol.repair_state import RepairState
 from ttp.mindio.protocol.replica_lists import Replicas, sources
-from ttp.mindio.protocol.rounds import Pause, Script
+from ttp.mindio.protocol.rounds import Pause, Result, Script, Step
 from ttp.mindio.protocol.save_script import dump
 
 GONE = "a newcomer is gone again"
+OFFER_S = 5.0
+"""How long an offer holds, which is made again each second."""
+START_S = 120.0
+"""How long new processes of a host that is drained may take to be ready: all ranks train on meanwhile."""
 
 
 class Switching:
@@ -61,6 +71,12 @@ class Switching:
         self._state, self._mailbox, self._pausing, self._handshake = state, mailbox, pausing, handshake
         self._blame, self._otherwise = blame, otherwise
         self._faults: tuple[RankFault, ...] = ()
+        self._offers: dict[str, tuple[float, str]] = {}  # by host: until when, and the store
+        self._drains = ""
+        """Host that an operator drains; empty: a manager moves the ranks, if they move."""
+        self._place, self._until = "", 0.0
+        self._owed = ""
+        """Drained host whose ranks could not be moved, and are not accused yet."""
 
     @property
     def moving(self) -> set[Rank]:
@@ -71,10 +87,14 @@ class Switching:
     def ready(self) -> bool:
         """True if all new processes are there and can go on."""
         guests = self._state.job.guests
-        return bool(self.moving) and all(rank in guests and _is_ready(guests[rank].said) for rank in self.moving)
+        return bool(self.moving) and all(rank in guests and _is_ready(guests[rank]) for rank in self.moving)
 
-    def prepare(self, notice: Notice, incident: bool) -> str:
-        """Note that the manager starts processes for these ranks. Returns why that is not accepted, else empty."""
+    def wanted(self, notice: Notice, incident: bool) -> str:
+        """Begin to move ranks, for a manager or an operator who drains a host. Returns why not; empty: accepted."""
+        move = notice.kind is NoticeKind.MOVE
+        return self._drain(notice.params, incident) if move else self._prepare(notice, incident)
+
+    def _prepare(self, notice: Notice, incident: bool) -> str:
         ranks = {fault.rank for fault in notice.faults}
         if ranks and ranks == self.moving:
             return ""
@@ -84,6 +104,51 @@ class Switching:
             self.moving.update(ranks)
             self._state.outbox.record("moves", ranks=sorted(ranks))
         return problem
+
+    def offered(self, host: str, store: str) -> tuple[Rank, ...]:
+        """Note that a launcher could start ranks on ``host``. Returns the ranks that it has to start now."""
+        now = self._state.now
+        self._offers = {name: offer for name, offer in self._offers.items() if offer[0] > now}
+        if host not in self._offers:
+            self._state.outbox.record("offered", host=host)
+        self._offers[host] = now + OFFER_S, store
+        return tuple(sorted(self.moving)) if self._drains and host == self._place else ()
+
+    def _drain(self, host: str, incident: bool) -> str:
+        job, now = self._state.job, self._state.now
+        places = sorted(name for name, (until, _) in self._offers.items() if until > now)
+        ranks = fault_targets(job, (), host).ranks
+        problems = {
+            "a manager decides for this job": self._mailbox.present,
+            "no host stands by for it": not places,
+            "rank 0 runs there, and the others meet on its host": Rank(0) in ranks,
+        }
+        if problem := next((text for text, holds in problems.items() if holds), ""):
+            return problem
+        if self._drains and self.moving == set(ranks):
+            return ""
+        faults = tuple(RankFault(rank, FaultOf.PROCESS) for rank in ranks)
+        problem = self._prepare(Notice(NoticeKind.HOT_SWITCH, faults), incident)
+        if not problem:
+            self._drains, self._place, self._until = job.members[ranks[0]].hello.host, places[0], now + START_S
+            self._state.drain(frozenset({self._drains}))
+        return problem
+
+    def deadlines(self) -> Iterator[float]:
+        """Yield the times at which ``expire`` has something to do."""
+        if self._drains and not self.held:
+            yield self._until
+
+    def expire(self) -> None:
+        """Accuse the ranks of a drained host that could not be moved: all ranks start again, without that host."""
+        if self._drains and not self.held and self._state.now >= self._until:
+            self.give_up(f"no new processes were ready within {START_S:g} s")
+        if self._owed and not (self.held or self._state.outbox.incident):
+            host, self._owed = self._owed, ""
+            text = f"{host} is drained, and its ranks could not be moved"
+            for rank in self._state.job.hosts().get(host, ()):
+                self._state.job.mark_failed(rank, text)
+                self._blame(rank, m.FaultKind.OUTSIDE, text, self._state.now)
 
     def _why_not(self, ranks: set[Rank]) -> str:
         state = self._state
@@ -110,6 +175,7 @@ class Switching:
     def give_up(self, why: str) -> None:
         """Give the switch up and send guests away. Tells the manager ``why``; empty: the manager has chosen it."""
         if self.moving:
+            self._owed = self._drains
             if why:
                 self._mailbox.tell(CallKind.RESULT, self._faults, Code.MAY_DUMP, why, strategy=MIGRATION)
             self._state.outbox.record("moves_not", text=why or "the manager has changed its mind")
@@ -118,14 +184,14 @@ class Switching:
     def reset(self) -> None:
         """Forget the switch: a new incarnation of the job begins, or another controller leads it."""
         self.held = self.stands = False
-        self._faults = ()
+        self._faults, self._drains, self._owed = (), "", ""
 
     def _over(self) -> None:
         for rank, guest in sorted(self._state.job.guests.items()):
             self._let_go(rank, guest.connection, "the rank whose seat it was to take keeps it")
         self.moving.clear()
         self._state.job.guests.clear()
-        self.stands, self._faults = False, ()
+        self.stands, self._faults, self._drains = False, (), ""
 
     def _let_go(self, rank: Rank, connection: ConnectionId | None, text: str) -> None:
         job, outbox = self._state.job, self._state.outbox
@@ -142,7 +208,10 @@ class Switching:
             self.give_up(problem or GONE)
             return (yield from self.go_on())
         self.stands = True
-        text = f"the manager moves ranks {compact_ranks(self.moving)} to other hosts"
+        ranks = compact_ranks(self.moving)
+        text = f"the manager moves ranks {ranks} to other hosts"
+        if self._drains:
+            text = f"{self._drains} is drained, and ranks {ranks} are moved to {self._place}"
         for rank in sorted(self.moving):
             self._blame(rank, m.FaultKind.OUTSIDE, text, self._state.now)
         return Ending(Outcome.RESUMED, Version(0), text)
@@ -164,6 +233,26 @@ class Switching:
             return (yield from self._stay(incident, f"nothing could be saved: {saved.text}", saved))
         if not self._is_held(moving, state.standing(incident, saved.version) - moving):
             return (yield from self._stay(incident, "what they hold is on no rank that could send it", saved))
+        ending = yield from self._ask(incident, saved)
+        if ending is not None:
+            return ending
+        ending = yield from self._move(incident, moving)
+        self._over()
+        if ending.outcome is Outcome.RESUMED:
+            self.held = False
+            self._handshake.owe(ending, MIGRATION)
+            return replace(ending, path=saved.path if saved.version == ending.version else "")
+        state.tried.add(incident.id)
+        state.outbox.record("not_moved", text=ending.text)
+        self._handshake.refuse(incident, MIGRATION, ending.text)
+        return (yield from self._handshake.obey(incident))
+
+    def _ask(self, incident: Incident, saved: Ending) -> Generator[Step, Result, Ending | None]:
+        """Wait for the manager's choice. Returns how the incident ends; None: the ranks are moved."""
+        state = self._state
+        if self._drains:
+            reason = self._why_stay(incident, None, state.now)
+            return (yield from self._stay(incident, reason, saved)) if reason else None
         self._mailbox.tell(CallKind.STRATEGIES, self._faults, strategies=(MIGRATION,))
         until = state.now + min(self._mailbox.wait_s, state.patience_s(incident))
         while (notice := self._mailbox.take(NoticeKind.STRATEGY)) is None or notice.strategy != MIGRATION:
@@ -178,16 +267,7 @@ class Switching:
                 self._mailbox.tell(CallKind.RESULT, self._faults, Code.MAY_DUMP, text, strategy=notice.strategy)
             else:
                 yield Pause(until)
-        ending = yield from self._move(incident, moving)
-        self._over()
-        if ending.outcome is Outcome.RESUMED:
-            self.held = False
-            self._handshake.owe(ending, MIGRATION)
-            return replace(ending, path=saved.path if saved.version == ending.version else "")
-        state.tried.add(incident.id)
-        state.outbox.record("not_moved", text=ending.text)
-        self._handshake.refuse(incident, MIGRATION, ending.text)
-        return (yield from self._handshake.obey(incident))
+        return None
 
     def _why_stay(self, incident: Incident, notice: Notice | None, until: float) -> str:
         """Return why no rank is moved; empty: the manager may still choose that."""
@@ -195,7 +275,7 @@ class Switching:
             "something has happened to a rank that was to stay": bool(incident.evidence.subjects - self.moving),
             GONE: not self.ready,
             "the manager has changed its mind": notice is not None and notice.strategy == "continue",
-            "the manager says nothing": self._state.now >= until or not self._mailbox.decides,
+            "the manager says nothing": not self._drains and (self._state.now >= until or not self._mailbox.decides),
         }
         return next((text for text, holds in found.items() if holds), "")
 
@@ -220,6 +300,7 @@ class Switching:
         state, job = self._state, self._state.job
         everybody, staying = set(job.members), sorted(set(job.members) - moving)
         state.until = state.now + state.patience_s(incident)
+        state.store = self._offers[self._place][1] if self._drains and self._place in self._offers else ""
         state.halted = state.cleaned = True  # all stand at the end of a step: there is nothing to clean
         try:
             stop = yield state.everyone(RoundKind.STOP, purpose=MIGRATION, together=True, ranks=staying)
@@ -239,12 +320,13 @@ class Switching:
                 return _failed("a rank was lost meanwhile")
             return (yield from repair_in_process(state, incident))
         finally:
-            state.until = None
+            state.until, state.store = None, ""
             job.seats.clear()
 
 
-def _is_ready(said: list[m.ProgramReport]) -> bool:
-    return any(isinstance(report, Ailing) and report.ailment is Ailment.JOINED for report in said)
+def _is_ready(guest: Guest) -> bool:
+    said = guest.said.get(Ailing)
+    return isinstance(said, Ailing) and said.ailment is Ailment.JOINED
 
 
 def _failed(text: str) -> Ending:

@@ -1,4 +1,13 @@
-"""Makes second copies of the state that only this rank has, beside the training; see ``ttp.core.replication``."""
+"""Makes second copies of the state that only this rank has, beside the training; see ``ttp.core.replication``.
+
+When it is a version's turn, a thread copies the state into the memory of the host, as the pieces that a save would
+write. It does so during the next forward and backward pass, in which nothing changes the state. If the copy is not
+finished before the next update, the training thread waits for it at the gate, but not for long: a copy that takes
+longer is dropped. Sending the copy to the other host, and everything else, happens while training goes on.
+
+Nothing here raises into training, and no failure stops it. A copy that fails is logged, once for each reason, and tried
+again at its next turn.
+"""
 
 from __future__ import annotations
 

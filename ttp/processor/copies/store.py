@@ -1,4 +1,11 @@
-"""Keeps copies of shards in the memory of a host, as finished pieces: one directory for each rank and version."""
+"""Keeps copies of shards in the memory of a host, as finished pieces: one directory for each rank and version.
+
+``<page_dir>/copies/<incarnation>/<rank>-<version>/`` holds the files that a save would have written, and an index that
+describes them. The directory is made under another name and renamed when it is whole. So any rank of this host can use
+a directory with the final name, whether the rank that made it lives or not. Copies of ranks of other hosts lie next to
+those of this host; their ranks differ. All copies are removed with the page directory (``local_state.page_dir``),
+however the job ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Sends copies to the memory of another host, and receives those of other hosts."""
+"""Sends copies to the memory of another host, and receives those of other hosts.
+
+Copies go straight from rank to rank, and not through the controller, which must stay free of gigabytes of data. A
+receiver takes one copy at a time, in chunks of 1 MiB. It verifies every digest before the copy counts as existing.
+"""
 
 from __future__ import annotations
 

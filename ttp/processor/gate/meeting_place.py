@@ -1,4 +1,14 @@
-"""Finds out by trying which ranks share memory, and makes the memory in which they meet."""
+"""Finds out by trying which ranks share memory, and makes the memory in which they meet.
+
+Names prove nothing: containers of one host may share ``/dev/shm`` or not, and hosts may have the same directory on a
+network disk. So ranks tell each other which kernel they run on and where they keep pages. Of the ranks that say the
+same, the lowest puts a file there with words that nobody could guess. The others have to find it, and have to see each
+other alive (``liveness.sentinel``), because otherwise no rank would learn of a death. A rank that cannot do this counts
+as a host of its own.
+
+The file is unlinked when all ranks have mapped it, so there is nothing to clean up, and no process of a later launch
+can open it. A forked child has the memory too, but never touches it.
+"""
 
 from __future__ import annotations
 

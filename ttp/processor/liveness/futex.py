@@ -1,4 +1,14 @@
-"""Robust futexes by direct system calls: when the thread that holds one ends, the kernel wakes its waiters."""
+"""Robust futexes by direct system calls: when the thread that holds one ends, the kernel wakes its waiters.
+
+A thread gives the kernel a list of words that hold its id. When the thread ends, in whatever way, the kernel writes
+"owner died" into them and wakes one waiter each, *before* it frees the memory and closes the sockets of the process. So
+the death of a killed process is known at once, whatever its size. See ``set_robust_list(2)`` and ``futex(2)``.
+
+Robust mutexes of the C library are made of the same words, but are not used here, because a watcher would have to write
+(lock, mark, unlock). It would then trust bytes of another process (the library aborts on some), get in the way of other
+watchers, and be taken for the dead owner if it died itself. A word, however, can be waited for through a read-only
+mapping, so nothing that a watcher does or suffers can hurt another process.
+"""
 
 from __future__ import annotations
 
@@ -209,8 +219,10 @@ def _libc() -> Any:
 
 @cache
 def _prompt() -> Any:
-    """Return the C library for calls that return at once: they keep the interpreter lock, as another thread might not
-    give it back for some milliseconds."""
+    """Return the C library for calls that return at once.
+
+    They keep the interpreter lock, because another thread might not give it back for some milliseconds.
+    """
     return _typed(ctypes.PyDLL(None, use_errno=True))
 
 

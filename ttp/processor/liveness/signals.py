@@ -1,4 +1,8 @@
-"""Reports SIGTERM as a fault, even while the main thread is blocked in C code."""
+"""Reports SIGTERM as a fault, even while the main thread is blocked in C code.
+
+A Python signal handler runs only when the main thread gets back to Python, which can take half an hour in a collective.
+The C-level handler serves ``signal.set_wakeup_fd`` at once, so a reader thread learns of the signal in any case.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Shows the stacks of all threads of a process, even if it holds the interpreter lock or is blocked in C code."""
+"""Shows the stacks of all threads of a process, even if it holds the interpreter lock or is blocked in C code.
+
+``install`` makes faulthandler answer a real-time signal: its C handler runs at once, whichever thread holds the
+interpreter lock, and appends the Python stacks of all threads to ``run_dir/stacks/<pid>.txt``. ``take`` is the other
+side, in any process of the same host and user: it looks at the process from outside, sends the signal, and reads what
+was appended.
+
+The first line of the file says which process wrote it, and which signal that process answers. The signal is sent to no
+other process, because one that does not catch it would die. For the same reason the handler stays installed for the
+life of its process.
+
+The handler walks the frames of other threads while they may run, which is not entirely safe in CPython. So stacks are
+only taken of processes that are suspected already.
+"""
 
 from __future__ import annotations
 

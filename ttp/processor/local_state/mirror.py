@@ -1,4 +1,11 @@
-"""Keeps rank-local pages on another host, so that random streams survive the loss of a whole host."""
+"""Keeps rank-local pages on another host, so that random streams survive the loss of a whole host.
+
+``PageMirror`` runs in the rank that a page belongs to. It reads the page back after each write, and hands it over to be
+sent, while training goes on. If it falls behind, it leaves out pages that are too old to be asked for.
+
+``KeptPages`` runs in a rank of another host. It writes what arrives as a page like any other, but in a directory of its
+own. So it can never overwrite a page of a process of its own host, and such a page is always preferred.
+"""
 
 from __future__ import annotations
 

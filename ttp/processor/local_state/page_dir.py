@@ -1,4 +1,9 @@
-"""Makes and removes the directory in which the rank-local pages of a job lie on this host."""
+"""Makes and removes the directory in which the rank-local pages of a job lie on this host.
+
+Every processor holds a shared lock on the directory. The kernel drops the lock when the process ends, in whatever way.
+The last processor to leave removes the directory. If all have crashed, the next processor on this host removes it, as
+nobody holds a lock on it any more.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from pathlib import Path
 
 from ttp.config import RankEnv
@@ -15,6 +21,8 @@ from ttp.processor.liveness import forks
 SHARED_MEMORY = Path("/dev/shm")
 LOCK_FILE = ".lock"
 _ATTEMPTS = 5
+_LOCK_S = 2.0
+"""How long a process that removes the directory may take. One that was stopped meanwhile is not waited for."""
 
 
 class PageDirectory:
@@ -61,13 +69,27 @@ class PageDirectory:
                 continue  # removed by a process that found it abandoned
             except OSError:
                 return False
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            if not _shared(lock):
+                os.close(lock)
+                return False
             if _is_file(lock, path / LOCK_FILE):
                 self._lock = lock
                 forks.close_fd_in_children(lock)
                 return True
             os.close(lock)
         return False
+
+
+def _shared(lock: int) -> bool:
+    deadline_s = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.01)
 
 
 def remove_abandoned(shared_memory: Path = SHARED_MEMORY) -> list[Path]:

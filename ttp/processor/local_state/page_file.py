@@ -1,4 +1,16 @@
-"""The layout of a page file, and the checks that a file or directory belongs to this user; see ``pages``."""
+"""The layout of a page file, and the checks that a file or directory belongs to this user; see ``pages``.
+
+The parts of the file, by their offset in bytes::
+
+    0      magic, number of slots, rank, pid, incarnation
+    512    slot records, 64 bytes apart: sequence word (odd: being written), offset, length and digest of a body
+    4096   bodies and kept parts, anywhere
+    body   prefix (version, incarnation, count of writes, rank, flags, small bytes), references to kept parts, bytes
+
+All words are little-endian. The digest of a body covers its prefix and its references; a reference holds the digest of
+the part that it points to. So a digest covers everything that a reader acts on, except the mark that a state is final,
+which is only for people.
+"""
 
 from __future__ import annotations
 

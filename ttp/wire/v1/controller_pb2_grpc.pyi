@@ -33,6 +33,8 @@ from ttp.wire.v1.rounds_pb2 import (
     ManagerCall as ManagerCall,
     Notice as Notice,
     NoticeAnswer as NoticeAnswer,
+    PlaceOffered as PlaceOffered,
+    PlaceTaken as PlaceTaken,
     REPAIR_WAY_LOAD as REPAIR_WAY_LOAD,
     REPAIR_WAY_LOAD_REBUILD as REPAIR_WAY_LOAD_REBUILD,
     REPAIR_WAY_MEMORY_HIGH as REPAIR_WAY_MEMORY_HIGH,

@@ -300,6 +300,7 @@ class Act(google.protobuf.message.Message):
     WAY_FIELD_NUMBER: builtins.int
     TRANSFERS_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     term: builtins.int
     serial: builtins.int
@@ -310,6 +311,8 @@ class Act(google.protobuf.message.Message):
     memory_error: builtins.bool
     rebuild: builtins.bool
     way: global___RepairWay.ValueType
+    store: builtins.str
+    """host:port of a store that nobody has used yet, for process groups that are made anew"""
     @property
     def lists(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TypeRanks]: ...
     @property
@@ -335,8 +338,9 @@ class Act(google.protobuf.message.Message):
         way: global___RepairWay.ValueType = ...,
         transfers: collections.abc.Iterable[global___Transfer] | None = ...,
         ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        store: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["error_ranks", b"error_ranks", "kind", b"kind", "limit_ms", b"limit_ms", "lists", b"lists", "memory_error", b"memory_error", "purpose", b"purpose", "rank", b"rank", "ranks", b"ranks", "rebuild", b"rebuild", "serial", b"serial", "term", b"term", "transfers", b"transfers", "version", b"version", "way", b"way"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error_ranks", b"error_ranks", "kind", b"kind", "limit_ms", b"limit_ms", "lists", b"lists", "memory_error", b"memory_error", "purpose", b"purpose", "rank", b"rank", "ranks", b"ranks", "rebuild", b"rebuild", "serial", b"serial", "store", b"store", "term", b"term", "transfers", b"transfers", "version", b"version", "way", b"way"]) -> None: ...
 
 global___Act = Act
 
@@ -457,3 +461,44 @@ class NoticeAnswer(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "text", b"text"]) -> None: ...
 
 global___NoticeAnswer = NoticeAnswer
+
+@typing.final
+class PlaceOffered(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    host: builtins.str
+    """as the ranks that it would start name it"""
+    store: builtins.str
+    """host:port of a store that its launcher keeps, and nobody has used yet"""
+    def __init__(
+        self,
+        *,
+        host: builtins.str = ...,
+        store: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["host", b"host", "store", b"store"]) -> None: ...
+
+global___PlaceOffered = PlaceOffered
+
+@typing.final
+class PlaceTaken(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    world_size: builtins.int
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """to be started there now"""
+
+    def __init__(
+        self,
+        *,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        world_size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ranks", b"ranks", "world_size", b"world_size"]) -> None: ...
+
+global___PlaceTaken = PlaceTaken

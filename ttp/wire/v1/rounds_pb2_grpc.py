@@ -24,6 +24,11 @@ class ManagerStub(object):
                 request_serializer=ttp_dot_wire_dot_v1_dot_rounds__pb2.Notice.SerializeToString,
                 response_deserializer=ttp_dot_wire_dot_v1_dot_rounds__pb2.NoticeAnswer.FromString,
                 )
+        self.Offer = channel.unary_unary(
+                '/ttp.wire.v1.Manager/Offer',
+                request_serializer=ttp_dot_wire_dot_v1_dot_rounds__pb2.PlaceOffered.SerializeToString,
+                response_deserializer=ttp_dot_wire_dot_v1_dot_rounds__pb2.PlaceTaken.FromString,
+                )
 
 
 class ManagerServicer(object):
@@ -43,6 +48,13 @@ class ManagerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Offer(self, request, context):
+        """A launcher that stands by can start ranks that are moved to its host. It says so once a second, and hears which.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ManagerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -55,6 +67,11 @@ def add_ManagerServicer_to_server(servicer, server):
                     servicer.Notify,
                     request_deserializer=ttp_dot_wire_dot_v1_dot_rounds__pb2.Notice.FromString,
                     response_serializer=ttp_dot_wire_dot_v1_dot_rounds__pb2.NoticeAnswer.SerializeToString,
+            ),
+            'Offer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=ttp_dot_wire_dot_v1_dot_rounds__pb2.PlaceOffered.FromString,
+                    response_serializer=ttp_dot_wire_dot_v1_dot_rounds__pb2.PlaceTaken.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -97,5 +114,22 @@ class Manager(object):
         return grpc.experimental.unary_unary(request, target, '/ttp.wire.v1.Manager/Notify',
             ttp_dot_wire_dot_v1_dot_rounds__pb2.Notice.SerializeToString,
             ttp_dot_wire_dot_v1_dot_rounds__pb2.NoticeAnswer.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Offer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ttp.wire.v1.Manager/Offer',
+            ttp_dot_wire_dot_v1_dot_rounds__pb2.PlaceOffered.SerializeToString,
+            ttp_dot_wire_dot_v1_dot_rounds__pb2.PlaceTaken.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -35,6 +35,12 @@ class ManagerStub:
     ]
     """The manager says what is to be done."""
 
+    Offer: grpc.UnaryUnaryMultiCallable[
+        ttp.wire.v1.rounds_pb2.PlaceOffered,
+        ttp.wire.v1.rounds_pb2.PlaceTaken,
+    ]
+    """A launcher that stands by can start ranks that are moved to its host. It says so once a second, and hears which."""
+
 class ManagerAsyncStub:
     Attend: grpc.aio.UnaryStreamMultiCallable[
         ttp.wire.v1.rounds_pb2.AttendRequest,
@@ -47,6 +53,12 @@ class ManagerAsyncStub:
         ttp.wire.v1.rounds_pb2.NoticeAnswer,
     ]
     """The manager says what is to be done."""
+
+    Offer: grpc.aio.UnaryUnaryMultiCallable[
+        ttp.wire.v1.rounds_pb2.PlaceOffered,
+        ttp.wire.v1.rounds_pb2.PlaceTaken,
+    ]
+    """A launcher that stands by can start ranks that are moved to its host. It says so once a second, and hears which."""
 
 class ManagerServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -64,5 +76,13 @@ class ManagerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ttp.wire.v1.rounds_pb2.NoticeAnswer, collections.abc.Awaitable[ttp.wire.v1.rounds_pb2.NoticeAnswer]]:
         """The manager says what is to be done."""
+
+    @abc.abstractmethod
+    def Offer(
+        self,
+        request: ttp.wire.v1.rounds_pb2.PlaceOffered,
+        context: _ServicerContext,
+    ) -> typing.Union[ttp.wire.v1.rounds_pb2.PlaceTaken, collections.abc.Awaitable[ttp.wire.v1.rounds_pb2.PlaceTaken]]:
+        """A launcher that stands by can start ranks that are moved to its host. It says so once a second, and hears which."""
 
 def add_ManagerServicer_to_server(servicer: ManagerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,223 @@
+"""How NCCL's connections are broken and made again, with a backend that is made up; what NCCL does is not shown."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gpu import made_up_nccl
+from tests.gpu.made_up_nccl import ProcessGroupNCCL
+from ttp.adapters.torch import regroup, transport
+from ttp.adapters.torch.transport import Nccl
+from ttp.launch.nccl import HANDLING, HEARTBEAT, TO_GO_ON
+
+_dist: Any = dist
+c10d = regroup._c10d
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ProcessGroupNCCL]]:
+    """torch has one, with the settings of a launcher; torch is as it was afterwards."""
+    names = "_new_process_group_helper", "_store_based_barrier", "_rank_not_in_group", "_NCCL_AVAILABLE"
+    for name in names:
+        monkeypatch.setattr(c10d, name, getattr(c10d, name))
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", None, raising=False)
+    monkeypatch.setattr(ProcessGroupNCCL, "on_abort", staticmethod(lambda _backend: None))
+    monkeypatch.setattr(ProcessGroupNCCL, "made", [])
+    for name, value in {HANDLING: "0", HEARTBEAT: "1000", **dict.fromkeys(TO_GO_ON, "0")}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    made_up_nccl.install()
+    yield ProcessGroupNCCL
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    yield _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def begin(backend: str, **settings: Any) -> None:
+    dist.init_process_group(backend, store=_dist.HashStore(), rank=0, world_size=1, **settings)
+
+
+def renew(groups: regroup.Groups, server: Any, launch: int) -> None:
+    groups.meet("127.0.0.1", server.port, 10, f"stay {launch}")
+    groups.renew(launch)
+
+
+class TestLettingGo:
+    """All communicators of a process are aborted at once, and nobody waits for ever."""
+
+    @staticmethod
+    def groups(count: int) -> tuple[regroup.Groups, list[Any]]:
+        groups = regroup.Groups(seat=False, with_nccl=True)
+        begin("cpu:nccl")
+        for _ in range(count - 1):
+            dist.new_group([0])
+        return groups, list(ProcessGroupNCCL.made)
+
+    def test_all_of_them_at_once(self, nccl: type[ProcessGroupNCCL]) -> None:
+        """One that is aborted may wait until the others are: one after the other would never end."""
+        groups, backends = self.groups(4)
+        together = threading.Barrier(4)
+        nccl.on_abort = staticmethod(lambda _backend: together.wait(PATIENCE_S))
+        assert groups.aborts
+        groups.let_go()
+        assert len(backends) == 4 and all(backend.aborted.is_set() for backend in backends)
+
+    @pytest.mark.parametrize(
+        ("kind", "words"), [("abort-hangs", "1 of 3 .* within 0.2 s"), ("abort-raises", "could not be aborted.*NCCL")]
+    )
+    def test_one_that_does_not_end_is_an_error(
+        self, nccl: type[ProcessGroupNCCL], monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+    ) -> None:
+        """By a deadline of ours: that of torch is the time-out of the group."""
+        groups, backends = self.groups(3)
+        unkind = made_up_nccl.UNKIND[kind]
+        nccl.on_abort = staticmethod(lambda backend: unkind(backend) if backend is backends[1] else None)
+        monkeypatch.setattr(transport, "ABORT_S", 0.2)
+        with pytest.raises(RuntimeError, match=words):
+            groups.let_go()
+        assert backends[0].aborted.is_set() and backends[2].aborted.is_set()
+
+    def test_old_ones_are_left_alone(self, nccl: type[ProcessGroupNCCL], server: Any) -> None:
+        groups, (old,) = self.groups(1)
+        groups.enter()
+        groups.let_go()
+        renew(groups, server, 1)
+        seen: list[Any] = []
+        nccl.on_abort = staticmethod(seen.append)
+        groups.let_go()
+        assert seen == [nccl.made[-1]] and old not in seen
+
+    def test_gloo_alone_aborts_nothing(self, nccl: type[ProcessGroupNCCL]) -> None:
+        groups = regroup.Groups(seat=False, with_nccl=True)
+        begin("gloo")
+        assert not groups.aborts and groups.why_not() == "" and not nccl.made
+
+
+class TestExchange:
+    """The groups stay, their backends are others, made as the old ones were."""
+
+    def test_of_a_survivor(self, nccl: type[ProcessGroupNCCL], server: Any) -> None:
+        groups = regroup.Groups(seat=False, with_nccl=True)
+        begin("cpu:nccl")
+        given = nccl.Options()
+        given.is_high_priority_stream, given.config.max_ctas, given.split_from = True, 4, object()
+        given._timeout = timedelta(seconds=77)
+        sub = _dist.new_group(
+            [0], backend="cpu:nccl", pg_options=given, timeout=timedelta(seconds=77), group_desc="sub"
+        )
+        groups.enter()
+        own = dist.new_group([0])  # made in train(): destroyed, and the program makes it again
+        names = [c10d._world.pg_names[group] for group in c10d._world.pg_map]
+        for launch in (1, 2):
+            groups.let_go()
+            renew(groups, server, launch)
+            assert own not in c10d._world.pg_map
+            whole, part = nccl.made[-2:]
+            assert sub._get_backend(torch.device("cpu")) is part and not part.aborted.is_set()
+            assert _dist.group.WORLD._get_backend(torch.device("cpu")) is whole
+            options = part.options
+            assert options.is_high_priority_stream and options.config.max_ctas == 4 and options.split_from is None
+            assert options._timeout == timedelta(seconds=77)
+            assert (options.global_ranks_in_group, options.group_name) == ([0], names[1])
+            assert whole.options.global_ranks_in_group == [] and sub.group_desc == "sub"
+            assert c10d._resolve_process_group(names[1]) is sub
+            value = torch.ones(1)
+            dist.all_reduce(value, group=sub)
+            assert value.item() == 1
+            own = dist.new_group([0])
+            assert c10d._world.pg_names[own] == names[2]
+
+    def test_of_a_newcomer(self, nccl: type[ProcessGroupNCCL], server: Any) -> None:
+        """Until then its groups speak to nobody; then they are as if it had made them with the others."""
+        groups = regroup.Groups(seat=True, with_nccl=True)
+        given = nccl.Options()
+        given.config.max_ctas, given._timeout = 2, timedelta(seconds=33)
+        begin("cpu:nccl", pg_options=given, timeout=timedelta(seconds=33))
+        assert not nccl.made and not groups.aborts
+        groups.enter()
+        renew(groups, server, 1)
+        (made,) = nccl.made
+        assert _dist.group.WORLD._get_backend(torch.device("cpu")) is made and groups.aborts
+        assert (made.options.config.max_ctas, made.options._timeout) == (2, timedelta(seconds=33))
+        assert _dist.group.WORLD._get_backend_name() == "nccl" and dist.get_backend() == "cpu:nccl"
+
+    @pytest.mark.parametrize("seat", [False, True])
+    def test_of_host_and_device(self, nccl: type[ProcessGroupNCCL], server: Any, seat: bool) -> None:
+        groups = regroup.Groups(seat=seat, with_nccl=True)
+        begin("cpu:gloo,cuda:nccl")
+        groups.enter()
+        host, device = torch.device("cpu"), torch.device("cuda")
+        old = _dist.group.WORLD._get_backend(device)
+        groups.let_go()
+        renew(groups, server, 1)
+        group = _dist.group.WORLD
+        assert group._get_backend(device) is nccl.made[-1] is not old
+        assert type(group._get_backend(host)).__name__ == "ProcessGroupGloo"
+        assert group._get_backend_name() == "nccl", "what torch takes for a group of both"
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 1 and dist.get_backend_config() == "cpu:gloo,cuda:nccl"
+
+    def test_a_group_that_is_bound_to_a_device_is_connected_at_once(
+        self, nccl: type[ProcessGroupNCCL], server: Any
+    ) -> None:
+        groups = regroup.Groups(seat=False, with_nccl=True)
+        begin("cpu:gloo,cuda:nccl")
+        _dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        groups.enter()
+        renew(groups, server, 1)
+        assert nccl.made[-1].connected_to == torch.device("cuda", 0)
+
+
+class TestRefusal:
+    """Whatever speaks against it is said when the job is joined."""
+
+    def why_not(self, with_nccl: bool = True) -> str:
+        groups = regroup.Groups(seat=False, with_nccl=with_nccl)
+        begin("cpu:nccl")
+        groups.enter()
+        return groups.why_not()
+
+    def test_nothing(self, nccl: type[ProcessGroupNCCL]) -> None:
+        """A group of one was made, aborted and made again for that, and the job's own is as it was."""
+        assert self.why_not() == ""
+        own, *tried = nccl.made
+        assert len(tried) == 2 and all(backend.aborted.is_set() for backend in tried) and not own.aborted.is_set()
+
+    def test_it_was_not_switched_on(self, nccl: type[ProcessGroupNCCL]) -> None:
+        assert self.why_not(False) == "a process group is of ProcessGroupNCCL; only gloo's can be exchanged"
+
+    def test_an_old_one(self, nccl: type[ProcessGroupNCCL], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(nccl, "version", (2, 25, 1))
+        assert "NCCL is 2.25.1" in self.why_not() and "2.26" in self.why_not_again()
+
+    def why_not_again(self) -> str:
+        return Nccl().why_not()
+
+    @pytest.mark.parametrize("name", [HANDLING, "NCCL_NVLS_ENABLE", "TORCH_NCCL_PROPAGATE_ERROR"])
+    def test_a_setting_of_the_user(
+        self, nccl: type[ProcessGroupNCCL], monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setenv(name, "1")
+        assert f"{name}=1" in self.why_not()
+
+    @pytest.mark.parametrize("kind", sorted(made_up_nccl.UNKIND))
+    def test_an_abort_that_does_not_work_here(
+        self, nccl: type[ProcessGroupNCCL], monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        nccl.on_abort = staticmethod(made_up_nccl.UNKIND[kind])
+        monkeypatch.setattr(transport, "ABORT_S", 0.1)
+        assert self.why_not().startswith("this torch keeps process groups in another way")

@@ -1,0 +1,155 @@
+"""Starts ranks that move to a host that stands by, while all others train; see ``ttp.mindio.protocol.switching``.
+
+Only ranks of programs with handlers of their own can be moved, under ``ttp run --mindio``. The launcher that stands by
+offers its host once a second. When an operator drains another host, the launcher is told which ranks to start. It looks
+after them as torch's agent looks after its workers, until they have ended. If the job has to be started again, the
+launcher takes the place that the drained host has left in the rendezvous, like any host that stands by.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from subprocess import Popen
+from typing import Any
+
+import grpc
+import torch.distributed
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.utils.api import macros
+
+from ttp.config import MINDIO_SWITCH, Config
+from ttp.launch.host import GRACE_S, Host
+from ttp.launch.presence import channel_options
+from ttp.launch.standby import own_address
+from ttp.launch.warm.torch_workers import forking
+from ttp.wire.address import target
+from ttp.wire.channel import metadata, open_channel
+
+logger = logging.getLogger("ttp.launch")
+
+ANSWER_S = 1.0
+LOOK_S = 0.5
+
+_TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
+
+
+class MovedRanks:
+    """The ranks that this launcher has started for other hosts. There is one object per launcher that stands by.
+
+    Args:
+        spec: torch's description of the workers.
+        host: what ttp does on this host.
+    """
+
+    def __init__(self, spec: Any, host: Host) -> None:
+        self._spec, self._host = spec, host
+        self._store: Any = None  # kept, because the server ends with its last reference
+
+    def look(self, job: Config, address: str) -> None:
+        """Offer this host, start the ranks that move here, if any, and return when they have ended.
+
+        Args:
+            job: the job's settings, as the launchers have agreed on them.
+            address: address of the job's first node.
+        """
+        ranks, world_size = self._offer(job, address)
+        if not ranks:
+            return
+        logger.warning("ranks %s are moved to this host", ", ".join(map(str, ranks)))
+        self._host.use(job)
+        self._host.before_workers(address, first_node=False, world_size=world_size, here=len(ranks))
+        workers: dict[int, Popen[Any]] = {}
+        try:
+            with forking(self._host.warm):
+                for local_rank, rank in enumerate(ranks):
+                    workers[rank] = self._start(rank, local_rank, ranks, world_size, job)
+            self._host.watch(workers)
+            self._look_after(workers, lambda: self._offer(job, address))
+        finally:
+            self._host.expect_stop(workers)
+            for worker in workers.values():
+                if worker.poll() is None:
+                    worker.kill()
+                worker.wait()
+            self._store = None
+
+    def _offer(self, job: Config, address: str) -> tuple[Sequence[int], int]:
+        from ttp.wire.v1.rounds_pb2 import PlaceOffered
+        from ttp.wire.v1.rounds_pb2_grpc import ManagerStub
+
+        if self._store is None:
+            self._store = _TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        own = target(own_address(job, address), self._store.port)
+        offered = PlaceOffered(host=job.host or socket.gethostname(), store=own)
+        with open_channel(address, job.port or 0, channel_options()) as channel:
+            try:
+                taken = ManagerStub(channel).Offer(offered, timeout=ANSWER_S, metadata=metadata(job.token))
+            except grpc.RpcError as problem:
+                logger.debug("no controller takes this host: %s", problem)
+                return (), 0
+        return list(taken.ranks), int(taken.world_size)
+
+    def _start(self, rank: int, local_rank: int, ranks: Sequence[int], world_size: int, job: Config) -> Any:
+        """Start the process of one rank in the environment that torch's agent would give it, and return it."""
+        told: dict[str, Any] = {
+            "RANK": rank,
+            "ROLE_RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": world_size,
+            "ROLE_WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": len(ranks),
+            "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1,
+            "ROLE_NAME": self._spec.role,
+            "MASTER_ADDR": own_address(job, "127.0.0.1"),
+            "MASTER_PORT": self._store.port,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": self._spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": self._spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TTP_TOKEN": job.token,
+        }
+        make: Any = api
+        handler = make.get_subprocess_handler(
+            entrypoint=str(self._spec.entrypoint),
+            args=tuple(str(each) for each in macros.substitute(list(self._spec.args), str(local_rank))),
+            env={name: str(value) for name, value in told.items()},
+            stdout=None,
+            stderr=None,
+            local_rank_id=local_rank,
+            numa_options=None,
+        )
+        return handler.proc
+
+    def _look_after(self, workers: dict[int, Popen[Any]], offer: Callable[[], object]) -> None:
+        """Wait until all workers have ended. If one fails, the others may save before they are stopped."""
+        offered = time.monotonic()
+        while any(worker.poll() is None for worker in workers.values()):
+            self._host.wait_for_a_death(LOOK_S)
+            if any(worker.poll() not in (None, 0) for worker in workers.values()):
+                self._host.hold(workers)
+                self._host.expect_stop(workers)
+                self._host.stop(workers, signal.SIGTERM, GRACE_S)
+                break
+            if (
+                time.monotonic() > offered + ANSWER_S
+            ):  # as far as this launcher knows, the ranks have not taken their seats yet
+                offer()
+                offered = time.monotonic()
+        codes = {rank: worker.poll() for rank, worker in workers.items()}
+        logger.info("ranks that were moved to this host have ended: %s", codes)
+
+
+def job_address(store: Any) -> str:
+    """Return the first node's address, which its launcher leaves in the rendezvous store; empty: not there yet."""
+    return str(store.get("MASTER_ADDR").decode()) if store.check(["MASTER_ADDR"]) else ""
+
+
+def may_move() -> bool:
+    """Return whether the ranks of this job may have handlers of their own."""
+    return os.environ.get(MINDIO_SWITCH, "") not in ("", "0", "off")
