@@ -93,7 +93,7 @@ def test_a_job_that_runs_has_no_verdict_yet(
     assert ttp("verdict", other.parent).out == "lost\n", "a job that saves elsewhere is another one"
     controller.close()
     found = ttp("verdict", place)
-    assert (found.code, found.out) == (70, "lost\n") and "no controller of it answers here" in found.err
+    assert (found.code, found.out) == (70, "lost\n") and "its controller does not answer here" in found.err
 
 
 def test_of_two_directories_the_one_that_knows_more_is_believed(
