@@ -44,7 +44,7 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
         let_go()
         _aside(_flush, 0.5)  # the main thread may hold the lock of stdout
     except Exception:
-        log.exception("not all could be done that was to be done before")
+        log.exception("an error while this process was ending; it exits all the same")
     finally:
         os._exit(code)
 
