@@ -56,9 +56,19 @@ def parser() -> argparse.ArgumentParser:
         "--bind", default=None, help="address to bind (default: TTP_BIND, else every address; loopback without a token)"
     )
     p.add_argument("--run-dir", type=Path, default=None, help="where logs go (default: TTP_RUN_DIR)")
-    p.add_argument("--owner-pid", type=int, default=None, help="end when this process is gone and no rank is attached")
-    p.add_argument("--orphan-s", type=float, default=0.0, help="how long it outlives that process without any rank")
-    p.add_argument("--abandoned-s", type=float, default=None, help="end after so long without any rank")
+    p.add_argument(
+        "--owner-pid",
+        type=int,
+        default=None,
+        help="end when the process with this pid has ended and no rank is connected",
+    )
+    p.add_argument(
+        "--orphan-s",
+        type=float,
+        default=0.0,
+        help="how many seconds it goes on without that process and without any rank",
+    )
+    p.add_argument("--abandoned-s", type=float, default=None, help="end after so many seconds without any rank")
     return p
 
 
@@ -115,9 +125,16 @@ def _why_not(bind: str, port: int) -> str:
         with socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET) as probe:
             probe.bind((bind.strip("[]"), 0))
     except (OSError, UnicodeError) as problem:
-        return f"TTP_BIND={bind} is no address of this host ({problem})."
+        return f"TTP_BIND={bind} is not an address of this host ({problem})."
     owner = port_owner(port)
-    held = f"it is held by {owner}" if owner else "its owner cannot be told (another user's process?)"
+    try:
+        with socket.socket() as probe:
+            probe.bind(("", port))
+    except PermissionError:
+        return "this user may not listen there: ports below 1024 are for root, usually. Choose another TTP_PORT."
+    except OSError:
+        pass  # in use
+    held = f"it is in use by {owner}" if owner else "it is in use by a hidden process (another user's?)"
     return f"{held}. Choose another TTP_PORT."
 
 
@@ -181,7 +198,7 @@ async def _watch_owner(driver: Driver, pid: int, orphan_s: float) -> None:
         if driver.machine.job.live or _exists(pid):
             needed_at = time.monotonic()
         elif time.monotonic() - needed_at >= orphan_s:
-            log.info("the process that started it (pid %s) is gone and no rank is attached", pid)
+            log.info("the process that started this controller (pid %s) has ended and no rank is connected", pid)
             driver.stopped.set()
 
 

@@ -160,7 +160,7 @@ class Driver:
             try:
                 self.feed(event, more=True)
             except Exception:
-                log.exception("a report could not be handled")
+                log.exception("an error while a report of a rank was handled")
 
     def _gathered(self, event: ce.Event) -> bool:
         """Keep a report to give it to the machine with equal ones: thousands of ranks answer a freeze alike.
@@ -188,7 +188,7 @@ class Driver:
         try:
             self._perform_all(self.machine.on_event(ce.ReceivedAlike(tuple(who), report), time.monotonic(), more=True))
         except Exception:
-            log.exception("what %d ranks have said could not be handled", len(who))
+            log.exception("an error while the reports of %d ranks were handled", len(who))
 
     def _settle(self) -> None:
         self._settling = False
@@ -198,7 +198,7 @@ class Driver:
         try:
             self._perform_all(self.machine.settle(time.monotonic()))
         except Exception:
-            log.exception("what follows from answers could not be done")
+            log.exception("an error while the controller acted on reports")
         self._plan_timer()
 
     def add_evidence(
@@ -267,7 +267,7 @@ class Driver:
             try:
                 self._perform(action)
             except Exception:  # such as a journal without a thread: the orders go out all the same
-                log.exception("%s could not be done", type(action).__name__)
+                log.exception("the controller could not carry out %s", type(action).__name__)
 
     def _perform(self, action: ce.Action) -> None:
         match action:
@@ -294,7 +294,7 @@ class Driver:
     def _send(self, connection_id: ce.ConnectionId, order: m.Order) -> None:
         connection = self._connections.get(connection_id)
         if connection is not None and not connection.put(order):
-            log.warning("stream %s does not read what it is told: it is ended", connection_id)
+            log.warning("stream %s does not read its orders: the controller closes it", connection_id)
             asyncio.get_running_loop().call_soon(self.disconnect, connection)
 
     def _record(self, kind: str, incident: str, facts: dict[str, object]) -> None:
@@ -349,7 +349,7 @@ class Driver:
             else:
                 self._plan_timer()
         except Exception:
-            log.exception("what is due now could not be done")
+            log.exception("an error in what the controller does at a set time; it is tried again")
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._tick)
 
 

@@ -45,7 +45,7 @@ GATHER_S = 0.005
 STORIES_MAX = 8
 """Incidents whose lines are kept in memory."""
 NOT_TOLD = (
-    "no process of this host has said that the job saves there: where the controller has no rank beside it, start it "
+    "no rank on this host saves there: start a controller that has no rank on its host "
     "with TTP_SAVE_DIR (and TTP_FALLBACK_DIR)"
 )
 _FSYNC_AFTER = {"committed", "released", "closed", "thawed"}
@@ -215,7 +215,7 @@ class _Writer:
             self._mounts.check(self._place)
             job()
         except (OSError, ValueError) as problem:
-            log.info("the history of launches under %s: %s", self._place, problem)
+            log.info("cannot read or write the history of launches in %s: %s", self._place, problem)
 
     def _note(self, line: str) -> None:
         if self._place.is_dir() and self._may_write_to(self._place):
@@ -246,7 +246,7 @@ class _Writer:
                     _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
                 except (OSError, ValueError) as problem:  # ValueError: an impossible path
                     level = logging.DEBUG if incident in warned else logging.WARNING
-                    log.log(level, "cannot write the incident under %s: %s", self._place, problem)
+                    log.log(level, "cannot write the record of the incident in %s: %s", self._place, problem)
                     warned.add(incident)
                     if len(text) < REFUSED_MAX:
                         refused[incident] = text

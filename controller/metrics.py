@@ -132,7 +132,9 @@ class Collector:
 
         now = self.latest
         facts = {"version": __version__, "run_id": now.run_id, "framework": now.framework}
-        yield InfoMetricFamily("ttp_controller", "This controller and its job.", value=facts)
+        yield InfoMetricFamily(
+            "ttp_controller", "The ttp version, run id and framework of this controller's job.", value=facts
+        )
 
         def gauge(name: str, text: str, value: float | None) -> Any:
             family = GaugeMetricFamily(f"ttp_{name}", text)
@@ -140,26 +142,35 @@ class Collector:
                 family.add_metric([], value)
             return family
 
-        yield gauge("controller_leader", "1: it leads the job; 0: it stands by.", now.leads)
-        yield gauge("controller_term", "Rises with each controller that takes over.", now.term)
-        yield gauge("controller_standbys", "Controllers that stand by.", now.standbys)
-        yield gauge("job_incarnation", "Launches of the job that this controller has seen begin.", now.incarnation)
-        yield gauge("job_ranks_expected", "World size.", now.expected)
-        yield gauge("version_newest", "Finished updates of the rank that is ahead.", now.newest)
-        yield gauge("version_oldest", "Finished updates of the rank that is behind.", now.oldest)
+        yield gauge("controller_leader", "1 if this controller leads the job, 0 if it is a standby.", now.leads)
+        yield gauge("controller_term", "Term of this controller: rises each time that a standby takes over.", now.term)
+        yield gauge("controller_standbys", "Number of standby controllers.", now.standbys)
         yield gauge(
-            "version_copied", "The newest version that all ranks keep on another host (buddy=True).", now.copied
+            "job_incarnation", "Incarnation: launches of the job that this controller has seen begin.", now.incarnation
         )
+        yield gauge("job_ranks_expected", "World size: ranks that the job has when it is complete.", now.expected)
+        yield gauge("version_newest", "Highest version (finished updates) of any rank.", now.newest)
+        yield gauge("version_oldest", "Lowest version (finished updates) of any rank.", now.oldest)
         yield gauge(
-            "silent_seconds_max", "Seconds since the rank was heard that has said nothing longest.", now.silent_s
+            "version_copied",
+            "Newest version of which every rank has stored a second copy on another host (buddy=True).",
+            now.copied,
         )
-        yield gauge("replicas_min", "Living copies of the shard that has the fewest.", now.replicas_min)
-        yield _by("ranks", "Ranks by state.", "state", {state: now.states[state] for state in STATES})
-        yield _by("stage", "1 for the stage that the job is in.", "stage", {each: each == now.stage for each in STAGES})
+        yield gauge("silent_seconds_max", "Longest time since the last message of any rank, in seconds.", now.silent_s)
+        yield gauge("replicas_min", "Live replicas of the shard that has the fewest.", now.replicas_min)
+        yield _by("ranks", "Number of ranks in each state.", "state", {state: now.states[state] for state in STATES})
+        yield _by(
+            "stage",
+            "1 for the current stage of the job, 0 for the others.",
+            "stage",
+            {each: each == now.stage for each in STAGES},
+        )
         if now.tally is not None:
-            yield gauge("version_saved", "The last version that was committed here.", now.tally.saved_version)
+            yield gauge(
+                "version_saved", "Last version that this controller has seen committed.", now.tally.saved_version
+            )
             committed = now.tally.committed_unix_s or None
-            yield gauge("last_commit_timestamp_seconds", "When that was.", committed)
+            yield gauge("last_commit_timestamp_seconds", "Unix time of the last commit.", committed)
             yield from _sums(now.tally)
         yield from _of_ranks(now.ranks)
 
@@ -176,23 +187,31 @@ def _by(name: str, text: str, label: str, values: dict[str, float]) -> Any:
 def _sums(tally: Tally) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-    incidents = CounterMetricFamily("ttp_incidents", "Incidents that are over.", labels=["cause", "outcome"])
+    incidents = CounterMetricFamily(
+        "ttp_incidents", "Number of incidents that have ended, by cause and outcome.", labels=["cause", "outcome"]
+    )
     for cause, outcome in itertools.product(CAUSES, OUTCOMES):  # also with 0, so that the first increase is visible
         incidents.add_metric([cause, outcome], tally.incidents[cause, outcome])
-    spent = CounterMetricFamily("ttp_job_seconds", "What the job's time went into.", labels=["state"])
+    spent = CounterMetricFamily("ttp_job_seconds", "Seconds that the job has spent in each state.", labels=["state"])
     for state in ("training", "freezing", "saving", "down", "restoring"):
         spent.add_metric([state], tally.spent_s[state])
-    parts = HistogramMetricFamily("ttp_incident_seconds", "How long the parts of incidents took.", labels=["part"])
+    parts = HistogramMetricFamily(
+        "ttp_incident_seconds", "Duration of each part of an incident, in seconds.", labels=["part"]
+    )
     for part, histogram in sorted(tally.parts.items()):
         parts.add_metric([part], *_buckets(histogram))
     recovery = HistogramMetricFamily(
-        "ttp_recovery_seconds", "From the first sign of a fault to a step beyond the saved one."
+        "ttp_recovery_seconds", "Seconds from the first sign of a fault to the first new step after the saved one."
     )
     recovery.add_metric([], *_buckets(tally.recovery))
     yield from (incidents, spent, parts, recovery)
-    yield CounterMetricFamily("ttp_lost_steps", "Finished steps that were trained again.", value=tally.lost_steps)
-    yield CounterMetricFamily("ttp_saved_bytes", "Bytes of committed checkpoints.", value=tally.saved_bytes)
-    yield CounterMetricFamily("ttp_save_failures", "Saves and commits that failed.", value=tally.save_failures)
+    yield CounterMetricFamily(
+        "ttp_lost_steps", "Finished steps that were lost and trained again.", value=tally.lost_steps
+    )
+    yield CounterMetricFamily(
+        "ttp_saved_bytes", "Total size of committed checkpoints, in bytes.", value=tally.saved_bytes
+    )
+    yield CounterMetricFamily("ttp_save_failures", "Number of failed saves and commits.", value=tally.save_failures)
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
@@ -207,8 +226,10 @@ def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
 def _of_ranks(ranks: tuple[RankNumbers, ...]) -> Iterator[Any]:
     from prometheus_client.core import GaugeMetricFamily
 
-    version = GaugeMetricFamily("ttp_rank_version", "Finished updates of a rank.", labels=["rank", "host"])
-    silent = GaugeMetricFamily("ttp_rank_silent_seconds", "Seconds since a rank was heard.", labels=["rank", "host"])
+    version = GaugeMetricFamily("ttp_rank_version", "Version (finished updates) of each rank.", labels=["rank", "host"])
+    silent = GaugeMetricFamily(
+        "ttp_rank_silent_seconds", "Seconds since the last message of each rank.", labels=["rank", "host"]
+    )
     for each in ranks:
         labels = [str(each.rank), each.host]
         version.add_metric(labels, each.version)
@@ -268,11 +289,11 @@ async def serve_metrics(driver: Driver, config: Config) -> None:
     try:
         server = _server(make_wsgi_app(registry), address, port, server_context(config))
     except (OSError, ValueError, OverflowError, ConfigError) as problem:
-        log.warning("no metrics on %s:%s (TTP_METRICS_PORT): %s", address, port, problem)
+        log.warning("cannot serve metrics on %s:%s (TTP_METRICS_PORT): %s", address, port, problem)
         return
     thread = threading.Thread(target=server.serve_forever, name="ttp-metrics", daemon=True)
     thread.start()
-    log.info("metrics on %s:%s", address, port)
+    log.info("serving metrics on %s:%s", address, port)
     tally, stage = Tally(), ""
     driver.observers.append(tally.take)
     try:

@@ -89,12 +89,12 @@ class RelayLink:
                 for line, problem in problems.items():
                     self._refuse(line, problem)
         except WireError as problem:
-            log.warning("a relay is not understood, its stream is ended: %s", problem)
+            log.warning("cannot parse a message of a relay, its stream is closed: %s", problem)
         except (grpc.RpcError, asyncio.CancelledError):
             pass  # the stream broke; the machine decides what that means for each rank
         except Exception:
             if not self._driver.closed:  # a closed server makes grpc raise on every read
-                log.exception("a relay could not be served; its stream is ended")
+                log.exception("an error while a relay was served; its stream is closed")
         finally:
             self.close()
 
@@ -118,13 +118,13 @@ class RelayLink:
 
     def _open(self, line: LineId, rank: Rank) -> RelayedStream:
         if len(self._lines) >= LINES_MAX:
-            raise WireError(f"more than {LINES_MAX} ranks")
+            raise WireError(f"a relay serves {LINES_MAX} ranks at most")
         opened = self._driver.admit(lambda id: RelayedStream(id, line, rank, self))
         self._lines[line] = opened
         return opened
 
     def _refuse(self, line: LineId, problem: str) -> None:
-        log.warning("line %s of a relay is refused: %s", line, problem)
+        log.warning("the rank on line %s of a relay is refused: %s", line, problem)
         refused = self._lines.get(line) or self._open(line, Rank(-1))
         refused.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, problem))
 

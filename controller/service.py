@@ -86,7 +86,7 @@ class ControllerService(rpc.ControllerServicer):
             pass  # the stream broke; the machine decides what that means
         except Exception:
             if not self._driver.closed:  # a closed server makes grpc raise on every read
-                log.exception("a report could not be handled; its stream is closed")
+                log.exception("an error while a report of a rank was handled; its stream is closed")
         finally:
             self._driver.disconnect(connection)
             connection.end()
@@ -95,7 +95,7 @@ class ControllerService(rpc.ControllerServicer):
         """See the proto. Frames arrive as bytes, see ``RawReports``."""
         problem = mismatch(context.invocation_metadata(), f"the relay at {context.peer()}")
         if problem:
-            log.warning("refused: %s", problem)
+            log.warning("a relay is refused: %s", problem)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
         task = asyncio.current_task()
         assert task is not None
@@ -111,7 +111,7 @@ class ControllerService(rpc.ControllerServicer):
 
     async def Look(self, request: pb.LookRequest, context: Any) -> pb.LookResponse:
         """See the proto."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a controller, no relay")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a controller, not a relay")
         raise AssertionError
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
@@ -154,7 +154,7 @@ class ControllerService(rpc.ControllerServicer):
             self._driver.feed(ce.RankWasWrong(f"ranks {compact_ranks(pid_of)} {words}"))
         meant = fault_targets(self._driver.machine.job, pid_of, request.host)
         if not meant.ranks:
-            return pb.ReportFaultResponse(text=meant.problem or "nobody is accused: give ranks or a host")
+            return pb.ReportFaultResponse(text=meant.problem or "no rank and no host was given: nothing was done")
         reason = limits.text("reason", request.reason) or "reported from outside"
         pids = tuple(pid_of.get(rank, 0) for rank in meant.ranks) if request.pids else ()
         if request.drain:

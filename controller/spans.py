@@ -80,7 +80,12 @@ class SpanSender:
             problem = str(refused)
         level = logging.DEBUG if not problem or self._said else logging.WARNING
         self._said |= {problem} if problem else set()
-        log.log(level, "incident %s as a trace: %s", " ".join(arguments), f"not sent: {problem}" if problem else "sent")
+        log.log(
+            level,
+            "sending incident %s as an OpenTelemetry trace: %s",
+            " ".join(arguments),
+            f"not sent: {problem}" if problem else "sent",
+        )
 
 
 def _noted(happening: Happening) -> str:

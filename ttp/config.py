@@ -289,7 +289,7 @@ class Config:
     """With keep, on one host: where a save would take longer, ranks go on from a copy in memory; off: never."""
 
     keep_cuda: bool = _setting("TTP_KEEP_CUDA", _switch, False)
-    """With keep: ranks whose state is on a CUDA device go on, too. For the tests on GPUs: it has never run on one."""
+    """With keep: True lets ranks whose state is on a CUDA device go on, too. Only for tests: it never ran on a GPU."""
 
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""
@@ -353,8 +353,11 @@ class RankEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RankEnv:
-        """Read ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``LOCAL_RANK`` and torchelastic's names; or the names of
-        msrun, mpirun or a rank table, see ``ttp.launch.rank_names``."""
+        """Read ``RANK``, ``WORLD_SIZE`` and the like, as torchrun or a launcher of ``ttp.launch.rank_names`` sets them.
+
+        Raises:
+            ConfigError: one is missing, or its value is no valid number.
+        """
         environ = in_torchruns_names(os.environ if environ is None else environ)
         rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
         if world_size > WORLD_SIZE_MAX:

@@ -28,6 +28,10 @@ class CheckpointError(TtpError):
     """A checkpoint cannot be used: it lacks a piece, a digest does not match, it belongs to another model."""
 
 
+class OtherModelError(CheckpointError, UsageError):
+    """The checkpoint belongs to another model or optimizer: a restart would meet it again (64)."""
+
+
 class RestoreError(CheckpointError):
     """The ranks could not agree on one checkpoint to restore; the text says who saw what."""
 

@@ -23,7 +23,7 @@ from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.restoring.reader import overlap, read_value
 from ttp.adapters.torch.saving.job_state import JobState, read_job_state
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
 
 _LISTED_MAX = 5
@@ -144,7 +144,7 @@ def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Seque
             problems[f"{want.key} is {list(items[0].shape)} there and {list(want.part.shape)} here"] = None
     if problems:
         more = f"; and {len(problems) - _LISTED_MAX} more" if len(problems) > _LISTED_MAX else ""
-        raise CheckpointError(
+        raise OtherModelError(
             f"{path} belongs to another model: {'; '.join(list(problems)[:_LISTED_MAX])}{more}. Nothing was loaded"
         )
 

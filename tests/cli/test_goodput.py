@@ -80,4 +80,4 @@ def test_what_cannot_be_read_counts_as_nothing(place: Path, capsys: pytest.Captu
 
 def test_a_directory_without_a_launch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["goodput", str(tmp_path)]) == 1
-    assert "no launch is written down" in capsys.readouterr().err
+    assert "no launch is recorded" in capsys.readouterr().err

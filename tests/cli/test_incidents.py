@@ -149,7 +149,7 @@ def test_like_answers_are_one_row(tmp_path: Path) -> None:
     log = read_incident(write(tmp_path, "one", SAVED))
     told = [text for line, text in rows(log) if line.kind in ("answer", "acknowledged")]
     assert told == [
-        "rank 1 in the update after version 11: gate closed, it finishes first",
+        "rank 1 in the update after version 11: its gate is closed, it finishes this update first",
         "ranks 0,2 frozen at version 12, idle",
         "rank 1 frozen at version 12, idle, main thread waits in a collective (its processor can save), "
         "scheduler not stepped yet",

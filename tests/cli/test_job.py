@@ -83,16 +83,16 @@ def test_a_large_job_shows_who_stands_out() -> None:
 
 
 def test_what_a_job_could_go_back_to_is_shown() -> None:
-    assert "kept copies of version 120" in rendered(pb.GetStatusResponse(copied_version=120))
-    assert "kept copies of version 0" in rendered(pb.GetStatusResponse(copied_version=0)), "not yet"
-    assert "kept copies" not in rendered(pb.GetStatusResponse())
+    assert "second copies of version 120" in rendered(pb.GetStatusResponse(copied_version=120))
+    assert "second copies of version 0" in rendered(pb.GetStatusResponse(copied_version=0)), "not yet"
+    assert "second copies" not in rendered(pb.GetStatusResponse())
 
 
 def test_what_becomes_of_the_others_when_a_rank_dies_is_shown() -> None:
     ranks = [pb.RankStatus(rank=r, state="live", can_continue=True) for r in range(3)]
-    assert "when a rank dies the others go on in their processes" in rendered(pb.GetStatusResponse(ranks=ranks))
+    assert "when a rank dies the other ranks go on in their processes" in rendered(pb.GetStatusResponse(ranks=ranks))
     ranks[1].can_continue = False
-    assert "all are started again: 1 cannot go on" in rendered(pb.GetStatusResponse(ranks=ranks))
+    assert "all are started again: ranks 1 cannot go on" in rendered(pb.GetStatusResponse(ranks=ranks))
     assert "when a rank dies" not in rendered(pb.GetStatusResponse(ranks=ranks[1:2]))
 
 
@@ -183,7 +183,7 @@ def test_a_host_that_is_drained_is_told_to_its_launcher(ttp: Ttp, start: Start) 
     controller = start()
     controller.ranks(4)
     alone = ttp("report-fault", "--rank", 2, "--drain", "--port", controller.port)
-    assert alone.code == 64 and "--drain is of a whole host: give --host NAME" in alone.err
+    assert alone.code == 64 and "--drain takes a whole host: give --host NAME" in alone.err
     ask = [f"127.0.0.1:{controller.port}"], controller.token, "", 0
     assert list(ask_verdict(*ask).drained) == []
     assert ttp("report-fault", "--host", "right", "--drain", "--port", controller.port).code == 0
@@ -287,8 +287,8 @@ class Refusal(grpc.RpcError):
     ("code", "kind", "text"),
     [
         (grpc.StatusCode.DEADLINE_EXCEEDED, UnreachableError, "did not answer within 5 s"),
-        (grpc.StatusCode.UNIMPLEMENTED, ConfigError, "no ttp controller, or an older one"),
-        (grpc.StatusCode.CANCELLED, UnreachableError, "ended while it was asked"),
+        (grpc.StatusCode.UNIMPLEMENTED, ConfigError, "not a ttp controller, or an older one"),
+        (grpc.StatusCode.CANCELLED, UnreachableError, "ended before it answered"),
         (grpc.StatusCode.INVALID_ARGUMENT, ConfigError, "the details"),
         (grpc.StatusCode.UNAVAILABLE, UnreachableError, "is the job running"),
     ],

@@ -14,7 +14,7 @@ from tests.cli.conftest import Controller, Ttp
 from tests.store.storage import fill, small_disk
 from tests.waiting import until
 from ttp.cli.main import main
-from ttp.store.history import FILE, WORD, line_of
+from ttp.store.history import FILE, WORD, leave_word, line_of
 
 Facts = dict[str, Any]
 
@@ -93,7 +93,7 @@ def test_a_job_that_runs_has_no_verdict_yet(
     assert ttp("verdict", other.parent).out == "lost\n", "a job that saves elsewhere is another one"
     controller.close()
     found = ttp("verdict", place)
-    assert (found.code, found.out) == (70, "lost\n") and "no controller of it answers here" in found.err
+    assert (found.code, found.out) == (70, "lost\n") and "its controller does not answer here" in found.err
 
 
 def test_of_two_directories_the_one_that_knows_more_is_believed(
@@ -195,6 +195,21 @@ def test_a_rank_that_left_with_64_before_any_had_joined(
     word_of_a_rank(place, at_s)
     code, _, err = said(capsys, "verdict", place, "--run-id", "job")
     assert (code, "no model" in err) == (wanted, wanted == 64)
+
+
+@pytest.mark.parametrize(("before", "later", "wanted"), [
+    (begins() + SAVED, begins(at_s=20.0) + DONE, 0),
+    (begins(), begins(at_s=20.0) + SAVED, 75),
+    (begins(at_s=9e9) + SAVED.replace("111.0", "9e9"), "", 64),
+], ids=["trained since", "saved since", "nothing since"])  # fmt: skip
+def test_a_clock_that_is_set_back_does_not_change_who_spoke_last(
+    before: str, later: str, wanted: int, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = place / "incidents" / FILE
+    log.write_text(before)
+    leave_word(place, "job", "rank 3 left with 64: no model")
+    log.write_text(before + later)
+    assert said(capsys, "verdict", place, "--run-id", "job")[0] == wanted
 
 
 def test_the_word_of_a_rank_of_another_job_or_time(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

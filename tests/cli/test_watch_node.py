@@ -106,4 +106,4 @@ def test_no_job_is_no_end_of_it(ttp: Ttp) -> None:
 
 def test_bad_usage(ttp: Ttp) -> None:
     assert "needs a check" in ttp("watch-node").err
-    assert "--recovered is of a whole host" in ttp("report-fault", "--rank", 1, "--recovered").err
+    assert "--recovered takes a whole host" in ttp("report-fault", "--rank", 1, "--recovered").err

@@ -298,6 +298,7 @@ def mindspore_train() -> str:
             return train(state)
         except RuntimeError as problem:
             states = {"UCE": tft.ReportState.RS_UCE, "ForceStop": tft.ReportState.RS_NORMAL}
+            states |= {"ARF FINISH": tft.ReportState.RS_PREREPAIR_FINISH, "STEP FINISH": tft.ReportState.RS_STEP_FINISH}
             found = next((s for word, s in states.items() if word in str(problem)), tft.ReportState.RS_UNKNOWN)
             tft.tft_report_error(found.value)
             if found is tft.ReportState.RS_UNKNOWN or tft.tft_wait_next_action() == tft.Action.EXIT.value:

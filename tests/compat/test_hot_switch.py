@@ -87,6 +87,16 @@ def test_a_rank_that_lives_is_moved_to_another_host(job: Make, rank: int) -> Non
 
 
 @pytest.mark.slow
+def test_the_same_in_the_dialect_of_mindspore(job: Make) -> None:
+    """Its exit handler, which ends processes with 1, is not for ranks that were moved."""
+    this = prepared(job, env={"MINDIO_FOR_MINDSPORE": "1"})
+    assert ask(this, PREPARE, "hot switch", {"1": 1}) == 0
+    come(this, 1)
+    check_moved(this, 1)
+    this.until(lambda: told(this, "report_result") == [("migration", 0)])
+
+
+@pytest.mark.slow
 def test_a_switch_that_is_stopped_and_one_that_is_chosen_late(job: Make) -> None:
     """The first newcomer is sent away; while the second one is there a strategy that is none is refused."""
     this = prepared(job, "nothing", env={"MINDIO_WAIT_MINDX_TIME": "60"})

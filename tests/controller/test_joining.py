@@ -39,8 +39,8 @@ def test_it_is_refused_after_training_has_begun(alone: Processor, start: Any, ca
     alone.begin_update()
     alone.end_update()
     start("--port", str(alone.config.port), token="wrong", wait=False)
-    until(lambda: "UNPROTECTED, and for good" in caplog.text)
-    assert caplog.text.count("for good") == 1
+    until(lambda: "UNPROTECTED until the job is restarted" in caplog.text)
+    assert caplog.text.count("until the job is restarted") == 1
     alone.begin_update()
     alone.end_update()
     assert alone.gate.version == 2, "it trains on"

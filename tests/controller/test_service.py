@@ -315,9 +315,24 @@ def test_a_controller_that_is_ended_ends_its_streams_and_accuses_nobody(controll
 
 
 def test_a_port_that_cannot_be_used_for_another_reason_than_its_owner() -> None:
-    assert _why_not("192.0.2.1", 1).startswith("TTP_BIND=192.0.2.1 is no address of this host")
+    assert _why_not("192.0.2.1", 1).startswith("TTP_BIND=192.0.2.1 is not an address of this host")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
         port = held.getsockname()[1]
-        assert re.fullmatch(r"it is held by .*pid.*\. Choose another TTP_PORT\.", _why_not("127.0.0.1", port))
+        assert re.fullmatch(r"it is in use by .*pid.*\. Choose another TTP_PORT\.", _why_not("127.0.0.1", port))
+
+
+def test_a_port_that_only_root_may_use() -> None:
+    if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 1:
+        pytest.skip("every user may use every port here")
+    ours, theirs = os.pipe()
+    if not (child := os.fork()):
+        if not os.getuid():
+            os.setresuid(65534, 65534, 65534)
+        os.write(theirs, _why_not("127.0.0.1", 1).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(theirs)
+    with os.fdopen(ours) as said:
+        assert said.read().startswith("this user may not listen there")

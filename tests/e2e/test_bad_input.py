@@ -187,6 +187,7 @@ def test_a_checkpoint_of_another_model_lists_names_and_shapes(solo: Run, checkpo
     done = solo(checkpoint.parent, 8, 32, on=False)
     assert done.returncode not in (0, 64) and "start" not in done.stdout
     assert "0.weight" in done.stderr and "[16, 4]" in done.stderr and "[32, 4]" in done.stderr
+    assert solo(checkpoint.parent, 8, 32).returncode == 64, "a restart would meet it again"
 
 
 def test_a_foreign_directory_is_left_alone(solo: Run, checkpoint: Path) -> None:

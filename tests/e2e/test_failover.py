@@ -57,7 +57,7 @@ def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job
     assert ring.address != ring.home and ring.address in ring.standbys
     status = json.loads(on_host(job, "two", "status", "--json").stdout)
     assert status["term"] == ring.term and status["controller"]["port"] == int(ring.address.rpartition(":")[2])
-    assert f"the controller that leads is at {ring.address}" in on_host(job, "two", "status").stdout
+    assert f"the leading controller is at {ring.address}" in on_host(job, "two", "status").stdout
     saved = on_host(job, "one", "save", "--json")
     assert json.loads(saved.stdout)["saved"], saved.stderr
     refused = on_host(job, "two", "report-fault", "--rank", "7")

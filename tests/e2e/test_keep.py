@@ -72,7 +72,7 @@ def test_all_start_anew_when_they_have_gone_on_often_enough(make_job: MakeJob, u
     job = make_job(ranks=2, steps=9, max_restarts=2, faults=faults, flags=KEEP, env={"TTP_CONTINUE_MAX": "1"})
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
     assert again(job) == [True, False] and job.starts() == [0, *job.committed()], job.story()
-    assert "they have gone on 1 times since they were started (TTP_CONTINUE_MAX)" in job.story()
+    assert "the ranks have gone on 1 times already, the limit (TTP_CONTINUE_MAX)" in job.story()
     assert job.results() == unbroken(job)
 
 

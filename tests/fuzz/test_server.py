@@ -227,7 +227,7 @@ def test_a_rank_that_never_reads_is_dropped(start_small: Callable[[], Controller
     with Peer(alone, token="") as peer:
         for _ in range(60_000):
             peer.outbox.put(greeting)
-        until(lambda: "does not read what it is told" in alone.output(), timeout_s=120)
+        until(lambda: "does not read its orders" in alone.output(), timeout_s=120)
     assert alone.status().stage in ("forming", "waiting")
 
 

@@ -82,7 +82,7 @@ def test_rank_0_dies(tmp_path: Path, device: str, backend: str, phase: str) -> N
 )
 def test_nothing_is_aborted_in_the_first_steps(tmp_path: Path, device: str, backend: str) -> None:
     """torch may crash there: all ranks are started anew, with the reason."""
-    job, problem = went_on_like_unbroken(tmp_path, device, "ddp", [kill(1, 1, "backward")], **settings(backend))
+    job, problem = went_on_like_unbroken(tmp_path, device, "ddp", [kill(1, 1, "loss")], **settings(backend))
     assert not problem, problem
     log = job.log.read_text()
     assert "communicators are not aborted before 2 updates are made, and 1 are" in log, job.story()

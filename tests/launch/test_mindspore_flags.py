@@ -153,7 +153,7 @@ def test_msruns_default_place_is_none_on_several_hosts(script: str, table: Path,
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ([], "how many workers"),
+        ([], "the number of workers is missing"),
         (["--worker-num=2", "--local-worker-num=4"], "more than --worker-num"),
         (["--worker-num=5", "--local-worker-num=2", "--node-rank=0", "--master-addr=h"], "cannot be 2 on every host"),
         (["--worker-num=4", "--local-worker-num=2", "--master-addr=h"], "--node-rank is needed"),

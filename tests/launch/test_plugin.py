@@ -71,7 +71,7 @@ def test_what_the_user_has_chosen_stays(unused_port: int) -> None:
 
 
 def test_there_is_no_such_backend() -> None:
-    with pytest.raises(ValueError, match="no rendezvous backend"):
+    with pytest.raises(ValueError, match="not a rendezvous backend"):
         plugin.handler()(None)
 
 
@@ -92,7 +92,7 @@ def test_somebody_elses_agent_is_left_alone(
     monkeypatch.setattr(api, "LocalElasticAgent", other)
     plugin.handler()
     assert create_handler() is other
-    assert "something else replaced torch's agent" in caplog.text
+    assert "another package has replaced torch's agent" in caplog.text
 
 
 def test_this_torch_is_as_we_know_it() -> None:

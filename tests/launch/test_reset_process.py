@@ -172,7 +172,7 @@ def test_how_it_ends(host: Host, how: signal.Signals | None, code: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["-p", "999999999"], "process 999999999 cannot be looked after"),
+        (["-p", "999999999"], "process 999999999 cannot be watched"),
         (["-p", "PID", "-m", "elastic"], "-m elastic needs -r"),
         (["-p", "PID", "-r"], "has no RANK_ID"),
         (["-p", "PID", "-t", "3001"], "seconds from 0 to 3000"),

@@ -70,4 +70,4 @@ def test_ranks_that_go_on_once_more_before_anybody_looks_are_seen_to(
     assert not failed
     seats.look(workers)
     seats.second_fault(workers)
-    assert failed == ["another one has failed meanwhile"]
+    assert failed == ["another rank has failed meanwhile"]

@@ -261,7 +261,7 @@ def test_a_host_is_let_go_by_its_courier_alone(words: Words) -> None:
     assert run(second.wait(1, stay))
     run(first.break_up())
     run(second.come(2))
-    with pytest.raises(BrokenError, match="the hosts cannot meet"):
+    with pytest.raises(BrokenError, match="the barrier between the hosts is broken"):
         run(second.wait(2, stay))
 
 

@@ -66,4 +66,4 @@ def test_off_the_main_thread_nothing_is_installed(caplog: pytest.LogCaptureFixtu
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert "not on the main thread" in caplog.text
+    assert "outside the main thread" in caplog.text

@@ -119,13 +119,13 @@ def test_gone_and_ended(start: Start, tmp_path: Path) -> None:
 
 def test_one_that_installed_nothing_is_not_killed_by_the_question(start: Start, tmp_path: Path) -> None:
     pid = start(SLEEPS)
-    assert "did not install" in stacks.take(pid, tmp_path, LONG_S)
+    assert "has no handler" in stacks.take(pid, tmp_path, LONG_S)
     header = stacks._Header(pid, stacks._started(pid), FREE, 0)
     os.close(stacks._create(tmp_path / "stacks", header))
-    assert "does not catch" in stacks.take(pid, tmp_path, LONG_S)
+    assert "no longer handles" in stacks.take(pid, tmp_path, LONG_S)
     header = stacks._Header(pid, stacks._started(pid) - 1, FREE, 0)
     os.close(stacks._create(tmp_path / "stacks", header))
-    assert "did not install" in stacks.take(pid, tmp_path, LONG_S), "the pid was used again"
+    assert "has no handler" in stacks.take(pid, tmp_path, LONG_S), "the pid was used again"
     assert stacks._status(pid)["State"][0] in "RSD", "it lives"
 
 
@@ -136,7 +136,7 @@ def test_one_that_cannot_answer(start: Start, tmp_path: Path) -> None:
 
 def test_after_uninstall_nobody_finds_it_and_a_late_signal_is_harmless(start: Start, tmp_path: Path) -> None:
     pid = start(f"install(); stacks.uninstall(run_dir); os.kill(os.getpid(), {FREE})" + SLEEPS)
-    assert "did not install" in stacks.take(pid, tmp_path, LONG_S)
+    assert "has no handler" in stacks.take(pid, tmp_path, LONG_S)
 
 
 def test_a_second_install_moves(start: Start, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_it_is_bounded_and_the_main_thread_comes_first(start: Start, tmp_path: P
 def test_a_damaged_file_is_no_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / f"{os.getpid()}.txt").write_bytes(content)
-    assert "did not install" in stacks.take(os.getpid(), tmp_path, 1.0)
+    assert "has no handler" in stacks.take(os.getpid(), tmp_path, 1.0)
 
 
 def test_a_file_that_names_another_process_is_no_reason_to_signal_that(start: Start, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_file_that_names_another_process_is_no_reason_to_signal_that(start: St
     header = stacks._Header(other, stacks._started(pid), FREE, 0)
     os.close(stacks._create(tmp_path / "stacks", header))
     (tmp_path / "stacks" / f"{other}.txt").rename(tmp_path / "stacks" / f"{pid}.txt")
-    assert "did not install" in stacks.take(pid, tmp_path, LONG_S)
+    assert "has no handler" in stacks.take(pid, tmp_path, LONG_S)
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**40])

@@ -91,7 +91,7 @@ def test_nothing_is_no_directory(empty: str) -> None:
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match=r"\((EEXIST|ENOTDIR)\); a file is in the way; choose another save_dir"):
+        with pytest.raises(ConfigError, match=r"\((EEXIST|ENOTDIR)\); a file.* is in the way; choose another save_dir"):
             check_writable(str(path))
 
 
@@ -182,3 +182,9 @@ def test_a_new_save_dir_is_there_after_a_power_cut(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("ttp.store.durable.sync_directory", lambda path: synced.append(Path(path)))
     check_writable(str(tmp_path / "a" / "b"))
     assert {tmp_path, tmp_path / "a"} <= set(synced)
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "at" / "all")
+    with pytest.raises(ConfigError, match="a link to nothing, is in the way"):
+        check_writable(str(tmp_path / "link" / "checkpoints"))

@@ -113,7 +113,7 @@ def test_a_collector_that_is_not_there_is_said(tmp_path: Path, ttp: Ttp, monkeyp
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     write(tmp_path, "one", SAVED)
     said = ttp("incidents", tmp_path, "--last", "--otlp")
-    assert said.code == 1 and "the collector does not take spans" in said.err
+    assert said.code == 1 and "the collector did not accept the spans" in said.err
 
 
 @pytest.fixture
@@ -167,6 +167,6 @@ def test_without_a_collector_jobs_are_saved_as_ever_and_it_is_said_once(make_job
     kill(job, 0, launch=2)
     assert len(job.committed()) == 2
     log = job.directory / "run" / "controller.log"
-    until(lambda: "not sent: the collector does not take spans" in log.read_text(), 30)
+    until(lambda: "not sent: the collector did not accept the spans" in log.read_text(), 30)
     time.sleep(3)
     assert log.read_text().count("not sent") == 1

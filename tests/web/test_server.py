@@ -90,7 +90,9 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("secret")
     assert "chmod 600" in refused(*here, "--access-token-file", str(secret), "--listen", "127.0.0.1:0")
-    assert "which port?" in refused(TTP_RUN_DIR=str(tmp_path / "none"), TMPDIR=str(tmp_path))
+    assert "the port of the controller is not known" in refused(
+        TTP_RUN_DIR=str(tmp_path / "none"), TMPDIR=str(tmp_path)
+    )
 
 
 def test_who_does_not_read_or_sends_rubbish_keeps_nobody_out(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_rank_is_late_when_others_were_ahead_of_it_for_some_time() -> None:
         ["the others wait for rank 3: at version 5, and others have finished 8"],
     )
     now.ranks[3].silent_s = 12.0
-    assert view(now, None)["waits"] == ["rank 3 on n1 has said nothing for 12.0 s"]
+    assert view(now, None)["waits"] == ["rank 3 on n1 has not been heard for 12.0 s"]
     assert "no rank has finished a step for 42.0 s" in view(now, None, Pace(still_s=42))["waits"]
 
 
@@ -64,14 +64,14 @@ def test_pace_comes_from_what_was_seen_seconds_ago() -> None:
 def test_the_thinnest_group_comes_first() -> None:
     shown = view(status("freezing", "flxf"), None)
     assert [(g["name"], g["living"], g["gone"]) for g in shown["groups"]] == [("a", 1, "2"), ("b", 2, "")]
-    assert shown["waits"] == ["ranks 0,3 stand still; waiting for the answer of rank 1"]
+    assert shown["waits"] == ["ranks 0,3 frozen; waiting for the answer of rank 1"]
 
 
 @pytest.mark.parametrize(
     ("stage", "lines", "said"),
     [
-        ("saving", 8, "everybody waits for rank 0 to write version 12"),
-        ("committing", 10, "everybody waits for rank 0, "),
+        ("saving", 8, "all ranks wait for rank 0 to write version 12"),
+        ("committing", 10, "all ranks wait for rank 0, "),
     ],
 )
 def test_who_writes_comes_from_the_incident(tmp_path: Path, stage: str, lines: int, said: str) -> None:

@@ -63,7 +63,7 @@ def test_what_is_no_secret_file_says_so(tmp_path: Path, secret: Path) -> None:
     two.write_text("sesame\nand more\n")
     for path, why in [
         (tmp_path / "none", "cannot be read: No such file"),
-        (pipe, "is no plain file"),
+        (pipe, "is not a regular file"),
         (empty, "is empty: `openssl rand -hex 16`"),
         (two, "holds no token: letters, digits"),
     ]:
@@ -96,13 +96,13 @@ def test_a_job_without_a_token_is_admitted_on_one_host(monkeypatch: pytest.Monke
     assert admitted(Config(), "127.0.0.1", several=True) == (Config(bind="127.0.0.1"), "127.0.0.1")
     assert admitted(Config(), "localhost")[1] == "localhost"
     for address in (ELSEWHERE, "no.such.host.invalid"):
-        with pytest.raises(ConfigError, match=r"not on one host alone .* TTP_TOKEN_FILE .* TTP_INSECURE=1"):
+        with pytest.raises(ConfigError, match=r"runs on several hosts .* TTP_TOKEN_FILE .* TTP_INSECURE=1"):
             admitted(Config(), address)
         assert admitted(Config(token="t"), address) == (Config(token="t"), address)
         assert admitted(Config(insecure=True), address)[1] == address
     monkeypatch.setattr("ttp.launch.admission.is_local", lambda address: True)
     assert admitted(Config(), ELSEWHERE) == (Config(bind="127.0.0.1"), "127.0.0.1"), "another name of this host"
-    with pytest.raises(ConfigError, match="not on one host alone"):
+    with pytest.raises(ConfigError, match="runs on several hosts"):
         admitted(Config(), ELSEWHERE, several=True)
 
 

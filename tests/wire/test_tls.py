@@ -231,7 +231,7 @@ def test_a_controller_refuses_a_certificate_that_was_revoked(
         assert (tmp_path / "welcome" / "step_5").exists()
         done = _status(controller.port, stolen)
         assert done.returncode == 64, done.stderr
-        assert "refuses this process: the certificate of this request: certificate revoked" in done.stderr
+        assert "refused this request: the certificate of this request: certificate revoked" in done.stderr
         assert _status(controller.port, listed["welcome"]).returncode == 0
     finally:
         controller.close()

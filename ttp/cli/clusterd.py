@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Server = Annotated[str, typer.Option("--server", help="ClusterD, HOST:PORT. Default: MINDX_SERVER_IP with port 8899.")]
 JobId = Annotated[str, typer.Option("--job-id", help="The job as ClusterD knows it. Default: MINDX_TASK_ID.")]
-Every = Annotated[float, typer.Option("--every", min=0.05, help="Seconds between two looks at the job.")]
+Every = Annotated[float, typer.Option("--every", min=0.05, help="Seconds between two queries of the job.")]
 
 PORT = 8899
 ROLE = "master agent"
@@ -214,7 +214,7 @@ class Words:
             self._manager = self._attend()
         if not self._heard and self._manager.wait_attached(0.0):
             self._heard = True
-            complain("the job's program has handlers of its own: ClusterD's words are passed on to them")
+            complain("the job's program has handlers of its own: ClusterD's orders are passed on to them")
         hosts = seen.hosts if seen is not None else ()
         for notice in [] if signal is None else self._interpreter.notices(signal, hosts):
             self._manager.notify(notice)
@@ -331,11 +331,11 @@ class ClusterLink:
             try:
                 code = self._call("Init", self._me).code or self._call("Register", self._me).code
                 if code == SWITCHED_OFF:
-                    text = "ClusterD does not look after this job: set process-recover-enable=on for it"
+                    text = "ClusterD does not manage this job: set process-recover-enable=on for it"
                     self._signals.put(TtpError(text))
                     return
                 if not code:
-                    complain(f"ClusterD at {self._where} knows job {self._me.job_id} as one of ttp's")
+                    complain(f"ClusterD at {self._where} has registered job {self._me.job_id}")
                     for signal in subscribe(self._me):
                         again_s = 1.0
                         self._complain("")

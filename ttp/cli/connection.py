@@ -132,12 +132,18 @@ def _port_of(config: Config) -> int | None:
 def _only_local_job(address: str) -> int:
     running = [port for port in known_ports() if _runs_here(port)] if address == LOCAL else []
     if os.environ.get("TTP_RUN_DIR"):  # it names one job, and none that is found by its port
-        raise ConfigError("which port? TTP_RUN_DIR does not say it: use --port, or set TTP_PORT as the job has it")
+        raise ConfigError(
+            "the port of the controller is not known (TTP_RUN_DIR does not name it): "
+            "use --port, or set TTP_PORT as the job has it"
+        )
     if len(running) == 1:
         return running[0]
     several = f"You have several jobs here, on ports {', '.join(map(str, running))}"
     none = "No running job of yours was found on this host" if address == LOCAL else "None was given"
-    raise ConfigError(f"which port? {several if running else none}: use --port, or set TTP_PORT as the job has it")
+    raise ConfigError(
+        f"the port of the controller is not known. {several if running else none}: "
+        "use --port, or set TTP_PORT as the job has it"
+    )
 
 
 def _runs_here(port: int) -> bool:
@@ -269,7 +275,7 @@ def _reigning(where: Where) -> Where:
     found = reigning(where.around, where.token, ANSWER_S)  # a controller that is busy with an incident answers late
     if found is None:
         raise UnreachableError(
-            f"no controller of this job answers, neither the first one nor any that stood by: "
+            f"no controller of this job answers, neither the first one nor a standby: "
             f"{', '.join(where.around)}. Is the job running, and has it this token (TTP_TOKEN)?"
         )
     address, port = split(found[0])
@@ -289,10 +295,10 @@ def connected(where: Where) -> Iterator[Client]:
 
 def _about_refusal(where: Where, details: str) -> str:
     if "certificate" in details or "another user" in details:
-        return f"the controller at {where} refuses this process: {details}"
+        return f"the controller at {where} refused this request: {details}"
     if not where.token and "TTP_TOKEN" in details:
         return (
-            f"the controller at {where} asks for the job's token, and there is none in TTP_TOKEN_FILE or TTP_TOKEN, "
+            f"the controller at {where} requires the job's token, and none was found in TTP_TOKEN_FILE or TTP_TOKEN, "
             "nor in the run directory of this host: set one of them as the job has it, set TTP_RUN_DIR to the job's, "
             "or run this as the job's user on one of its hosts"
         )
@@ -312,11 +318,11 @@ def _explain(problem: grpc.RpcError, where: Where, timeout_s: float) -> TtpError
         case StatusCode.DEADLINE_EXCEEDED:
             return UnreachableError(f"the controller at {where} did not answer within {timeout_s:g} s")
         case StatusCode.UNIMPLEMENTED:
-            return ConfigError(f"what listens at {where} is no ttp controller, or an older one: check --port")
+            return ConfigError(f"the server at {where} is not a ttp controller, or an older one: check --port")
         case StatusCode.INVALID_ARGUMENT:
             return ConfigError(details)
         case StatusCode.CANCELLED:
-            return UnreachableError(f"the controller at {where} ended while it was asked")
+            return UnreachableError(f"the controller at {where} ended before it answered")
     return _explain_silence(where, details or code.name.lower())
 
 

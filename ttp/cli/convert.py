@@ -35,7 +35,7 @@ Target = Annotated[Path, typer.Argument(metavar="DST", help="The file to write; 
 To = Annotated[Form, typer.Option("--to", help="What to write.")]
 WithOptimizer = Annotated[
     bool | None,
-    typer.Option("--optimizer/--no-optimizer", help="With the optimizer's state. [default: not for safetensors]"),
+    typer.Option("--optimizer/--no-optimizer", help="Include the optimizer's state. [default: not for safetensors]"),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an old DST; an old checkpoint is kept as superseded.")]
 Step = Annotated[int | None, typer.Option(metavar="N", help="For dcp: finished updates, if SRC does not tell.")]
@@ -122,8 +122,8 @@ def _tell(done: Converted) -> None:
     counted = f"{what}{step}, {count_text(done.tensors, 'tensor')}, {size_text(done.size)}"
     say(Text.assemble(("written  ", "green"), f"{done.target}: {counted}"))
     lines = [
-        *(f"{name} is tied to {kept}, which is stored" for name, kept in done.tied.items()),
-        *(f"{name} has no place in it and was left out" for name in done.left_out),
+        *(f"{name} shares its memory with {kept}; it is stored once, as {kept}" for name, kept in done.tied.items()),
+        *(f"{name} cannot be stored in this format and was left out" for name in done.left_out),
         *done.notes,
     ]
     for line in lines[:SHOWN_MAX]:

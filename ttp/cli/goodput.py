@@ -79,7 +79,7 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
     place = existing(directory)
     launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
     if not launches:
-        raise CheckpointError(f"no launch {'of ' + run_id + ' ' if run_id else ''}is written down in {place}")
+        raise CheckpointError(f"no launch {'of ' + run_id + ' ' if run_id else ''}is recorded in {place}")
     stories, unreadable = _stories(place, run_id)
     found = add_up(launches, stories, time.time())
     found.unreadable = unreadable
@@ -100,7 +100,7 @@ def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> 
         )
     )
     if unreadable:
-        complain(f"{count_text(unreadable, 'line')} could not be read, and count as nothing")
+        complain(f"{count_text(unreadable, 'line')} could not be read, and were left out")
 
 
 def _stories(place: Path, run_id: str | None) -> tuple[list[IncidentLog], int]:

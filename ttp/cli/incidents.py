@@ -52,7 +52,7 @@ def incidents(
     files = incident_files(existing(directory))
     if incident is None and not last:
         if trace is not None or otlp:
-            raise UsageError("--trace and --otlp take one incident: give its id, or --last")
+            raise UsageError("--trace and --otlp need one incident: give its id, or --last")
         _list(files, directory, json)
         return
     log = read_incident(_pick(files, incident, directory))

@@ -199,7 +199,7 @@ def _rank_local_text(m: Manifest) -> str:
     local = rank_local(m)
     parts = [f"present for ranks {compact_ranks(local.present)}"] if local.present else []
     if local.provisional:
-        parts.append(f"of ranks {compact_ranks(local.provisional)} as it was when they died in the update")
+        parts.append(f"for ranks {compact_ranks(local.provisional)} of before the update in which they died")
     by_reason: dict[str, list[int]] = {}
     for rank, why in local.rederived.items():
         by_reason.setdefault(why, []).append(rank)

@@ -14,7 +14,7 @@ from ttp.config import Config
 from ttp.errors import CheckpointError
 from ttp.store.catalog import CatalogEntry, scan
 
-All = Annotated[bool, typer.Option("--all", help="Also what ttp did not make.")]
+All = Annotated[bool, typer.Option("--all", help="Also list directories that ttp did not make.")]
 
 
 def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = False) -> None:

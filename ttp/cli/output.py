@@ -18,7 +18,7 @@ from rich.text import Text
 WIDE = 200
 """Columns where stdout is no terminal: enough that paths in a pipe are not broken."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 
 def screen() -> Console:

@@ -103,7 +103,7 @@ def _known(
     from ttp.mindspore_files.rank_folders import known_replicas
 
     if sum((strategy is not None, bool(group_info), data_parallel)) > 1:
-        raise UsageError("give one of --strategy, --group-info and --data-parallel")
+        raise UsageError("give exactly one of --strategy, --group-info and --data-parallel")
     return known_replicas(directory, strategy=strategy, group_info=group_info, data_parallel=data_parallel, ranks=ranks)
 
 
@@ -132,7 +132,7 @@ def describe(found: Recovery) -> dict[str, Any]:
 
 
 def _tell(found: Recovery, by: Way, out: Path | None) -> None:
-    say(f"{found.template} in {found.directory}; who holds the same is told by {found.known.told_by}")
+    say(f"{found.template} in {found.directory}; replicas as told by {found.known.told_by}")
     style = {"own": "green", "replica": "yellow", "lost": "bold red"}
     rows = [
         (str(fate.rank), Text(fate.state, style[fate.state]), found.file_for(fate.rank) or "", fate.why)

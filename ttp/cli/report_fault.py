@@ -22,11 +22,11 @@ Drain = Annotated[
     bool,
     typer.Option(
         "--drain",
-        help="The host's launcher does not start again: one that stands by (`ttp run --stand-by`) takes its place.",
+        help="Do not start ranks on the host again: a standby host (`ttp run --stand-by`) takes its place.",
     ),
 ]
 Recovered = Annotated[
-    bool, typer.Option("--recovered", help="Take --drain back: the host is well again and may start ranks.")
+    bool, typer.Option("--recovered", help="Undo --drain: the host is healthy and may start ranks again.")
 ]
 Reason = Annotated[str, typer.Option("--reason", help="What is wrong, for the incident's file.")]
 
@@ -55,9 +55,9 @@ def report_fault(
     if not rank and not host:
         raise UsageError("report-fault needs --rank N or --host NAME")
     if drain and not host:
-        raise UsageError("--drain is of a whole host: give --host NAME")
+        raise UsageError("--drain takes a whole host: give --host NAME")
     if recovered and (rank or drain or not host):
-        raise UsageError("--recovered is of a whole host: give --host NAME, and neither --rank nor --drain")
+        raise UsageError("--recovered takes a whole host: give --host NAME, and neither --rank nor --drain")
     where = find(address, port, token)
     with connected(where) as client:
         if drain and client.move(host)[0]:

@@ -20,7 +20,7 @@ Again = Annotated[
     bool,
     typer.Option(
         "--again",
-        help="Then have all ranks go on from it in their processes, as after a death (--continuity keep): a trial.",
+        help="Test --continuity keep: then let all ranks go on from it in their processes, as after a death.",
     ),
 ]
 

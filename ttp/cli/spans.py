@@ -192,7 +192,7 @@ def send(made: list[Any]) -> int:
     exporter = OTLPSpanExporter()
     try:
         if exporter.export(made) is not SpanExportResult.SUCCESS:
-            raise NotSentError(f"the collector does not take spans: {heard.last or 'it does not answer'}")
+            raise NotSentError(f"the collector did not accept the spans: {heard.last or 'it does not answer'}")
     finally:
         exporter.shutdown()
     return len(made)

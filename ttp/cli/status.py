@@ -27,10 +27,12 @@ GROUPS_SHOWN_MAX = 16
 _COLOURS = {"live": "green", "frozen": "cyan", "done": "green", "released": "cyan", "missing": "yellow"}
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on showing it until Ctrl-C. With --json: one line a time.")]
-Interval = Annotated[float, typer.Option("--interval", min=0.05, help="Seconds between two looks of --watch.")]
+Interval = Annotated[float, typer.Option("--interval", min=0.05, help="Seconds between two updates of --watch.")]
 All = Annotated[
     bool,
-    typer.Option("--all", help=f"Show every rank. A job of more than {RANKS_SHOWN_MAX} shows those that stand out."),
+    typer.Option(
+        "--all", help=f"Show every rank. Of more than {RANKS_SHOWN_MAX} only those that differ from the rest are shown."
+    ),
 ]
 
 
@@ -70,7 +72,7 @@ def status(
         return
     screen().print(picture(now, all_ranks))
     if now.standbys or now.term > 1:
-        screen().print(Text(f"the controller that leads is at {client.where}"))
+        screen().print(Text(f"the leading controller is at {client.where}"))
     if (restarts := _restarts(where)) is not None:
         screen().print(restarts_line(restarts))
 
@@ -144,8 +146,10 @@ def _survivors_line(now: pb.GetStatusResponse) -> Text:
     """Return a line on the other processes when a rank dies: they go on only if all ranks can."""
     cannot = [rank.rank for rank in now.ranks if rank.state == "live" and not rank.can_continue]
     if cannot:
-        return Text(f"when a rank dies all are started again: {compact_ranks(cannot)} cannot go on (its log says why)")
-    return Text("when a rank dies the others go on in their processes")
+        return Text(
+            f"when a rank dies all are started again: ranks {compact_ranks(cannot)} cannot go on (their logs say why)"
+        )
+    return Text("when a rank dies the other ranks go on in their processes")
 
 
 def _job_line(now: pb.GetStatusResponse) -> Text:
@@ -158,7 +162,7 @@ def _job_line(now: pb.GetStatusResponse) -> Text:
         count_text(now.incidents_total, "incident"),
         count_text(now.false_alarms, "false alarm") if now.false_alarms else "",
         f"standby controllers {', '.join(now.standbys)}" if now.standbys else "",
-        f"kept copies of version {now.copied_version}" if now.HasField("copied_version") else "",
+        f"second copies of version {now.copied_version}" if now.HasField("copied_version") else "",
         f"controller pid {now.pid}, term {now.term}, up {duration_text(now.uptime_s)}",
     ]
     return shown(Text.assemble((now.stage, "bold"), " · ", " · ".join(fact for fact in facts if fact)))

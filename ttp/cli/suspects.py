@@ -19,8 +19,8 @@ from ttp.errors import CheckpointError
 OF_OTHERS = frozenset({FaultKind.COLLECTIVE.value, FaultKind.SNAPSHOT.value})
 """Kinds of evidence that do not accuse the rank itself: a collective fails on the ranks that live."""
 
-Last = Annotated[int, typer.Option("--last", min=1, help="How many incidents are looked at, the newest first.")]
-Least = Annotated[int, typer.Option("--at-least", min=1, help="Only hosts that so many of them speak against.")]
+Last = Annotated[int, typer.Option("--last", min=1, help="Number of incidents to read, the newest first.")]
+Least = Annotated[int, typer.Option("--at-least", min=1, help="Show only hosts that are suspected in so many of them.")]
 
 
 @dataclass
@@ -63,7 +63,7 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
         ]
         screen().print(table(["host", "incidents", "ranks", "evidence", "last", "in words"], rows, right=["incidents"]))
     else:
-        say("no host is named")
+        say("no incident names a host as the cause")
     if not found:
         raise typer.Exit(1)
 

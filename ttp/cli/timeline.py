@@ -73,7 +73,7 @@ def _answer_text(line: Line) -> str:
         return ""
     f = line.facts
     if line.kind == "acknowledged":
-        return f"in the update after version {f.get('version')}: gate closed, it finishes first"
+        return f"in the update after version {f.get('version')}: its gate is closed, it finishes this update first"
     extras = [", main thread waits in a collective (its processor can save)"] if f.get("stuck") else []
     extras += [", scheduler not stepped yet"] if f.get("settled") is False else []
     return f"frozen at version {f.get('version')}, {f.get('phase')}{''.join(extras)}"
@@ -86,7 +86,7 @@ def _merged(group: list[Line]) -> tuple[Line, str]:
 
 def _opened(f: Facts) -> str:
     if f.get("recovered"):
-        return f"a new controller (term {f.get('term')}) took the incident over and asks every rank again"
+        return f"a new controller (term {f.get('term')}) took over the incident and asks every rank for its state again"
     what = "a checkpoint was asked for" if f.get("snapshot") else "first sign of a fault"
     ranks = count_text(int(f.get("world_size") or 0), "rank")
     return f"{what}: all of {ranks} told to freeze (incarnation {f.get('incarnation')})"
@@ -140,7 +140,7 @@ def _released(facts: Facts) -> str:
     if facts.get("again"):
         return f"the survivors go on in their processes: {facts.get('text')}"
     why = facts.get("why_not_again")
-    kept = f"; nobody goes on in its process: {why}" if why else ""
+    kept = f"; no rank goes on in its process, because {why}" if why else ""
     return f"every rank exits with {facts.get('exit_code')}: {facts.get('text')}{kept}"
 
 
@@ -180,12 +180,14 @@ def _told_manager(f: Facts) -> str:
 _WORDS: dict[str, Callable[[Facts], str]] = {
     "opened": _opened,
     "evidence": _evidence,
-    "retracted": lambda f: f"rank {f.get('rank')} is back ({f.get('evidence')} no longer holds)",
-    "heard_again": lambda f: f"host {f.get('host')} is heard again (ranks {f.get('ranks')})",
+    "retracted": lambda f: f"evidence withdrawn ({f.get('evidence')}): rank {f.get('rank')} is back",
+    "heard_again": lambda f: f"host {f.get('host')} answers again (ranks {f.get('ranks')})",
     "wrong": lambda f: f"wrong: {f.get('text')}",
     "plan": _plan,
-    "misfit": lambda f: f"replicas of {_listed(_texts(f.get('shards')))} cut it in different ways: it is written whole",
-    "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} are gone or failed: plan again",
+    "misfit": lambda f: (
+        f"the replicas of {_listed(_texts(f.get('shards')))} split it into different parts: one rank writes it whole"
+    ),
+    "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} were lost or failed: a new plan is made",
     "nothing_new": _nothing_new,
     "waits": lambda f: f"no plan yet: {f.get('reason')}",
     "saved": _saved,
@@ -200,26 +202,26 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "thawed": lambda f: f"all gates open, training goes on: {f.get('reason')}",
     "released": _released,
     "closed": _closed,
-    "joined": lambda f: f"rank {f.get('rank')} said hello (pid {f.get('pid')} on {f.get('host')})",
-    "gone": lambda f: (
-        f"rank {f.get('rank')} went away before the job was complete (pid {f.get('pid')} on {f.get('host')})"
-    ),
+    "joined": lambda f: f"rank {f.get('rank')} joined (pid {f.get('pid')} on {f.get('host')})",
+    "gone": lambda f: f"rank {f.get('rank')} left before all ranks had joined (pid {f.get('pid')} on {f.get('host')})",
     "reconnected": lambda f: f"rank {f.get('rank')} came back at version {f.get('version')}",
     "refused": lambda f: f"rank {f.get('rank')} (pid {f.get('pid')} on {f.get('host')}): {f.get('text')}",
     "done": lambda f: f"rank {f.get('rank')} has returned from train() at version {f.get('version')}",
     "witness_asked": lambda f: f"rank {f.get('rank')} is asked whether it still reaches {f.get('host')}",
     "witness": lambda f: (
-        f"rank {f.get('rank')} {'still reaches' if f.get('reachable') else 'does not reach'} {f.get('host')}"
+        f"rank {f.get('rank')} {'still reaches' if f.get('reachable') else 'cannot reach'} {f.get('host')}"
         f" ({_cut(str(f.get('text')))})"
     ),
-    "stack": lambda f: f"where rank {f.get('rank')} is:\n{f.get('text')}",
-    "fallback": lambda f: f"nobody can write to save_dir: everything once more, into {f.get('directory')}",
-    "retry": lambda f: f"the storage refuses ({_cut(str(f.get('reason')))}): once more in {f.get('after_s')} s",
-    "standby": lambda f: f"a controller stands by on {f.get('host')} ({f.get('address')})",
-    "no_standby": lambda f: f"no controller can stand by on {f.get('host')}",
-    "abdicated": lambda f: "another controller leads this job: what this one knew is forgotten",
-    "buddies": lambda f: "every rank keeps second copies in the memory of another host",
-    "no_buddies": lambda f: f"no second copies are kept: {f.get('text')}",
+    "stack": lambda f: f"stacks of rank {f.get('rank')}:\n{f.get('text')}",
+    "fallback": lambda f: f"no rank can write to save_dir: all ranks write again, to {f.get('directory')}",
+    "retry": lambda f: (
+        f"the storage refused the write ({_cut(str(f.get('reason')))}): next attempt in {f.get('after_s')} s"
+    ),
+    "standby": lambda f: f"a standby controller runs on {f.get('host')} ({f.get('address')})",
+    "no_standby": lambda f: f"{f.get('host')} could not start a standby controller",
+    "abdicated": lambda f: "another controller leads this job: this one gives it up and forgets its state",
+    "buddies": lambda f: "every rank stores second copies in the memory of another host",
+    "no_buddies": lambda f: f"second copies are off: {f.get('text')}",
     "copied": lambda f: f"every rank has stored a second copy of version {f.get('version')}",
     "not_copied": lambda f: f"no second copy of version {f.get('version')} on rank {f.get('rank')}: {f.get('text')}",
     "left": lambda f: f"rank {f.get('rank')} left on purpose at version {f.get('version')}",
@@ -232,9 +234,9 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "seats_open": lambda f: f"new processes may take the places of {ranks_text(f.get('ranks') or ())}",
     "moves": lambda f: f"{ranks_text(f.get('ranks') or ())} are to move to other hosts",
     "guest": lambda f: f"a new process for rank {f.get('rank')} waits on {f.get('host')} (pid {f.get('pid')})",
-    "moves_not": lambda f: f"nobody moves: {f.get('text')}",
+    "moves_not": lambda f: f"no rank is moved: {f.get('text')}",
     "not_moved": lambda f: f"ranks could not be moved: {f.get('text')}",
-    "not_curable": lambda f: f"nothing to repair in place: {_listed(_texts(f.get('evidence')))}",
+    "not_curable": lambda f: f"no repair in the running processes: {_listed(_texts(f.get('evidence')))}",
     "manager_came": lambda f: "a manager decides what is done about faults",
     "manager_left": lambda f: "the manager is gone: this controller decides",
     "told_manager": _told_manager,

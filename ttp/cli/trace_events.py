@@ -23,7 +23,7 @@ FROZEN, SAVING, TOLD = 1, 2, 3
 BEGINS = {"opened": "freeze", "plan": "save", "commit": "commit", "committed": "saved", "replan": "freeze"}
 """The stage that begins with each kind of line."""
 ENDS = ("released", "thawed", "closed")
-_TRACKS = {FROZEN: "stands still", SAVING: "save and commit", TOLD: "said of it"}
+_TRACKS = {FROZEN: "stands still", SAVING: "save and commit", TOLD: "observations"}
 """Names of the tracks of a rank."""
 
 

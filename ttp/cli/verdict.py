@@ -25,8 +25,8 @@ ENDS = {EXIT_TRAINED: "trained", EXIT_BAD_CONFIG: "wrong", EXIT_NOT_SAVED: "lost
 WORDS = ENDS | {EXIT_RUNNING: "running"}
 RUNS = ("live", "frozen")
 NO_END = (
-    "the last launch left no word of an end, and no controller of it answers here: it was cut off, or it runs on other "
-    "hosts, where `ttp status` shows it"
+    "the last launch has not recorded its end, and its controller does not answer here: it was killed, or it runs on "
+    "other hosts, where `ttp status` shows it"
 )
 INCIDENTS_READ = 50
 """Maximum number of incidents that are read to find the last one with a fault."""
@@ -38,7 +38,9 @@ Since = Annotated[
 ]
 LauncherCode = Annotated[
     int | None,
-    typer.Option("--launcher-code", help="What `ttp run` or srun left with: it counts if no launch has left a word."),
+    typer.Option(
+        "--launcher-code", help="Exit code of `ttp run` or srun: it counts if no launch has recorded its end."
+    ),
 ]
 TERMINATED = 128 + signal.SIGTERM
 
@@ -111,7 +113,7 @@ def _storage(place: Path) -> str:
     try:
         now = os.statvfs(place)
     except OSError as problem:
-        return f". {place} cannot be looked at: {problem.strerror}"
+        return f". {place} cannot be read: {problem.strerror}"
     state = "mounted read-only" if now.f_flag & os.ST_RDONLY else "full" if now.f_blocks and not now.f_bavail else ""
     return f". The file system of {place} is {state}" if state else ""
 
@@ -149,12 +151,12 @@ def _judge(
     last = launches[-1] if launches else None
     if last is None and incident is None:
         if launcher_code == TERMINATED:
-            return Verdict(EXIT_SAVED, "it was asked to leave before its ranks had joined: nothing of it is lost")
+            return Verdict(EXIT_SAVED, "the launch was told to stop before its ranks had joined: no step is lost")
         if launcher_code == EXIT_BAD_CONFIG:
-            return Verdict(EXIT_BAD_CONFIG, "the launcher refused it before its ranks had joined; its log says why")
-        return Verdict(
-            EXIT_NOT_SAVED, "no launch of this job has left a word here: it ended before its ranks had joined"
-        )
+            return Verdict(
+                EXIT_BAD_CONFIG, "the launcher refused to start before the ranks had joined; its log says why"
+            )
+        return Verdict(EXIT_NOT_SAVED, "no launch of this job is recorded here: it ended before its ranks had joined")
     if last is not None and last.code is not None and last.code in ENDS:
         found = Verdict(last.code, last.text)
     elif incident is not None and (last is None or incident.opened_unix_s >= last.began_unix_s):
@@ -200,4 +202,4 @@ def _check_ours(place: Path, run_id: str | None) -> None:
     if (place / INCIDENTS).is_dir() or any(entry.kind != "foreign" for entry in scan(place)):
         return
     of_whom = f" of job {run_id!r}" if run_id is not None else ""
-    raise UsageError(f"{place} has nothing{of_whom} that ttp wrote: give the save_dir of the job")
+    raise UsageError(f"{place} holds nothing{of_whom} that ttp wrote: give the save_dir of the job")

@@ -144,7 +144,7 @@ def _tell(found: list[Finding], restores: Finding | None, single: bool) -> None:
         for problem in finding.problems:
             say(f"         {problem}")
         for name in finding.notes[:NOTES_SHOWN_MAX]:
-            say(f"         note: {name} is not in the manifest; no harm, but nobody vouches for it")
+            say(f"         note: {name} is not in the manifest and cannot be verified; a restore ignores it")
         if len(finding.notes) > NOTES_SHOWN_MAX:
             say(f"         note: and {len(finding.notes) - NOTES_SHOWN_MAX} more files (--json lists them)")
     if not single and not found[0].whole:

@@ -28,18 +28,21 @@ ResetJson = Annotated[
 Host = Annotated[
     str, typer.Option("--host", help="This host's name as `ttp status` spells it. Default: TTP_HOST, or its own name.")
 ]
-Every = Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks.")]
+Every = Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two checks.")]
 Timeout = Annotated[
-    float, typer.Option("--timeout", min=0.1, help="Seconds that a check may take; one that hangs says faulty.")
+    float,
+    typer.Option("--timeout", min=0.1, help="Seconds that a check may take; after that the host counts as faulty."),
 ]
-Strikes = Annotated[int, typer.Option("--strikes", min=1, help="Report after so many bad looks in a row.")]
+Strikes = Annotated[int, typer.Option("--strikes", min=1, help="Report after so many failed checks in a row.")]
 SubHealthy = Annotated[
-    bool, typer.Option("--report-sub-healthy", help="Report a sub-healthy host, too; else it is only said.")
+    bool, typer.Option("--report-sub-healthy", help="Report a sub-healthy host too; else it is only logged.")
 ]
 Drain = Annotated[
     bool, typer.Option("--drain", help="As of `ttp report-fault`: another host takes the place of this one.")
 ]
-Once = Annotated[bool, typer.Option("--once", help="Look once, report at once, and exit with what the check has said.")]
+Once = Annotated[
+    bool, typer.Option("--once", help="Check once, report at once, and exit with the result of the check.")
+]
 
 
 def watch_node(

@@ -20,7 +20,10 @@ Directory = Annotated[
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option("--access-token-file", help="The page's own token (mode 0600). Default: one is made, and printed."),
+    typer.Option(
+        "--access-token-file",
+        help="File with the page's own token (mode 0600). Default: a new token is made and printed.",
+    ),
 ]
 Certificates = Annotated[
     bool,

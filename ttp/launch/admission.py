@@ -41,7 +41,7 @@ def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Co
     bind = listening_address(config)
     if not is_loopback(address) and (several or not is_local(address)):
         raise ConfigError(
-            f"this job is not on one host alone (its first rank is at {address}), and has no token that keeps "
+            f"this job runs on several hosts (its first rank is at {address}), and has no token that keeps "
             f"strangers out. {GIVE_A_TOKEN}"
         )
     reached = address if _numbers(bind) & _numbers(address) else bind

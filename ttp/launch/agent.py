@@ -98,7 +98,7 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: self._take_ranks(store))
 
     def _take_ranks(self, store: Any) -> None:
-        """On a host that stands by: of one that is drained, while the others train."""
+        """On a host that stands by, start the ranks of a host that is drained, while the others train."""
         if self._moved is not None and (address := job_address(store)):
             self._moved.look(self._token.agree(store, first=False), address)
 
@@ -148,7 +148,7 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: self._host.expect_stop(workers))
 
     def _exit_barrier(self) -> None:
-        """Where ranks have ended because they were moved away, the others train on: nobody is waited for."""
+        """Wait for the other hosts at the end, unless this host's ranks were moved away: then the others train on."""
         rendezvous = self._worker_group.spec.rdzv_handler
         if isinstance(rendezvous, Rescheduling) and self._host.is_moved():
             logger.warning("the ranks of this host are on another one now: it leaves its place in the job")
@@ -175,8 +175,10 @@ class TtpAgent(LocalElasticAgent):
                 self._said_in = group.store
 
     def _forgo_restarts(self, worker_group: Any, workers: Mapping[int, Popen[Any]]) -> None:
-        """Allow no restart where none can help: the program or settings are wrong, or the job makes no progress, or
-        it goes on without this host."""
+        """Allow no restart if none can help.
+
+        That is so if the program or the settings are wrong, the job makes no progress, or it goes on without this host.
+        """
         wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
         if wrong and self._remaining_restarts:
             logger.error(

@@ -102,7 +102,7 @@ class ControllerKeeper:
                 except TtpError as problem:
                     logger.error("there is no controller, so a failure now would lose steps: %s", problem)
                 except Exception:
-                    logger.exception("cannot look after the controller")
+                    logger.exception("cannot check or restart the controller")
             self._over.wait(RETRY_S)
 
     def _gone(self) -> bool:
@@ -116,6 +116,6 @@ class ControllerKeeper:
         self._job_over = code == 0
         if code not in (0, EXIT_BAD_CONFIG):  # 64: another process got the port first
             logger.warning(
-                "the controller ended (exit code %d) and is replaced\n%s", code, log_tail(self._run_dir, lines=3)
+                "the controller ended (exit code %d); a new one is started\n%s", code, log_tail(self._run_dir, lines=3)
             )
         return not self._job_over

@@ -112,7 +112,7 @@ def end_controller(address: str, port: int, token: str, patience_s: float = 10.0
     try:
         os.kill(pid, signal.SIGINT)
     except (ProcessLookupError, PermissionError) as problem:
-        logger.warning("the controller at %s:%d (pid %d) is not ended: %s", address, port, pid, problem)
+        logger.warning("the controller at %s:%d (pid %d) could not be told to end: %s", address, port, pid, problem)
         return
     deadline_s = time.monotonic() + patience_s
     while listens(address, port, 1.0) and time.monotonic() < deadline_s:
@@ -264,7 +264,7 @@ class _Start:
                 f"used by the controller of another job{self._owner()}: choose another TTP_PORT, or give both the same "
                 "TTP_TOKEN if they are one job"
             )
-        return f"in use by something that is no ttp controller{self._owner()}: choose another TTP_PORT"
+        return f"in use by a program that is not a ttp controller{self._owner()}: choose another TTP_PORT"
 
     def timed_out(self, patience_s: float) -> str:
         where = f"{self._address}:{self._port}"
@@ -280,7 +280,7 @@ class _Start:
             )
         if not is_local(self._address):
             return f"no controller answers at {where} within {patience_s:.0f} s; the first node should run it"
-        return f"what listens at {where} does not answer within {patience_s:.0f} s{self._owner()}"
+        return f"the server at {where} does not answer within {patience_s:.0f} s{self._owner()}"
 
     def _owner(self) -> str:
         owner = port_owner(self._port) if is_local(self._address) else None

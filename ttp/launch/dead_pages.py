@@ -50,7 +50,7 @@ class DeadPages:
         try:
             return [page for r, pid in sorted(self._workers.items()) for page in self._read(r, pid)]
         except Exception as problem:  # the rescue goes on without them
-            logger.warning("the rank-local state of this host cannot be handed over: %s", problem)
+            logger.warning("cannot send the rank-local state of dead ranks to another host: %s", problem)
             return []
 
     def _read(self, rank: int, pid: int) -> list[Mirror]:
@@ -58,7 +58,9 @@ class DeadPages:
             incarnation, pages = newest_pages(directory, rank, pid, VERSIONS_KEPT)
             fitting = [page for page in pages if len(page.data) <= PAGE_BYTES_MAX]
             if len(fitting) < len(pages):
-                logger.warning("the page of rank %d is larger than %d bytes and stays here", rank, PAGE_BYTES_MAX)
+                logger.warning(
+                    "the rank-local page of rank %d is larger than %d bytes and is not sent", rank, PAGE_BYTES_MAX
+                )
             if pages:
                 return [Mirror(Rank(rank), Version(p.version), p.final, incarnation, p.data) for p in fitting]
         return []

@@ -212,7 +212,7 @@ class Host:
         return answer is not None and self._name in answer.drained
 
     def is_moved(self) -> bool:
-        """Whether this host is drained, and its ranks train on another one."""
+        """Return whether this host was drained, and its ranks train on another host."""
         answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
         return answer is not None and self._name in answer.drained and not answer.HasField("code")
 

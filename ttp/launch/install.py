@@ -58,7 +58,7 @@ def replaceable(launcher_api: Any) -> bool:
     if current is LocalElasticAgent:
         return True
     if not getattr(current, "of_ttp", False):
-        logger.warning("something else replaced torch's agent (%r): ranks may not get the time to save", current)
+        logger.warning("another package has replaced torch's agent (%r): ranks may be stopped while they save", current)
     return False
 
 

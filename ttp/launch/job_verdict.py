@@ -63,7 +63,12 @@ def settled_code(own: int, answer: Any) -> int:
     job = int(answer.code)
     if job in (EXIT_TRAINED, own):
         return own
-    logger.warning("exit code %d for the whole job, not %d as it looks from this host: %s", job, own, answer.text)
+    logger.warning(
+        "exit code %d, which is the result of the whole job, instead of %d, that of this host: %s",
+        job,
+        own,
+        answer.text,
+    )
     return job
 
 

@@ -1,9 +1,9 @@
-"""Ranks that are moved to a host that stands by, while all others train; see ``ttp.mindio.protocol.switching``.
+"""Starts ranks that move to a host that stands by, while all others train; see ``ttp.mindio.protocol.switching``.
 
-Only programs with handlers of their own can be moved so, under ``ttp run --mindio``. The launcher that stands by offers
-its host once a second. When an operator drains another one it is told which ranks to start, and looks after them as
-torch's agent does after its workers, until they have ended. Should the job have to be started again, it takes the place
-that the drained host has left in the rendezvous, like any host that stands by.
+Only ranks of programs with handlers of their own can be moved, under ``ttp run --mindio``. The launcher that stands by
+offers its host once a second. When an operator drains another host, the launcher is told which ranks to start. It looks
+after them as torch's agent looks after its workers, until they have ended. If the job has to be started again, the
+launcher takes the place that the drained host has left in the rendezvous, like any host that stands by.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-
 
 
 class MovedRanks:
-    """Those that this launcher has started for others. One for each launcher that stands by.
+    """The ranks that this launcher has started for other hosts. There is one object per launcher that stands by.
 
     Args:
         spec: torch's description of the workers.
@@ -48,14 +48,14 @@ class MovedRanks:
 
     def __init__(self, spec: Any, host: Host) -> None:
         self._spec, self._host = spec, host
-        self._store: Any = None  # held: the server ends with its last reference
+        self._store: Any = None  # kept, because the server ends with its last reference
 
     def look(self, job: Config, address: str) -> None:
-        """Offer this host; start what is to be moved here, and return when that has ended.
+        """Offer this host, start the ranks that move here, if any, and return when they have ended.
 
         Args:
-            job: its settings, as the launchers have agreed on them.
-            address: of the job's first node.
+            job: the job's settings, as the launchers have agreed on them.
+            address: address of the job's first node.
         """
         ranks, world_size = self._offer(job, address)
         if not ranks:
@@ -95,7 +95,7 @@ class MovedRanks:
         return list(taken.ranks), int(taken.world_size)
 
     def _start(self, rank: int, local_rank: int, ranks: Sequence[int], world_size: int, job: Config) -> Any:
-        """The process of one rank, in the environment that torch's agent would give it."""
+        """Start the process of one rank in the environment that torch's agent would give it, and return it."""
         told: dict[str, Any] = {
             "RANK": rank,
             "ROLE_RANK": rank,
@@ -127,7 +127,7 @@ class MovedRanks:
         return handler.proc
 
     def _look_after(self, workers: dict[int, Popen[Any]], offer: Callable[[], object]) -> None:
-        """Until all have ended. When one fails the others may save first."""
+        """Wait until all workers have ended. If one fails, the others may save before they are stopped."""
         offered = time.monotonic()
         while any(worker.poll() is None for worker in workers.values()):
             self._host.wait_for_a_death(LOOK_S)
@@ -136,7 +136,9 @@ class MovedRanks:
                 self._host.expect_stop(workers)
                 self._host.stop(workers, signal.SIGTERM, GRACE_S)
                 break
-            if time.monotonic() > offered + ANSWER_S:  # the ranks are not in their seats yet, as far as is known
+            if (
+                time.monotonic() > offered + ANSWER_S
+            ):  # as far as this launcher knows, the ranks have not taken their seats yet
                 offer()
                 offered = time.monotonic()
         codes = {rank: worker.poll() for rank, worker in workers.items()}
@@ -144,10 +146,10 @@ class MovedRanks:
 
 
 def job_address(store: Any) -> str:
-    """Of the first node, as its launcher has left it in the store of the rendezvous; empty: it has not yet."""
+    """Return the first node's address, which its launcher leaves in the rendezvous store; empty: not there yet."""
     return str(store.get("MASTER_ADDR").decode()) if store.check(["MASTER_ADDR"]) else ""
 
 
 def may_move() -> bool:
-    """Whether the ranks of this job may have handlers of their own."""
+    """Return whether the ranks of this job may have handlers of their own."""
     return os.environ.get(MINDIO_SWITCH, "") not in ("", "0", "off")

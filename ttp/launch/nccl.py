@@ -14,12 +14,12 @@ that hangs when no controller is left to notice, so it is not switched off, but 
 ``TORCH_NCCL_BLOCKING_WAIT`` there is neither watchdog nor monitor: the host waits for each collective, so nothing is
 queued behind one that fails.
 
-Where survivors are to go on in their processes (``TTP_CONTINUITY=keep`` with ``TTP_KEEP_CUDA=1``) ttp itself aborts the
-communicators, once the state is saved. Then nothing else may react to that, and NVLink SHARP has to be off, with which
-an abort is not supported. What a user has set otherwise is respected: such a job is started anew after a failure.
+If survivors are to go on in their processes (``TTP_CONTINUITY=keep`` with ``TTP_KEEP_CUDA=1``), ttp itself aborts the
+communicators once the state is saved. Nothing else may react to such an abort, and NVLink SHARP has to be off, because
+an abort is not supported with it. Values that a user has set are kept; the job is then started anew after a failure.
 
-A process group reads all this when it is made. Launchers export it to the workers; under a foreign launcher
-``import ttp`` does, which comes first in almost every program. ``wrap_optimizer`` can only look.
+A process group reads all this when it is made. Launchers of ttp export it to the workers. Under another launcher
+``import ttp`` sets it, which comes early enough in almost every program. ``wrap_optimizer`` can only check it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TO_GO_ON = {
     "TORCH_NCCL_PROPAGATE_ERROR": "an abort of one rank is taken for a failure by the others",
     "NCCL_NVLS_ENABLE": "communicators that use NVLink SHARP cannot be aborted",
 }
-"""Settings that have to be 0 where survivors go on, and why."""
+"""Name of a setting that has to be 0 if survivors go on -> why."""
 _OFF_BY_DEFAULT = ("TORCH_NCCL_PROPAGATE_ERROR",)
 
 _HANDLING_OF_TORCH = 3
@@ -97,12 +97,15 @@ def settings(environ: Mapping[str, str], config: Config, launcher: Mapping[str, 
 
 
 def goes_on(config: Config) -> bool:
-    """Whether survivors whose state is on a device are to go on in their processes."""
+    """Return whether survivors whose state is on a device shall go on in their processes."""
     return config.continuity == KEEP and config.keep_cuda
 
 
 def why_not_go_on(environ: Mapping[str, str], config: Config, launcher: Mapping[str, str] | None = None) -> list[str]:
-    """Why the survivors of a death could not go on with process groups that were made with this environment."""
+    """Return why survivors could not go on with process groups made with this environment.
+
+    Arguments are those of ``settings``.
+    """
     found = [objection.text for objection in objections(environ, config, launcher)]
     for name, why in TO_GO_ON.items():
         if environ.get(name, "0" if name in _OFF_BY_DEFAULT else "").strip().lower() not in (

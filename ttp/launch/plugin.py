@@ -65,4 +65,4 @@ def _stay_stock(problem: Exception) -> None:
 
 
 def _no_backend(*_: Any, **__: Any) -> Any:
-    raise ValueError("ttp is no rendezvous backend; choose another --rdzv-backend (ttp works with any)")
+    raise ValueError("ttp is not a rendezvous backend; choose another --rdzv-backend (ttp works with any)")

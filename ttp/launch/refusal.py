@@ -30,7 +30,7 @@ def tell(flags: Any, hosts: int, text: str) -> None:
     """
     if flags.rdzv_backend != BACKEND or not flags.rdzv_endpoint:
         return
-    print(f"ttp run: telling the other hosts (up to {TELL_S:g} s)", file=sys.stderr, flush=True)
+    print(f"ttp run: telling the other hosts to stop too (up to {TELL_S:g} s)", file=sys.stderr, flush=True)
     try:
         _tell(flags, hosts, text, time.monotonic() + TELL_S)
     except Exception as problem:  # no store, or it is gone: this host leaves with its own message
@@ -73,5 +73,5 @@ def heard(rendezvous: Any) -> str:
         store = rendezvous._get_store()
         return str(store.get(REASON_KEY).decode()) if store.check([REASON_KEY]) else ""
     except Exception as problem:  # the host that keeps the store is gone, or torch keeps it elsewhere
-        logger.info("whether a host was refused is not known: %s", problem)
+        logger.info("cannot find out whether another host was refused: %s", problem)
         return ""

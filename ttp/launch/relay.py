@@ -138,7 +138,7 @@ class RelayServer(rpc.ControllerServicer):
         rpc.add_ControllerServicer_to_server(self, self._server)
         self.port = tls.add_port(self._server, target(access.LOOPBACK, 0))
         if self.port == 0:
-            raise RuntimeError("no port can be had on loopback")
+            raise RuntimeError("no free port on loopback")
         self._server.start()
         self._announce()
 
@@ -159,7 +159,7 @@ class RelayServer(rpc.ControllerServicer):
             uplink.abort()
 
     def _not_here(self, request: Any, context: Any) -> Any:
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a relay, no controller")
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a relay, not a controller")
 
     Relay: Any = _not_here
     GetStatus = WatchEvents = ReportFault = SaveNow = GetVerdict = _not_here
@@ -168,7 +168,7 @@ class RelayServer(rpc.ControllerServicer):
         """See ``Controller.Attach`` in the proto. The metadata name the controller that the rank means."""
         to = str(dict(context.invocation_metadata()).get(TO_KEY, ""))
         if not to:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{TO_KEY} is missing: this is a relay, no controller")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{TO_KEY} is missing: this is a relay, not a controller")
         uplink, local = self._open(to)
         context.add_callback(lambda: local.orders.put(_Ended()))
         problem = uplink.wait_accepted()
@@ -212,7 +212,7 @@ def _read(reports: Iterator[pb.RankReport], uplink: _Uplink, local: _Local) -> N
             try:
                 report = report_from_wire(message)
             except WireError as problem:
-                log.warning("a rank says what is not understood: %s", problem)
+                log.warning("cannot parse a message of a rank: %s", problem)
                 break
             uplink.reported(local, report)
     local.orders.put(_Ended())
@@ -321,7 +321,7 @@ class _Uplink:
         except _OtherProtocol as problem:
             end = _Ended(grpc.StatusCode.FAILED_PRECONDITION, f"{RELAYED}{problem}")
         except Exception as problem:  # ranks have to hear of every end
-            log.exception("the relay stumbled")
+            log.exception("an error in the relay of this host")
             end = _Ended(grpc.StatusCode.INTERNAL, repr(problem))
         self.over, self._problem = True, end
         self._answered.set()
@@ -361,4 +361,4 @@ class _Uplink:
                 for local in filter(None, map(self._lines.get, lines)):
                     local.orders.put(_Ended() if order is None else order)
         except WireError as problem:
-            log.warning("orders that are not understood: %s", problem)
+            log.warning("cannot parse orders of the controller: %s", problem)

@@ -76,7 +76,7 @@ class Training:
             process = psutil.Process(pid)
             command, environ, directory = process.cmdline(), process.environ(), process.cwd()
         except (psutil.Error, ValueError, OverflowError) as problem:
-            raise ConfigError(f"process {pid} cannot be looked after: {problem}") from None
+            raise ConfigError(f"process {pid} cannot be watched: {problem}") from None
         rank = environ.get("RANK_ID", "")
         if with_rank and not (rank.isascii() and rank.isdigit()):
             raise ConfigError(f"process {pid} has no RANK_ID in its environment: -r is for ranks of a rank table")
@@ -258,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-t", "--time", type=_seconds, default=50, metavar="S", help="elastic: healthy ranks are killed then [50]")
     add("--faulty-after", type=_seconds, default=10, metavar="S", help="elastic: broken ranks are killed then [10]")
     add("--reset-json", type=Path, default=RESET_JSON, metavar="F", help="[%(default)s]")
-    add("--every", type=_every, default=5, metavar="S", help="seconds between two looks [5]")
+    add("--every", type=_every, default=5, metavar="S", help="seconds between two checks [5]")
     return parser
 
 

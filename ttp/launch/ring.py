@@ -74,7 +74,9 @@ def write_ring(run_dir: Path, ring: Ring) -> None:
         draft.write_text(json.dumps(asdict(ring)))
         draft.replace(run_dir / FILE)
     except OSError as problem:
-        logger.warning("cannot write %s (%s): launchers may not find a controller that takes over", draft, problem)
+        logger.warning(
+            "cannot write %s (%s): launchers may not find a standby controller that takes over", draft, problem
+        )
 
 
 def read_ring(run_dir: Path) -> Ring | None:

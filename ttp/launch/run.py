@@ -254,7 +254,7 @@ class _TorchLaunch:
 
         unknown = differences()
         if unknown:
-            logger.warning("this torch is not as ttp knows it; ranks may be stopped while they save: %s", unknown)
+            logger.warning("ttp does not know this version of torch; ranks may be stopped while they save: %s", unknown)
             return nullcontext()
         return installed(agent_maker(config, self._remember, stand_by=self._arguments.stand_by))
 

@@ -102,9 +102,9 @@ class Seats:
         reasons = {
             self._failed: bool(self._failed),
             "ranks were going on already": bool(self._going(workers)),
-            "workers are run in another way": not workers or pcontext is None,
+            "the workers are not started as ttp run starts them": not workers or pcontext is None,
             "no restart is left (--max-restarts)": agent._remaining_restarts <= 0,
-            f"they have gone on {self._most} times since they were started (TTP_CONTINUE_MAX)": self._done
+            f"the ranks have gone on {self._most} times already, the limit (TTP_CONTINUE_MAX)": self._done
             >= self._most,
             "no process to fork from is ready": not self._host.warm.ready,
         }
@@ -134,7 +134,7 @@ class Seats:
         if self._hosts is not None:
             self._hosts.starts_anew()
         if self._going(workers):
-            self._host.stop_going_on(workers, "" if self._failed else "all are to be started anew")
+            self._host.stop_going_on(workers, "" if self._failed else "all ranks are to be started again")
         self.drop_early()
 
     def drop_early(self) -> None:
@@ -149,7 +149,7 @@ class Seats:
         """Note that a worker has failed: if others were still going on, all are started anew."""
         self._settle(workers)
         if self._filling:
-            self.fail(workers, "another one has failed meanwhile")
+            self.fail(workers, "another rank has failed meanwhile")
 
     def fail(self, workers: Mapping[int, Popen[Any]], why: str) -> None:
         """Start all workers anew; that does not count as another restart."""
@@ -187,9 +187,14 @@ class Seats:
         self._done += 1
         took_ms = (time.monotonic() - began_s) * 1e3
         if dead:
-            logger.warning("the others go on in their processes; the dead were started beside them in %.0f ms", took_ms)
+            logger.warning(
+                "the surviving ranks go on in their processes; the dead ranks were replaced in %.0f ms",
+                took_ms,
+            )
         else:
-            logger.warning("all ranks of this host go on in their processes: others have died, or it was asked for")
+            logger.warning(
+                "all ranks of this host go on in their processes: others have died, or `ttp save` asked for it"
+            )
 
     def _meet(self, ranks: list[int]) -> NextLaunch:
         """Announce where the ranks of the next launch will meet, and which ranks are started for it."""
@@ -216,7 +221,7 @@ class Seats:
         def why_not() -> str:
             failed = any(worker.poll() is not None for worker in alive)
             late = time.monotonic() > until
-            return "another one has failed meanwhile" if failed else "the first node says nothing" if late else ""
+            return "another rank has failed meanwhile" if failed else "the first node did not answer" if late else ""
 
         self._hosts.goes((told.address, told.port) if self._is_first else None)
         address, port = self._hosts.place(why_not)

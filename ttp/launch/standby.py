@@ -63,7 +63,7 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
         raise TtpError("this host does not know its own address: set TTP_ADDRESS")
     bind = listening_address(config)
     if not may_be_bound(bind, 0):
-        raise TtpError(f"TTP_BIND={bind} is no address of this host")
+        raise TtpError(f"TTP_BIND={bind} is not an address of this host")
     port = _free_port(bind, config.port)
     child = start_controller(
         port=port,

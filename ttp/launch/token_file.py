@@ -58,7 +58,7 @@ def secret_in(path: Path, named: str) -> str:
     except OSError as problem:
         raise ConfigError(f"{named} cannot be read: {problem.strerror}") from None
     if len(data) > TOKEN_BYTES_MAX:
-        raise ConfigError(f"{named} has more than {TOKEN_BYTES_MAX} bytes, and is no token")
+        raise ConfigError(f"{named} has more than {TOKEN_BYTES_MAX} bytes, which is too long for a token")
     text = data.decode(errors="replace").strip()
     if not text:
         raise ConfigError(f"{named} is empty: `openssl rand -hex 16` makes a token")
@@ -67,7 +67,7 @@ def secret_in(path: Path, named: str) -> str:
 
 def _check_private(found: os.stat_result, named: str) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{named} is no plain file")
+        raise ConfigError(f"{named} is not a regular file")
     if found.st_uid not in (0, os.getuid()):
         raise ConfigError(f"{named} belongs to uid {found.st_uid}, who can read it: use a file of your own")
     if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):

@@ -83,7 +83,7 @@ class WorkerWatch:
                     if reporter is not None:
                         self._tell(reporter, rank, workers[rank].pid, code)
             except Exception:
-                logger.exception("cannot watch the workers; their deaths are noticed by other means")
+                logger.exception("cannot watch the workers; the controller will notice their deaths later")
                 return
         watch.close()
 

@@ -52,7 +52,7 @@ _NEVER_RUN = "its state is on a CUDA device, where this has never been run: TTP_
 
 
 class TrainAgain(BaseException):
-    """``train()`` is to be called again. For the decorator alone."""
+    """Tells the decorator to call ``train()`` again. Nobody else may catch it."""
 
 
 class Continuing:
@@ -72,9 +72,9 @@ class Continuing:
         self._refused = self._incident = ""
         self._entered = self._registered = False
         self._on_cuda = config.keep_cuda
-        self._seated, self._retries = next_launch is not None, False  # whether train() is called once more
-        self._broken = threading.Event()  # connections have been let go
-        self._met = False  # all know whether loops are left
+        self._seated, self._retries = next_launch is not None, False  # takes a seat; calls train() once more
+        self._broken = threading.Event()  # set when connections have been broken
+        self._met = False  # the ranks have agreed whether they leave their loops
         self._alone = False  # takes a seat while the others stay in their loops; joins them in wrap_optimizer()
         self._timer: threading.Timer | None = None
         self._switch = threading.Lock()
@@ -108,7 +108,7 @@ class Continuing:
         else:
             groups.listen()
         if self._next is not None and not self._alone:
-            if self._timer is None:  # a rank that takes a seat: it may have been started while the others save
+            if self._timer is None:  # this rank takes a seat; it may have been started while the others save
                 self._next = self._await(self._next.launch)
                 self._start_clock(self._next.launch)
                 self._alone = self._why_left(self._next, staying.SEAT) is None
@@ -131,7 +131,7 @@ class Continuing:
         log.info("%s after %.3f s, the process groups are exchanged after %.3f s", where, at_s, done_s)
 
     def wraps(self) -> None:
-        """``wrap_optimizer()`` begins: from here on all ranks do the same."""
+        """Note that ``wrap_optimizer()`` begins, from where on all ranks do the same."""
         self._registered = True
         if self._alone:
             try:
@@ -172,7 +172,7 @@ class Continuing:
         return True
 
     def why_not(self, layout: Layout, source: StateSource) -> str:
-        """Why this process cannot go on after a failure of another; empty: it can."""
+        """Return why this process cannot go on after a failure of another; empty: it can."""
         if self._groups is None or source.framework != "torch":
             return "only torch programs can go on so far"
         if source.on_device and not self._on_cuda:
@@ -206,7 +206,7 @@ class Continuing:
         raise TrainAgain
 
     def _end(self, processor: Processor, adapter: Any) -> None:
-        """What belongs to the old launch."""
+        """End what belongs to the old launch, and keep the state."""
         self._broken.wait()  # on the processor's thread; the clock runs
         source: Any = processor.source
         if source.on_device and (reason := source.why_not_at_rest(self._within_s / 2)):
@@ -229,7 +229,7 @@ class Continuing:
         if self._retries:
             self._retries = False
             return
-        if self._next is None:  # else it was told so in its loop
+        if self._next is None:  # otherwise it was told in its loop
             self._next = self._await(RankEnv.from_env().launch + 1)
         self.releasing = False
 
@@ -248,11 +248,11 @@ class Continuing:
     # ---------------------------------------------------------------------------------------------------- any thread
 
     def released(self, processor: Processor, incident: str) -> None:
-        """This rank was released to go on: whoever waits in a collective gets an error.
+        """Release this rank to go on: a thread that waits in a collective gets an error.
 
         Args:
             processor: of this launch, whose gate is closed.
-            incident: which has ended so.
+            incident: the incident that has ended.
         """
         self._broken.clear()
         with self._switch:
@@ -296,7 +296,7 @@ class Continuing:
         raise AssertionError("unreachable")
 
     def tries_again(self, problem: BaseException) -> bool:
-        """Whether ``train()`` is called once more, as the device that a dead rank had is not free again yet."""
+        """Return whether to call ``train()`` once more, as the dead rank's device is not free yet. Waits a little."""
         fresh = self._seated and not self._registered and self._groups is not None and self._groups.untouched()
         if not (fresh and self._on_cuda and is_out_of_device_memory(problem)):
             return False

@@ -67,6 +67,6 @@ class Errands:
             here = own_address(self._config, self._env.master_addr)
             address = start_standby(self._config, self._run_dir, here, str(self._save_dir))
         except Exception as problem:
-            log.warning("no controller can stand by on this host: %s", problem)
+            log.warning("cannot start a standby controller on this host: %s", problem)
             address = ""
         self._put(ev.StandbyStarted(address))

@@ -25,7 +25,8 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
     Args:
         code: the exit code.
         text: for the log: which rank leaves, and why.
-        before_exit: last function of the program; runs on a thread of its own, for half of ``EXIT_S`` at most.
+        before_exit: last function of the program; runs on a thread of its own, for half of ``EXIT_S`` at most. Not
+            called where ``code`` is 0: that of MindSpore's client ends the process with 1.
         let_go: closes what others would wait for.
     """
     last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # logs may be on the storage that hangs
@@ -38,12 +39,12 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
     try:
         if code == EXIT_BAD_CONFIG:
             leave_word(text)
-        if before_exit is not None:
+        if before_exit is not None and code:
             _aside(before_exit, EXIT_S / 2)
         let_go()
         _aside(_flush, 0.5)  # the main thread may hold the lock of stdout
     except Exception:
-        log.exception("not all could be done that was to be done before")
+        log.exception("an error while this process was ending; it exits all the same")
     finally:
         os._exit(code)
 

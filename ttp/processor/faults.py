@@ -20,7 +20,7 @@ def is_collective_error(problem: BaseException) -> bool:
 
 
 def is_out_of_device_memory(problem: BaseException) -> bool:
-    """Whether a device had no memory left, for a tensor or for all that a process needs there."""
+    """Return whether a device ran out of memory, for a tensor or for what a process itself needs there."""
     out = any(kind.__name__ == "OutOfMemoryError" for kind in type(problem).__mro__)
     return out or (isinstance(problem, RuntimeError) and "CUDA error: out of memory" in str(problem))
 

@@ -51,7 +51,8 @@ class Joining:
         if not self._known.wait(JOIN_PATIENCE_S):
             self._started = True
             log.error(
-                "%s: training begins UNPROTECTED (restore() waits as long again, then refuses); ttp keeps trying",
+                "%s: training starts UNPROTECTED; ttp keeps trying to join "
+                "(restore() waits as long once more, then raises)",
                 self._unjoined,
             )
         if self.problem is not None:
@@ -67,8 +68,8 @@ class Joining:
         """
         if not self._known.wait(JOIN_PATIENCE_S):
             raise ConfigError(
-                f"{self._unjoined}, twice: restore() cannot agree with the other ranks. Look at MASTER_ADDR, "
-                "TTP_PORT and what is between this host and that one, and at the controller's log there"
+                f"{self._unjoined}, twice: restore() cannot agree with the other ranks. Check MASTER_ADDR, "
+                "TTP_PORT, the network and firewalls between this host and that one, and the controller's log there"
             )
         if self.problem is not None:
             raise self.problem
@@ -129,7 +130,7 @@ class Joining:
         """Note that this rank cannot join, whatever is tried. A rank that trains already goes on without protection."""
         self.problem = problem
         if self._started:
-            log.error("rank %s trains UNPROTECTED, and for good: %s", self._env.rank, problem)
+            log.error("rank %s trains UNPROTECTED until the job is restarted: %s", self._env.rank, problem)
             self._alone()
         self._known.set()
 

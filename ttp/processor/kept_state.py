@@ -1,4 +1,4 @@
-"""What a rank still has when it was released to go on in its process, until it is restored."""
+"""The state that a rank still has when it was released to go on in its process."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ log = logging.getLogger("ttp")
 
 
 class KeptState:
-    """What a rank had when it was released to go on, for the restore that follows."""
+    """The state that a rank had when it was released to go on, kept for the restore that follows."""
 
     def __init__(self) -> None:
         self._kept: Any = None
         self._why = "this process has just been started"
         self.way = ""
-        """How this rank came to its state, in words."""
+        """How this rank got its state, in words; empty: it has not been restored."""
 
     def keep(self, adapter: Any, incident: str) -> None:
-        """Ask the adapter, whose training thread is out of its loop. Never raises."""
+        """Get the state from the adapter, whose training thread has left its loop. Never raises.
+
+        Args:
+            adapter: the adapter of the old launch.
+            incident: the incident that has ended.
+        """
         self.way = ""
         try:
             self._kept, self._why = adapter.keep(incident), ""
@@ -26,12 +31,12 @@ class KeptState:
             self._kept, self._why = None, str(problem) or repr(problem)
 
     def take(self) -> tuple[Any, str]:
-        """What there is, or why there is nothing. It is not held here any more."""
+        """Hand over the state, which is not held here any more. Returns it, or None and why there is none."""
         found, self._kept = (self._kept, self._why), None
         self._why = "it was given away already"
         return found
 
     def say(self, way: str) -> None:
-        """How this rank came to its state."""
+        """Note and log how this rank got its state, in words."""
         self.way = way
         log.info("%s", way)

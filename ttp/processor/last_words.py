@@ -33,7 +33,7 @@ def leave_word(why: object) -> None:
 
     with contextlib.suppress(ConfigError, OSError):
         told = in_torchruns_names(os.environ)
-        text = f"rank {told.get('RANK', '?')} left with {EXIT_BAD_CONFIG}: {why}"
+        text = f"rank {told.get('RANK', '?')} exited with {EXIT_BAD_CONFIG}: {why}"
         history.leave_word(as_path(directory), told.get("TORCHELASTIC_RUN_ID", "none"), text)
 
 

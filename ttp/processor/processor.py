@@ -280,14 +280,14 @@ class Processor:
                 for action in self._machine.on_event(event, time.monotonic()):
                     self._try(action)
             except Exception:  # whatever happens here, training goes on
-                log.exception("the processor stumbled; training is not affected")
+                log.exception("an error in the processor of this rank; training is not affected")
 
     def _try(self, action: act.Action) -> None:
         """Carry out an action. If it fails, the actions after it are still carried out."""
         try:
             self._perform(action)
         except Exception as problem:
-            log.exception("%s could not be done; training is not affected", type(action).__name__)
+            log.exception("the processor could not carry out %s; training is not affected", type(action).__name__)
             if (failed := act.not_done(action, repr(problem))) is not None:
                 self._inbox.put(failed)
 
@@ -366,7 +366,7 @@ class Processor:
                 if self.copying is not None:
                     self.copying.joined(pages, incarnation)
             except Exception:
-                log.exception("no rank-local page: the RNG of this rank will not survive it")
+                log.exception("this rank has no rank-local page: if it dies, its random streams are lost")
         self._joining.joined()
 
     def _make_saver(self) -> Saver:

@@ -136,7 +136,7 @@ class Saver:
         except Cancelled:
             return None
         except MovedError as problem:
-            log.warning("saving version %s came to nothing: %s", order.version, problem)
+            log.warning("version %s was not saved: %s", order.version, problem)
             self._look_again()  # so that the controller knows the state before it hears that the save failed
             return ev.WriteFailed(order.incident, order.generation, _words(problem), may_pass=True)
         except BaseException as problem:

@@ -72,5 +72,5 @@ def _run(jobs: queue.SimpleQueue[Callable[[], None] | None], busy: threading.Eve
         try:
             job()
         except BaseException:
-            log.exception("a job of the processor failed")
+            log.exception("a background job of the processor failed")
         busy.clear()

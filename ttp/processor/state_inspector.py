@@ -102,10 +102,10 @@ class StateInspector:
 
     def redo(self, version: Version) -> None:
         """Let the training thread, or a device that is behind it, make the update to ``version``."""
-        log.info("this rank makes the update to version %s, whose gradient it holds", version)
+        log.info("redo: this rank makes the update to version %s, for which it holds the gradient", version)
         queued, let_through = self._gate.version >= version, self._source.redo(version)
         if not (let_through if queued else self._gate.admit()):
-            self._put(ev.NotRedone("the training thread does not stand at the gate"))
+            self._put(ev.NotRedone("the training thread does not wait at the gate"))
 
     def on_quiet(self, asked: bool) -> None:
         """Report the state when the training thread has come to the gate. ``asked``: a controller may wait for it."""
@@ -114,7 +114,7 @@ class StateInspector:
             try:
                 self._say(self._gate.state())
             except Exception:  # such as no thread to be started; this is the training thread
-                log.exception("the controller is not told that the training thread has come to the gate")
+                log.exception("cannot tell the controller that the training thread has reached the gate")
 
     def wait_done(self, timeout_s: float) -> bool:
         """Wait for all inspections. Returns false if they take longer."""
@@ -226,5 +226,5 @@ class StateInspector:
         try:
             return question()
         except Exception:
-            log.exception("the adapter cannot tell how the state is")
+            log.exception("the adapter could not inspect the state")
             return otherwise

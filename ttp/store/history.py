@@ -88,11 +88,15 @@ class WrongWord:
         run_id: of its job.
         unix_s: when it was written.
         text: why the rank exited.
+        after: ``began_unix_s`` of the last launch in the log at that time; 0: of none, or not known.
+        after_its_end: whether that launch had ended, or brought a new version, by then.
     """
 
     run_id: str
     unix_s: float
     text: str
+    after: float = 0.0
+    after_its_end: bool = False
 
     def holds(self, launches: Sequence[Launch]) -> bool:
         """Return whether this is newer than everything else known of the job.
@@ -106,6 +110,13 @@ class WrongWord:
         if not launches:
             return True
         last = launches[-1]
+        known = [number for number, launch in enumerate(launches) if launch.began_unix_s == self.after]
+        if known and (self.after_its_end or last is not launches[known[-1]]):  # order does not depend on clocks
+            newer = launches[known[-1] + 1 :]
+            if not newer:
+                return True
+            if any(launch.code is not None or launch.progress for launch in newer):
+                return False
         if last.code is not None or last.progress:
             return self.unix_s >= max(last.began_unix_s, last.ended_unix_s)
         return self.unix_s >= last.began_unix_s - FORMING_S
@@ -123,6 +134,9 @@ def leave_word(save_dir: Path, run_id: str, text: str) -> None:
     def write() -> None:
         facts = {"kind": "wrong", "run_id": run_id, "unix_s": round(time.time(), 3), "text": text[:TEXT_MAX]}
         try:
+            if launches := read_launches(save_dir):
+                last = launches[-1]
+                facts |= {"after": last.began_unix_s, "after_its_end": last.code is not None or last.progress}
             make_directory(save_dir / INCIDENTS)
             write_durably(save_dir / INCIDENTS / WORD, json.dumps(facts).encode())
         except (OSError, ValueError) as problem:
@@ -141,7 +155,8 @@ def read_word(save_dir: Path) -> WrongWord | None:
         return None
     if not isinstance(found, dict) or not (at_s := _seconds(found.get("unix_s"))):
         return None
-    return WrongWord(str(found.get("run_id", "")), at_s, str(found.get("text", ""))[:TEXT_MAX])
+    after_s, ended = _seconds(found.get("after")), found.get("after_its_end") is True
+    return WrongWord(str(found.get("run_id", "")), at_s, str(found.get("text", ""))[:TEXT_MAX], after_s, ended)
 
 
 def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ _HINTS = {
     errno.ENOSPC: "the disk is full; free some space, or choose another {what}",
     errno.EDQUOT: "your quota is used up; free some space, or choose another {what}",
     errno.ENOTDIR: "a file is in the way; choose another {what}",
-    errno.EEXIST: "a file is in the way; choose another {what}",
+    errno.EEXIST: "a file, or a link to nothing, is in the way; choose another {what}",
     errno.ENAMETOOLONG: "the path is too long; choose another {what}",
     errno.ENOTCONN: "the mount has lost its server; mount it again, or choose another {what}",
     errno.ESTALE: "the mount has lost its server; mount it again, or choose another {what}",

@@ -211,7 +211,7 @@ class _Pages:
         except TtpError as problem:
             return JSONResponse({"error": str(problem)}, 500)
         if text is None:
-            return JSONResponse({"error": "there is no such incident here"}, 404)
+            return JSONResponse({"error": "no incident with this id is in this directory"}, 404)
         return Response(text, media_type="application/json")
 
     async def events(self, request: Request) -> Response:

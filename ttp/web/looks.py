@@ -205,7 +205,7 @@ class Looks:
             try:
                 await look()
             except Exception:
-                log.exception("a look at the job failed")
+                log.exception("cannot update the state of the job")
             await asyncio.sleep(max(LOOK_S, SHARE * (time.monotonic() - began)) if not self._view["error"] else 1.0)
 
     async def _look_at_job(self) -> None:

@@ -74,7 +74,7 @@ def serve(looks: Looks, place: Place, config: Config) -> None:
         shown = "" if place.token_file is not None else f"?token={token}"
         print(f"{scheme}://{target(place.address, port)}/{shown}", flush=True)
         if secured is None and not is_loopback(place.address):
-            log.warning("who listens to the network can read this page and its token: TTP_TLS_CERT encrypts it")
+            log.warning("this page and its token are sent unencrypted: set TTP_TLS_CERT to serve it by HTTPS")
         server.run(sockets=[listening])
 
 

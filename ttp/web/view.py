@@ -125,13 +125,13 @@ def waits(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace(
         yield from _behind(now, pace)
     elif now.stage in ("waiting", "forming"):
         if not now.ranks or states["released"]:
-            yield "the launchers have to start the next launch: no rank of it has joined yet"
+            yield "waiting for the launchers to start the next launch: no rank of it has joined yet"
         elif states["missing"]:
             joined = now.world_size - len(states["missing"])
             yield f"{joined} of {count_text(now.world_size, 'rank')} joined; {ranks_text(states['missing'])} not yet"
     elif now.stage == "freezing":
         if states["live"]:
-            frozen = f"{ranks_text(states['frozen'])} stand still; " if states["frozen"] else ""
+            frozen = f"{ranks_text(states['frozen'])} frozen; " if states["frozen"] else ""
             yield f"{frozen}waiting for the answer of {ranks_text(states['live'])}"
         if log is not None and (line := log.last("waits")) is not None and log.last("plan") is None:
             yield f"no plan yet: {str(line.facts.get('reason'))[:TEXT_MAX]}"
@@ -149,7 +149,7 @@ def _behind(now: pb.GetStatusResponse, pace: Pace) -> Iterator[str]:
         at = min(rank.version for rank in here if rank.rank in behind)
         yield f"the others wait for {ranks_text(behind)}: at version {at}, and others have finished {pace.passed}"
     for rank in silent[:8]:
-        yield f"rank {rank.rank} on {rank.host} has said nothing for {duration_text(rank.silent_s)}"
+        yield f"rank {rank.rank} on {rank.host} has not been heard for {duration_text(rank.silent_s)}"
     if pace.still_s > STILL_S:
         yield f"no rank has finished a step for {duration_text(pace.still_s)}"
     active: dict[str, list[int]] = defaultdict(list)
@@ -162,16 +162,16 @@ def _behind(now: pb.GetStatusResponse, pace: Pace) -> Iterator[str]:
 
 def _writing(log: IncidentLog | None, stage: str) -> Iterator[str]:
     if log is None:
-        yield "everybody waits for the ranks that write"
+        yield "all ranks wait for the ranks that write"
     plan, commit = (None, None) if log is None else (log.last("plan"), log.last("commit"))
     if stage == "committing" and commit is not None:
-        yield f"everybody waits for rank {commit.facts.get('rank')}, which makes the checkpoint's manifest durable"
+        yield f"all ranks wait for rank {commit.facts.get('rank')}, which writes the checkpoint's manifest"
     savers = plan.facts.get("savers") if plan is not None else None
     if stage == "saving" and log is not None and plan is not None and isinstance(savers, dict):
         written = {line.facts.get("rank") for line in log.of("saved")}
         still = {rank for rank in savers.values() if isinstance(rank, int) and rank not in written}
         if still:
-            yield f"everybody waits for {ranks_text(still)} to write version {plan.facts.get('version')}"
+            yield f"all ranks wait for {ranks_text(still)} to write version {plan.facts.get('version')}"
 
 
 # ------------------------------------------------------------------------------------------------- the last incident

@@ -27,7 +27,7 @@ from ttp.adapters.torch.saving.state import frozen
 from ttp.adapters.torch.sharding.data_parallel import apply_layouts, ddps_of
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, local
 from ttp.adapters.torch.sharding.names import ModelNames
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, OtherModelError
 from ttp.store.manifest import Manifest
 
 _log = logging.getLogger("ttp.adapters.torch")
@@ -181,7 +181,7 @@ def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
         known = saved.groups[: len(saved.groups) - added]
         problems += optimizer_differences(names, optimizer, known, saved.optimizer_kind)
     if problems:
-        raise CheckpointError(
+        raise OtherModelError(
             f"{saved.path} belongs to another model: {'; '.join(problems)}. Nothing was loaded. Use the code that "
             "wrote it, or another save_dir to start from nothing"
         )

@@ -127,7 +127,7 @@ def test_a_checkpoint_of_one_optimizer_is_not_one_of_two(tmp_path: Path) -> None
     one.start(tmp_path / "pages").train(1)
     path = save(one.adapter, one.processor, 1)
     one.adapter.source.close()
-    with pytest.raises(ttp.errors.CheckpointError, match="belongs to another model"):
+    with pytest.raises(ttp.errors.OtherModelError, match="belongs to another model"):
         Job(tmp_path / "checkpoints").adapter.load(path, 0, 1, protected=False)
 
 

@@ -141,15 +141,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--mindspore", action="store_true", required=True, help="launch a MindSpore job")
     add("--worker-num", "--worker_num", type=_count, metavar="N", help="workers on all hosts together")
     add("--local-worker-num", "--local_worker_num", type=_count, metavar="N", help="workers on this host; equal on all")
-    add("--nproc-per-node", "--nproc_per_node", type=_count, metavar="N", help="the same, as torchrun calls it")
-    add("--nnodes", type=_count, metavar="N", help="hosts, where --worker-num is not given [1]")
+    add("--nproc-per-node", "--nproc_per_node", type=_count, metavar="N", help="torchrun's name for --local-worker-num")
+    add("--nnodes", type=_count, metavar="N", help="number of hosts, if --worker-num is not given [1]")
     add("--node-rank", "--node_rank", type=_node, metavar="I", help="which host this is, from 0; needed with several "
         "(msrun's -1, MindSpore's choice, is as good as none)")  # fmt: skip
     add("--master-addr", "--master_addr", metavar="HOST", help="host 0 [127.0.0.1, or as the rank table says]")
     add("--master-port", "--master_port", type=_port, metavar="P", help=f"of the scheduler [free; {MASTER_PORT}]")
     add("--cluster-time-out", "--cluster_time_out", type=int, default=600, metavar="S", help="seconds to meet in, and "
         "to wait for the rank table [600]")  # fmt: skip
-    add("--max-restarts", "--max_restarts", type=_restarts, default=0, metavar="N", help="starts after the first [0]")
+    add(
+        "--max-restarts",
+        "--max_restarts",
+        type=_restarts,
+        default=0,
+        metavar="N",
+        help="how often the job is started again [0]",
+    )
     add("--monitor-interval", "--monitor_interval", type=_interval, default=LOOK_S, metavar="S", help="seconds between "
         "two looks at the workers; ranks see the death of others at once whatever it is [%(default)s]")  # fmt: skip
     add("--log-dir", "--log_dir", metavar="DIR", help="worker_RANK.log and scheduler.log go there [the terminal]")
@@ -241,7 +248,9 @@ def _sizes(given: argparse.Namespace, table: RankTable | None, node_rank: int | 
             raise ConfigError(f"--nnodes {nodes} of {local} workers each are not --worker-num {world}")
         local = local or world // nodes
     if local is None and world is None:
-        raise ConfigError("how many workers? Give --nproc-per-node N, or --worker-num and --local-worker-num")
+        raise ConfigError(
+            "the number of workers is missing: give --nproc-per-node N, or --worker-num and --local-worker-num"
+        )
     local = local or world
     return local, world or local * (nodes or 1)
 

@@ -263,7 +263,7 @@ class _Starts:
         port, deadline_s = self._job.master_port, time.monotonic() + patience_s
         while self._job.node_rank == 0 and not _can_listen(port):
             if time.monotonic() >= deadline_s:
-                owner = port_owner(port) or "nobody that can be seen"
+                owner = port_owner(port) or "a process that cannot be seen"
                 raise ConfigError(f"port {port} is in use ({owner}): choose another --master-port, on all hosts")
             time.sleep(LOOK_S)
         yield port
@@ -287,7 +287,7 @@ def _number_of(address: str) -> str:
     try:
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as problem:
-        raise ConfigError(f"--master-addr {address!r:.100} is no host that can be found: {problem}") from None
+        raise ConfigError(f"--master-addr {address!r:.100} cannot be resolved: {problem}") from None
 
 
 def _can_listen(port: int) -> bool:
@@ -305,4 +305,4 @@ def _fail_open(action: Callable[[], object]) -> None:
     try:
         action()
     except Exception:
-        logger.exception("ttp cannot protect this job here; going on without")
+        logger.exception("ttp cannot protect this job on this host; the job runs without ttp")

@@ -29,7 +29,7 @@ def forking(warm: WarmStarter, go_on: tuple[str, str] = ("", "")) -> Iterator[No
     place: Any = api
     stock = getattr(place, "get_subprocess_handler", None)
     if not _known(stock):
-        warm.refuse("this torch starts its workers in another way than ttp knows")
+        warm.refuse("this version of torch starts its workers in a way that ttp does not know")
         yield
         return
 

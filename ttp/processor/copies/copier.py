@@ -132,7 +132,7 @@ class Copying:
             return
         began = time.monotonic()
         if not attempt.through.wait(HOLD_S):
-            attempt.give_up(f"it was not through when the next update had waited for it for {HOLD_S:g} s")
+            attempt.give_up(f"it was not finished after the next update had waited {HOLD_S:g} s for it")
         self.waited_s += time.monotonic() - began
 
     def updated(self, version: Version) -> None:
@@ -143,7 +143,7 @@ class Copying:
             self._tell(ev.CopySkipped(version))
             return
         if not self._generations.tries(version // self.every):
-            self._tell(ev.CopyMade(version, False, "the copies before came to nothing: not every turn is tried"))
+            self._tell(ev.CopyMade(version, False, "the last copies failed: this turn is left out"))
             return
         attempt = self._attempt = _Attempt(version)
         if self._frozen:
@@ -163,7 +163,7 @@ class Copying:
         try:
             self._store = self._receiver.store = CopyStore(page_dir, incarnation)
         except OSError as problem:
-            log.error("buddy=True: copies cannot be kept at %s (%s)", page_dir, problem)
+            log.error("buddy=True: cannot store copies of the state in %s: %s", page_dir, problem)
 
     def named(self, order: CopyTo) -> None:
         """Send copies to the buddy that the order names from now on."""
@@ -171,9 +171,13 @@ class Copying:
             if self._sender is not None:
                 self._sender.close()
             self._sender = Sender(order.address, self._token, self._run_id) if order.buddy != NOBODY else None
-        where = f"and to rank {order.buddy} at {order.address}" if self._sender else "which is the only one of the job"
+        where = (
+            f"and to rank {order.buddy} at {order.address}"
+            if self._sender
+            else "and to no other host: the job has only this one"
+        )
         if not self._named:
-            log.info("copies of the state go to the memory of this host every %s updates, %s", self.every, where)
+            log.info("the state is copied to the memory of this host every %s updates, %s", self.every, where)
         self._named = True
 
     def settle(self, action: act.SettleCopy) -> None:
@@ -209,7 +213,7 @@ class Copying:
         """Stop making and accepting copies. Those that exist stay, for the rank that saves."""
         self._closed = True
         if self._attempt is not None:
-            self._attempt.give_up("this rank leaves")
+            self._attempt.give_up("this rank leaves the job")
         self._worker.close()
         self._receiver.close()
         if self._sender is not None:
@@ -234,7 +238,7 @@ class Copying:
     def _copy(self, attempt: _Attempt) -> Copy:
         store, version = self._store, attempt.version
         if store is None:
-            raise CheckpointError("the memory of this host cannot be used")
+            raise CheckpointError("this host cannot store copies (the log says why)")
         attempt.room = store.check_room
         store.check_room(self._size)
         draft = store.begin(self._rank, version)
@@ -266,7 +270,7 @@ class Copying:
         reason = text.translate(str.maketrans("", "", "0123456789.,"))
         level = logging.DEBUG if reason in self._complaints else logging.WARNING
         self._complaints.add(reason)
-        log.log(level, "no second copy of version %s: %s; the one before stays", version, text)
+        log.log(level, "no second copy of version %s was made: %s; the previous copy is kept", version, text)
 
     # ---------------------------------------------------------------------------------------------------------- saving
 
@@ -274,7 +278,7 @@ class Copying:
         """Wait until no copy reads the state any more. Called before a save."""
         attempt = self._attempt
         if attempt is not None and not attempt.through.wait(QUIESCE_S):
-            log.warning("the copy of version %s still hangs", attempt.version)
+            log.warning("copying version %s still hangs", attempt.version)
 
     def split(self, order: m.Save, alive: Version) -> tuple[m.SaverOrder, m.SaverOrder]:
         """Split an order into a part for the live state, which is of version ``alive``, and a part for kept copies."""

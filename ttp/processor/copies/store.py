@@ -103,7 +103,9 @@ class CopyStore:
         copy = Copy(draft, _pieces(draft, rank, version))
         wrong = [piece.file for piece in copy.pieces if _size(draft / piece.file) != piece.size]
         if wrong:
-            raise CheckpointError(f"a copy of rank {rank} lacks bytes of {wrong[0]}")
+            raise CheckpointError(
+                f"the copy of rank {rank} is incomplete: {wrong[0]} does not have the size in its index"
+            )
         self.drop(rank, version)
         final = self._root / f"{rank}-{version}"
         draft.rename(final)
@@ -219,7 +221,7 @@ def _pieces(path: Path, rank: Rank, version: Version) -> tuple[Piece, ...]:
     except (OSError, EncodingError, TypeError, KeyError, AttributeError) as problem:
         raise CheckpointError(f"the copy {path} cannot be read: {problem!r}") from problem
     if not fits:
-        raise CheckpointError(f"the copy {path} is of something else")
+        raise CheckpointError(f"the index of {path} is not of rank {rank}, version {version}, or has wrong names")
     return pieces
 
 

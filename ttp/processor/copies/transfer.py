@@ -103,7 +103,7 @@ class Sender:
             if given_up:
                 raise given_up[0] from None
             details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
-            raise SendError(f"the buddy at {self.address} did not take it: {details}") from None
+            raise SendError(f"the buddy at {self.address} did not accept the copy: {details}") from None
 
     def close(self) -> None:
         """Close the connection."""
@@ -156,7 +156,7 @@ class Receiver(rpc.BuddyServicer):
         bind = access.listening_address(config)
         self.port = tls.add_port(self._server, target(bind, 0))
         if self.port == 0:
-            raise RuntimeError(f"no port can be had at {bind}")
+            raise RuntimeError(f"no free port at {bind}")
         self._server.start()
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class Receiver(rpc.BuddyServicer):
     def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:  # noqa: N802 - as the proto calls it
         """See ``Buddy.Keep`` in the proto."""
         if self.keep is None or request.run_id != self._run_id:
-            return pb.KeepResponse(refused="it is of another job, or this rank keeps no pages")
+            return pb.KeepResponse(refused="the page is of another job, or this rank stores no pages")
         keep = Keep(
             Rank(request.keeper),
             0,
@@ -194,10 +194,10 @@ class Receiver(rpc.BuddyServicer):
     def _take(self, requests: Iterator[pb.StoreRequest]) -> None:
         first = next(requests, None)
         if first is None or first.WhichOneof("part") != "begin":
-            raise CheckpointError("a copy begins with what it is of")
+            raise CheckpointError("the first message of a copy must say which rank and version it is of")
         begin, store = first.begin, self.store
         if store is None or (begin.run_id, begin.incarnation) != (self._run_id, store.incarnation):
-            raise CheckpointError("it is of another job or another launch of it, or this rank has not joined yet")
+            raise CheckpointError("the copy is of another job or another launch, or this rank has not joined yet")
         self._check_frozen()
         rank, version = Rank(begin.of), Version(begin.version)
         if rank == self.rank:
@@ -228,7 +228,7 @@ class Receiver(rpc.BuddyServicer):
                 elif writer is not None and len(request.data) <= left:
                     left -= writer.write(request.data)
                 else:
-                    raise CheckpointError("more bytes than were promised")
+                    raise CheckpointError("the sender sent more bytes than it announced")
             if writer is not None:
                 found[writer.path.name] = writer.sync_and_close()
         finally:
@@ -244,7 +244,7 @@ class Receiver(rpc.BuddyServicer):
 
 def _open(draft: Path, name: str, count: int) -> HashingFile:
     if not plain_name(name) or (draft / name).exists() or count >= FILES_MAX:
-        raise CheckpointError(f"{name!r:.80} cannot be a file of a copy")
+        raise CheckpointError(f"{name!r:.80} is not a valid name for a file of a copy")
     return HashingFile(draft / name)
 
 
@@ -253,7 +253,7 @@ def _verify(store: CopyStore, draft: Path, rank: Rank, version: Version, found: 
     arrived = {name: what for name, what in found.items() if name != INDEX}
     if promised != arrived:
         wrong = sorted(promised.items() ^ arrived.items())
-        raise CheckpointError(f"{wrong[0][0]!r:.80} is not what its index says")
+        raise CheckpointError(f"{wrong[0][0]!r:.80} does not have the size and digest in its index")
 
 
 def open_receiver(config: Config, run_id: str, *, copies: bool) -> Receiver | None:
@@ -270,5 +270,5 @@ def open_receiver(config: Config, run_id: str, *, copies: bool) -> Receiver | No
         return Receiver(config, run_id)
     except Exception as problem:
         what = "buddy=True: no copies can be kept, and shards without replicas are UNPROTECTED"
-        log.error("%s: %s", what if copies else "TTP_MIRROR: no pages of other hosts can be kept here", problem)
+        log.error("%s: %s", what if copies else "TTP_MIRROR: this rank cannot store pages of other hosts", problem)
         return None

@@ -257,7 +257,7 @@ class Meeting:
 
     async def _check(self, turn: int) -> None:
         if await self._words.load(BROKEN):
-            raise BrokenError("the hosts cannot meet any more")
+            raise BrokenError("the barrier between the hosts is broken")
         for place, at in enumerate(self._slots):
             wanted = RELEASED if self._wide and place == 0 else at  # its courier has to meet those of the other hosts
             if place == self._place or reached(await self._words.load(wanted), turn) or not await self._gone(place):

@@ -142,7 +142,7 @@ def _tried(rank: int, attempt: Callable[[], T]) -> T | None:
     try:
         return attempt()
     except (OSError, UnsafeError, _NotSharedError) as problem:
-        log.info("rank %d meets nobody in shared memory before its updates: %s", rank, problem)
+        log.info("rank %d does not use shared memory for the barrier before each update: %s", rank, problem)
         return None
 
 
@@ -162,7 +162,7 @@ def _make(directory: Path, secret: bytes, count: int, held: contextlib.ExitStack
         held.callback(_unlink, directory / _name(secret))
         with os.fdopen(fd, "r+b", buffering=0) as file:
             if file.write(secret.ljust(size, b"\0")) != size:  # never a hole: no page for it, no process
-                raise OSError("no room for ranks to meet")
+                raise OSError("no space left in shared memory for the barrier")
             return _mapped(fd, size)
 
 
@@ -202,8 +202,8 @@ def _see(directory: Path, rank: int, offer: _Offer) -> SentinelReader:
                 return found
             found.close()
         if time.monotonic() > deadline:
-            why = found if isinstance(found, str) else "there is one of another process"
-            raise _NotSharedError(f"nobody would see that rank {rank} has ended: {why}")
+            why = found if isinstance(found, str) else "its sentinel is of another process"
+            raise _NotSharedError(f"the death of rank {rank} could not be seen: {why}")
         time.sleep(0.005)
 
 

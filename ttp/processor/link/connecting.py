@@ -223,7 +223,9 @@ class Shortcut:
     def ended(self, port: int, reason: str) -> None:
         """Note that a stream through the relay has ended. If the relay itself failed, it is not used again."""
         if RELAYED not in reason and not reason.startswith("the controller"):
-            log.warning("the relay of this host does not answer any more (%s): connecting without it", reason)
+            log.warning(
+                "the relay of this host has stopped answering (%s): connecting to the controller directly", reason
+            )
             self._gone.add(port)
 
     def close(self) -> None:
@@ -235,7 +237,7 @@ class Shortcut:
         try:
             self._own = RelayServer(self._config, self._run_dir, close_sockets_of_in_children)
         except Exception as problem:
-            log.warning("this host has no relay, its ranks connect by themselves: %s", problem)
+            log.warning("this host has no relay, its ranks connect to the controller directly: %s", problem)
             return None
         return self._own.port, os.getpid()
 

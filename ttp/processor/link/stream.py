@@ -125,7 +125,7 @@ class Stream:
                 try:
                     self._on_order(order_from_wire(message))
                 except WireError as problem:
-                    log.warning("an order that is not understood: %s", problem)
+                    log.warning("cannot parse an order of the controller, it is ignored: %s", problem)
         except grpc.RpcError as problem:
             code = problem.code() if isinstance(problem, grpc.Call) else None
             details = problem.details() if isinstance(problem, grpc.Call) else str(problem)

@@ -37,7 +37,10 @@ class Preemption:
     def install(self) -> None:
         """Install the handler. Off the main thread that is impossible, which is logged."""
         if threading.current_thread() is not threading.main_thread():
-            log.warning("not on the main thread: SIGTERM ends this process as usual instead of saving first")
+            log.warning(
+                "ttp was started outside the main thread and cannot handle SIGTERM: "
+                "SIGTERM ends this process without saving first"
+            )
             return
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)

@@ -143,12 +143,14 @@ def _take(pid: int, run_dir: Path, timeout_s: float) -> str:
         case "T" | "t":
             return f"{seen}\nstopped (SIGSTOP?): no stack can be taken"
         case "Z" | "X":
-            return f"{seen}\nit has ended, and nobody has waited for it yet: no stack can be taken"
+            return f"{seen}\nit has ended, and its parent has not reaped it (zombie): no stack can be taken"
     header = _header(pid, run_dir)
     if header is None:
-        return f"{seen}\nit did not install a handler for stacks (TTP_STACKS=off, or no processor): none can be taken"
+        return f"{seen}\nit has no handler that dumps stacks (TTP_STACKS=off, or no processor): no stack can be taken"
     if not int(status["SigCgt"], 16) >> (header.signal - 1) & 1:
-        return f"{seen}\nit does not catch signal {header.signal}, which it said it would: no stack can be taken"
+        return (
+            f"{seen}\nit no longer handles signal {header.signal}, by which stacks are asked for: no stack can be taken"
+        )
     return f"{seen}\n{_ask(header, _path(run_dir, pid), timeout_s)}"
 
 

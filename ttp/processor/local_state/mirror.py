@@ -114,7 +114,7 @@ class KeptPages:
             writer.write(keep.version, keep.final, [keep.data])
             reason = writer.problem
         if reason:
-            log.warning("the page of rank %s, version %s, is not kept: %s", keep.of, keep.version, reason)
+            log.warning("the page of rank %s, version %s, was not stored: %s", keep.of, keep.version, reason)
         else:
             self._newest[keep.of] = max(self._newest.get(keep.of, (0, False)), (keep.version, keep.final))
         return reason

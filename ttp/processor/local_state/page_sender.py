@@ -56,7 +56,7 @@ class PageSender:
         except ValueError:
             return  # closed meanwhile
         if refused and self._well:
-            log.warning("rank %s at %s does not keep the page of this rank: %s", order.keeper, order.address, refused)
+            log.warning("rank %s at %s did not store the page of this rank: %s", order.keeper, order.address, refused)
         self._well = not refused
 
     def _call(self, order: MirrorTo, version: int, final: bool, incarnation: int, data: bytes) -> str:
