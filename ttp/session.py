@@ -193,9 +193,7 @@ class Session:
         if not self._reported:
             self.report(problem)
         self._go_on(problem)
-        log.error(
-            "no controller has ordered a save or an exit after this error: it is raised as it would be without ttp"
-        )
+        log.error("no controller has ordered a save after this error: it is raised as it would be without ttp")
         self.processor.close()
         self.processor = None
 
