@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import Popen
 
@@ -15,6 +16,7 @@ import psutil
 
 from benchmarks.result import Result
 from benchmarks.world import scratch, start
+from ttp.store.held import Held
 
 WAIT_S = 120.0
 WANTED_MS = {2: 1000.0, 4: 1500.0}
@@ -25,6 +27,12 @@ THROUGH_DISK = "keep, all read"
 """Survivors keep their processes, and read the checkpoint as newcomers do."""
 IN_LOOP = "keep, one_step"
 """Survivors keep their processes, and do not leave their loops."""
+WAITS = "keep, all wait"
+"""Survivors keep their processes, and go on when the checkpoint is durable, however long that takes."""
+SLOW_MB_S = 100.0
+WRITE_BYTES = 1 << 20
+"""The speed of slow storage, and what the kernel gives it at once."""
+SLOW_JOBS = ((2, 25, "ddp"), (2, 500, "ddp"))
 JOBS = (
     *((2, 1, "ddp"), (2, 25, "ddp"), (2, 500, "ddp"), (2, 25, "compiled")),
     *((4, 1, "ddp"), (4, 25, "ddp"), (4, 500, "ddp"), (4, 25, "hsdp"), (4, 500, "hsdp")),
@@ -42,16 +50,28 @@ def run(quick: bool) -> list[Result]:
         in_loop = (IN_LOOP,) if layout == "ddp" else ()
         for continuity in ("off", "warm", THROUGH_DISK, "keep", *in_loop):
             found += measured(ranks, megabytes, layout, continuity, 5)
+    return [*found, *slow_storage()]
+
+
+def slow_storage() -> list[Result]:
+    """Storage that takes 100 MB/s, through FUSE: survivors wait for it, or go on from what is held in memory."""
+    found: list[Result] = []
+    for ranks, megabytes, layout in SLOW_JOBS:
+        for continuity in ("warm", WAITS, "keep"):
+            found += measured(ranks, megabytes, layout, continuity, 3, slow=True)
     return found
 
 
-def measured(ranks: int, megabytes: float, layout: str, continuity: str, kills: int) -> list[Result]:
+def measured(
+    ranks: int, megabytes: float, layout: str, continuity: str, kills: int, *, slow: bool = False
+) -> list[Result]:
     """Return the medians over several kills of one job."""
-    runs = killed(ranks, megabytes, layout, continuity, kills)
+    runs = killed(ranks, megabytes, layout, continuity, kills, slow=slow)
     middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     name = f"{ranks} ranks, {megabytes:g} MB, {layout.upper()}, {'cold' if continuity == 'off' else continuity}"
     parts = ", ".join(f"{part} {middle[part]:.0f}" for part in PARTS[:-1])
-    budget = WANTED_MS[ranks] if continuity != "off" and megabytes <= 25 else None
+    name += ", slow storage" if slow else ""
+    budget = WANTED_MS[ranks] if not slow and continuity != "off" and megabytes <= 25 else None
     if continuity in ("keep", IN_LOOP):
         budget = WANTED_KEPT_MS.get((ranks, round(megabytes)), budget)
     worst = max(run["step"] for run in runs)
@@ -62,9 +82,11 @@ def measured(ranks: int, megabytes: float, layout: str, continuity: str, kills: 
     ]
 
 
-def killed(ranks: int, megabytes: float, layout: str, continuity: str, kills: int) -> list[Times]:
+def killed(
+    ranks: int, megabytes: float, layout: str, continuity: str, kills: int, *, slow: bool = False
+) -> list[Times]:
     """Run one job and kill one rank after the other; return milliseconds after each kill."""
-    with scratch() as directory:
+    with scratch() as directory, _storage(directory, slow=slow):
         env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
         env |= {"RESUME_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run"), "OMP_NUM_THREADS": "1"}
         flags = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(kills)]
@@ -72,6 +94,8 @@ def killed(ranks: int, megabytes: float, layout: str, continuity: str, kills: in
         log = directory / "log"
         if continuity == THROUGH_DISK:
             continuity, env["RESUME_READ"] = "keep", "1"
+        if continuity == WAITS:
+            continuity, env["TTP_SHADOW_S"] = "keep", "off"
         if continuity == IN_LOOP:
             continuity, env["RESUME_ONE_STEP"] = "keep", "1"
         job = start("ttp", ["run", "--continuity", continuity, *flags, *script], env, log)
@@ -87,11 +111,25 @@ def killed(ranks: int, megabytes: float, layout: str, continuity: str, kills: in
             job.wait()
 
 
+@contextlib.contextmanager
+def _storage(directory: Path, *, slow: bool) -> Iterator[None]:
+    """Where the job saves."""
+    if not slow:
+        yield
+        return
+    from tests.disks.bad_disk import BadDisk, Rule
+
+    with BadDisk(directory / "checkpoints", directory / "below") as disk:
+        disk.rules(Rule(("WRITE",), r"distcp$|speed", delay_s=WRITE_BYTES / SLOW_MB_S / 1e6))
+        yield
+
+
 def _kill(job: Popen[bytes], directory: Path, ranks: int, launch: int, continuity: str) -> Times:
     """Kill one rank when all have made some steps, and wait until all have made a step again."""
     wait_until(lambda: all(len(_notes(directory, rank, launch).get("step", [])) >= 5 for rank in range(ranks)), job)
     if continuity != "off":
         wait_until(lambda: warm_state(directory) == "ready", job)
+    wait_until(lambda: not Held.of(directory / "checkpoints").unfinished(), job)  # one is held at a time
     before = set(_checkpoints(directory))
     victim = int((directory / f"pid{launch % ranks}").read_text())
     at = time.monotonic()

@@ -37,7 +37,7 @@ STAGES = (
     "waiting", "forming", "training", "freezing", "saving", "mending", "committing", "saved", "released", "finished",
 )  # fmt: skip
 CAUSES = (*(kind.value for kind in FaultKind), "unknown")
-OUTCOMES = ("saved", "nothing_new", "mended", "thawed", "not_saved")
+OUTCOMES = ("saved", "held", "nothing_new", "mended", "thawed", "not_saved")
 PUBLISH_S = 1.0
 RANKS_MAX = 64
 """Most ranks of a job for which each rank has metrics of its own: every rank is a time series."""

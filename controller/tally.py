@@ -84,6 +84,9 @@ class Tally:
                 self._outcome, self.saved_version = "saved", int(facts["version"])
                 self.saved_bytes += int(facts["size"])
                 self.committed_unix_s = unix_s
+            case "held":
+                self._reached("committed", "commit", "commit", now)
+                self._outcome = "held"
             case "save_failed" | "commit_failed":
                 self.save_failures += 1
             case "nothing_new" | "mended":

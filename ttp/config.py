@@ -273,7 +273,6 @@ class Config:
 
     relay: str = _setting("TTP_RELAY", _one_of("auto", "on", "off"), "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of 64 ranks and more."""
-
     elastic: bool = _setting("TTP_ELASTIC", _switch, "off")
     """Whether a job that has lost a host goes on with the others; set by ``ttp run --elastic``."""
 
@@ -285,6 +284,9 @@ class Config:
 
     continue_max: int = _setting("TTP_CONTINUE_MAX", _count, 10)
     """With keep: number of times that ranks go on in their processes before all are started anew."""
+
+    shadow_s: float | None = _setting("TTP_SHADOW_S", _seconds_or_off, 1.0)
+    """With keep, on one host: where a save would take longer, ranks go on from a copy in memory; off: never."""
 
     keep_cuda: bool = _setting("TTP_KEEP_CUDA", _switch, False)
     """With keep: True lets ranks whose state is on a CUDA device go on, too. Only for tests: it never ran on a GPU."""

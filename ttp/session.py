@@ -254,14 +254,15 @@ class Session:
 
     def restore(self) -> int:
         """See ``ttp.restore``."""
-        from ttp.store.choice import checkpoint_bytes
+        from ttp.store.choice import checkpoint_bytes, held_for
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
-        found, chosen = self._find()
-        self._say_what_is_lost(found.candidates, chosen)
-        checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
-        version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
+        with held_for(self.save_dir).reading():
+            found, chosen = self._find()
+            self._say_what_is_lost(found.candidates, chosen)
+            checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
+            version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
         if chosen.name:
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
         if (processor := self.processor) is not None:
@@ -293,9 +294,7 @@ class Session:
         """Return the pieces that this rank reads: all without a controller, since nobody compares what was read."""
         from ttp.store.share import WHOLE, share_of
 
-        if self.processor is None:
-            return WHOLE
-        return share_of(directory, *self._place(), os.environ)
+        return WHOLE if self.processor is None else share_of(directory, *self._place(), os.environ)
 
     @property
     def fallback_dir(self) -> Path | None:

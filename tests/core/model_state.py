@@ -92,6 +92,9 @@ class State(NamedTuple):
     asides: tuple[int, ...] = ()  # these three: see ``model_aside``. Second streams; 0: none
     aside_down: tuple[tuple[Any, ...], ...] = ()
     silent: tuple[bool, ...] = ()
+    held: frozenset[Version] = frozenset()  # these three: see ``model_shadow``. Committed, to memory only as yet
+    in_memory: frozenset[str] = frozenset()  # files that were written there
+    refusals: int = 0  # that memory, or the storage, may still give
 
     def at_gate(self, r: int, **changes: Any) -> State:
         return self._replace(gates=put(self.gates, r, self.gates[r]._replace(**changes)))

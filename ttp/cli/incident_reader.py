@@ -117,27 +117,29 @@ class IncidentLog:
     def saved(self) -> bool:
         """True if nothing was lost: a checkpoint was committed, or there was one of this version already."""
         released = self.last("released")
+        if self.last("held") is not None and self.last("committed", "durable") is None:
+            return False  # in memory only, as yet
         if released is not None and released.facts.get("exit_code") != EXIT_BAD_CONFIG:
             return released.facts.get("exit_code") == EXIT_SAVED
-        return self.last("committed", "nothing_new") is not None
+        return self.last("committed", "durable", "nothing_new") is not None
 
     @property
     def version(self) -> int | None:
         """The version that was saved or found on disk; None if none was."""
-        line = self.last("committed", "nothing_new")
+        line = self.last("committed", "durable", "nothing_new")
         version = line.facts.get("version") if line is not None else None
         return version if isinstance(version, int) else None
 
     @property
     def checkpoint(self) -> str:
         """Path of the committed checkpoint; empty without one."""
-        line = self.last("committed")
+        line = self.last("committed", "durable")
         return str(line.facts.get("path", "")) if line is not None else ""
 
     @property
     def saved_after_ms(self) -> float | None:
         """Milliseconds from the opening to the last commit; None: nothing was committed."""
-        line = self.last("committed")
+        line = self.last("committed", "durable")
         return line.at_ms if line is not None else None
 
     @property
@@ -148,6 +150,9 @@ class IncidentLog:
             return "closed" if self.last("closed") else "not over, or its controller was lost"
         if line.kind == "thawed":
             return f"training went on: {line.facts.get('reason', '')}"
+        if line.facts.get("again") and (durable := self.last("durable")) is not None:
+            version, after_s = durable.facts.get("version"), durable.at_ms / 1e3
+            return f"saved in the shadow: version {version}, durable after {after_s:.1f} s"
         return f"exit {line.facts.get('exit_code')}: {line.facts.get('text', '')}"
 
 

@@ -1,7 +1,6 @@
 """The messages between ranks and the controller, as plain values. Ranks *report*, the controller *orders*.
 
-The wire form is ``proto/ttp/wire/v1/controller.proto``; ``ttp.wire.convert`` is the only place that knows both. Field
-names are the same on both sides.
+The wire form is ``proto/ttp/wire/v1/controller.proto``; only ``ttp.wire.convert`` knows both. Fields are named alike.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from dataclasses import dataclass
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 
-PROTOCOL_MAJOR = 3
-PROTOCOL_MINOR = 0
+PROTOCOL_MAJOR, PROTOCOL_MINOR = 3, 0
 
 SEVERAL = Rank(-1)
 """Stands for a rank in a message that is the same for, or from, several ranks, which are listed beside it."""
@@ -210,6 +208,10 @@ class Frozen(Report):
     digests: tuple[ShardDigest, ...] = ()
     bad: tuple[str, ...] = ()  # names of some tensors that hold NaN or Inf
     kept: tuple[KeptCopy, ...] = ()
+    hold_dir: str = (
+        ""  # the storage is slow: a checkpoint may be held there, in the memory of this host; empty: none may
+    )
+    held: Version = Version(0)  # noqa: RUF009 - a number. Held here, and not durable yet
 
 
 @dataclass(frozen=True, slots=True)

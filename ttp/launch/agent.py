@@ -126,6 +126,7 @@ class TtpAgent(LocalElasticAgent):
         self._fail_open(lambda: self._host.wait_for_a_death(self._look_s))
         workers = self._workers()
         self._fail_open(self._host.warm.look)
+        self._fail_open(self._host.shadows.look)
         self._fail_open(lambda: self._seats.look(workers))
         self._fail_open(self._say_imports)
         if any(worker.poll() not in (None, 0) for worker in workers.values()):

@@ -14,7 +14,7 @@ from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
-from ttp.errors import EXIT_TRAINED, ConfigError, TtpError
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, ConfigError, TtpError
 from ttp.launch.again import Again
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.dead_pages import DeadPages
@@ -24,6 +24,7 @@ from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
 from ttp.launch.ring import forget_ring, job_is_busy, places
 from ttp.launch.sentinel_watch import SentinelWatch
+from ttp.launch.shadow import Shadows
 from ttp.launch.token_file import TOKEN_FILE, write_token
 from ttp.launch.warm.starter import WarmStarter
 from ttp.launch.worker_watch import WorkerWatch
@@ -66,6 +67,7 @@ class Host:
         self._relay: RelayServer | None = None
         self.warm = WarmStarter(config, run_dir)
         self.again = Again(run_dir)
+        self.shadows = Shadows(run_dir)
         self.seat: Callable[[], str] = lambda: ""
         """Returns on any thread whether a dead worker can be started alone; see ``ttp.core.controller.continuing``."""
         self._leases.sweep()
@@ -232,7 +234,9 @@ class Host:
         try:
             if self._keeps and several_nodes:
                 self._wait_for_other_nodes()
-            return self._ask_verdict(several_nodes, code)
+            code = self._ask_verdict(several_nodes, code)
+            durable = self.shadows.wait(self.config.rescue_patience_s)
+            return EXIT_NOT_SAVED if code == EXIT_SAVED and not durable else code
         finally:
             self._keeper.stop()
             if self._relay is not None:

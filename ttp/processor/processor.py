@@ -35,6 +35,7 @@ from ttp.processor.copies.transfer import open_receiver
 from ttp.processor.errands import Errands
 from ttp.processor.exiting import end_process
 from ttp.processor.gate.gate import Gate
+from ttp.processor.holding import Holding
 from ttp.processor.import_list import ImportList
 from ttp.processor.joining import Joining
 from ttp.processor.link.connecting import ControllerLink
@@ -100,6 +101,7 @@ class Processor:
         copies = buddy and bool(layout.unreplicated())
         receiver = self._receiver = open_receiver(config, env.run_id, copies=copies)
         self.copying = Copying(source, layout, config, env, receiver, put) if copies and receiver is not None else None
+        self._holding = Holding(config, env, layout, self.save_dir, may=goes_on is not None and not source.on_device)
         at = "" if receiver is None else target(own_address(config, env.master_addr), receiver.port)
         keeps = at if copies else "", at if config.mirror else ""
         greeting = hello(config, env, layout, source, save_dir, version, *keeps, goes_on is not None)
@@ -114,7 +116,7 @@ class Processor:
         if receiver is not None and config.mirror:
             receiver.keep = self.host.keep
         held = tuple if self.copying is None else self.copying.held
-        self._inspector = StateInspector(source, self.gate, held, put)
+        self._inspector = StateInspector(source, self.gate, held, self._holding.look, put)
         self._saver = self._make_saver()
         self._errands = Errands(config, env, self.run_dir, self.save_dir, put)
         self._closed = False
@@ -260,10 +262,9 @@ class Processor:
         self._saver.close()
         self._inspector.close()
         self.host.stop()
-        if self.copying is not None:
-            self.copying.close()
-        elif self._receiver is not None:
-            self._receiver.close()
+        copies = self.copying or self._receiver
+        if copies is not None:
+            copies.close()
         self._close_source()
 
     # ------------------------------------------------------------------------------------------------ the owner thread
@@ -304,8 +305,7 @@ class Processor:
         state = self.gate.state()
         if self._saver.busy and not self.source.counts_bytes:
             self.written += 1  # the write may go on for hours, for all that is known here
-        version, phase = self._inspector.standing(state)
-        return ev.Observed(version, phase, self.mark, self.activity, self.written)
+        return ev.Observed(*self._inspector.standing(state), self.mark, self.activity, self.written)
 
     def _perform(self, action: act.Action) -> None:
         match action:
@@ -373,7 +373,7 @@ class Processor:
         return Saver(
             self.config, self.env, self.layout, self.source, self.save_dir, self.copying,
             version=lambda: self.gate.version, wait_pages=self.host.wait_stored, put=self._inbox.put,
-            wrote=self._wrote, look_again=self._inspector.look_again,
+            wrote=self._wrote, look_again=self._inspector.look_again, holding=self._holding,
         )  # fmt: skip
 
     def _wrote(self, count: int) -> None:

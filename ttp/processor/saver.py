@@ -13,6 +13,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Layout, Version
 from ttp.core.rank import events as ev
 from ttp.processor.copies.copier import Copying
+from ttp.processor.holding import Holding
 from ttp.processor.local_state.local_piece import not_kept
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import Cancelled, MovedError, StateSource
@@ -43,6 +44,7 @@ class Saver:
         put: takes the result of an order; called on the saver's thread.
         wrote: called with bytes written, of copies; the source counts its own.
         look_again: has the state inspected and reported again; returns when that is done.
+        holding: keeps checkpoints in memory; None: there are none.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class Saver:
         put: Callable[[ev.Event], None],
         wrote: Callable[[int], None],
         look_again: Callable[[], None],
+        holding: Holding | None = None,
     ) -> None:
         self._look_again = look_again
         self._env, self._layout = env, layout
-        self._source, self._save_dir, self._copying = source, save_dir, copying
+        self._source, self._save_dir, self._copying, self._holding = source, save_dir, copying, holding
+        self._keep = config.keep
         self._mounts = Mounts(save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
         self._version, self._wait_pages, self._put, self._wrote = version, wait_pages, put, wrote
         self._worker, self._tidying = SerialWorker("ttp-saver"), SerialWorker("ttp-tidy")
@@ -121,6 +125,8 @@ class Saver:
 
     def _save(self, order: m.Save, cancel: threading.Event) -> ev.Event | None:
         try:
+            if self._holding is not None and self._holding.holds(order):
+                self._holding.begin(order, self._keep)
             draft = self._directory(order) / order.draft
             make_directory(draft.parent)  # it may have been removed since, or could not be made at the start
             draft.mkdir(exist_ok=True)
@@ -156,8 +162,8 @@ class Saver:
         """Commit, report it, then remove old checkpoints; after a fault mostly only once the new one is restored."""
         done = self._commit(order)
         self._put(done)
-        if isinstance(done, ev.CommitDone) and Path(done.path).is_dir():
-            path = Path(done.path)
+        path = Path(done.path) if isinstance(done, ev.CommitDone) else None
+        if path is not None and path.is_dir() and (self._holding is None or not self._holding.holds(order)):
             self.tidy(path.parent, order.keep, path.name, verified=False)
 
     def _commit(self, order: m.Commit) -> ev.Event:
@@ -165,14 +171,21 @@ class Saver:
             if self._source.saved_elsewhere:
                 where, size = f"version {order.version}, {self._source.saved_elsewhere}", 0
             else:
-                path, size = make_checkpoint(
-                    self._directory(order), order, self._env, self._layout, self._source, self._wrote
-                )
+                path, size = self._make(order)
                 where = str(path)
             return ev.CommitDone(order.incident, order.generation, where, size)
         except BaseException as problem:
             log.exception("committing version %s failed", order.version)
             return ev.CommitBroken(order.incident, order.generation, _words(problem), _of_storage(problem))
+
+    def _make(self, order: m.Commit) -> tuple[Path, int]:
+        holding = self._holding
+        if holding is not None and holding.is_on_its_way(order):
+            return holding.await_durable(order, self._wrote)
+        made = make_checkpoint(self._directory(order), order, self._env, self._layout, self._source, self._wrote)
+        if holding is not None and holding.holds(order):
+            holding.serve()
+        return made
 
 
 def make_checkpoint(

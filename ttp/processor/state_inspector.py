@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,6 +47,7 @@ LOOK_S = 0.2
 Seen = tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]
 """Digests of the shards, and names of tensors with NaN or Inf."""
 NOTHING_SEEN: Seen = ((), ())
+NOT_HELD = "", Version(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class StateInspector:
         source: the adapter, which knows the state.
         gate: gate of the training thread.
         held: returns the second copies of other ranks that are here.
+        hold: says where a checkpoint may be held in memory, and what is held; None: nothing is.
         say: takes what was seen; may be called from any thread.
     """
 
@@ -72,9 +74,10 @@ class StateInspector:
         source: StateSource,
         gate: Gate,
         held: Callable[[], tuple[m.KeptCopy, ...]],
+        hold: Callable[[Collection[m.ShardDigest]], tuple[str, Version]] | None,
         say: Callable[[Snapshot | ev.NotRedone], None],
     ) -> None:
-        self._source, self._gate, self._held, self._put = source, gate, held, say
+        self._source, self._gate, self._held, self._hold, self._put = source, gate, held, hold, say
         self._worker = SerialWorker("ttp-looker")
         self._looks_during = 0  # the closure of the gate
         self._took_s = 0.0
@@ -162,6 +165,8 @@ class StateInspector:
         phase = m.Phase.TORN if version is None else state.phase
         digests, bad = self._inspected(version, phase)
         behind = version is not None and version < state.version
+        hold = self._hold
+        hold_dir, in_memory = ("", Version(0)) if hold is None else self._asked(lambda: hold(digests), NOT_HELD)
         quiet = ev.Quiet(
             version=state.version if version is None else version,
             phase=phase,
@@ -172,6 +177,8 @@ class StateInspector:
             digests=digests,
             bad=bad,
             kept=self._held(),
+            hold_dir=hold_dir,
+            held=in_memory,
         )
         self._took_s = time.monotonic() - began
         if not self._moved_on(state):

@@ -10,6 +10,7 @@ from ttp.core.restore_choice import fallback_note
 from ttp.core.restore_messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import find_whole
+from ttp.store.held import Held
 from ttp.store.manifest import MANIFEST, load_with_digest, manifest_digest
 from ttp.store.share import NOTHING, WHOLE, Share, everything
 from ttp.store.verify import verify_checkpoint
@@ -42,7 +43,7 @@ def look_back(
     older: bool = False,
     later: bool = False,
 ) -> Found:
-    """Find the whole checkpoints in ``save_dir`` and in the fallback directory, the newest first.
+    """Find the whole checkpoints in ``save_dir``, in the fallback directory and in memory, the newest first.
 
     This rank's share of the newest whole checkpoint is read. Older ones, which are hardly ever chosen, are offered if
     their files have the promised sizes; if one is chosen after all, its shares are read then (``older``), or all of it.
@@ -61,7 +62,9 @@ def look_back(
         CheckpointError: a directory cannot be listed, and no whole checkpoint is known.
     """
     search = _Search(share, older)
-    for directory in (Path(save_dir), *([] if fallback_dir is None else [Path(fallback_dir)])):
+    memory = Held.of(save_dir)
+    places = fallback_dir, memory.memory if memory.usable else None
+    for directory in (Path(save_dir), *(Path(place) for place in places if place is not None)):
         search.look(directory)
     if later:
         search.shares = dict.fromkeys(search.offers, WHOLE)
@@ -77,6 +80,10 @@ def look_back(
     notes = [fallback_note(str(fallback_dir), in_fallback)] if in_fallback else []
     readings = tuple(_reading(where[c], search.share_read(c, where[c].parent)) for c in candidates)
     return Found(tuple(candidates), (*search.skipped, *notes), frozenset(search.verified), where, readings)
+
+
+held_for = Held.of
+"""What is held in memory for a ``save_dir``; it is not removed while it is read."""
 
 
 def _reading(checkpoint: Path, share: Share) -> Reading:

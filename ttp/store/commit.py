@@ -59,6 +59,7 @@ def commit(
     framework: str,
     finalise: Finalise,
     disk: Disk | None = None,
+    manifest: Manifest | None = None,
 ) -> tuple[Path, int]:
     """Make the pieces in ``save_dir/order.draft`` the checkpoint of ``order.version``.
 
@@ -73,6 +74,7 @@ def commit(
         framework: name of the adapter.
         finalise: see ``Finalise``.
         disk: makes the disk calls.
+        manifest: manifest of the same checkpoint elsewhere, which this one takes over; None: it is made from the order.
 
     Returns:
         The checkpoint's path and the bytes of all its pieces.
@@ -81,7 +83,7 @@ def commit(
         CheckpointError: the checkpoint does not exist: a piece is missing or of another size, the disk refused, or a
             newer incarnation of the job has committed this version. What was there before is still there.
     """
-    job = _Job(Path(save_dir), order, run_id, world_size, groups, framework, finalise, disk or Disk())
+    job = _Job(Path(save_dir), order, run_id, world_size, groups, framework, finalise, disk or Disk(), manifest)
     return job.run()
 
 
@@ -118,6 +120,7 @@ class _Job:
     framework: str
     finalise: Finalise
     disk: Disk
+    manifest: Manifest | None
 
     @property
     def final(self) -> Path:
@@ -166,7 +169,7 @@ class _Job:
         pieces = self._merge(self.finalise(claim))
         self._check_sizes(claim, pieces)
         directories = self._drop_unlisted(claim, {piece.file for piece in pieces})
-        self.disk.write(claim / MANIFEST, self._manifest(pieces).to_json().encode())
+        self.disk.write(claim / MANIFEST, (self.manifest or self._manifest(pieces)).to_json().encode())
         for directory in directories:
             self.disk.sync_directory(directory)
 

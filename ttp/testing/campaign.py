@@ -28,6 +28,7 @@ from ttp.testing.scenario import (
     random_fault,
     random_scenario,
     with_relays,
+    with_shadow,
     with_transfers,
 )
 from ttp.testing.simulation import Simulation
@@ -48,6 +49,7 @@ class Wish:
         faults: see ``parse_faults``.
         relays: whether every job has relays; else the seed decides.
         transfers: see ``Scenario``.
+        shadow: likewise.
     """
 
     shards: int | None = None
@@ -57,6 +59,7 @@ class Wish:
     faults: str | None = None
     relays: bool = False
     transfers: bool = False
+    shadow: bool = False
 
     def scenario(self, seed: int) -> Scenario:
         """Return the job of one seed.
@@ -76,7 +79,9 @@ class Wish:
             scenario = replace(scenario, steps=self.steps)
         if self.relays and not scenario.relays:
             scenario = with_relays(scenario)
-        if self.transfers:
+        if self.shadow:
+            scenario = with_shadow(scenario)
+        elif self.transfers:
             scenario = with_transfers(scenario)
         if self.faults is not None:
             scenario = replace(scenario, faults=(parse_faults(self.faults, seed, scenario.hosts),))

@@ -116,7 +116,7 @@ class Judge:
                     raise InvariantBroken(f"I2: version {record.facts['version']} is saved, {best} was possible")
             case "committed":
                 version = record.facts["version"]
-                if version not in self._world.storage.checkpoints:
+                if version not in self._world.storage.checkpoints or self._in_memory(version):
                     raise InvariantBroken(f"I4: version {version} is called saved and does not exist")
             case "released":
                 if aside:
@@ -134,6 +134,8 @@ class Judge:
             raise InvariantBroken(f"I6: released for a doubt: nothing comes from ranks {sorted(machine.job.silent)}")
         if exit_code == 75 or (exit_code == 64 and incident.saved):
             version = incident.saved
+            if self._in_memory(version) and machine.job.live and not incident.again:
+                raise InvariantBroken(f"I4: released with 75, version {version} is held in memory only")
             if version not in self._world.storage.checkpoints and version > 0:
                 raise InvariantBroken(f"I4: released with 75, version {version} does not exist")
             return
@@ -141,6 +143,10 @@ class Judge:
         able = machine.job.live - incident.failures.keys() - _silent(incident)
         if best is not None and best > self.base.version and able and "TTP_OT" not in text:
             raise InvariantBroken(f"I6: given up ({text}), version {best} was possible")
+
+    def _in_memory(self, version: int) -> bool:
+        memory = self._world.memory
+        return memory is not None and version in memory.held
 
     def _released_again(self, machine: ControllerMachine, incident: Incident) -> None:
         if incident.saved not in self._world.storage.checkpoints:

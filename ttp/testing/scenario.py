@@ -138,6 +138,7 @@ class Scenario:
         uneven: the rank that deals the words of its shards out in another way than its replicas; None for no rank.
         relays: whether ranks speak to controllers through the relay of their host.
         keep: whether survivors of a death may go on in their processes, and launchers can start the dead alone.
+        shadow: whether checkpoints may be held in memory first; all ranks are on one host.
         transfers: whether ranks that go on keep their state or get it from each other; else they read the checkpoint.
     """
 
@@ -158,6 +159,7 @@ class Scenario:
     relays: bool = False
     keep: bool = False
     transfers: bool = False
+    shadow: bool = False
 
 
 def grid(shards: int, replicas: int) -> Layout:
@@ -243,6 +245,14 @@ def with_transfers(scenario: Scenario) -> Scenario:
     third = (_at_transfer(rng, world), *others[0]) if others and rng.random() < 0.3 else ()
     faults, steps = (first, tuple(second), third), rng.randint(5, 8)
     return replace(scenario, keep=True, relays=False, transfers=True, faults=faults, steps=max(scenario.steps, steps))
+
+
+def with_shadow(scenario: Scenario) -> Scenario:
+    """Return the same job, of one host, with ranks that go on from what is held in its memory, which is not lost."""
+    world = scenario.layout.world_size
+    scenario = with_transfers(replace(scenario, hosts=("h0",) * world))
+    faults = tuple(tuple(f for f in at if f.kind not in ("host", "power", "split")) for at in scenario.faults)
+    return replace(scenario, hosts=("h0",) * world, faults=faults, shadow=True)
 
 
 def _at_transfer(rng: random.Random, world: int) -> Fault:

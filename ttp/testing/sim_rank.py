@@ -305,7 +305,10 @@ class SimRank:
             if now.closure == state.closure and not waited:
                 self._say_quiet(now)
             return
+        hold_dir, held = ("", Version(0)) if self.world.memory is None else self.world.memory.look()
         quiet = ev.Quiet(
+            hold_dir=hold_dir,
+            held=held,
             version=state.version,
             phase=state.phase,
             parked=state.parked,

@@ -37,6 +37,7 @@ from ttp.testing.sim_collectives import Collectives
 from ttp.testing.sim_controller import KEEPALIVE_S, SimController
 from ttp.testing.sim_copies import Copies
 from ttp.testing.sim_faults import Faults
+from ttp.testing.sim_memory import HostMemory
 from ttp.testing.sim_rank import Killed, SimRank
 from ttp.testing.sim_roads import GIVES_UP_S, Roads
 from ttp.testing.sim_transfers import Transfers
@@ -151,6 +152,7 @@ class Simulation(Clock):
         self._early: dict[Rank, SimRank] = {}
         """Ranks of the next launch that go on in their processes; other ranks may not know of that launch yet."""
         self.transfers = Transfers(self) if scenario.transfers else None
+        self.memory = HostMemory(self) if scenario.shadow else None
         self._skipped = 0  # launches cut off because the launcher started all ranks anew
         self._hosts: dict[str, Pages] = {}
         self._copies: dict[str, Copies] = {}
@@ -363,6 +365,8 @@ class Simulation(Clock):
     def commit(self, order: m.Commit) -> None:
         """Commit a draft."""
         self.storage.commit(order)
+        if self.memory is not None:
+            self.memory.committed(order)
         self.judge.committed(order.version)
 
     def write_fails(self, rank: SimRank) -> bool:

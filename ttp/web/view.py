@@ -199,10 +199,12 @@ def tell(log: IncidentLog) -> dict[str, Any]:
     """Return what an incident's file adds: which ranks were hurt, what was saved, and whether that is good."""
     over = log.last("released", "thawed", "closed") is not None
     told: dict[str, Any] = {"cause": log.cause[:TEXT_MAX], "dead": hurt(log), "path": log.checkpoint}
-    if (line := log.last("committed")) is not None:
+    if (line := log.last("committed", "durable")) is not None:
         size = line.facts.get("size")
         told["saved"] = f"version {log.version}, durable {line.at_ms:.0f} ms after the first sign"
         told["bytes"] = size if isinstance(size, int) else 0
+    elif (line := log.last("held")) is not None:
+        told["saved"] = f"version {line.facts.get('version')} is held in memory, and not durable yet"
     elif (line := log.last("nothing_new")) is not None:
         told["saved"] = f"version {log.version} was on disk already"
     released = log.last("released")

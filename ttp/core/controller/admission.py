@@ -140,14 +140,15 @@ class Admission:
             text = "a new incarnation of the job has started"
             self._outbox.send_to(rank, m.Refused(rank, m.RefusalCode.FENCED, text))
         same_job = (hello.run_id, hello.save_dir) == (self._job.run_id, self._job.save_dir)
-        self._parts.restoring.expect(self._rescue.saving.last_commit, same_job=same_job)
+        saving = self._rescue.saving
+        self._parts.restoring.expect(saving.held or saving.last_commit, same_job=same_job)
         self._job.start_incarnation(hello)
         self._parts.forget_incarnation()
         self._end.finished_at = None
         self._parts.hangs.reset(now)
         if not hello.resume:
             self._rescue.verdict.launch_begins(same_job=same_job)
-        self._rescue.base_version, self._rescue.saving.last_commit = hello.base_version, None
+        self._rescue.base_version, saving.last_commit, saving.held = hello.base_version, None, None
         self._outbox.record(
             "incarnation",
             incarnation=self._job.incarnation,

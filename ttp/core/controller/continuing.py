@@ -12,6 +12,7 @@ from ttp.core import messages as m
 from ttp.core.controller.incident import Incident, Stage
 from ttp.core.controller.job_verdict import Verdict
 from ttp.core.controller.membership import Membership
+from ttp.core.decide import Plan
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_SAVED
 
@@ -51,7 +52,7 @@ def trial(job: Membership, incident: Incident, base: Version) -> tuple[bool, str
     if not incident.trial:
         return False, incident.outcome
     unable = "" if _wanted(job) else "not every rank can; their logs say why, if TTP_CONTINUITY is keep"
-    why_not = unable or _why_not_the_state(incident, base) or _why_no_seat(job, incident, set())
+    why_not = unable or _why_not_the_state(incident, incident.saved, base) or _why_no_seat(job, incident, set())
     text = f"ranks do not go on from it: {why_not}" if why_not else "all ranks go on from it"
     return not why_not, f"{incident.outcome}; {text}"
 
@@ -59,10 +60,23 @@ def trial(job: Membership, incident: Incident, base: Version) -> tuple[bool, str
 def _why_not(job: Membership, incident: Incident, end: Verdict, base: Version) -> str:
     if end.code != EXIT_SAVED or incident.stage is not Stage.SAVED:
         return end.text
-    dead = {rank for rank in job.members if rank not in job.live}
+    dead = _dead(job)
     return (
-        _why_not_the_evidence(incident, dead) or _why_not_the_state(incident, base) or _why_no_seat(job, incident, dead)
+        _why_not_the_evidence(incident, dead)
+        or _why_not_the_state(incident, incident.saved, base)
+        or _why_no_seat(job, incident, dead)
     )
+
+
+def why_not_after(job: Membership, incident: Incident, plan: Plan, base: Version) -> str:
+    """Why the survivors would hardly go on after this plan; empty: they may."""
+    if not _wanted(job):
+        return "not every rank can"
+    return _why_not_the_evidence(incident, _dead(job)) or _why_not_the_state(incident, plan.version, base, plan)
+
+
+def _dead(job: Membership) -> set[Rank]:
+    return {rank for rank in job.members if rank not in job.live}
 
 
 def _wanted(job: Membership) -> bool:
@@ -78,10 +92,11 @@ def _why_not_the_evidence(incident: Incident, dead: set[Rank]) -> str:
     return ""
 
 
-def _why_not_the_state(incident: Incident, base: Version) -> str:
-    if incident.saved <= base:
+def _why_not_the_state(incident: Incident, version: Version, base: Version, plan: Plan | None = None) -> str:
+    plan = plan or incident.plan
+    if version <= base:
         return f"no step was finished since the last start, at step {base}"
-    if incident.plan is None or incident.plan.version != incident.saved or incident.plan.disputed:
+    if plan is None or plan.version != version or plan.disputed or not plan.assignments:
         return "replicas differ, or the checkpoint was there already"
     if any(answer.bad for answer in incident.answers.values()):
         return "the state holds NaN or Inf"

@@ -102,3 +102,12 @@ class Freezing:
             host = self._job.members[rank].hello.host
             incident.evidence.add(Evidence(rank, m.FaultKind.SILENT, text, now, host))
         incident.expire_check_at = min(dues, default=now)
+
+    def looks_again(self, incident: Incident, now: float) -> bool:
+        """Return whether the only evidence is that ranks seem to hang: slow ones come to the gate in a moment."""
+        if self._job.broken or incident.evidence.kinds != {m.FaultKind.HUNG}:
+            return False
+        if not incident.waiting and all(not a.main_thread_blocked for a in incident.answers.values()):
+            incident.evidence.withdraw_all(m.FaultKind.HUNG)  # all came to the gate
+            return False
+        return incident.waits("second look", self._timeouts.second_look_s, now)

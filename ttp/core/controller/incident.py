@@ -28,11 +28,18 @@ class Stage(enum.Enum):
 
 
 _EDGES = {
-    Stage.FREEZING: {Stage.FREEZING, Stage.SAVING, Stage.PROGRAM, Stage.SAVED, Stage.RELEASED},
+    Stage.FREEZING: {
+        Stage.FREEZING,
+        Stage.SAVING,
+        Stage.COMMITTING,
+        Stage.PROGRAM,
+        Stage.SAVED,
+        Stage.RELEASED,
+    },
     Stage.SAVING: {Stage.FREEZING, Stage.COMMITTING, Stage.RELEASED},
     Stage.PROGRAM: {Stage.SAVED, Stage.RELEASED},
     Stage.COMMITTING: {Stage.FREEZING, Stage.SAVING, Stage.SAVED, Stage.RELEASED},
-    Stage.SAVED: {Stage.FREEZING, Stage.RELEASED},
+    Stage.SAVED: {Stage.FREEZING, Stage.COMMITTING, Stage.RELEASED},
     Stage.RELEASED: set(),
 }
 """The stages that may follow each stage; see ``Incident.enter``."""
@@ -80,6 +87,10 @@ class Incident:
     """Differs between controllers that have the same incident, so that two of them never write into one draft."""
     directory: str = ""
     """The directory to save to instead of the job's own; empty: the job's own."""
+    awaiting: bool = False
+    """What is held in memory is brought to the storage by a process of its own; nothing is added to it."""
+    hold: str = ""
+    """The directory in memory to which it is, or was, saved first; see ``shadow``."""
     progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)
     """Bytes that each saver or the committer has written, and since when it is that many; the slowest comes first."""
     pauses: dict[str, float] = field(default_factory=dict)
@@ -153,6 +164,11 @@ class Incident:
         return bool(self.evidence.kinds)
 
     @property
+    def holds(self) -> bool:
+        """Whether it is saved to memory now."""
+        return bool(self.hold) and self.directory == self.hold
+
+    @property
     def draft(self) -> str:
         """Directory name under which the planned checkpoint is written."""
         assert self.plan is not None
@@ -167,7 +183,8 @@ class Incident:
               | | ^         | ^            | |         ^ |          ^
               | | |         | +------------+ |         | |          |   the committer failed: another one
               | | +---------+----------------+---------|-+          |   a saver failed, a newer version came
-              | +-------------------------------------->            |   it is on disk already
+              | |                  +-------------------+            |   it is held only, and has to be durable
+              | +-------------------------------------->            |   it is on disk already, or held: COMMITTING
               +-----> PROGRAM --------------------------            |   the program itself saves
             any stage ----------------------------------------------+   told to exit: saved, or it cannot be
 

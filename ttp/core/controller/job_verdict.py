@@ -107,6 +107,11 @@ class JobVerdict:
             self.is_wrong(f"the launcher on {host} says so")
 
     @property
+    def wrong(self) -> bool:
+        """Whether a configuration or a program is."""
+        return bool(self._wrong)
+
+    @property
     def now(self) -> Verdict:
         """The verdict, as far as it is known."""
         if self._wrong:

@@ -24,6 +24,7 @@ from ttp.core.controller.planning import ANSWERS, Go, Planner, Wait
 from ttp.core.controller.program_recovery import Ending, MakeRecovery, Outcome, RescueContext
 from ttp.core.controller.retries import Retries
 from ttp.core.controller.saving import Saving
+from ttp.core.controller.shadow import Shadow
 from ttp.core.decide import NoPlan, Plan
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
@@ -61,6 +62,7 @@ class Rescue:
         self._job, self._outbox, self._patience, self._new_id = job, outbox, patience, new_id
         self._freezing = Freezing(job, outbox, patience, self.meanwhile)
         self._retries = Retries(job, outbox)
+        self._shadow = Shadow(job, outbox, self.saving, self.verdict)
         self._planner = Planner(job, patience)
 
         def blame(subject: Rank, kind: m.FaultKind, text: str, now: float) -> None:
@@ -69,8 +71,8 @@ class Rescue:
         def drain(hosts: frozenset[str]) -> None:
             self.verdict.drained |= hosts
 
-        context = RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, patience.rescue_s, drain)
-        self.program = self._planner.program = make_program(context)
+        told = RescueContext(job, outbox, self._planner.decide, self.on_disk, blame, patience.rescue_s, drain)
+        self.program = self._planner.program = make_program(told)
 
     # ------------------------------------------------------------------------------------------------------- evidence
 
@@ -184,6 +186,7 @@ class Rescue:
             return
         news = self._freezing.take(incident, ranks, answer, now)
         if news and self._planner.improves(incident, answer):
+            self._shadow.leave(incident)
             incident.enter(Stage.FREEZING, f"a newer version has come from ranks {compact_ranks(news)}")
             incident.committer = None
 
@@ -219,8 +222,8 @@ class Rescue:
         incident.end_pauses(now)
         if now >= incident.look_again_at:
             incident.look_again_at = 0.0
-        if self.saving.stalled(incident, p.stall_s, now):
-            self._retries.elsewhere(incident)  # another rank would wait as long for the same storage
+        if self.saving.stalled(incident, p.stall_s, now):  # another rank would wait as long for the same storage
+            self._retries.elsewhere(incident)
         if incident.stage is not Stage.SAVED and now >= incident.patient_since + p.rescue_s:
             self._end_without(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)
 
@@ -257,7 +260,10 @@ class Rescue:
             case Go(_) if self.program.leads:
                 incident.enter(Stage.PROGRAM, "it is for the program to save")
                 self.program.begin(incident)
+            case Go(verdict) if self._shadow.awaits(incident, verdict, now):
+                return
             case Go(Plan() as plan) if plan.version > self.on_disk():
+                self._shadow.choose(incident, plan, self.base_version)
                 self.saving.begin(incident, plan, now)
             case Go(Plan() as plan):
                 self.saving.nothing_new(incident, plan, self.on_disk())
@@ -298,7 +304,9 @@ class Rescue:
         return Version(max(self.base_version, last_commit[0] if last_commit else 0))
 
     def _check_savers(self, incident: Incident, now: float) -> None:
-        self.saving.check(incident, now)
+        self._shadow.failed(incident)
+        if incident.stage is Stage.SAVING:
+            self.saving.check(incident, now)
         if self.saving.stranded(incident):
             self._give_up(incident, "nobody is left to commit the checkpoint", now)
 
@@ -312,22 +320,14 @@ class Rescue:
             else:
                 self._thaw(incident, "the checkpoint is written")
             return
-        if self._job.in_doubt or self._looks_again(incident, now):
+        if self._job.in_doubt or self._freezing.looks_again(incident, now):
             return  # the grace will tell whether it is a false alarm
         if not (incident.faulty or self._job.broken):
-            self._thaw(incident, "nothing is broken after all")
-        elif (not incident.waiting or incident.newest_is_known()) and not continuing.waits(self._job, incident, now):
+            if self._shadow.is_durable(incident, now):
+                self._thaw(incident, "nothing is broken after all")
+        elif self._shadow.may_end(incident, self.base_version, now):
             text = f"{incident.outcome}; a restart goes on with step {incident.saved + 1}"
             self._release(incident, EXIT_SAVED, text, now)
-
-    def _looks_again(self, incident: Incident, now: float) -> bool:
-        """Return whether the only evidence is that ranks seem to hang: slow ones come to the gate in a moment."""
-        if self._job.broken or incident.evidence.kinds != {m.FaultKind.HUNG}:
-            return False
-        if not incident.waiting and all(not a.main_thread_blocked for a in incident.answers.values()):
-            incident.evidence.withdraw_all(m.FaultKind.HUNG)  # all came to the gate
-            return False
-        return incident.waits("second look", self._patience.second_look_s, now)
 
     def _thaw(self, incident: Incident, reason: str, *, mended: bool = False) -> None:
         false_alarm = not (incident.snapshot or mended)
@@ -362,7 +362,7 @@ class Rescue:
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
         self.program.over(resumed=False)
-        self.verdict.progress |= self.saving.last_commit is not None
+        self.verdict.progress |= (self.saving.last_commit or self.saving.held) is not None
         end = self.verdict.released(exit_code, text, incident.cause)
         assert end.code is not None
         again, told = continuing.judge(self._job, incident, end, self.base_version)
@@ -394,7 +394,7 @@ class Rescue:
             self.last, self.incident, self._outbox.incident = self.incident, None, ""
 
     def _answer_requests(self, incident: Incident) -> None:
+        there = incident.saved > 0, incident.saved, incident.path, incident.outcome
         for request in incident.requests:
-            answer = AnswerSave(request, incident.saved > 0, incident.saved, incident.path, incident.outcome)
-            self._outbox.add(answer)
+            self._outbox.add(AnswerSave(request, *there))
         incident.requests = []

@@ -45,6 +45,8 @@ class Saving:
 
     def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors) -> None:
         self.last_commit: tuple[Version, str] | None = None
+        self.held: tuple[Version, str] | None = None
+        """What ranks go on from that was not durable by then."""
         self._pages = PageCollectors(job, mirrors)
         self._job = job
         self._outbox = outbox
@@ -65,8 +67,9 @@ class Saving:
         incident.enter(Stage.SAVING, plan.reason)
         incident.plan, incident.dropped = plan, []
         incident.planned_at = now
-        incident.generation = max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
-        orders = self._orders(incident, plan)
+        incident.generation = self.next_generation(incident)
+        incident.awaiting &= not plan.assignments and bool(incident.tasks)
+        orders = [] if incident.awaiting else self._orders(incident, plan)
         for order in orders:
             merged = incident.pending.pop(order.rank, None)
             if merged is not None:
@@ -91,6 +94,10 @@ class Saving:
         for order in orders:
             incident.wrote(order.rank, -1, now)
             self._send_save(incident, order.rank)
+
+    def next_generation(self, incident: Incident) -> int:
+        """Larger than all that were given out for this incident, by other controllers too."""
+        return max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
 
     def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
         """Return the savers' orders; on every host one rank that is still there collects the pages of all its ranks."""
@@ -273,18 +280,18 @@ class Saving:
                 pause_s = REPLAN_S * 2 ** min(incident.losses - LOSSES_MAX - 1, 10)
                 incident.next_plan_at = incident.planned_at + min(REPLAN_MAX_S, pause_s)
             incident.dropped = []
-        elif not (incident.pending or self._collects_late(incident, now)):
-            self._start_commit(incident, now)
+        elif incident.awaiting or not (incident.pending or self._collects_late(incident, now)):
+            self.commit(incident, "all pieces are durable", now)
 
     # --------------------------------------------------------------------------------------------------------- commit
 
-    def _start_commit(self, incident: Incident, now: float) -> None:
+    def commit(self, incident: Incident, why: str, now: float) -> None:
         """Order a writer to commit, else a rank that stands still, else any other. If there is none: ``stranded``."""
-        writers = {task.order.rank for task in incident.tasks}
         able = [r for r in incident.answers if incident.can_commit(r)]
         if not able:
             return
-        incident.enter(Stage.COMMITTING, "all pieces are durable")
+        writers = {task.order.rank for task in incident.tasks}
+        incident.enter(Stage.COMMITTING, why)
         incident.committer = min(able, key=lambda r: (r not in writers, not incident.answered(r), r))
         incident.wrote(incident.committer, -1, now)
         self._send_commit(incident)
@@ -341,9 +348,13 @@ class Saving:
         incident.outcome = f"saved version {version}" + (
             f" from kept copies; {lost} finished steps are lost" if lost else ""
         )
-        self.last_commit = (version, report.path)
+        if incident.holds:
+            incident.outcome = f"version {version} is held in the memory of the host, and on its way to the storage"
+            self.held = (version, report.path)
+        else:
+            self.last_commit, self.held = (version, report.path), None
         self._outbox.record(
-            "committed",
+            "held" if incident.holds else "committed",
             rank=report.rank,
             version=version,
             path=report.path,

@@ -77,6 +77,8 @@ class Quiet(Event):
     digests: tuple[m.ShardDigest, ...] = ()
     bad: tuple[str, ...] = ()
     kept: tuple[m.KeptCopy, ...] = ()
+    hold_dir: str = ""
+    held: Version = Version(0)  # noqa: RUF009 - a number
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,8 @@ class RankRescue:
                 digests=quiet.digests,
                 bad=quiet.bad,
                 kept=quiet.kept,
+                hold_dir="" if self._snapshot else quiet.hold_dir,
+                held=quiet.held,
             )
         )
 

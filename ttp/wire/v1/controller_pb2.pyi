@@ -577,6 +577,8 @@ class Frozen(google.protobuf.message.Message):
     DIGESTS_FIELD_NUMBER: builtins.int
     BAD_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    HOLD_DIR_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     rank: builtins.int
     incident: builtins.str
     version: builtins.int
@@ -586,6 +588,8 @@ class Frozen(google.protobuf.message.Message):
     has_preimage: builtins.bool
     main_thread_blocked: builtins.bool
     post_step_done: builtins.bool
+    hold_dir: builtins.str
+    held: builtins.int
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardDigest]: ...
     @property
@@ -607,8 +611,10 @@ class Frozen(google.protobuf.message.Message):
         digests: collections.abc.Iterable[global___ShardDigest] | None = ...,
         bad: collections.abc.Iterable[builtins.str] | None = ...,
         kept: collections.abc.Iterable[global___KeptCopy] | None = ...,
+        hold_dir: builtins.str = ...,
+        held: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bad", b"bad", "digests", b"digests", "final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "incident", b"incident", "kept", b"kept", "main_thread_blocked", b"main_thread_blocked", "phase", b"phase", "post_step_done", b"post_step_done", "rank", b"rank", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad", b"bad", "digests", b"digests", "final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "held", b"held", "hold_dir", b"hold_dir", "incident", b"incident", "kept", b"kept", "main_thread_blocked", b"main_thread_blocked", "phase", b"phase", "post_step_done", b"post_step_done", "rank", b"rank", "version", b"version"]) -> None: ...
 
 global___Frozen = Frozen
 

@@ -1,0 +1,43 @@
+"""Ranks that go on from what is held in memory, with faults before that is durable; see ``ttp.testing.sim_memory``."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttp.core.controller.shadow import Shadow
+from ttp.testing.campaign import Wish
+from ttp.testing.simulation import Simulation
+from ttp.testing.toy import InvariantBroken
+
+WISH = Wish(shadow=True)
+
+
+def play(seeds: range) -> int:
+    """Play these seeds; return how often a checkpoint was held."""
+    made = 0
+    for seed in seeds:
+        simulation = Simulation(WISH.scenario(seed))
+        try:
+            simulation.run()
+        except InvariantBroken as problem:
+            raise AssertionError(f"seed {seed}: {problem}") from problem
+        assert simulation.memory is not None
+        made += simulation.memory.made
+    return made
+
+
+def test_many_seeds() -> None:
+    assert play(range(150)) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_more_seeds() -> None:
+    assert play(range(1000, 6000)) > 2000
+
+
+@pytest.mark.parametrize("name", ["is_durable", "awaits"])
+def test_the_simulation_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(Shadow, name, lambda *_: name == "is_durable")
+    with pytest.raises(AssertionError, match="seed"):
+        play(range(600))

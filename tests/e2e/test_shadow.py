@@ -1,0 +1,225 @@
+"""Ranks go on from a checkpoint that is held in memory, while slow or full storage takes it (``TTP_SHADOW_S``)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.disks.bad_disk import BadDisk, Rule
+from tests.e2e import shards
+from tests.e2e.harness import Job
+from tests.e2e.test_keep import KEEP, KILL, again
+from ttp.store.catalog import find_whole
+from ttp.store.held import Held
+
+MakeJob = Callable[..., Job]
+Unbroken = Callable[[Job], list[dict[str, Any]]]
+TIMEOUT_S = 240
+FULL = Rule(("MKDIR",), "-held", error=errno.ENOSPC)
+"""There is no room for what comes from memory. Ranks can save."""
+
+
+@pytest.fixture
+def job(make_job: MakeJob, bad_disk: BadDisk) -> Job:
+    """Two ranks; the storage takes nothing from memory until the test says so."""
+    found = make_job(ranks=2, steps=40, max_restarts=4, faults=[KILL], flags=[*KEEP], env={"TTP_SHADOW_S": "0.000001"})
+    found.directory = bad_disk.mountpoint.parent
+    bad_disk.rules(FULL)
+    return found
+
+
+def wait_until(holds: Callable[[], Any], job: Job, timeout_s: float = 60) -> None:
+    until = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until, job.story()
+        time.sleep(0.02)
+
+
+def held(job: Job) -> Held:
+    return Held.of(job.directory / "checkpoints")
+
+
+def versions(job: Job) -> list[int]:
+    """Of checkpoints on the storage, whose digests are right."""
+    return [c.version for c in find_whole(job.directory / "checkpoints")[0]]
+
+
+def kinds(job: Job) -> list[list[str]]:
+    wanted = ("held", "not_held", "awaited", "committed", "released", "durable")
+    return [[e["kind"] for e in events if e["kind"] in wanted] for events in job.incidents()]
+
+
+def goes_on(job: Job) -> Job:
+    """Training has gone on, and nothing is on the storage."""
+    job.start()
+    job.wait_for_version(7)
+    assert again(job) == [True], job.story()
+    assert versions(job) == [] and held(job).unfinished() == 5, job.story()
+    return job
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_ranks_go_on_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
+    goes_on(job)
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 0, job.story()
+    assert kinds(job) == [["held", "released", "durable"]] and versions(job) == [5], job.story()
+    assert not list(held(job).memory.iterdir())
+    assert job.starts() == [0, 5] and job.results() == unbroken(job), job.story()
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_the_job_ends_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
+    """The launcher waits for it."""
+    job.steps = 10
+    job.start()
+    said = "waiting until what ranks hold in memory is durable"
+    wait_until(lambda: job.log.exists() and said in job.log.read_text(), job)
+    assert versions(job) == []
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 0 and versions(job) == [5], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken, rank: int) -> None:
+    """Its step is saved as ever: a newer checkpoint takes the place of the one that is held. One is, at a time."""
+    job.faults.append({"id": "second", "rank": rank, "step": 9, "phase": "backward", "action": "kill"})
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert kinds(job) == [["held", "released", "durable"], ["committed", "released"]], job.story()
+    assert again(job) == [True, True] and job.starts() == [0, 5, 9] and versions(job) == [9], job.story()
+    assert not held(job).unfinished() and job.results() == unbroken(job), job.story()
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize(
+    "second", [{"rank": 1, "phase": "data"}, {"rank": 0, "phase": "data"}], ids=["newcomer", "survivor"]
+)
+def test_a_rank_dies_before_its_first_update(
+    job: Job, bad_disk: BadDisk, unbroken: Unbroken, second: dict[str, Any]
+) -> None:
+    """All start anew, from memory."""
+    job.faults.append({"id": "second", "step": 5, "action": "kill", "launch": "1", **second})
+    job.start()
+    job.wait_for_version(7)
+    assert job.starts() == [0, 5, 5] and versions(job) == [], job.story()
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 0 and versions(job) == [5], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize("who", ["launcher", "launcher and writer"])
+def test_the_launcher_dies_before_it_is_durable(
+    job: Job, bad_disk: BadDisk, make_job: MakeJob, unbroken: Unbroken, who: str
+) -> None:
+    """The process that writes goes on; where it is killed, too, the next launch restores what is in memory."""
+    goes_on(job)
+    if who != "launcher":
+        writers(job)[0].kill()
+    os.kill(job.processes[0].pid, signal.SIGKILL)
+    job.stop()
+    if who == "launcher":
+        bad_disk.rules()
+        wait_until(lambda: versions(job) == [5] and not held(job).unfinished(), job)
+    assert job.start().wait(TIMEOUT_S - 30) == 0 if who == "launcher" else job.start(), job.story()
+    if who != "launcher":
+        job.wait_for_version(9)
+        assert versions(job) == []
+        bad_disk.rules()
+        assert job.wait(TIMEOUT_S - 30) == 0, job.story()
+    assert job.starts() == [0, 5, 5] and versions(job) == [5], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_the_controller_and_the_writer_die_before_it_is_durable(
+    job: Job, bad_disk: BadDisk, unbroken: Unbroken
+) -> None:
+    job.steps, job.env["JOB_STEP_S"] = 100, "0.05"
+    goes_on(job)
+    (first,) = writers(job)
+    first.kill()
+    first.wait()
+    controller = json.loads(job.ttp("status", "--json").stdout)["controller"]["pid"]
+    os.kill(controller, signal.SIGKILL)
+    wait_until(lambda: len(writers(job)) == 1 and held(job).is_served(), job)
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 0 and versions(job) == [5], job.story()
+    assert job.results() == unbroken(job), job.story()
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_nobody_leaves_with_75_before_it_is_durable(job: Job, bad_disk: BadDisk) -> None:
+    """No restart is left, so the survivor is not to go on."""
+    job.max_restarts = 0
+    job.start()
+    wait_until(lambda: kinds(job) == [["held", "awaited"]], job)
+    time.sleep(1.0)
+    assert job.processes[0].poll() is None and versions(job) == []
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 75, job.story()
+    assert kinds(job)[0][:2] == ["held", "awaited"] and kinds(job)[0][-1] == "released", job.story()
+    assert versions(job) == [5] and job.committed() == [5], job.story()
+
+
+def named(process: psutil.Process, module: str) -> bool:
+    try:
+        return module in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def writers(job: Job) -> list[psutil.Process]:
+    """Processes that bring it to the storage."""
+    mine = str(held(job).root)
+    return [p for p in psutil.process_iter() if named(p, "ttp.launch.shadow") and named(p, mine)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_shards_are_held_too(job: Job, bad_disk: BadDisk, tmp_path: Path) -> None:
+    """HSDP: each replica group writes its shard to memory."""
+    job.script, job.ranks, job.steps = Path(shards.__file__).with_name("sharded_job.py"), 4, 12
+    job.env["JOB_KIND"] = "hsdp"
+    job.faults = [shards.fault("backward", "backward", shards.victims("hsdp", "redo")["one rank"]) | {"step": 5}]
+    job.start()
+    wait_until(lambda: again(job) == [True], job)
+    bad_disk.rules()
+    assert job.wait(TIMEOUT_S - 30) == 0, job.story()
+    assert kinds(job) == [["held", "released", "durable"]] and len(versions(job)) == 1, job.story()
+    unbroken = shards.unbroken(tmp_path / "unbroken", "hsdp", job.steps)
+    for mine, theirs in zip(shards.bits_of(job.directory), unbroken, strict=True):
+        assert mine <= theirs and max(theirs, key=lambda line: int(line.split()[0])) in mine, sorted(mine - theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+def test_a_rank_is_killed_again_and_again(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
+    """The storage takes what is held each time, in its own time."""
+    bad_disk.rules(Rule(("WRITE",), "distcp", delay_s=0.3))
+    faults = [{"id": f"{n}", "rank": n % 2, "step": 4 * n + 5, "phase": "backward", "action": "kill"} for n in range(6)]
+    job.faults, job.max_restarts = faults, 8
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert {kind for events in kinds(job) for kind in events} >= {"held", "durable", "released"}, job.story()
+    assert job.starts() == [0, *range(5, 29, 4)] and job.results() == unbroken(job), job.story()
+    assert versions(job)[0] == 25 and not held(job).unfinished()

@@ -1,0 +1,202 @@
+"""Checkpoints that are held in memory until a process has brought them to the storage."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.damage import flip
+from tests.store.conftest import World
+from ttp.core.layout import Version
+from ttp.launch import shadow
+from ttp.launch.shadow import Bringer, Shadows, serve
+from ttp.store.catalog import find_whole
+from ttp.store.choice import look_back
+from ttp.store.held import Held, Order
+from ttp.store.manifest import manifest_digest
+from ttp.store.names import draft_name
+
+if TYPE_CHECKING:
+    pass
+
+
+@pytest.fixture
+def save_dir(tmp_path: Path) -> Path:
+    found = tmp_path / "storage"
+    found.mkdir()
+    return found
+
+
+@pytest.fixture
+def held(tmp_path: Path, save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Held:
+    """What ``Held.of`` finds for ``save_dir``."""
+    monkeypatch.setattr(shadow, "RETRY_MIN_S", 0.001)
+    found = Held(tmp_path / "memory")
+    found.make()
+    monkeypatch.setattr("ttp.store.choice.Held.of", lambda _: found)
+    found.give(order_for(save_dir))
+    return found
+
+
+def order_for(save_dir: Path, fallback: str = "", incident: str = "first") -> Order:
+    return Order(incident, draft_name(Version(12), incident), str(save_dir), fallback, 3, 5.0, 0.0)
+
+
+def hold(held: Held, version: int = 12, incident: str = "first") -> Path:
+    """A checkpoint in memory."""
+    return World(held.memory).make(version, incident)
+
+
+def versions(place: Path) -> list[int]:
+    return [candidate.version for candidate in find_whole(place)[0]]
+
+
+def bring(held: Held) -> bool:
+    order = held.order()
+    assert order is not None
+    return Bringer(held, order).run()
+
+
+def test_it_becomes_the_same_checkpoint(held: Held, save_dir: Path) -> None:
+    """With one digest: it does not matter which of the two a rank has found."""
+    path = hold(held)
+    digest = manifest_digest(path)
+    assert held.unfinished() == 12
+    assert bring(held)
+    there = save_dir / path.name
+    assert manifest_digest(there) == digest and versions(save_dir) == [12]
+    assert (held.state().path, held.state().incident, held.state().problem) == (str(there), "first", "")
+    assert held.unfinished() == 0 and not list(held.memory.iterdir())
+    assert held.state().written >= held.state().size > 0 and held.speed() > 0
+    assert [path.name for path in save_dir.iterdir()] == [there.name]
+
+
+def test_it_is_restored_from_memory_before_that(held: Held, save_dir: Path) -> None:
+    World(save_dir).make(11)
+    path = hold(held)
+    found = look_back(save_dir)
+    assert [c.version for c in found.candidates] == [12, 11]
+    assert found.where[found.candidates[0]] == path
+    bring(held)
+    again = look_back(save_dir)
+    assert again.candidates == found.candidates and again.where[again.candidates[0]] == save_dir / path.name
+
+
+def test_a_newer_checkpoint_takes_its_place(held: Held, save_dir: Path) -> None:
+    hold(held)
+    World(save_dir).make(13, "second")
+    assert bring(held)
+    assert versions(save_dir) == [13] and not list(held.memory.iterdir())
+
+
+def test_a_newer_one_that_is_damaged_does_not(held: Held, save_dir: Path) -> None:
+    hold(held)
+    newer = World(save_dir).make(13, "second")
+    flip(newer / "__0_1.distcp")
+    held.give(replace(order_for(save_dir), patience_s=0.1))
+    assert not bring(held) and held.unfinished() == 12
+    assert "other bytes" in held.state().problem
+
+
+def test_what_the_storage_has_changed_is_written_once_more(
+    held: Held, save_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = hold(held)
+    spoilt: list[Path] = []
+    write = Bringer._write
+
+    def and_spoil(self: Bringer, *args: object) -> None:
+        write(self, *args)  # type: ignore[arg-type]
+        if not spoilt:
+            flip(save_dir / path.name / "__0_1.distcp")
+            spoilt.append(path)
+
+    monkeypatch.setattr(Bringer, "_write", and_spoil)
+    assert bring(held)
+    assert spoilt and versions(save_dir) == [12] and not held.unfinished()
+
+
+def test_damaged_memory_is_said_and_never_saved(held: Held, save_dir: Path) -> None:
+    flip(hold(held) / "__0_1.distcp")
+    held.give(replace(order_for(save_dir), patience_s=0.1))
+    assert not bring(held)
+    assert "damaged in memory" in held.state().problem and versions(save_dir) == []
+
+
+def test_the_fallback_is_tried_where_the_storage_refuses(held: Held, tmp_path: Path) -> None:
+    hold(held)
+    (tmp_path / "file").write_text("no directory")
+    spare = tmp_path / "spare"
+    held.give(order_for(tmp_path / "file" / "checkpoints", str(spare)))
+    assert bring(held)
+    assert versions(spare) == [12] and held.state().path.startswith(str(spare))
+
+
+def test_what_was_given_up_leaves_nothing(held: Held, save_dir: Path) -> None:
+    """Ranks could not write it to memory, and have saved it to the storage."""
+    World(held.memory).write_draft(12)
+    World(save_dir).make(12)
+    assert bring(held)
+    assert not list(held.memory.iterdir())
+
+
+def test_what_others_have_left_is_removed(held: Held, save_dir: Path) -> None:
+    World(held.memory).write_draft(10, "older")
+    hold(held, 12)
+    assert bring(held) and not list(held.memory.iterdir())
+
+
+def test_it_stays_while_somebody_restores_it(held: Held, save_dir: Path) -> None:
+    path = hold(held)
+    through = threading.Thread(target=bring, args=(held,))
+    with held.reading():
+        through.start()
+        while held.unfinished():
+            pass
+        assert path.is_dir() and versions(save_dir) == [12]
+    through.join()
+    assert not path.exists()
+
+
+def test_a_process_does_it_and_there_is_one(held: Held, save_dir: Path, tmp_path: Path) -> None:
+    """The launcher, which has heard of it by a file, starts one where none lives."""
+    hold(held)
+    folder = tmp_path / "run" / shadow.FOLDER
+    folder.mkdir(parents=True)
+    (folder / "it").write_text(str(held.root))
+    with held.serving() as mine:
+        assert mine and held.is_served()
+        serve(held)  # one lives: nothing is started
+        assert not Shadows(tmp_path / "run").wait(0.05)
+    assert Shadows(tmp_path / "run").wait(60.0)
+    assert versions(save_dir) == [12] and not held.unfinished()
+
+
+def test_what_belongs_to_somebody_else_is_not_read(tmp_path: Path, save_dir: Path) -> None:
+    held = Held(tmp_path / "memory")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    held.root.symlink_to(elsewhere)
+    with pytest.raises(OSError, match="belongs to somebody else"):
+        held.make()
+    assert held.checkpoint() is None and held.unfinished() == 0
+
+
+@pytest.mark.parametrize("wrong", [b"", b"{", b"[1]", b'{"incident": 1, "more": 2}'])
+def test_half_a_word_is_none(held: Held, wrong: bytes) -> None:
+    (held.root / "state.json").write_bytes(wrong)
+    (held.root / "order.json").write_bytes(wrong)
+    (held.root / "speed").write_bytes(wrong)
+    assert held.order() is None and held.state().path == "" and held.speed() == 0
+
+
+def test_the_speed_of_the_storage_is_measured(held: Held, save_dir: Path) -> None:
+    assert held.speed() == 0
+    held.measure(save_dir)
+    assert held.speed() > 0 and not list(save_dir.iterdir())
+    held.measure(save_dir / "not there")
+    assert held.speed() > 0

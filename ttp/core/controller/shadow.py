@@ -1,0 +1,99 @@
+"""A checkpoint that is held in the memory of the host first, where survivors go on and the storage is slow. Pure.
+
+It is made as any other, with a manifest, in a directory in memory; another process brings it to the storage from there
+(``ttp.launch.shadow``). *Held* is not saved: ranks are told to go on from it, and never to leave with 75. Where they do
+not go on after all, one of them commits once more, to the storage, which means to wait for that process. Whatever fails
+in memory, the save is begun once more, as without it. See decision 63.
+"""
+
+from __future__ import annotations
+
+from ttp.core.controller import continuing
+from ttp.core.controller.incident import Incident, Stage
+from ttp.core.controller.job_verdict import JobVerdict, Verdict
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.saving import Saving
+from ttp.core.decide import How, NoPlan, Plan
+from ttp.core.layout import Version
+from ttp.errors import EXIT_SAVED
+
+
+class Shadow:
+    """What is special about a save that goes to memory first.
+
+    Args:
+        job: the ranks.
+        outbox: takes records.
+        saving: makes checkpoints, in memory too.
+        verdict: of the job.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox, saving: Saving, verdict: JobVerdict) -> None:
+        self._job, self._outbox, self._saving, self._verdict = job, outbox, saving, verdict
+
+    def choose(self, incident: Incident, plan: Plan, base: Version) -> None:
+        """The first plan was made: see whether its checkpoint is held in memory first. Later ones go where it went."""
+        if not (incident.plan or incident.directory or incident.forgiven or incident.recovered or incident.requests):
+            incident.directory = incident.hold = self._place(incident, plan, base)
+
+    def _place(self, incident: Incident, plan: Plan, base: Version) -> str:
+        job, answers = self._job, incident.answers
+        places = {answers[rank].hold_dir if rank in answers else "" for rank in job.live}
+        hosts = {member.hello.host for member in job.members.values()}
+        plain = plan.lost == 0 and all(a.how is not How.KEPT for a in plan.assignments)
+        if len(places) != 1 or len(hosts) != 1 or not job.complete or incident.snapshot or not plain:
+            return ""
+        return "" if continuing.why_not_after(job, incident, plan, base) else places.pop()
+
+    def awaits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> bool:
+        """Ranks have nothing newer than what is held from before: have one of them wait until that is durable.
+
+        What is held and not durable does not count as on disk. Returns whether it is so.
+        """
+        held = max((answer.held for answer in incident.answers.values()), default=Version(0))
+        if not held or (isinstance(verdict, Plan) and verdict.version > held):
+            return False
+        if any(incident.can_commit(rank) for rank in incident.answers):
+            reason = f"version {held} is held in memory, and ranks have nothing newer"
+            incident.plan, incident.tasks, incident.pending = Plan(held, (), reason), [], {}
+            self._await(incident, held, now)
+        return True
+
+    def _await(self, incident: Incident, version: Version, now: float) -> None:
+        self._outbox.record("awaited", version=version)
+        incident.generation, incident.awaiting = self._saving.next_generation(incident), True
+        self._saving.commit(incident, "what is held has to be durable", now)
+
+    def failed(self, incident: Incident) -> None:
+        """Somebody could not write or commit to memory: begin once more, to the storage."""
+        if incident.holds and incident.failures:
+            self._outbox.record("not_held", failures=dict(sorted(incident.failures.items())))
+            incident.enter(Stage.FREEZING, "it cannot be held in memory: it is saved to the storage")
+            incident.forgive("", incident.failures)
+
+    def leave(self, incident: Incident) -> None:
+        """A newer version has come than the one that is held: that one is saved to the storage."""
+        if incident.holds and incident.saved:
+            incident.directory, incident.saved, incident.path = "", Version(0), ""
+
+    def may_end(self, incident: Incident, base: Version, now: float) -> bool:
+        """Whether ranks may be released now. What is held only has to be what they go on from, or is made durable."""
+        if incident.waiting and not incident.newest_is_known():
+            return False
+        if continuing.waits(self._job, incident, now):
+            return False
+        end = self._verdict.now if self._verdict.wrong else Verdict(EXIT_SAVED, "")
+        goes_on = not incident.requests and continuing.judge(self._job, incident, end, base)[0]
+        return goes_on or self.is_durable(incident, now)
+
+    def is_durable(self, incident: Incident, now: float) -> bool:
+        """Whether the checkpoint is. If not, one rank waits until it is, as long as a save may take."""
+        if not (incident.holds and self._job.live):
+            return True  # if nobody is left the launcher waits for it
+        if not any(incident.can_commit(rank) for rank in incident.answers):
+            return False
+        version = incident.saved
+        self.leave(incident)
+        self._await(incident, version, now)
+        return False

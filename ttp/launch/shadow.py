@@ -1,0 +1,285 @@
+"""Brings a checkpoint that is held in memory to the storage, beside a job that has gone on.
+
+``python -m ttp.launch.shadow`` is a process and a session of its own, which outlives ranks, launcher and controller. A
+rank that begins to write to memory starts it; a launcher starts another one where it was killed, and waits for
+it at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from ttp.core import messages as m
+from ttp.core.layout import Rank
+from ttp.errors import CheckpointError
+from ttp.store import catalog, names
+from ttp.store.commit import commit, tidy
+from ttp.store.disk import Disk
+from ttp.store.durable import make_directory
+from ttp.store.held import Held, Order, State
+from ttp.store.manifest import Manifest
+from ttp.store.mounts import Mounts
+from ttp.store.piece_file import piece_file
+from ttp.store.plain_file import open_plain
+from ttp.store.verify import verify_checkpoint
+
+log = logging.getLogger("ttp.launch")
+
+LOOK_S = 0.02
+"""How often what comes next is looked for."""
+RETRY_MIN_S, RETRY_MAX_S = 0.1, 5.0
+"""Pauses after the storage has refused."""
+START_S = 10.0
+"""How long the process may take until it is there."""
+AGAIN_S = 1.0
+"""How often a launcher looks whether it lives."""
+THREADS = 4
+CHUNK = 1 << 20
+FOLDER = "held"
+"""In the run directory: names of what is held, or was."""
+
+
+class Bringer:
+    """The process.
+
+    Args:
+        held: what is brought to the storage.
+        order: where.
+    """
+
+    def __init__(self, held: Held, order: Order) -> None:
+        self._held, self._order = held, order
+        self._places = [Path(place) for place in (order.save_dir, order.fallback_dir) if place]
+        self._mounts = Mounts(*self._places)
+        self._state = held.state()
+        self._said_s = 0.0
+        self._lock = threading.Lock()
+
+    def run(self) -> bool:
+        """Return whether all that is held is durable, which may take ``patience_s``."""
+        until, pause_s, tries = time.monotonic() + self._order.patience_s, RETRY_MIN_S, 0
+        if not self._held.unfinished():
+            self._held.drop(but=self._order.draft)
+        while time.monotonic() < until:
+            found = self._held.checkpoint()
+            if found is None:
+                if self._is_late():
+                    break
+                time.sleep(LOOK_S)
+                continue
+            if self._state.incident != found[1].incident:
+                self._state = State(found[1].incident)
+            try:
+                self._done(*self._bring(*found, self._places[tries % len(self._places)]))
+                if found[1].incident == self._order.incident:
+                    return True
+            except (OSError, CheckpointError) as problem:
+                level = logging.WARNING if str(problem) != self._state.problem else logging.DEBUG
+                log.log(level, "step %s is held in memory only, as yet: %s", found[1].version, problem)
+                self._say(problem=str(problem))
+            tries += 1
+            time.sleep(pause_s)
+            pause_s = min(RETRY_MAX_S, 2 * pause_s)
+        if self._held.checkpoint() is None:
+            self._held.drop()  # it was given up
+            return True
+        return False
+
+    def _is_late(self) -> bool:
+        """Whether the version was saved to the storage meanwhile: it is not held any more."""
+        draft = names.parse_draft_name(self._order.draft)
+        with contextlib.suppress(CheckpointError, OSError):
+            for place in self._places if draft is not None else ():
+                whole, _ = catalog.find_whole(place, deep=False, enough=1)
+                if draft is not None and whole and whole[0].version >= draft[0]:
+                    return True
+        return False
+
+    def _bring(self, held: Path, manifest: Manifest, place: Path) -> tuple[Path, int]:
+        """Make it a checkpoint of ``place``, and return where it, or a newer one, is, which was read back."""
+        self._mounts.check(place)
+        make_directory(place)
+        newest, _ = catalog.find_whole(place, deep=False, enough=1)
+        if not newest or newest[0].version < manifest.version:
+            self._write(held, manifest, place)
+            newest, _ = catalog.find_whole(place, deep=False, enough=1)
+        if not newest or newest[0].version < manifest.version:
+            raise CheckpointError(f"{place} does not have it, though it was committed")
+        path = place / newest[0].name
+        if wrong := verify_checkpoint(path):
+            self._set_aside(path, manifest)
+            raise CheckpointError(f"{path} was read back with other bytes: {'; '.join(wrong[:3])}")
+        return path, Manifest.load(path).size
+
+    def _write(self, held: Path, manifest: Manifest, place: Path) -> None:
+        draft, disk, began = names.draft_name(manifest.version, f"{manifest.incident}-held"), Disk(), time.monotonic()
+        disk.make_directory(place / draft)
+        copy = functools.partial(self._copy, held, place / draft)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(copy, manifest.pieces))
+        for directory in disk.tree(place / draft)[0]:
+            disk.sync_directory(directory)
+        order = m.Commit(
+            Rank(0), 0, manifest.incident, 0, manifest.version, manifest.incarnation, draft, manifest.cause,
+            manifest.reason, self._order.keep, manifest.pieces, manifest.missing_pages,
+        )  # fmt: skip
+        commit(
+            place,
+            order,
+            run_id=manifest.run_id,
+            world_size=manifest.world_size,
+            groups=manifest.groups,
+            framework=manifest.framework,
+            finalise=lambda _: (),
+            manifest=manifest,
+        )
+        if place == self._places[0]:
+            self._held.note_speed(manifest.size, time.monotonic() - began)
+
+    def _copy(self, held: Path, draft: Path, piece: m.Piece) -> None:
+        target, buffer = draft / piece.file, memoryview(bytearray(CHUNK))
+        if target.parent != draft:
+            Disk().make_directory(target.parent)
+        with open_plain(held / piece.file) as source, piece_file(target, self._wrote) as out:
+            while count := source.readinto(buffer):
+                out.write(buffer[:count])
+            if (found := out.sync_and_close()) != (piece.size, piece.digest):
+                raise CheckpointError(f"{held / piece.file} is damaged in memory: {found}")
+
+    def _set_aside(self, path: Path, manifest: Manifest) -> None:
+        """The storage has changed what it was given: it is to be written once more, under the same name."""
+        if path.name == names.checkpoint_name(manifest.version):
+            with contextlib.suppress(OSError):
+                path.rename(path.with_name(names.removed_name(manifest.version, time.time_ns())))
+
+    def _wrote(self, count: int) -> None:
+        with self._lock:
+            self._state = replace(self._state, written=self._state.written + count)
+            if time.monotonic() > self._said_s + AGAIN_S / 10:
+                self._said_s = time.monotonic()
+                self._say()
+
+    def _say(self, **changes: object) -> None:
+        self._state = replace(self._state, **changes)  # type: ignore[arg-type]
+        with contextlib.suppress(OSError):
+            self._held.say(self._state)
+
+    def _done(self, path: Path, size: int) -> None:
+        after_s = time.time() - self._order.began_unix_s
+        self._say(path=str(path), size=size, problem="")
+        log.info("%s is durable and verified, %.1f s after it was held in memory", path, after_s)
+        with contextlib.suppress(OSError):
+            self._note(path, size, after_s)
+        tidy(path.parent, self._order.keep, path.name, verified=True)
+        self._held.drop(but="" if self._state.incident == self._order.incident else self._order.draft)
+
+    def _note(self, path: Path, size: int, after_s: float) -> None:
+        """Add a line to the file of the incident."""
+        facts: dict[str, object] = {
+            "sequence": 0,
+            "unix_s": round(time.time(), 6),
+            "monotonic_s": round(time.monotonic(), 6),
+            "kind": "durable",
+            "incident": self._state.incident,
+            "version": names.parse_checkpoint_name(path.name),
+            "path": str(path),
+            "size": size,
+            "after_ms": round(after_s * 1e3, 3),
+        }
+        file = path.parent / names.INCIDENTS / f"{self._state.incident}.jsonl"
+        with file.open("a") as log_file:
+            log_file.write(f"{json.dumps(facts)}\n")
+            log_file.flush()
+            os.fsync(log_file.fileno())
+
+
+def serve(held: Held, *, wait_s: float = START_S) -> None:
+    """See to it that a process lives that brings to the storage what is held.
+
+    Args:
+        held: what.
+        wait_s: how long to wait until it is there; 0: not at all.
+
+    Raises:
+        OSError: there is none.
+    """
+    if held.is_served():
+        return
+    command = [sys.executable, "-m", "ttp.launch.shadow", str(held.root)]
+    nothing = subprocess.DEVNULL
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the one that is started starts another one, and ends
+        subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True).wait(wait_s or None)
+    until = time.monotonic() + wait_s
+    while wait_s and not held.is_served():
+        if time.monotonic() > until:
+            raise OSError("no process could be started that brings a checkpoint from memory to the storage")
+        time.sleep(LOOK_S / 4)
+
+
+class Shadows:
+    """What a launcher does for checkpoints that its ranks hold in memory.
+
+    Args:
+        run_dir: of the job on this host.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self._looked_s = 0.0
+
+    def look(self) -> None:
+        """Call it often: a process that was killed is started again."""
+        if time.monotonic() > self._looked_s + AGAIN_S:
+            self._looked_s = time.monotonic()
+            for held in self._unfinished():
+                serve(held, wait_s=0)
+
+    def wait(self, patience_s: float) -> bool:
+        """The launcher ends: wait until nothing is held in memory only. Returns whether that is so."""
+        until, told = time.monotonic() + patience_s, False
+        while open_ones := self._unfinished():
+            if time.monotonic() > until:
+                where = ", ".join(str(held.root) for held in open_ones)
+                log.error(
+                    "a checkpoint could not be brought from memory (%s) to the storage: start on this host", where
+                )
+                return False
+            if not told:
+                log.warning("waiting until what ranks hold in memory is durable")
+                told = True
+            self.look()
+            time.sleep(LOOK_S)
+        return True
+
+    def _unfinished(self) -> list[Held]:
+        with contextlib.suppress(OSError):
+            found = [Held(Path(path.read_text())) for path in self._folder.iterdir()]
+            return [held for held in found if held.unfinished()]
+        return []
+
+
+def main(root: Path) -> int:
+    """Bring to the storage what is held in ``root``."""
+    if os.fork():
+        return 0  # the other one is nobody's child, who would have to wait for it
+    os.setsid()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s [ttp] %(message)s")
+    held = Held(root)
+    with held.serving() as mine:
+        order = held.order()
+        return 0 if not mine or order is None or Bringer(held, order).run() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
