@@ -193,7 +193,7 @@ class Session:
         if not self._reported:
             self.report(problem)
         self._go_on(problem)
-        log.error("no controller came to the rescue; the error is raised as it would be without ttp")
+        log.error("no controller has ordered a save after this error: it is raised as it would be without ttp")
         self.processor.close()
         self.processor = None
 
@@ -332,7 +332,7 @@ class Session:
         found = self._look_back(self._share)
         chosen, unread = self._agree(found)
         for share, older, why in (
-            (self._share, True, "shares of older checkpoints are read too"),
+            (self._share, True, "each rank also reads its part of older checkpoints"),
             (everything, False, "LOCAL_RANK or LOCAL_WORLD_SIZE is wrong, or ranks see different copies: all is read"),
         ):
             if not unread:

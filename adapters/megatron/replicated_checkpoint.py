@@ -131,7 +131,7 @@ def rename_save_result(args: Any, *, step: int | None = None) -> int:
         sync_directory(root)
         write_durably(root / LATEST, str(step).encode())
     except (OSError, CheckpointError) as problem:
-        log.error("the checkpoint of step %s gets no name: %s", step, problem)
+        log.error("the checkpoint of step %s cannot be renamed to its final name: %s", step, problem)
         return 1
     return 0
 

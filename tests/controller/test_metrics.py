@@ -162,7 +162,7 @@ def test_with_tls_what_was_renewed_is_shown_and_strangers_get_nothing(tmp_path: 
     until(lambda: serial() != first)
     Path(own["TTP_TLS_CERT"]).write_text("half a cert")
     assert scrape(port, scraper(authority, client))["ttp_controller_leader", ""] == 0, "the last one that could be used"
-    assert controller.output().count("the certificate that was renewed is not used") == 1
+    assert controller.output().count("the renewed certificate cannot be used") == 1
     for one in silent:
         one.close()
 

@@ -135,7 +135,7 @@ class Peer:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (NOISE.randbytes(1000), "no report"),
+        (NOISE.randbytes(1000), "not a valid report"),
         (b"", "a message without a report"),
         (pb.RankReport(heartbeat=pb.Heartbeat(phase=77)).SerializeToString(), "Phase 77 is not known"),  # type: ignore[arg-type]
         (b"\x2a\x80\x89\x7a" + b"\x22\x00" * 1_000_000, "more than 262144 fields"),

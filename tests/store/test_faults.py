@@ -153,7 +153,7 @@ def test_a_mount_that_is_taken_away_while_a_piece_is_written(world: World, disk:
         with pytest.raises(FileNotFoundError) as caught:
             on_disk.save(12, progress=take_away)
         assert caught.value.errno == errno.ENOENT
-        with pytest.raises(OSError, match="not mounted any more") as caught_at_check:
+        with pytest.raises(OSError, match="no longer mounted") as caught_at_check:
             mounts.check(on_disk.save_dir)
         assert (caught_at_check.value.errno, caught_at_check.value.filename) == (errno.ENODEV, str(place))
     finally:

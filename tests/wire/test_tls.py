@@ -162,7 +162,7 @@ def test_who_has_a_certificate_of_the_authority_is_answered(guarded: Controller,
 
 def test_who_speaks_plainly_is_told_to_use_tls(guarded: Controller) -> None:
     done = _status(guarded.port, {})
-    assert done.returncode == 64 and "speaks TLS, and this process does not: set TTP_TLS_CERT" in done.stderr
+    assert done.returncode == 64 and "uses TLS, and this process does not: set TTP_TLS_CERT" in done.stderr
 
 
 def test_another_authority_is_not_believed(guarded: Controller, stranger: dict[str, str]) -> None:
@@ -181,7 +181,7 @@ def test_a_controller_without_tls_is_not_spoken_to(own: dict[str, str], tmp_path
         done = _status(controller.port, own)
     finally:
         controller.close()
-    assert done.returncode == 64 and "does not speak TLS, and this process does" in done.stderr
+    assert done.returncode == 64 and "does not use TLS, and this process does" in done.stderr
 
 
 def test_a_controller_with_a_bad_identity_does_not_start(own: dict[str, str], tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_rank_is_saved_over_tls(own: dict[str, str], tmp_path: Path) -> None:
 def test_a_rank_that_speaks_plainly_is_refused_before_it_trains(guarded: Controller, tmp_path: Path) -> None:
     done = _life(tmp_path, guarded.port, {})
     assert done.returncode != 75 and not list(tmp_path.glob("step_*"))
-    assert "speaks TLS, and this process does not" in done.stderr
+    assert "uses TLS, and this process does not" in done.stderr
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_a_controller_shows_a_certificate_that_was_renewed_and_keeps_it_when_the
         assert controller.status().stage == "waiting", "a connection of before"
         Path(settings["TTP_TLS_CERT"]).write_text("no certificate")
         assert _shown(controller.port) == second
-        assert "the certificate that was renewed is not used" in controller.output()
+        assert "the renewed certificate cannot be used" in controller.output()
         authority.sign(file="long-running")
         assert _shown(controller.port) not in (first, second)
     finally:

@@ -269,7 +269,7 @@ def _is_sound(entry: CatalogEntry) -> bool:
     try:
         sound(entry)
     except (CheckpointError, NotTriedError) as problem:
-        _log.error("an older checkpoint is kept, as a newer one is damaged: %s", problem)
+        _log.error("an older checkpoint is kept, because a newer one is damaged: %s", problem)
         return False
     return True
 

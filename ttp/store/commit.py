@@ -136,7 +136,7 @@ class _Job:
             raise CheckpointError(f"version {self.order.version} cannot be committed: {problem}") from problem
         manifest = self._committed()
         if manifest is None:
-            raise CheckpointError(f"{self.final} was committed and is not whole now: it was changed from outside")
+            raise CheckpointError(f"{self.final} was committed and is damaged now: another program has changed it")
         self._tidy()
         return self.final, manifest.size
 
@@ -160,7 +160,9 @@ class _Job:
         except Exception as problem:
             if self._committed() is None:
                 raise
-            _log.info("%s: another committer was faster (here: %s)", self.final, problem)  # it removed our directory
+            _log.info(
+                "%s was already committed by another rank (here: %s)", self.final, problem
+            )  # it removed our directory
 
     # ---------------------------------------------------------------------------------------------------- assembling
 

@@ -140,7 +140,7 @@ def leave_word(save_dir: Path, run_id: str, text: str) -> None:
             make_directory(save_dir / INCIDENTS)
             write_durably(save_dir / INCIDENTS / WORD, json.dumps(facts).encode())
         except (OSError, ValueError) as problem:
-            log.info("ttp verdict will not know of this, as nothing can be written to %s: %s", save_dir, problem)
+            log.info("`ttp verdict` will not know of this: cannot write to %s: %s", save_dir, problem)
 
     writer = threading.Thread(target=write, name="ttp-word", daemon=True)  # the exit code must not hang with a disk
     writer.start()

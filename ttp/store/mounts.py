@@ -32,7 +32,11 @@ class Mounts:
         with contextlib.suppress(FileNotFoundError):  # it was removed, or its mount is gone
             os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))  # makes an automounter mount it
         if mount not in _mountpoints():
-            raise OSError(errno.ENODEV, "not mounted any more, as it was when the job started", str(mount))
+            raise OSError(
+                errno.ENODEV,
+                "the file system that was mounted there when the job started is no longer mounted",
+                str(mount),
+            )
 
 
 def mount_of(directory: Path) -> Path:

@@ -81,7 +81,7 @@ def parse_report(data: bytes) -> m.Report:
     try:
         message = pb.RankReport.FromString(data)
     except DecodeError:
-        raise WireError(f"{len(data)} bytes that are no report") from None
+        raise WireError(f"{len(data)} bytes are not a valid report") from None
     return report_from_wire(message)
 
 

@@ -132,7 +132,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
             case 5:
                 at += 4
             case _:
-                raise WireError("these bytes are no message")
+                raise WireError("these bytes are not a valid message")
         if at + size > end:
             raise WireError("a message that is cut short")
         yield at, at + size

@@ -66,7 +66,7 @@ def parse_frame(data: bytes) -> tuple[Frame, dict[LineId, str]]:
     try:
         message = pb.RelayFrame.FromString(data)
     except DecodeError:
-        raise WireError(f"{len(data)} bytes that are no frame of a relay") from None
+        raise WireError(f"{len(data)} bytes are not a valid frame of a relay") from None
     problems: dict[LineId, str] = {}
     reports: list[tuple[Lines, m.Report | None]] = []
     for item in message.reports:

@@ -76,7 +76,7 @@ class Guard:
                 with context.wrap_socket(plain) as secure:
                     shown = secure.getpeercert(binary_form=True)
         except ssl.SSLCertVerificationError as problem:
-            log.error("the certificate of the server at %s is not believed: %s", where, problem.verify_message)
+            log.error("the certificate of the server at %s was rejected: %s", where, problem.verify_message)
         except OSError as problem:  # covers ssl.SSLError
             log.debug("nobody at %s shows a certificate: %s", where, problem)
         else:
@@ -103,6 +103,6 @@ def _judged(certificate: bytes, guard: Guard, _changed: int, _time: int) -> str:
         return f"TTP_TLS_CRL is set, and openssl cannot judge certificates: {problem}"
     if done.returncode == 0:
         return ""
-    said = done.stderr.decode(errors="replace").strip() or "openssl does not believe it"
+    said = done.stderr.decode(errors="replace").strip() or "openssl rejects it"
     why = _WHY.search(said)
     return f"{why[1] if why else said.splitlines()[0]} (by the list TTP_TLS_CRL={guard.lists})"

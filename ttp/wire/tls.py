@@ -169,13 +169,13 @@ class Renewals:
             mine = identity(self._config)
         except Exception as problem:
             if str(problem) != self._problem:
-                log.error("the certificate that was renewed is not used: %s", problem)
+                log.error("the renewed certificate cannot be used, the old one stays in use: %s", problem)
             self._problem = str(problem)
             return None
         self._problem = ""
         if mine is None or mine == self._mine:
             return None
-        log.info("a renewed certificate, authority or list is used from now on")
+        log.info("using the renewed certificate, authority or revocation list from now on")
         self._mine = mine
         return mine
 
@@ -207,12 +207,12 @@ def diagnose(address: str, port: int, details: str) -> str | None:
         return None
     if theirs and not mine:
         return (
-            f"what listens at {where} speaks TLS, and this process does not: set TTP_TLS_CERT, TTP_TLS_KEY and "
+            f"the server at {where} uses TLS, and this process does not: set TTP_TLS_CERT, TTP_TLS_KEY and "
             "TTP_TLS_CA to the job's"
         )
     if mine and not theirs:
         return (
-            f"what listens at {where} does not speak TLS, and this process does: set TTP_TLS_CERT, TTP_TLS_KEY and "
+            f"the server at {where} does not use TLS, and this process does: set TTP_TLS_CERT, TTP_TLS_KEY and "
             "TTP_TLS_CA for every process of the job, or for none"
         )
     if mine and ("handshake" in details.lower() or "ssl" in details.lower()):

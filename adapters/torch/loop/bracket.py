@@ -370,4 +370,4 @@ class Bracket:
         """Log, once, that code of ttp has raised."""
         if not self._complained:
             self._complained = True
-            log.warning("ttp could not follow an update; training goes on", exc_info=True)
+            log.warning("an error while ttp followed an update; training goes on", exc_info=True)

@@ -211,9 +211,9 @@ class Manager:
                     self._take(message)
             except grpc.RpcError as problem:
                 if not self._closed.is_set():
-                    log.debug("the controller at %s cannot be attended to: %s", self._where, problem)
+                    log.debug("cannot attach to the controller at %s: %s", self._where, problem)
             except Exception:  # try again, whatever happened
-                log.exception("the manager stumbled")
+                log.exception("an error in the thread that serves the manager")
             self._attached.clear()
             if not self._closed.wait(RETRY_S):
                 self._look_for_another()
@@ -234,7 +234,7 @@ class Manager:
             call = call_from_wire(message)
             self._callbacks[call.kind](call)
         except WireError as problem:
-            log.warning("what the controller says is not understood: %s", problem)
+            log.warning("cannot parse a message of the controller: %s", problem)
         except Exception:
             log.exception("the callback for %s failed: the controller decides by itself", message.what)
             self._notify(NoticeKind.FAILED, {})

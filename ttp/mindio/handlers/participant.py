@@ -264,7 +264,7 @@ class Participant:
             text = f"rank {self._env.rank}: {words}"
             processor.report(FaultKind.EXCEPTION, text, code, then=self._exit_code)
             processor.wait_released()
-            log.error("no controller came to the rescue of rank %s", self._env.rank)
+            log.error("no controller has handled the failure of rank %s", self._env.rank)
             self.close()
         else:
             processor.tell(Said(Ailing(Rank(self._env.rank), ailment, code, words)))
