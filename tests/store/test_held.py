@@ -35,7 +35,7 @@ def save_dir(tmp_path: Path) -> Path:
 def held(tmp_path: Path, save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Held:
     """What ``Held.of`` finds for ``save_dir``."""
     monkeypatch.setattr(shadow, "RETRY_MIN_S", 0.001)
-    found = Held(tmp_path / "memory")
+    found = Held(tmp_path / "ttp-held-0-test")
     found.make()
     monkeypatch.setattr("ttp.store.choice.Held.of", lambda _: found)
     found.give(order_for(save_dir))
@@ -173,7 +173,7 @@ def test_a_process_does_it_and_there_is_one(held: Held, save_dir: Path, tmp_path
         serve(held)  # one lives: nothing is started
         assert not Shadows(tmp_path / "run").wait(0.05)
     assert Shadows(tmp_path / "run").wait(60.0)
-    assert versions(save_dir) == [12] and not held.unfinished()
+    assert versions(save_dir) == [12] and not held.unfinished() and not held.root.exists()
 
 
 def test_what_belongs_to_somebody_else_is_not_read(tmp_path: Path, save_dir: Path) -> None:

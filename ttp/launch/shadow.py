@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ from ttp.store import catalog, names
 from ttp.store.commit import commit, tidy
 from ttp.store.disk import Disk
 from ttp.store.durable import make_directory
-from ttp.store.held import Held, Order, State
+from ttp.store.held import PREFIX, Held, Order, State
 from ttp.store.manifest import Manifest
 from ttp.store.mounts import Mounts
 from ttp.store.piece_file import piece_file
@@ -71,7 +72,7 @@ class Bringer:
         until, pause_s, tries = time.monotonic() + self._order.patience_s, RETRY_MIN_S, 0
         if not self._held.unfinished():
             self._held.drop(but=self._order.draft)
-        while time.monotonic() < until:
+        while time.monotonic() < until and self._held.usable:
             found = self._held.checkpoint()
             if found is None:
                 if self._is_late():
@@ -260,12 +261,17 @@ class Shadows:
                 told = True
             self.look()
             time.sleep(LOOK_S)
+        for held in self._known():
+            shutil.rmtree(held.root, ignore_errors=True)
         return True
 
     def _unfinished(self) -> list[Held]:
+        return [held for held in self._known() if held.unfinished() or (held.checkpoint() and held.is_served())]
+
+    def _known(self) -> list[Held]:
         with contextlib.suppress(OSError):
             found = [Held(Path(path.read_text())) for path in self._folder.iterdir()]
-            return [held for held in found if held.unfinished()]
+            return [held for held in found if held.usable and held.root.name.startswith(PREFIX)]
         return []
 
 

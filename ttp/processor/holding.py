@@ -44,7 +44,7 @@ class Holding:
         self._may = may and alone and config.shadow_s is not None
         if self._may and env.local_rank == 0 and (env.launch == 0 or not self._held.speed()):
             threading.Thread(target=self._held.measure, args=(save_dir,), name="ttp-speed", daemon=True).start()
-        if self._held.unfinished():
+        if self._may or self._held.unfinished():
             self._tell_launcher()
 
     def _tell_launcher(self) -> None:

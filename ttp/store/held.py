@@ -32,6 +32,7 @@ from ttp.store.manifest import Manifest
 T = TypeVar("T")
 
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "ttp-held-"
 RESERVE = 0.1
 """This part of the shared memory stays free for others."""
 PROBE_BYTES = 8 << 20
@@ -98,7 +99,7 @@ class Held:
         except OSError:
             place = ""
         key = hashlib.sha256(f"{os.path.realpath(save_dir)}|{place}".encode()).hexdigest()[:16]
-        return cls(shared_memory / f"ttp-held-{os.getuid()}-{key}")
+        return cls(shared_memory / f"{PREFIX}{os.getuid()}-{key}")
 
     # ---------------------------------------------------------------------------------------------------- what is there
 
@@ -251,7 +252,7 @@ class Held:
 
     def drop(self, but: str = "") -> None:
         """Remove what is held, once nobody reads it, and drafts that do not begin with ``but``. For the writer."""
-        with self._locked("readers", fcntl.LOCK_EX):
+        with contextlib.suppress(FileNotFoundError), self._locked("readers", fcntl.LOCK_EX):  # the launcher has ended
             for path in list(self.memory.iterdir()):
                 if not (but and path.name.startswith(but)):
                     shutil.rmtree(path, ignore_errors=True)
