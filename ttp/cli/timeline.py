@@ -232,6 +232,7 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "not_cured": lambda f: f"the ranks cannot go on: {f.get('text')}",
     "not_recovered": lambda f: f"lost ranks were not replaced: {f.get('text')}",
     "seats_open": lambda f: f"new processes may take the places of {ranks_text(f.get('ranks') or ())}",
+    "offered": lambda f: f"host {f.get('host')} stands by: it can start ranks of a host that is drained",
     "moves": lambda f: f"{ranks_text(f.get('ranks') or ())} are to move to other hosts",
     "guest": lambda f: f"a new process for rank {f.get('rank')} waits on {f.get('host')} (pid {f.get('pid')})",
     "moves_not": lambda f: f"no rank is moved: {f.get('text')}",
