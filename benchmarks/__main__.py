@@ -25,6 +25,7 @@ GROUPS = {
     "keep": "keep",
     "buddy": "buddy",
     "barrier": "barrier",
+    "exchange": "exchange",
     "layouts": "layouts",
     "zero": "zero",
     "save": "save",

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -102,11 +101,11 @@ class Gloo:
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """Connections that are made inside are those of backends."""
-        before = _connected()
+        before = _sockets()
         try:
             yield
         finally:
-            self._sockets |= _connected() - before
+            self._sockets |= {found for found in _sockets() - before if _connected(found)}
 
     def forget(self) -> None:
         """All backends so far are of no use any more."""
@@ -114,10 +113,8 @@ class Gloo:
 
     def let_go(self, backends: Sequence[Any]) -> None:
         """See ``Transport``; of all groups that were made."""
-        for descriptor, inode in self._sockets & _connected():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-                if os.fstat(found.fileno()).st_ino == inode:
-                    found.shutdown(socket.SHUT_RDWR)
+        for known in self._sockets:
+            _connected(known, shut_down=True)
 
     def connect(self, place: Place) -> Any:
         """See ``Transport``."""
@@ -235,21 +232,39 @@ class _LentStore(_dist.Store):  # type: ignore[misc,name-defined,unused-ignore] 
 _lent: list[_LentStore] = []  # torch does not keep what Python has added to an object that it keeps
 
 
-def _connected() -> set[Socket]:
-    """Sockets of this process that are connected over TCP; none where that cannot be seen."""
+def _sockets() -> set[Socket]:
+    """Return the sockets of this process; none where its descriptors cannot be listed.
+
+    A process may have thousands, and this runs twice for each group: what they are is asked of the new ones only.
+    """
     try:
-        return set(_look())
+        with os.scandir("/proc/self/fd") as entries:
+            listed = [int(entry.name) for entry in entries]
     except OSError:
         return set()
-
-
-def _look() -> Iterator[Socket]:
-    for entry in Path("/proc/self/fd").iterdir():
+    found = set()
+    for descriptor in listed:
         with contextlib.suppress(OSError):
-            descriptor = int(entry.name)
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as found:
-                tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
-                if tcp and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    yield descriptor, os.fstat(found.fileno()).st_ino
+            seen = os.fstat(descriptor)
+            if stat.S_ISSOCK(seen.st_mode):
+                found.add((descriptor, seen.st_ino))
+    return found
+
+
+def _connected(known: Socket, *, shut_down: bool = False) -> bool:
+    """Return whether ``known`` still exists and is a TCP socket that does not listen.
+
+    Args:
+        known: a socket that this process had.
+        shut_down: end the connection if so.
+    """
+    descriptor, inode = known
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        if os.fstat(found.fileno()).st_ino != inode:  # the descriptor was closed, and its number used again
+            return False
+        tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+        connected = tcp and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if connected and shut_down:
+            found.shutdown(socket.SHUT_RDWR)
+        return connected
+    return False

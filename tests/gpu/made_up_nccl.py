@@ -51,10 +51,10 @@ class ProcessGroupNCCL(_dist.ProcessGroupGloo):  # type: ignore[misc] # of torch
     version = (2, 27, 3)
 
     def __init__(self, store: Any, rank: int, size: int, options: NcclOptions) -> None:
-        before = transport._connected()
-        super().__init__(store, rank, size, timeout=options._timeout)
-        self.sockets = transport.Gloo()
-        self.sockets._sockets = transport._connected() - before
+        sockets = transport.Gloo()
+        with sockets.noting():
+            super().__init__(store, rank, size, timeout=options._timeout)
+        self.sockets = sockets
         self.given, self.aborted, self.connected_to = options, threading.Event(), None
         self.made.append(self)
 
