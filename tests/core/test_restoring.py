@@ -7,6 +7,7 @@ from dataclasses import replace
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
+from ttp.core.restore_choice import none_whole_note
 from ttp.core.restore_messages import Candidate, Reading, Restored, RestoreDecision, RestoreView
 from ttp.testing.scenario import grid
 
@@ -24,6 +25,26 @@ def test_all_ranks_restore_what_all_have_found() -> None:
     assert talk.orders(RestoreDecision)[0].version == 7
     assert talk.machine.base_version == 7
     assert talk.report(1, view(1, (7, "b"))) == "RestoreDecision:1"  # it did not hear
+
+
+def test_where_no_checkpoint_is_whole_the_job_does_not_begin_again_at_step_0() -> None:
+    reason = "step_9: piece x is missing"
+    damaged = RestoreView(Rank(0), (), (reason, none_whole_note(Version(9))))
+    talk = Talk(grid(1, 2))
+    talk.report(0, damaged)
+    talk.report(1, replace(damaged, rank=Rank(1), skipped=(none_whole_note(Version(7)),)))
+    (decision,) = {replace(order, rank=Rank(0)) for order in talk.orders(RestoreDecision)}
+    assert (decision.version, decision.name) == (9, "")
+    assert reason in decision.error and "newest is of step 9" in decision.error and "move" in decision.error
+
+
+def test_drafts_and_notes_of_a_newer_ttp_are_no_damaged_checkpoints() -> None:
+    talk = Talk(grid(1, 2))
+    talk.report(
+        0, RestoreView(Rank(0), (), ("a draft", none_whole_note(Version(0)), "every checkpoint: none is whole"))
+    )
+    talk.report(1, view(1))
+    assert talk.orders(RestoreDecision)[0].error == ""
 
 
 def test_the_end_of_reading_is_written_down_once_when_the_last_rank_has_read() -> None:

@@ -260,6 +260,23 @@ def test_damage_that_one_rank_finds_in_its_share_is_damage_for_all(solo: Run, ch
     assert sorted(found) == sorted(trusting) == [False, True] and found != trusting, said
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_whose_only_checkpoint_is_damaged_is_refused_and_does_not_begin_again(
+    solo: Run, checkpoint: Path, tmp_path: Path, ranks: int
+) -> None:
+    (checkpoint / "__0_0.distcp").unlink()
+    if ranks == 1:
+        done = solo(checkpoint.parent, 8)
+        said = [(done.returncode, done.stdout, done.stderr)]
+    else:
+        said = two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8)
+    for code, out, err in said:
+        assert code == 64 and "start" not in out, said
+        assert "no checkpoint is whole, and the newest is of step 4" in err and "__0_0.distcp is missing" in err
+    checkpoint.rename(checkpoint.parent / "damaged")
+    assert "start 0" in solo(checkpoint.parent, 8).stdout, "as the message says"
+
+
 @pytest.mark.slow
 def test_a_launcher_that_says_one_local_rank_to_all_hides_no_damage(
     solo: Run, checkpoint: Path, tmp_path: Path

@@ -9,12 +9,36 @@ from ttp.core.layout import Version
 from ttp.core.restore_messages import Candidate, Reading, RestoreView
 
 _IN_FALLBACK = "in the fallback directory "
+_NONE_WHOLE = "every checkpoint: none is whole, and the newest is of step "
 
 
 def fallback_note(directory: str, candidates: Iterable[Candidate]) -> str:
     """Return the note that a rank adds to ``RestoreView.skipped`` if some of its candidates are not in ``save_dir``."""
     versions = ", ".join(str(c.version) for c in candidates)
     return f"{_IN_FALLBACK}{directory}: step {versions}"
+
+
+def none_whole_note(newest: Version) -> str:
+    """Return the note that a rank adds to ``RestoreView.skipped`` if it found checkpoints, and none of them whole."""
+    return f"{_NONE_WHOLE}{newest}"
+
+
+def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
+    """Return the newest damaged version, and an error in words, if ranks found nothing but damaged checkpoints.
+
+    Version 0: a rank found a whole one, or no rank found any.
+    """
+    listed = sorted(views, key=lambda view: view.rank)
+    notes = [text for view in listed for text in view.skipped if text.startswith(_NONE_WHOLE)]
+    newest = max((int(said) for text in notes if (said := text.removeprefix(_NONE_WHOLE)).isdecimal()), default=0)
+    if not newest or any(view.candidates for view in listed):
+        return Version(0), ""
+    reasons = dict.fromkeys(text for view in listed for text in view.skipped if not text.startswith(_NONE_WHOLE))
+    return Version(newest), (
+        f"no checkpoint is whole, and the newest is of step {newest}: training would begin again at step 0 "
+        f"({'; '.join([*reasons][:5])}). Repair a checkpoint or copy a whole one to save_dir. To begin at step 0, move "
+        "the damaged ones away, or use another save_dir"
+    )
 
 
 def agree(views: Iterable[RestoreView]) -> Candidate | str:

@@ -58,9 +58,9 @@ class Restored(m.Report):
 class RestoreDecision(m.LedOrder):
     """Order: the checkpoint to restore. ``version`` 0 with an empty name: start from nothing.
 
-    A non-empty ``error`` is raised on every rank. An error with a version: that version was committed and has vanished,
-    which only an operator can mend. ``unread``: the ranks together have not read all of the checkpoint; they read more
-    and send a ``RestoreView`` again.
+    A non-empty ``error`` is raised on every rank. An error with a version: that version was committed, and has vanished
+    or is damaged like all others, which only an operator can mend. ``unread``: the ranks together have not read all of
+    the checkpoint; they read more and send a ``RestoreView`` again.
     """
 
     version: Version

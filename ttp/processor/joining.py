@@ -81,7 +81,7 @@ class Joining:
             patience_s: seconds that the other ranks may take (``TTP_RESTORE_S``).
 
         Raises:
-            ConfigError: a checkpoint that the job has committed has vanished.
+            ConfigError: a checkpoint that the job has committed has vanished, or no checkpoint is whole.
             RestoreError: the ranks have no checkpoint in common, or the other ranks did not ask in time.
         """
         try:

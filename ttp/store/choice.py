@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ttp.core.restore_choice import fallback_note
+from ttp.core.layout import Version
+from ttp.core.restore_choice import fallback_note, none_whole_note
 from ttp.core.restore_messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
-from ttp.store.catalog import find_whole
+from ttp.store.catalog import find_whole, scan
 from ttp.store.held import Held
 from ttp.store.manifest import MANIFEST, load_with_digest, manifest_digest
 from ttp.store.share import NOTHING, WHOLE, Share, everything
@@ -63,8 +64,9 @@ def look_back(
     """
     search = _Search(share, older)
     memory = Held.of(save_dir)
-    places = fallback_dir, memory.memory if memory.usable else None
-    for directory in (Path(save_dir), *(Path(place) for place in places if place is not None)):
+    others = fallback_dir, memory.memory if memory.usable else None
+    directories = [Path(save_dir), *(Path(place) for place in others if place is not None)]
+    for directory in directories:
         search.look(directory)
     if later:
         search.shares = dict.fromkeys(search.offers, WHOLE)
@@ -73,13 +75,20 @@ def look_back(
     if search.newest is None and not (later and any(search.offers.values())):
         if search.unlisted:
             raise search.unlisted[0]
-        return Found(skipped=tuple(search.skipped))
+        return Found(skipped=(*search.skipped, *_none_whole(directories)))
     where = search.places()
     candidates = sorted(where, key=lambda c: (c.version, c in search.verified), reverse=True)
     in_fallback = [c for c in candidates if where[c].parent == fallback_dir]
     notes = [fallback_note(str(fallback_dir), in_fallback)] if in_fallback else []
     readings = tuple(_reading(where[c], search.share_read(c, where[c].parent)) for c in candidates)
     return Found(tuple(candidates), (*search.skipped, *notes), frozenset(search.verified), where, readings)
+
+
+def _none_whole(directories: Iterable[Path]) -> list[str]:
+    """Return a note if there are checkpoints in these directories, of which none is whole."""
+    entries = (entry for directory in directories for entry in scan(directory) if entry.kind == "checkpoint")
+    newest = max((entry.version or Version(0) for entry in entries), default=Version(0))
+    return [none_whole_note(newest)] if newest else []
 
 
 held_for = Held.of

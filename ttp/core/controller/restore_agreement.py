@@ -9,7 +9,7 @@ from ttp.core import messages as m
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank, Version
-from ttp.core.restore_choice import agree, is_unread
+from ttp.core.restore_choice import agree, is_unread, none_whole
 from ttp.core.restore_messages import Candidate, Restored, RestoreDecision, RestoreView
 
 
@@ -70,6 +70,9 @@ class Restoring:
         chosen, error = (Candidate(Version(0), "", ""), verdict) if isinstance(verdict, str) else (verdict, "")
         if self._committed is not None and not error and vanished(self._committed, self._views.values()):
             chosen, error = Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
+        elif not error and not chosen.name:
+            version, error = none_whole(self._views.values())
+            chosen = Candidate(version, "", "")
         self.decision = RestoreDecision(
             m.SEVERAL,
             self._job.term,
