@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import tempfile
 import threading
@@ -15,13 +14,14 @@ import pytest
 
 from ttp.chaos.rank_connection import SOCKET, RankConnection
 from ttp.chaos.switchboard import NAME, PREFIX, RankEnded, RankStarted, RankSwitchboard, RankWaits, remove_abandoned
+from ttp.inbox import Inbox
 
 PATIENCE_S = 20
 
 
 @pytest.fixture
-def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.SimpleQueue[Any]]:
-    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inbox[Any]]:
+    calls: Inbox[Any] = Inbox()
     switchboard = RankSwitchboard(calls)
     switchboard.open()
     monkeypatch.setenv(SOCKET, str(switchboard.path))
@@ -30,7 +30,7 @@ def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.SimpleQueue[Any]]:
     assert not switchboard.path.parent.exists()
 
 
-def test_a_rank_waits_at_its_points_and_nowhere_else(inbox: queue.SimpleQueue[Any]) -> None:
+def test_a_rank_waits_at_its_points_and_nowhere_else(inbox: Inbox[Any]) -> None:
     said: list[str] = []
 
     def rank() -> None:
@@ -68,7 +68,7 @@ def test_what_a_killed_desk_has_left_is_removed(tmp_path: Path, monkeypatch: pyt
     left.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(left / NAME))
-    switchboard = RankSwitchboard(queue.SimpleQueue())
+    switchboard = RankSwitchboard(Inbox())
     switchboard.open()
     assert remove_abandoned() == [left]
     assert not left.exists() and switchboard.path.exists()

@@ -75,7 +75,7 @@ def test_what_is_refused_is_said_once(keeper: Keeper, sender: PageSender, caplog
         sender.send(7, True, 2, b"page")
         sender.send(8, True, 2, b"page")
     assert [r.getMessage() for r in caplog.records if "there is no room" in r.getMessage()] == [
-        f"rank 0 at {keeper.order.address} does not keep the page of this rank: there is no room"
+        f"rank 0 at {keeper.order.address} did not store the page of this rank: there is no room"
     ]
 
 

@@ -256,7 +256,7 @@ def test_names_that_tell_the_rank() -> None:
 
 REFUSED: dict[str, tuple[list[str], str, int]] = {
     "nobody tells": ([], "nothing tells which ranks", 64),
-    "two tell": (["--data-parallel", "--strategy", "S"], "give one of", 64),
+    "two tell": (["--data-parallel", "--strategy", "S"], "give exactly one of", 64),
     "no place": (["--data-parallel", "--by", "copy"], "needs --out", 64),
     "taken": (["--data-parallel", "--by", "copy", "--out", "JOB"], "exists", 64),
     "inside": (["--data-parallel", "--by", "copy", "--out", "JOB/rank_0/new"], "is left as it is", 64),
