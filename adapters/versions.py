@@ -14,8 +14,21 @@ from ttp.processor import continuing
 
 log = logging.getLogger("ttp.adapters.frameworks")
 
+TORCH_MIN = (2, 7)
+"""Oldest version of torch with which checkpoints can be restored: older ones cannot load one in a single process."""
 TORCHDATA = ("0.8", "0.11")
 """Oldest and newest tested version of torchdata, whose ``StatefulDataLoader`` users give to ttp as it is."""
+
+
+def check_torch() -> None:
+    """Check that torch can restore what is saved.
+
+    Raises:
+        ConfigError: it is too old.
+    """
+    if numbers(version := _version("torch")) < TORCH_MIN:
+        needed = ".".join(map(str, TORCH_MIN))
+        raise ConfigError(f"torch {version} is too old: checkpoints can be restored with torch {needed} or later")
 
 
 def require(package: str, module: str, tested: tuple[str, str], *, extra: str = "") -> Any:

@@ -271,7 +271,9 @@ def _adapter_for(
     if "torch" in families:
         from ttp.adapters.torch.adapter import TorchAdapter
         from ttp.adapters.torch.sharding.exchange import refuse_everywhere
+        from ttp.adapters.versions import check_torch
 
+        check_torch()
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")
         extra: Mapping[str, Any] | Any = extra_state

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import ttp
-from ttp.adapters.versions import require
+from ttp.adapters.versions import check_torch, require
 from ttp.errors import ConfigError
 
 PACKAGES = {"hf": "transformers", "titan": "torchtitan"}
@@ -22,6 +23,17 @@ PACKAGES = {"hf": "transformers", "titan": "torchtitan"}
 def test_one_that_is_missing_is_an_extra_to_install() -> None:
     with pytest.raises(ConfigError, match=r"ttp\.hf needs no_such_package.*pip install 'ttp-ft\[hf\]'"):
         require("no_such_package", "hf", ("1.0", "2.0"))
+
+
+def test_a_torch_that_could_save_and_not_restore_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for version in ("2.7.1", "3.0.0a0+git1"):
+        monkeypatch.setattr("torch.__version__", version)
+        check_torch()
+    monkeypatch.setattr("torch.__version__", "2.6.0+cu124")
+    with pytest.raises(ConfigError, match=r"torch 2\.6\.0\+cu124 is too old.*torch 2\.7 or later"):
+        ttp.wrap_optimizer(optimizer, model=model)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import importlib.util
 import sys
 
 MODULES = {
-    "torch": "torch (2.5 or later, built for CUDA)",
+    "torch": "torch (2.7 or later, built for CUDA)",
     "numpy": "numpy",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
@@ -24,7 +24,7 @@ MODULES = {
     "pytest_timeout": "pytest-timeout",
     "hypothesis": "hypothesis",
 }
-TORCH_MIN = (2, 5)
+TORCH_MIN = (2, 7)
 
 
 def missing() -> str:

@@ -1,8 +1,8 @@
 """Entry point ``torchrun.handlers``: makes stock torchrun let healthy ranks save.
 
-Torch 2.6 and later load it, in the agent and not in workers (with 2.5 use ``ttp run``). It does nothing unless
-``TTP_PORT`` is set. It is called while ``torch.distributed.launcher.api`` is half imported, so the agent is replaced
-later: when torch creates the rendezvous handler, just before it makes the agent.
+Torch loads it in the agent and not in workers. It does nothing unless ``TTP_PORT`` is set. It is called while
+``torch.distributed.launcher.api`` is half imported, so the agent is replaced later: when torch creates the rendezvous
+handler, just before it makes the agent.
 """
 
 from __future__ import annotations

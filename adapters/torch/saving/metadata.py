@@ -81,7 +81,7 @@ def build_metadata(items: Sequence[IndexEntry], storage_meta: StorageMeta) -> Me
         storage_meta=storage_meta,
     )
     if (version := getattr(filesystem, "CURRENT_DCP_VERSION", None)) is not None:
-        metadata.version = version  # torch 2.5 has neither the constant nor the field
+        metadata.version = version  # torch 2.7 has neither the constant nor the field
     return metadata
 
 
