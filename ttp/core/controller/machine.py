@@ -384,7 +384,7 @@ class ControllerMachine:
 
     @property
     def _grace_s(self) -> float:
-        """How long a rank whose stream has ended may take to open another one, in seconds."""
+        """Return the seconds that a rank whose stream has ended may take to open another one."""
         return in_queue(self.patience.grace_s, self._suspected)
 
     def _expire(self, now: float) -> None:

@@ -121,7 +121,7 @@ class Silence:
 
     @property
     def _matters(self) -> bool:
-        """Whether a doubt matters: the job trains, so it has something to lose, and no other controller may lead it."""
+        """True if a doubt matters: the job trains, so it has something to lose, and no other controller may lead it."""
         return self._job.formed and not self._job.ended and self._job.gather_until is None
 
     def deadline(self) -> float | None:
@@ -136,7 +136,7 @@ class Silence:
 
     @property
     def _quiet_at(self) -> float:
-        """When the host that was not heard for the longest is to be looked at."""
+        """Time at which to look at the host that was silent for longest."""
         quiet_s = self._patience.quiet_s
         return next(iter(self._heard.values())) + quiet_s if self._heard and quiet_s is not None else NEVER
 
