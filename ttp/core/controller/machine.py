@@ -175,7 +175,7 @@ class ControllerMachine:
         if self.incident is None:
             self._rescue.program.advance()
         if frozen and self.incident is None:
-            self._parts.hangs.restart(now)  # no rank could move, and that was no hang
+            self._parts.hangs.restart(now)  # no rank could move meanwhile: that was no hang
         self._end.advance(now, incident=self.incident is not None)
         return [*self._outbox.take(), *meanwhile]
 
