@@ -1,4 +1,4 @@
-"""The time that survivors of a death need, with ``keep``, to connect all their process groups anew."""
+"""Measures how long survivors of a death need to connect all their process groups anew, with ``keep``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.world import free_port, scratch, train
 
 RANKS = 4
 BUDGETS_MS = {1: 10.0, 8: 60.0, 32: 250.0}
-"""By the number of groups, each of all ranks."""
+"""Budget in milliseconds by number of groups. Each group has all ranks as members."""
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Measure the first exchange of each job, and the third: a process keeps the old connections of its groups."""
+    """Measure the first and the third exchange of each job: a process keeps the old backends of its groups."""
     jobs, ranks = (1, 2) if quick else (5, RANKS)
     for groups, budget in {1: BUDGETS_MS[1]}.items() if quick else BUDGETS_MS.items():
         found = [_job(groups, ranks) for _ in range(jobs)]

@@ -20,7 +20,7 @@ EXCHANGES = 3
 
 
 def main(count: int) -> None:
-    """Exchange all groups a few times, and print how long it took."""
+    """Exchange the backends of ``count`` groups ``EXCHANGES`` times, and print how long each exchange took."""
     groups = Groups(seat=False)
     dist.init_process_group("gloo")
     for _ in range(count - 1):
@@ -29,7 +29,7 @@ def main(count: int) -> None:
     rank, took, stores = dist.get_rank(), [], []
     for launch in range(1, EXCHANGES + 1):
         listening = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-        stores.append(listening)  # it serves as long as it is there
+        stores.append(listening)  # the store serves as long as the object lives
         port = [None if listening is None else listening.port]
         dist.broadcast_object_list(port)
         dist.barrier()

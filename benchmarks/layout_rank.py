@@ -36,7 +36,7 @@ from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
 
 Step = Callable[[], object]
-"""Runs forward and backward pass; after it the gradients are reduced."""
+"""A function that runs a forward and a backward pass, after which the gradients are reduced."""
 
 
 class Job:
@@ -51,7 +51,7 @@ class Job:
     def block_ms(self, steps: int, pause_s: float) -> float:
         """Return the milliseconds per step of one block, all ranks together; each step begins with a pause.
 
-        The first step is not counted: after hooks are attached it looks, once, for what they protect.
+        The first step is not counted: in the first step after hooks are attached, they look for what they protect.
         """
         self._make_step()
         dist.barrier()

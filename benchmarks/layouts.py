@@ -1,4 +1,4 @@
-"""Step time with ttp on and off in every layout, as ratios within one run of four ranks."""
+"""Measures the step time with ttp on and off in every layout, as ratios within one run of four ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LAYOUTS = {
     "replicated:2": "ReplicatedOptimizer, 2 copies",
 }
 QUICK = ("hsdp-preimage",)
-"""Layouts of a quick run: few, because a process is started for every rank of each."""
+"""Layouts of a quick run; only one, because each layout starts a process for every rank."""
 RANKS, RANKS_QUICK = 4, 2
 SIZES = (512, 4, 32)
 """Width, layers, batch."""
 STEP_MS = 50.0
-"""Milliseconds that a step takes at least: a pause in which no rank needs the CPU fills it, as behind a device."""
+"""Least duration of a step in milliseconds. A pause without CPU fills it up, as if ranks waited for a device."""
 BUDGET, BUDGET_DDP = 1.01, 1.005
 
 

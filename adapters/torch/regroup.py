@@ -1,14 +1,14 @@
-"""Process groups of a rank that goes on: what is inside of them is exchanged, so that whoever holds one need not know.
+"""Exchanges the backends inside the process groups of a rank that goes on, so that code that holds a group can keep it.
 
-A group is an object that asks a *backend* for each collective. Backends connect ranks, and a connection to a process
-that has died is of no use; so all ranks make new ones, in a store of their own, and register them in the old groups.
-Three parts of torch that are not public are needed for that, and ``self_test`` tries them in a group of one.
+A group is an object that asks a *backend* for each collective. A backend connects ranks, and cannot replace the
+connection to a process that has died. So all ranks make new backends, in a new store, and register them in the old
+groups. That needs three parts of torch that are not public; ``self_test`` tries them in a group of one rank.
 
 - *A survivor* may wait in a collective for as long as the group's timeout: its connections are broken, in the way of
   each kind of backend (``transport.py``).
-- *A newcomer* makes its groups alone, as the others have theirs. Until it enters ``train()``, or where the others do
-  not leave their loops until ``wrap_optimizer()``, they are of torch's backend "fake", which speaks to nobody; then it
-  exchanges, as the others do.
+- *A newcomer* makes its groups alone, with torch's backend "fake", which connects to no rank, because the others have
+  theirs already. It exchanges the backends together with the others when it enters ``train()``, or in
+  ``wrap_optimizer()`` if the others stay in their loops.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from ttp.adapters.torch.transport import TIMEOUT, Gloo, Place, Transport, of_nam
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_c10d: Any = c10d  # what is used of it is not public
+_c10d: Any = c10d  # ttp uses private parts of it
 _dist: Any = dist
 _Type: Any = _dist.ProcessGroup.BackendType
 _TYPES_FROM = 16
-"""Numbers from here on are of no kind of backend: a group keeps the old one where it knows the number."""
+"""First type number that torch uses for no backend. A group keeps the old backend if it knows the number already."""
 _MEMBER = "_rank_not_in_group"
-"""What each collective that a program calls asks first."""
+"""Name of the private function of torch that each collective calls first."""
 _LOCAL = ("get_rank", "get_world_size", "get_backend", "get_backend_config")
-"""Functions of torch that ask this process alone, and look at its membership as collectives do."""
+"""Functions of torch that call ``_MEMBER`` as collectives do, but need no other rank."""
 _OF_C10D = (c10d.__name__, "torch.distributed.c10d_logger")
-"""Modules that a collective passes through."""
+"""Modules of torch whose frames lie between a collective and the code that calls it."""
 _ALONE = "FakeProcessGroup"
-"""The class of torch's backend that speaks to nobody."""
+"""Class name of torch's backend that connects to no rank."""
 
 
 class Groups:
-    """The process groups of this process. Make it before the first of them.
+    """The process groups of this process. Create this object before the first group.
 
     Args:
-        seat: this process takes the seat of one that has died: it makes its groups alone.
-        with_nccl: those of NCCL can be exchanged, too.
+        seat: True if this process takes the seat of a dead one, and therefore makes its groups alone.
+        with_nccl: exchange backends of NCCL too.
     """
 
     def __init__(self, *, seat: bool, with_nccl: bool = False) -> None:
@@ -59,20 +59,20 @@ class Groups:
         gloo = self._transports["gloo"]
         assert isinstance(gloo, Gloo)
         self._gloo = gloo
-        self._tried: dict[str, str] = {}  # what came of the self-tests
-        self._alone: dict[Any, tuple[timedelta, Any]] = {}  # time-out and options of groups that were made alone
+        self._tried: dict[str, str] = {}  # results of the self-tests, by name of the backend
+        self._alone: dict[Any, tuple[timedelta, Any]] = {}  # timeout and options of groups that were made alone
         self._unseen = bool(_c10d._world.pg_map)
         self._before: list[Any] = []
         self._count = 0
         self._seat = seat
         self._store: Any = None  # where the ranks of the next launch meet
-        self._wrapped: list[Any] | None = None  # the groups that there were in wrap_optimizer()
+        self._wrapped: list[Any] | None = None  # the groups that existed in wrap_optimizer()
         self._asked, self._deaf = "", True
-        self._member: Any = None  # torch's function, in whose place ``_note`` is
+        self._member: Any = None  # torch's function, while ``_note`` replaces it
         self._stock = _c10d._new_process_group_helper, _c10d._store_based_barrier
         _c10d._new_process_group_helper = self._make
         if seat:
-            import torch.testing._internal.distributed.fake_pg  # noqa: F401 # makes the backend "fake" known
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401 # registers the backend "fake"
 
             _c10d._store_based_barrier = lambda *_, **__: None
 
@@ -97,12 +97,12 @@ class Groups:
     # ------------------------------------------------------------------------------------------------ at train()
 
     def enter(self) -> None:
-        """``train()`` is about to be called for the first time: groups from now on are its own."""
+        """Count groups from now on as made by ``train()``. Call it before the first call of ``train()``."""
         self._before, self._count = list(_c10d._world.pg_map), _c10d._world.group_count
         self.listen()
 
     def listen(self) -> None:
-        """Note from now on, until ``in_loop``, what ``train()`` asks other ranks: nobody would answer a newcomer."""
+        """Note the collectives that ``train()`` calls until ``in_loop``: no rank would answer a newcomer's."""
         self._asked, self._wrapped = "", None
         self._deaf = not hasattr(_c10d, _MEMBER)
         if self._member is None and not self._deaf:
@@ -120,11 +120,11 @@ class Groups:
         return bool(self._member(group))
 
     def wrapped(self) -> None:
-        """``wrap_optimizer()`` was called: until then a newcomer is alone."""
+        """Note that ``wrap_optimizer()`` was called, up to which a newcomer is alone."""
         self._wrapped = list(_c10d._world.pg_map)
 
     def in_loop(self) -> str:
-        """The loop has begun. Why a newcomer could not get there while the others stay in it; empty: it could."""
+        """Note that the loop begins. Return why a newcomer cannot get there if others stay in it; empty: it can."""
         if self._member is not None:
             _c10d._rank_not_in_group, self._member = self._member, None
         if self._deaf:
@@ -136,7 +136,7 @@ class Groups:
         return ""
 
     def why_not(self) -> str:
-        """Why these groups cannot be exchanged; empty: they can."""
+        """Return why the backends of these groups cannot be exchanged; empty: they can."""
         if self._unseen:
             return "process groups were made before @ttp_to_persist was met"
         if any(group not in _c10d._world.pg_map for group in self._before):
@@ -153,21 +153,21 @@ class Groups:
         if transport is None or transport.backend != kind:
             only = "gloo's and NCCL's" if len(self._transports) > 1 else "gloo's"
             return f"a process group is of {kind}; only {only} can be exchanged"
-        if name not in self._tried:  # at the entry of train() a program may not have chosen its device yet
+        if name not in self._tried:  # late: at the entry of train() a program may not have chosen its device
             self._tried[name] = transport.why_not() or ("" if name == "gloo" else self_test(transport, device))
         return self._tried[name]
 
     def untouched(self) -> bool:
-        """Whether there are the groups that there were before ``train()``, and no others."""
+        """Return whether the groups are those that existed before ``train()``."""
         return list(_c10d._world.pg_map) == self._before
 
     @property
     def aborts(self) -> bool:
-        """Whether letting go ends kernels of a device: what is queued behind them runs then."""
+        """True if ``let_go`` ends kernels of a device, after which the device runs what is queued behind them."""
         return bool(self._backends("nccl"))
 
     def _backends(self, name: str) -> list[Any]:
-        """Of all groups, those of this kind."""
+        """Return the backends of this name in all groups, without those that were made alone."""
         found = []
         for group in list(_c10d._world.pg_map):
             for device in _kinds(group).get(name, [])[:1]:
@@ -176,10 +176,10 @@ class Groups:
         return found
 
     def let_go(self) -> None:
-        """Whoever waits in a collective gets an error, or comes out of it. Any thread.
+        """Break the connections of all groups, on any thread: who waits in a collective gets an error or returns.
 
         Raises:
-            RuntimeError: not all connections could be broken.
+            RuntimeError: Not all connections could be broken.
         """
         for name, transport in self._transports.items():
             backends, began_s = self._backends(name), time.monotonic()
@@ -189,16 +189,19 @@ class Groups:
                 log.info("%d process groups of NCCL were aborted in %.3f s", len(backends), took_s)
 
     def meet(self, address: str, port: int, within_s: float, said: str) -> list[str]:
-        """Tell the ranks of the next launch something; returns what each of them says. ``renew`` comes next.
+        """Exchange a text with all ranks of the next launch. Call ``renew`` next.
 
         Args:
-            address: of a store that was not used before.
-            port: likewise.
-            within_s: how long the store waits for the others.
-            said: by this rank.
+            address: address of a store that was not used before.
+            port: port of that store.
+            within_s: seconds that the store waits for the other ranks.
+            said: text of this rank.
+
+        Returns:
+            The text of every rank, by rank.
 
         Raises:
-            RuntimeError: they do not come.
+            RuntimeError: Other ranks do not come in time.
         """
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         wait = timedelta(seconds=within_s)
@@ -207,17 +210,18 @@ class Groups:
         return [self._store.get(f"ttp/says/{other}").decode() for other in range(size)]
 
     def renew(self, launch: int, *, all_of_them: bool = False) -> None:
-        """All ranks: exchange the groups that were made before ``train()``, and destroy those that it has made.
+        """Exchange the backends of groups that were made before ``train()``, and destroy groups that ``train()`` made.
 
-        The names of groups are numbers: as they are counted from where they were, groups that ``train()`` makes anew
-        have the names that the others' have, and whatever is kept by name (a ``DeviceMesh``) finds the new ones.
+        All ranks call it. Names of groups are numbers, and the count is set back to where it was before ``train()``:
+        groups that ``train()`` makes again have the same names on all ranks, and what is kept by name (a
+        ``DeviceMesh``) finds the new groups.
 
         Args:
-            launch: number of this launch; no two exchanges of a process have the same.
-            all_of_them: exchange those of ``train()`` too: it is not left.
+            launch: number of this launch, which differs between all exchanges of a process.
+            all_of_them: exchange the groups of ``train()`` too, instead of destroying them: its loop is not left.
 
         Raises:
-            RuntimeError: the ranks do not have the same groups, or do not come.
+            RuntimeError: The ranks do not have the same groups, or do not come in time.
         """
         self._gloo.forget()
         if self._seat:
@@ -242,7 +246,7 @@ class Groups:
             self._exchange(group, store, launch)
 
     def _compare(self, store: Any) -> None:
-        """Meet the other ranks; whoever has other groups would wait for ever in the first of them."""
+        """Check that all ranks have the same groups: else they would wait for ever when they connect them."""
         rank, mine = _dist.get_rank(), self._names()
         store.set(f"ttp/groups/{rank}", json.dumps([_c10d._world.group_count, mine]))
         for other in range(_dist.get_world_size()):
@@ -264,7 +268,7 @@ class Groups:
             register(group, transport.connect(place), transport.kind if alone else _fresh(number), devices)
         if alone:
             group._set_default_backend(self._transports["nccl" if "nccl" in kinds else "gloo"].kind)
-        group._set_group_name(name)  # both are kept by the backends
+        group._set_group_name(name)  # name and description are kept by the backends
         group._set_group_desc(desc)
         world.pg_map[group] = (world.pg_map[group][0], new_store)
         if bound is not None and "nccl" in kinds:  # as torch does; all members are here, in the same order
@@ -272,22 +276,22 @@ class Groups:
 
     @staticmethod
     def _names() -> list[tuple[str, list[int]]]:
-        """Every group that this rank is a member of, in order of creation: its name and its members."""
+        """Return name and members of each group that this rank is a member of, in order of creation."""
         world = _c10d._world
         return [(str(world.pg_names[group]), sorted(world.pg_group_ranks[group])) for group in world.pg_map]
 
 
 def register(group: Any, backend: Any, kind: Any, devices: Sequence[str]) -> None:
-    """Have a group ask ``backend`` from now on.
+    """Make a group use ``backend`` from now on.
 
     Args:
         group: the process group.
-        backend: a new one.
-        kind: its type; one that the group has had already would leave the old backend there.
-        devices: types of the tensors that it is for.
+        backend: a new backend.
+        kind: type of the backend. The group has to know no backend of this type: it would keep the old one.
+        devices: device types of the tensors for which the backend is used.
 
     Raises:
-        RuntimeError: the group asks another one.
+        RuntimeError: The group still uses another backend.
     """
     for device in devices:
         group._register_backend(torch.device(device), kind, backend)
@@ -296,12 +300,12 @@ def register(group: Any, backend: Any, kind: Any, devices: Sequence[str]) -> Non
 
 
 def _fresh(number: int) -> Any:
-    """A type that no backend has had, for this exchange."""
+    """Return the type number for the ``number``-th exchanged backend, which torch uses for none."""
     return _Type(_TYPES_FROM + number % (256 - _TYPES_FROM))
 
 
 def _kinds(group: Any) -> dict[str, list[str]]:
-    """Names of the backends of a group, and the types of devices for which they are asked."""
+    """Return the names of a group's backends, and for each the device types for which it is used."""
     config = _c10d.BackendConfig(_c10d.Backend(_c10d._world.pg_backend_config[group]))
     found: dict[str, list[str]] = {}
     for device, name in config.get_device_backend_map().items():
@@ -310,18 +314,18 @@ def _kinds(group: Any) -> dict[str, list[str]]:
 
 
 def _made_with(backend: Any) -> tuple[timedelta, Any]:
-    """The time-out and the options of a backend."""
+    """Return the timeout and the options with which a backend was made; options None: it has none."""
     options = getattr(backend, "options", None)
     found = getattr(options, "_timeout", None)
     return (found if isinstance(found, timedelta) else TIMEOUT), options
 
 
 def self_test(transport: Transport | None = None, device: str = "cpu") -> str:
-    """Why this torch is not as it has to be; empty: backends can be exchanged. Takes some milliseconds with gloo.
+    """Return why backends cannot be exchanged with this torch; empty: they can. Takes some milliseconds with gloo.
 
     Args:
-        transport: of the backends that are tried; None: gloo's.
-        device: type of the device on which a group of one is made for that.
+        transport: transport of the backends to try; None: gloo's.
+        device: type of the device for which a group of one rank is made.
     """
     transport = Gloo() if transport is None else transport
     try:

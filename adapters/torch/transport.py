@@ -1,11 +1,11 @@
-"""How the connections of a process group are broken, and made again: gloo's are sockets, NCCL's are communicators.
+"""Breaks the connections of a process group and makes them again: sockets of gloo, communicators of NCCL.
 
-- *gloo.* Whatever a rank waits for goes through sockets, which are shut down; they are known because they were not
-  there before the group was made. A socket that listens is left alone: gloo ends the process when that is shut down.
-- *NCCL.* Communicators are aborted, all at once and each on a thread of its own: one after the other they may wait for
-  each other on other ranks. An abort that does not come back is given up by a deadline of ours, as the one of torch is
-  the time-out of the group. What is queued behind the collective runs on whatever that has left: who may abort, and
-  when, is decided before (``ttp.core.rank.letting_go``). Aborted backends are left alone. Never run on a GPU.
+- *gloo.* A rank waits for data from sockets, so these are shut down. The sockets of a group are those that did not
+  exist before it was made. A listening socket is left alone: gloo ends the process if it is shut down.
+- *NCCL.* Communicators are aborted all at once, each on a thread of its own: aborts one after the other could wait for
+  other ranks that abort in another order. The deadline for aborts is set here, as torch's is the timeout of the group.
+  The device then runs what is queued behind the collective, on incomplete data: ``ttp.core.rank.letting_go`` decides
+  before whether and when a rank may abort. Aborted backends are left alone. This was never run on a GPU.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from ttp.config import Config
 from ttp.launch import nccl
 from ttp.processor.faults import describe
 
-_c10d: Any = c10d  # what is used of it is not public
+_c10d: Any = c10d  # ttp uses private parts of it
 _dist: Any = dist
 _Type: Any = _dist.ProcessGroup.BackendType
 TIMEOUT = timedelta(minutes=30)
 ABORT_S = 10.0
-"""How long all aborts together may take. Others report half a second, and 10 ms for each kernel that waits."""
+"""Seconds for all aborts together. Reports of others name half a second, and 10 ms for each kernel that waits."""
 NCCL_MIN = (2, 26)
-"""Others who abort communicators ask for as much."""
+"""Oldest version of NCCL whose aborts are trusted: other projects that abort communicators require it."""
 Socket = tuple[int, int]
-"""Descriptor and inode: the number alone may have been used again."""
+"""Descriptor and inode of a socket: the descriptor alone may have been used again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a new backend belongs.
+    """The group of a new backend, and its place in it.
 
     Args:
-        store: of the group, in which its members meet.
-        rank: in the group.
-        size: of the group.
-        name: of the group.
-        members: ranks of the job; none: all of them, as torch says it of the default group.
-        timeout: of collectives.
-        options: that the program, or the backend before, was made with; None: none are known.
+        store: store of the group, in which its members meet.
+        rank: rank in the group.
+        size: number of members.
+        name: name of the group.
+        members: the members' ranks in the job; empty: all ranks, as torch has it for the default group.
+        timeout: timeout of collectives.
+        options: options of the backend that is replaced, or those that the program gave; None: none are known.
     """
 
     store: Any
@@ -65,33 +65,33 @@ class Place:
 
 
 class Transport(Protocol):
-    """One kind of backend."""
+    """Breaks and makes the connections of one kind of backend."""
 
     kind: Any
-    """Its type, as torch's groups know it."""
+    """Type of the backend in torch's groups."""
     backend: str
-    """The name of its class."""
+    """Class name of the backend."""
 
     def let_go(self, backends: Sequence[Any]) -> None:
-        """Whoever waits in a collective gets an error, or comes out of it. Any thread.
+        """Break the connections of backends, on any thread: who waits in a collective gets an error or returns.
 
         Raises:
-            RuntimeError: not all could be broken.
+            RuntimeError: Not all connections could be broken.
         """
 
     def connect(self, place: Place) -> Any:
-        """A new backend. All members of the group call it.
+        """Return a new backend. All members of the group call it.
 
         Raises:
-            RuntimeError: they do not come.
+            RuntimeError: Other members do not come in time.
         """
 
     def why_not(self) -> str:
-        """Why its connections cannot be made again in this process; empty: nothing is known against it."""
+        """Return why connections cannot be made again in this process; empty: no reason is known."""
 
 
 class Gloo:
-    """See ``Transport``."""
+    """The ``Transport`` of gloo: connections are sockets of this process."""
 
     kind, backend = _Type.GLOO, "ProcessGroupGloo"
 
@@ -100,7 +100,7 @@ class Gloo:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Connections that are made inside are those of backends."""
+        """Note connections that are made while the block runs as those of backends."""
         before = _sockets()
         try:
             yield
@@ -108,11 +108,11 @@ class Gloo:
             self._sockets |= {found for found in _sockets() - before if _connected(found)}
 
     def forget(self) -> None:
-        """All backends so far are of no use any more."""
+        """Forget all connections, because their backends are not used any more."""
         self._sockets = set()
 
     def let_go(self, backends: Sequence[Any]) -> None:
-        """See ``Transport``; of all groups that were made."""
+        """See ``Transport.let_go``. Breaks all noted connections, whatever ``backends`` names."""
         for known in self._sockets:
             _connected(known, shut_down=True)
 
@@ -134,7 +134,7 @@ class Gloo:
 
 
 class Nccl:
-    """See ``Transport``."""
+    """The ``Transport`` of NCCL: connections are communicators."""
 
     kind, backend = _Type.NCCL, "ProcessGroupNCCL"
 
@@ -166,7 +166,7 @@ class Nccl:
             )
 
     def connect(self, place: Place) -> Any:
-        """See ``Transport``. The members meet in its first collective, and keep the store for that."""
+        """See ``Transport.connect``. The members meet in the first collective, so the backend keeps the store."""
         options = _c10d.ProcessGroupNCCL.Options()
         with contextlib.suppress(AttributeError):  # an older NCCL has no config
             options.config = place.options.config
@@ -188,25 +188,25 @@ class Nccl:
 
 
 def of_names(*, with_nccl: bool) -> Mapping[str, Transport]:
-    """Each transport by its name in torch, in the order in which connections are broken.
+    """Return each transport by the name of its backend in torch, in the order in which connections are broken.
 
-    Sockets that NCCL has made are closed by an abort: none of them is shut down then.
+    NCCL comes first: an abort closes the sockets that NCCL has made, so ``Gloo`` shuts none of them down.
     """
     known: dict[str, Transport] = {"nccl": Nccl()} if with_nccl else {}
     return known | {"gloo": Gloo()}
 
 
 def _nccl_version() -> tuple[int, ...]:
-    """Of the library that is loaded, which may be newer than the one that torch was built with."""
+    """Return the version of the NCCL that is loaded, which may be newer than the one that torch was built with."""
     asked = getattr(_c10d.ProcessGroupNCCL, "get_runtime_nccl_version", None)
     cuda: Any = torch.cuda
     return tuple(asked() if asked is not None else cuda.nccl.version())
 
 
 class _LentStore(_dist.Store):  # type: ignore[misc,name-defined,unused-ignore] # of torch, which is Any here
-    """The store of a backend while it connects to the others.
+    """A store that a backend uses until it is connected to the others, and that loses its connection then.
 
-    A group keeps its old backends until the process ends, and they their stores, so each would hold a connection.
+    A group keeps its old backends, and they keep their stores, until the process ends: each would hold a connection.
     """
 
     def __init__(self, store: Any) -> None:
@@ -229,13 +229,13 @@ class _LentStore(_dist.Store):  # type: ignore[misc,name-defined,unused-ignore] 
         self.store.wait(keys, *timeout)
 
 
-_lent: list[_LentStore] = []  # torch does not keep what Python has added to an object that it keeps
+_lent: list[_LentStore] = []  # kept here, as torch keeps the C++ object but not its Python part
 
 
 def _sockets() -> set[Socket]:
     """Return the sockets of this process; none where its descriptors cannot be listed.
 
-    A process may have thousands, and this runs twice for each group: what they are is asked of the new ones only.
+    A process may have thousands, and this runs twice for each group: ``_connected`` is asked about new ones only.
     """
     try:
         with os.scandir("/proc/self/fd") as entries:

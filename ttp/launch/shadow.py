@@ -1,8 +1,8 @@
-"""Brings a checkpoint that is held in memory to the storage, beside a job that has gone on.
+"""Copies a checkpoint from the memory of this host to the storage, while the job trains on.
 
-``python -m ttp.launch.shadow`` is a process and a session of its own, which outlives ranks, launcher and controller. A
-rank that begins to write to memory starts it; a launcher starts another one where it was killed, and waits for
-it at its end.
+``python -m ttp.launch.shadow`` runs this *writer* in a process and session of its own, which outlives ranks, launcher
+and controller. A rank that begins to write a checkpoint to memory starts the writer. The launcher starts it again if it
+was killed, and waits for it before it ends itself.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from ttp.store.verify import verify_checkpoint
 log = logging.getLogger("ttp.launch")
 
 LOOK_S = 0.02
-"""How often what comes next is looked for."""
+"""Seconds between two looks at the files in memory."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 5.0
-"""Pauses after the storage has refused."""
+"""Shortest and longest pause in seconds after the storage has refused; it is doubled each time."""
 START_S = 10.0
-"""How long the process may take until it is there."""
+"""Seconds that the writer may take to start."""
 AGAIN_S = 1.0
-"""How often a launcher looks whether it lives."""
+"""Seconds between two looks of a launcher at whether the writer runs."""
 THREADS = 4
 CHUNK = 1 << 20
 FOLDER = "held"
-"""In the run directory: names of what is held, or was."""
+"""Folder in the run directory with a file for each directory in memory; the file holds the path of that directory."""
 
 
 class Bringer:
-    """The process.
+    """Copies checkpoints from one directory in memory to the storage.
 
     Args:
-        held: what is brought to the storage.
-        order: where.
+        held: the directory in memory.
+        order: the order that names the checkpoint and the directories that receive it.
     """
 
     def __init__(self, held: Held, order: Order) -> None:
@@ -68,7 +68,7 @@ class Bringer:
         self._lock = threading.Lock()
 
     def run(self) -> bool:
-        """Return whether all that is held is durable, which may take ``patience_s``."""
+        """Copy until the ordered checkpoint is durable, or ``patience_s`` is over. Return whether nothing is left."""
         until, pause_s, tries = time.monotonic() + self._order.patience_s, RETRY_MIN_S, 0
         if not self._held.unfinished():
             self._held.drop(but=self._order.draft)
@@ -93,12 +93,12 @@ class Bringer:
             time.sleep(pause_s)
             pause_s = min(RETRY_MAX_S, 2 * pause_s)
         if self._held.checkpoint() is None:
-            self._held.drop()  # it was given up
+            self._held.drop()  # the checkpoint in memory was given up
             return True
         return False
 
     def _is_late(self) -> bool:
-        """Whether the version was saved to the storage meanwhile: it is not held any more."""
+        """Return whether the storage has got the ordered version or a newer one in another way meanwhile."""
         draft = names.parse_draft_name(self._order.draft)
         with contextlib.suppress(CheckpointError, OSError):
             for place in self._places if draft is not None else ():
@@ -108,7 +108,7 @@ class Bringer:
         return False
 
     def _bring(self, held: Path, manifest: Manifest, place: Path) -> tuple[Path, int]:
-        """Make it a checkpoint of ``place``, and return where it, or a newer one, is, which was read back."""
+        """Copy a checkpoint to ``place`` unless that has one as new. Return path and size of the verified one."""
         self._mounts.check(place)
         make_directory(place)
         newest, _ = catalog.find_whole(place, deep=False, enough=1)
@@ -159,7 +159,7 @@ class Bringer:
                 raise CheckpointError(f"{held / piece.file} is damaged in memory: {found}")
 
     def _set_aside(self, path: Path, manifest: Manifest) -> None:
-        """The storage has changed what it was given: it is to be written once more, under the same name."""
+        """Rename a checkpoint that the storage has damaged, so that it can be written again under its name."""
         if path.name == names.checkpoint_name(manifest.version):
             with contextlib.suppress(OSError):
                 path.rename(path.with_name(names.removed_name(manifest.version, time.time_ns())))
@@ -186,7 +186,7 @@ class Bringer:
         self._held.drop(but="" if self._state.incident == self._order.incident else self._order.draft)
 
     def _note(self, path: Path, size: int, after_s: float) -> None:
-        """Add a line to the file of the incident."""
+        """Add a record that the checkpoint is durable to the journal of its incident."""
         facts: dict[str, object] = {
             "sequence": 0,
             "unix_s": round(time.time(), 6),
@@ -206,20 +206,20 @@ class Bringer:
 
 
 def serve(held: Held, *, wait_s: float = START_S) -> None:
-    """See to it that a process lives that brings to the storage what is held.
+    """Start a writer for a directory in memory, unless one is running.
 
     Args:
-        held: what.
-        wait_s: how long to wait until it is there; 0: not at all.
+        held: the directory in memory.
+        wait_s: seconds to wait until the writer runs; 0: do not wait.
 
     Raises:
-        OSError: there is none.
+        OSError: The writer did not start within ``wait_s``.
     """
     if held.is_served():
         return
     command = [sys.executable, "-m", "ttp.launch.shadow", str(held.root)]
     nothing = subprocess.DEVNULL
-    with contextlib.suppress(subprocess.TimeoutExpired):  # the one that is started starts another one, and ends
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the process forks the writer and ends
         subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True).wait(wait_s or None)
     until = time.monotonic() + wait_s
     while wait_s and not held.is_served():
@@ -229,10 +229,10 @@ def serve(held: Held, *, wait_s: float = START_S) -> None:
 
 
 class Shadows:
-    """What a launcher does for checkpoints that its ranks hold in memory.
+    """Looks after the writers of a job, on behalf of its launcher on this host.
 
     Args:
-        run_dir: of the job on this host.
+        run_dir: run directory of the job on this host.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -240,14 +240,21 @@ class Shadows:
         self._looked_s = 0.0
 
     def look(self) -> None:
-        """Call it often: a process that was killed is started again."""
+        """Start writers again that were killed. Call it often: it looks once in ``AGAIN_S`` seconds."""
         if time.monotonic() > self._looked_s + AGAIN_S:
             self._looked_s = time.monotonic()
             for held in self._unfinished():
                 serve(held, wait_s=0)
 
     def wait(self, patience_s: float) -> bool:
-        """The launcher ends: wait until nothing is held in memory only. Returns whether that is so."""
+        """Wait until all checkpoints in memory are durable, then remove them. Call it before the launcher ends.
+
+        Args:
+            patience_s: seconds to wait at most.
+
+        Returns:
+            True if all checkpoints are durable.
+        """
         until, told = time.monotonic() + patience_s, False
         while open_ones := self._unfinished():
             if time.monotonic() > until:
@@ -276,9 +283,9 @@ class Shadows:
 
 
 def main(root: Path) -> int:
-    """Bring to the storage what is held in ``root``."""
+    """Be the writer for the directory ``root`` in memory, in a child process. Return the exit code."""
     if os.fork():
-        return 0  # the other one is nobody's child, who would have to wait for it
+        return 0  # the parent ends, so that no process of the job has to wait for the writer
     os.setsid()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s [ttp] %(message)s")
     held = Held(root)

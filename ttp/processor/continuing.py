@@ -52,11 +52,11 @@ _NEVER_RUN = "its state is on a CUDA device, where this has never been run: TTP_
 
 
 class TrainAgain(BaseException):
-    """Tells the decorator to call ``train()`` again. Nobody else may catch it."""
+    """Tells the decorator to call ``train()`` again. Only the decorator may catch this exception."""
 
 
 class Continuing:
-    """How this process goes on after a failure of another. There is one object per process.
+    """Lets this process go on after another rank has died. There is one object per process.
 
     Args:
         config: the job's settings.
@@ -74,7 +74,7 @@ class Continuing:
         self._on_cuda = config.keep_cuda
         self._seated, self._retries = next_launch is not None, False  # takes a seat; calls train() once more
         self._broken = threading.Event()  # set when connections have been broken
-        self._met = False  # the ranks have agreed whether they leave their loops
+        self._met = False  # True once the ranks have agreed whether they leave their loops
         self._alone = False  # takes a seat while the others stay in their loops; joins them in wrap_optimizer()
         self._timer: threading.Timer | None = None
         self._switch = threading.Lock()
@@ -82,9 +82,9 @@ class Continuing:
         self._old: weakref.ref[Any] | None = None
         self.state = KeptState()
         self.runs = False
-        """The clock runs, because no update has begun since."""
+        """True while the clock runs, i.e. until the first update begins after this process was released."""
         self.releasing = False
-        """This process was released to go on, and its training thread is leaving train()."""
+        """True from the release of this process until its training thread has left train() or stays in its loop."""
 
     # ------------------------------------------------------------------------------------------------ training thread
 
@@ -131,7 +131,7 @@ class Continuing:
         log.info("%s after %.3f s, the process groups are exchanged after %.3f s", where, at_s, done_s)
 
     def wraps(self) -> None:
-        """Note that ``wrap_optimizer()`` begins, from where on all ranks do the same."""
+        """Note that ``wrap_optimizer()`` begins, from which on a newcomer runs in step with the other ranks."""
         self._registered = True
         if self._alone:
             try:
@@ -229,14 +229,14 @@ class Continuing:
         if self._retries:
             self._retries = False
             return
-        if self._next is None:  # otherwise it was told in its loop
+        if self._next is None:  # else the launcher has said it while the rank was in its loop
             self._next = self._await(RankEnv.from_env().launch + 1)
         self.releasing = False
 
     def _await(self, launch: int) -> NextLaunch:
         """Wait until the launcher says where the ranks of ``launch`` meet, and become one of them.
 
-        The launcher kills processes that it does not want in it.
+        The launcher kills processes that it does not want in that launch.
         """
         while (told := self._files.next()) is None or told.launch != launch or not told.released:
             if time.monotonic() > self._since + self._patience_s:
@@ -277,7 +277,7 @@ class Continuing:
             self.leave(f"its connections cannot be broken: {reason}")
 
     def over(self) -> None:
-        """Note that an update begins for which every rank has its gradient. The clock stops and the mark is removed."""
+        """Stop the clock and remove the mark, because an update begins for which every rank has its gradient."""
         with self._switch:
             if not self.releasing:
                 self._stop_clock()
@@ -291,12 +291,12 @@ class Continuing:
             log.info("training goes on in this process, %.3f s after the checkpoint", time.monotonic() - self._since)
 
     def leave(self, why: str) -> NoReturn:
-        """End the process with 75. The job is saved, and the launcher starts all ranks anew."""
+        """End the process with exit code 75. The job is saved, and the launcher starts all ranks anew."""
         end_process(EXIT_SAVED, f"{why}; it is saved, and the job is started anew", None, lambda: None)
         raise AssertionError("unreachable")
 
     def tries_again(self, problem: BaseException) -> bool:
-        """Return whether to call ``train()`` once more, as the dead rank's device is not free yet. Waits a little."""
+        """Return whether to call ``train()`` once more, as the dead rank's device is not free yet. Waits if so."""
         fresh = self._seated and not self._registered and self._groups is not None and self._groups.untouched()
         if not (fresh and self._on_cuda and is_out_of_device_memory(problem)):
             return False
@@ -345,9 +345,9 @@ def current() -> Continuing | None:
 
 
 def able(layout: Layout, source: StateSource) -> Continuing | None:
-    """Return how this process goes on after a failure of another; None: it does not, and the reason is logged.
+    """Return the ``Continuing`` of this process; None: it cannot go on after another rank died, and the log says why.
 
-    No reason is logged if survivors are not wanted to go on.
+    Nothing is logged if the job's settings do not let survivors go on.
     """
     if _continuing is None:
         return None
@@ -382,7 +382,7 @@ def watched() -> Iterator[None]:
     if goes_on is not None and goes_on.runs and not goes_on.releasing:
         if not goes_on.state.way:
             goes_on.leave("train() was called again, and has ended without restoring anything")
-        goes_on.over()  # there was no update left to do
+        goes_on.over()  # no update was left to make
 
 
 def _groups(*, seat: bool, with_nccl: bool) -> Groups | None:

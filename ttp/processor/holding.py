@@ -1,4 +1,4 @@
-"""A rank's part where a checkpoint is held in memory first; see ``ttp.core.controller.shadow``."""
+"""The part of a rank in saving a checkpoint to the host's memory first; see ``ttp.core.controller.shadow``."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ttp.store.manifest import Manifest
 from ttp.store.names import parse_checkpoint_name
 
 MEMORY_FACTOR = 2
-"""So many times its bytes have to be free: those that go on make new models, too."""
+"""The free memory of the host has to be this many checkpoints: survivors that go on also build new models."""
 LOOK_S = 0.02
 
 
 class Holding:
-    """One for each rank.
+    """Decides whether a checkpoint may be held in memory, and waits until a held one is durable. One per rank.
 
     Args:
         config: the job's settings.
-        env: who this rank is.
-        layout: of the job.
-        save_dir: where checkpoints go in the end.
-        may: this process can go on when another one dies.
+        env: identity of this rank.
+        layout: layout of the job.
+        save_dir: directory of the storage that receives the checkpoints.
+        may: True if this process can go on when another one dies.
     """
 
     def __init__(self, config: Config, env: RankEnv, layout: Layout, save_dir: Path, *, may: bool) -> None:
         self._config, self._save_dir, self._held = config, save_dir, Held.of(save_dir)
         mine = len(layout.shards_of(Rank(env.rank)))
-        self._shards = len(layout.groups) / max(mine, 1)  # so many times what this rank has is all there is
+        self._shards = len(layout.groups) / max(mine, 1)  # size of the checkpoint / size of this rank's shards
         alone = os.environ.get("LOCAL_WORLD_SIZE", "") == str(env.world_size)
         self._may = may and alone and config.shadow_s is not None
         if self._may and env.local_rank == 0 and (env.launch == 0 or not self._held.speed()):
@@ -48,11 +48,19 @@ class Holding:
             self._tell_launcher()
 
     def _tell_launcher(self) -> None:
-        """It sees to it that what is held becomes durable, and does not end before."""
+        """Name the directory in memory to the launcher, which keeps its writer alive and waits for it at the end."""
         write_whole(self._config.resolved_run_dir() / shadow.FOLDER / self._held.root.name, str(self._held.root))
 
     def look(self, digests: Collection[m.ShardDigest]) -> tuple[str, Version]:
-        """Where a checkpoint of this state may be held, and what is held and not durable yet. Never raises."""
+        """Return where to hold a checkpoint of these shards, and the version that is held already. Never raises.
+
+        Args:
+            digests: the shards of this rank with their sizes and digests.
+
+        Returns:
+            The directory in memory (empty: save to the storage), and the version that is held in memory and not
+            durable yet (0: none).
+        """
         held = self._held.unfinished()
         size, speed = int(sum(seen.size for seen in digests) * self._shards), self._held.speed()
         slow = self._may and speed > 0 and size / speed > (self._config.shadow_s or 0)
@@ -63,14 +71,18 @@ class Holding:
         return (str(self._held.memory) if room else ""), held
 
     def holds(self, order: m.Save | m.Commit) -> bool:
-        """Whether this order is about memory."""
+        """Return whether this order names the directory in memory."""
         return order.directory == str(self._held.memory)
 
     def begin(self, order: m.Save, keep: int) -> None:
-        """This rank is about to write to memory.
+        """Prepare to write a checkpoint to memory: give the writer its order and have one rank start it.
+
+        Args:
+            order: the controller's order to save.
+            keep: number of checkpoints to keep on the storage.
 
         Raises:
-            OSError: it cannot.
+            OSError: The directory or the order cannot be written.
         """
         self._held.make()
         fallback = self._config.fallback_dir or ""
@@ -79,24 +91,27 @@ class Holding:
             Order(order.incident, order.draft, str(self._save_dir), fallback, keep, patience_s, time.time())
         )
         self._tell_launcher()
-        if order.order.job_state:  # one of them does
+        if order.order.job_state:  # exactly one rank saves the job state
             threading.Thread(target=self._serve, name="ttp-shadow", daemon=True).start()
 
     def _serve(self) -> None:
-        """Beside the writing; ``serve`` tries it once more."""
+        """Start the writer while this rank writes; if that fails ``serve`` tries again."""
         with contextlib.suppress(OSError):
             self.serve()
 
     def serve(self) -> None:
-        """What is held is about to be gone on from.
+        """Start the writer unless it runs. Call it before ranks go on from the checkpoint in memory.
 
         Raises:
-            OSError: nobody would bring it to the storage.
+            OSError: No writer could be started.
         """
         shadow.serve(self._held)
 
     def is_on_its_way(self, order: m.Commit) -> bool:
-        """Whether what is to be committed to the storage is held in memory, or was. Without pieces it has to be."""
+        """Return whether the writer copies, or has copied, the checkpoint that this order commits to the storage.
+
+        An order without pieces can only be carried out that way.
+        """
         if self.holds(order) or (order.pieces and self._is_written(order)):
             return False
         found = self._held.checkpoint()
@@ -109,22 +124,29 @@ class Holding:
         return not order.pieces or manifest.incident == order.incident
 
     def _durable(self, order: m.Commit) -> Path | None:
-        """Where it is now."""
+        """Return the path of this order's checkpoint, or a newer one, that the writer made durable; None: not yet."""
         state = self._held.state()
         version = parse_checkpoint_name(Path(state.path).name)
         fits = version is not None and version >= order.version
         return Path(state.path) if fits and (not order.pieces or state.incident == order.incident) else None
 
     def _is_written(self, order: m.Commit) -> bool:
-        """Whether ranks have written the pieces to the storage themselves."""
+        """Return whether ranks have written the pieces of this order to the storage themselves."""
         return ((Path(order.directory) if order.directory else self._save_dir) / order.draft).exists()
 
     def await_durable(self, order: m.Commit, wrote: Callable[[int], None]) -> tuple[Path, int]:
-        """Wait until what is held is durable and verified. Returns where it is, and its bytes.
+        """Wait until the writer has made the checkpoint of this order durable and verified it.
+
+        Args:
+            order: the order to commit it to the storage.
+            wrote: called with the number of bytes that the writer has written since the last call.
+
+        Returns:
+            The path of the checkpoint and its size in bytes.
 
         Raises:
-            OSError: the storage refuses.
-            CheckpointError: it is not held any more.
+            OSError: The storage refuses.
+            CheckpointError: The checkpoint is not in memory any more, and not durable.
         """
         written = self._held.state().written
         while True:

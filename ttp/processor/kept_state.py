@@ -31,7 +31,7 @@ class KeptState:
             self._kept, self._why = None, str(problem) or repr(problem)
 
     def take(self) -> tuple[Any, str]:
-        """Hand over the state, which is not held here any more. Returns it, or None and why there is none."""
+        """Return the state and an empty text, or None and why there is no state. This object drops the state."""
         found, self._kept = (self._kept, self._why), None
         self._why = "it was given away already"
         return found

@@ -1,13 +1,13 @@
-"""A checkpoint that is held in the memory of this host, until another process has brought it to the storage.
+"""A checkpoint in the shared memory of this host, held there until a writer process has copied it to the storage.
 
-There is a directory for each ``save_dir``, which outlives the processes that use it::
+Each ``save_dir`` has one directory in shared memory, which outlives the processes that use it::
 
-    order.json   what is, or was last, to be brought to the storage
-    memory/      a save_dir in memory: drafts, and the checkpoint
-    writer       locked by the process that brings it to the storage (``ttp.launch.shadow``)
-    readers      locked, together, by ranks that restore from it: it is not removed meanwhile
-    state.json   how far the writer is
-    speed        bytes a second that the storage has taken, as it was measured last
+    order.json   the last order to the writer: which checkpoint to copy, and where to
+    memory/      a save_dir in memory: drafts and the checkpoint
+    writer       lock file of the writer (``ttp.launch.shadow``)
+    readers      lock file that restoring ranks share: nothing is removed while one of them holds it
+    state.json   the progress of the writer
+    speed        the last measured speed of the storage, in bytes per second
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ T = TypeVar("T")
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "ttp-held-"
 RESERVE = 0.1
-"""This part of the shared memory stays free for others."""
+"""Fraction of the shared memory that is left free for other programs."""
 PROBE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is to be brought to the storage.
+    """An order to the writer: copy one checkpoint from memory to the storage.
 
     Args:
-        incident: of which the checkpoint is.
-        draft: where it is made, in ``memory``.
-        save_dir: where it goes.
-        fallback_dir: where it goes if that refuses; empty: nowhere.
-        keep: checkpoints to keep there.
-        patience_s: how long is tried.
-        began_unix_s: when ranks began to write it to memory.
+        incident: id of the incident in which the checkpoint was made.
+        draft: name of the checkpoint's draft directory in ``memory``.
+        save_dir: directory of the storage that receives the checkpoint.
+        fallback_dir: directory that receives it if ``save_dir`` refuses; empty: none.
+        keep: number of checkpoints to keep in that directory.
+        patience_s: seconds for which the writer tries.
+        began_unix_s: time at which ranks began to write the checkpoint to memory, in Unix seconds.
     """
 
     incident: str
@@ -63,14 +63,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How far the writer is.
+    """The progress of the writer.
 
     Args:
-        incident: of the order that it carries out.
-        path: of the checkpoint, durable and verified; empty: there is none yet.
-        size: bytes of it.
-        written: bytes that the storage has taken, in all tries.
-        problem: why the last try came to nothing.
+        incident: id of the incident whose checkpoint the writer copies.
+        path: path of the durable, verified checkpoint on the storage; empty: there is none yet.
+        size: size of that checkpoint in bytes.
+        written: bytes written to the storage, of all tries together.
+        problem: why the last try failed; empty: it did not.
     """
 
     incident: str = ""
@@ -81,10 +81,10 @@ class State:
 
 
 class Held:
-    """See the module.
+    """The directory in shared memory that belongs to one ``save_dir``; the module's text lists its files.
 
     Args:
-        root: the directory; it need not exist.
+        root: path of the directory, which need not exist yet.
     """
 
     def __init__(self, root: Path) -> None:
@@ -92,10 +92,10 @@ class Held:
 
     @classmethod
     def of(cls, save_dir: Path, shared_memory: Path = SHARED_MEMORY) -> Held:
-        """The one for checkpoints that go to ``save_dir``."""
+        """Return the directory in shared memory for checkpoints of ``save_dir``."""
         try:
             found = save_dir.stat()
-            place = f"{found.st_dev}:{found.st_ino}"  # containers may share the memory, and name other disks alike
+            place = f"{found.st_dev}:{found.st_ino}"  # containers may share memory and use one path for different disks
         except OSError:
             place = ""
         key = hashlib.sha256(f"{os.path.realpath(save_dir)}|{place}".encode()).hexdigest()[:16]
@@ -105,7 +105,7 @@ class Held:
 
     @property
     def usable(self) -> bool:
-        """Whether it exists and belongs to this user: nobody else has prepared the name."""
+        """True if the directory exists, is no link and belongs to this user: another user may have taken the name."""
         try:
             status = self.root.lstat()
         except OSError:
@@ -116,7 +116,7 @@ class Held:
         """Make the directories.
 
         Raises:
-            OSError: they cannot be made, or are somebody else's.
+            OSError: They cannot be made, or belong to another user.
         """
         self.root.mkdir(mode=0o700, exist_ok=True)
         if not self.usable:
@@ -124,7 +124,7 @@ class Held:
         self.memory.mkdir(mode=0o700, exist_ok=True)
 
     def checkpoint(self) -> tuple[Path, Manifest] | None:
-        """The newest whole checkpoint that is held."""
+        """Return the path and manifest of the newest whole checkpoint in memory; None: there is none."""
         if not self.usable:
             return None
         with contextlib.suppress(CheckpointError):
@@ -135,14 +135,14 @@ class Held:
         return None
 
     def unfinished(self) -> Version:
-        """The version that is held and is not known to be durable; 0: there is none."""
+        """Return the version of the checkpoint in memory that is not known to be durable; 0: there is none."""
         found = self.checkpoint()
         if found is None or (self.state().incident == found[1].incident and self.state().path):
             return Version(0)
         return found[1].version
 
     def room(self, size: int) -> bool:
-        """Whether ``size`` more bytes leave enough of the shared memory for others."""
+        """Return whether ``size`` more bytes leave the fraction ``RESERVE`` of the shared memory free."""
         try:
             stat = os.statvfs(self.root.parent)
         except OSError:
@@ -152,26 +152,26 @@ class Held:
     # ----------------------------------------------------------------------------------------------------- what is said
 
     def order(self) -> Order | None:
-        """What is, or was last, to be brought to the storage."""
+        """Return the last order to the writer; None: there is none that can be read."""
         return self._read("order.json", Order)
 
     def give(self, order: Order) -> None:
-        """Say what is to be brought to the storage; all who say so for one checkpoint say the same.
+        """Give the writer an order. All ranks that write one checkpoint give the same order.
 
         Raises:
-            OSError: that cannot be written.
+            OSError: The order cannot be written.
         """
         self._write("order.json", asdict(order))
 
     def state(self) -> State:
-        """How far the writer is."""
+        """Return the progress of the writer; the initial ``State`` if none can be read."""
         return self._read("state.json", State) or State()
 
     def say(self, state: State) -> None:
-        """Of the writer.
+        """Replace the progress of the writer. Only the writer calls it.
 
         Raises:
-            OSError: that cannot be written.
+            OSError: The progress cannot be written.
         """
         self._write("state.json", asdict(state))
 
@@ -188,13 +188,13 @@ class Held:
     # ------------------------------------------------------------------------------------------------------------ speed
 
     def speed(self) -> float:
-        """Bytes a second that the storage takes; 0: not known."""
+        """Return the speed of the storage in bytes per second; 0: not known."""
         with contextlib.suppress(OSError, ValueError):
             return float((self.root / "speed").read_text())
         return 0.0
 
     def note_speed(self, size: int, seconds: float) -> None:
-        """So many bytes were durable after so long. Never raises."""
+        """Note the speed of the storage: it made ``size`` bytes durable in ``seconds``. Never raises."""
         with contextlib.suppress(OSError):
             self.make()
             draft = self.root / f".speed.{os.getpid()}"
@@ -202,7 +202,7 @@ class Held:
             draft.replace(self.root / "speed")
 
     def measure(self, save_dir: Path) -> None:
-        """Write a file to the storage and remove it. Never raises."""
+        """Measure the speed of the storage with a file of ``PROBE_BYTES``, which is removed again. Never raises."""
         probe = save_dir / f"{names.PROBE_PREFIX}speed-{os.getpid()}"
         data = os.urandom(1 << 16) * (PROBE_BYTES >> 16)
         with contextlib.suppress(OSError):
@@ -219,18 +219,18 @@ class Held:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[bool]:
-        """Be the one process that brings it to the storage. Yields False if there is another one."""
+        """Be the only writer while the block runs. Yields False if another process is the writer."""
         with self._locked("writer", fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
             yield mine
 
     def is_served(self) -> bool:
-        """Whether a process lives that brings it to the storage."""
+        """Return whether a writer process is running."""
         with self._locked("writer", fcntl.LOCK_EX | fcntl.LOCK_NB) as free:
             return not free
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """What is held stays until the block is left. Where nothing is, nothing is done."""
+        """Keep the writer from removing the checkpoint while the block runs. Does nothing if there is no directory."""
         if not self.usable:
             yield
             return
@@ -251,8 +251,8 @@ class Held:
             os.close(handle)
 
     def drop(self, but: str = "") -> None:
-        """Remove what is held, once nobody reads it, and drafts that do not begin with ``but``. For the writer."""
-        with contextlib.suppress(FileNotFoundError), self._locked("readers", fcntl.LOCK_EX):  # the launcher has ended
+        """Remove all but names that begin with ``but`` from ``memory``, once no rank reads. For the writer only."""
+        with contextlib.suppress(FileNotFoundError), self._locked("readers", fcntl.LOCK_EX):  # a launcher was first
             for path in list(self.memory.iterdir()):
                 if not (but and path.name.startswith(but)):
                     shutil.rmtree(path, ignore_errors=True)

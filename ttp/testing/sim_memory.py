@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 MEMORY = "/memory"
 WAIT_S = 0.05
 WRITES_S = (0.02, 0.3, 2.0, 8.0)
-"""Seconds until what is held is durable; one is drawn."""
+"""Seconds from a commit to memory until the checkpoint is durable; one value is drawn for each."""
 
 
 class HostMemory:
-    """The memory of the one host of a job, and the process that brings checkpoints from there to the storage.
+    """The memory of a job's only host, and the writer that copies checkpoints from there to the storage.
 
     Args:
         world: the simulation.
@@ -25,13 +25,13 @@ class HostMemory:
 
     def __init__(self, world: Simulation) -> None:
         self.held: set[Version] = set()
-        """Versions that can be restored and are not durable."""
+        """Versions that ranks can restore from memory and that are not durable."""
         self.made = 0
         self._world = world
         self._of: set[tuple[str, Version]] = set()
 
     def look(self) -> tuple[str, Version]:
-        """Return what a frozen rank says: where a checkpoint may be held, and the version that is."""
+        """Return a frozen rank's answer: where it may hold a checkpoint (empty: nowhere) and what is held (0: none)."""
         return ("" if self.held else MEMORY), max(self.held, default=Version(0))
 
     def committed(self, order: m.Commit) -> None:
@@ -50,7 +50,7 @@ class HostMemory:
         self.held.discard(version)
 
     def brings(self, order: m.Commit) -> bool:
-        """Return whether this commit is to wait for what is held."""
+        """Return whether this commit has to wait for the writer, because no rank writes its pieces to the storage."""
         written = self._world.storage.drafts.get(f"{order.directory}/{order.draft}", {})
         if order.directory == MEMORY or (order.pieces and {piece.file for piece in order.pieces} <= written.keys()):
             return False

@@ -1,4 +1,4 @@
-"""Asks the kernel about one connection (netlink, ``sock_diag``): ``/proc/net/tcp`` lists all, which takes longer."""
+"""Asks the kernel who owns one connection (netlink, ``sock_diag``): reading all of ``/proc/net/tcp`` takes longer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WANTED = struct.Struct("=BBxxI")  # of inet_diag_req_v2: family, protocol, stat
 _FOUND = struct.Struct("=BBxx48xIIIII")  # inet_diag_msg: family, state; timer, queues, owner, inode
 _ESTABLISHED, _ANY = 1, 0xFFFFFFFF
 _ANSWER_S = 0.2
-"""The kernel answers at once. A sandbox in its place may not answer at all."""
+"""Seconds to wait for the answer. A kernel answers at once; a sandbox that replaces it may never answer."""
 
 
 def owner_of_connection(opened: Place, accepted: Place) -> int | None:

@@ -63,7 +63,7 @@ class Admission:
         self._rescue.base_version = max(self._rescue.base_version, hello.base_version)
         first = hello.rank not in self._job.members
         if known is not None and known.hello.host != hello.host:
-            self._parts.silence.lost(hello.rank)  # on the host that it was on
+            self._parts.silence.lost(hello.rank)  # on its former host
         self._welcome(connection, hello, joins=self._job.join(connection, hello, now).seated)
         if first:  # a rank that comes back has not moved
             self._parts.hangs.observed((hello.rank,), hello.version, 0, hello.phase, "", now)

@@ -69,7 +69,7 @@ def _why_not(job: Membership, incident: Incident, end: Verdict, base: Version) -
 
 
 def why_not_after(job: Membership, incident: Incident, plan: Plan, base: Version) -> str:
-    """Why the survivors would hardly go on after this plan; empty: they may."""
+    """Return why the survivors would hardly go on after this plan; empty: they may go on."""
     if not _wanted(job):
         return "not every rank can"
     return _why_not_the_evidence(incident, _dead(job)) or _why_not_the_state(incident, plan.version, base, plan)
@@ -80,7 +80,7 @@ def _dead(job: Membership) -> set[Rank]:
 
 
 def _wanted(job: Membership) -> bool:
-    """Return whether every rank that can be spoken to could go on: else it is not recorded why they do not."""
+    """Return whether every rank that can be spoken to is able to go on. If not, no reason is recorded later."""
     return bool(job.live) and all(job.members[rank].hello.can_continue for rank in job.live)
 
 

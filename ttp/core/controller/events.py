@@ -29,21 +29,21 @@ class ControllerTimeouts:
     silent_s: float = 3.0
     """Silence before the end of its stream after which a rank counts as on a host that may be cut off, not as dead."""
     partition_s: float = 10.0
-    """How long a rank may take to come back if a second witness still reaches its host."""
+    """Time that a rank has to come back if a second witness still reaches its host."""
     stall_s: float = 60.0
-    """How long a save or commit may go without writing a byte."""
+    """Time for which a save or commit may write no byte before it counts as failed."""
     second_look_s: float = 5.0
-    """How long ranks that are suspected to hang have to show that they do not, while no rank trains."""
+    """Time that ranks suspected to hang have to show that they do not, while no rank trains."""
     hope_s: float = 2.0
-    """How long ranks have to bring what is missing for a consistent checkpoint before it is given up."""
+    """Time that ranks have to bring what a consistent checkpoint lacks, before it is given up."""
     quiet_s: float | None = 1.25
     """Silence of all ranks of a host after which the host is looked at: more than a heartbeat. None: no host is."""
     doubt_s: float = 2.0
     """Silence of a host, even of its kernel, after which it is in doubt: all other hosts are frozen and saved."""
     doubt_max_s: float = 15.0
-    """How long a doubt may last; streams end before that."""
+    """Longest doubt about a host; the streams of a dead host end before that."""
     meanwhile_s: float = 0.75
-    """While a controller is silent: how long after the last rank that came to a standby others may still come there."""
+    """While a controller is silent: time that ranks have to come to a standby, from the last one that came."""
     hang_s: float | None = None
     """Seconds without progress that are never a hang, however fast the job is; None: hangs are not looked for."""
     heartbeat_s: float = 1.0
@@ -51,13 +51,13 @@ class ControllerTimeouts:
     standbys: int = 2
     """Number of standby controllers on other hosts."""
     exit_s: float = 10.0
-    """After a release: how long ranks have to leave."""
+    """After a release: time that ranks have to leave."""
     abandoned_s: float = 120.0
-    """How long the controller goes on without any rank."""
+    """Time for which the controller goes on without any rank."""
     forming_s: float = 120.0
-    """After a takeover: how long to wait for ranks of a job that never trained; they may not have begun."""
+    """After a takeover: time to wait for ranks of a job that never trained; they may not have started yet."""
     linger_s: float = 2.0
-    """After the last goodbye: how long the controller still answers questions."""
+    """After the last goodbye: time for which the controller still answers questions."""
 
 
 QUEUE_FROM, QUEUE_S = 100, 0.001

@@ -38,7 +38,7 @@ class Evidence:
     host: str = ""
     """The subject's host."""
     final: bool = False
-    """Whether the text is from the best witness: a neighbour sees an end first, the launcher knows the signal."""
+    """True if the text is from the best witness: a neighbour sees an end first, the launcher knows the signal."""
 
 
 class EvidenceBook:

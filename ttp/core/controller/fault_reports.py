@@ -117,7 +117,7 @@ class FaultReports:
         """Handle the end of a process that a reliable witness has seen: no grace, and no way back."""
         rank = member.hello.rank
         refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
-        self._outbox.send_to(rank, refused)  # should the process be alive after all
+        self._outbox.send_to(rank, refused)  # in case the process lives after all
         self._rank_lost(member, now)
         self._job.fence(rank, text)
 

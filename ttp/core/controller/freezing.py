@@ -42,7 +42,7 @@ class Freezing:
 
     @property
     def _answer_s(self) -> float:
-        """How long a rank may take to answer a freeze, in seconds."""
+        """Return the seconds that a rank may take to answer a freeze."""
         return in_queue(self._timeouts.answer_s, len(self._job.members))
 
     def send(self, incident: Incident, ranks: Collection[Rank], cause: str) -> None:

@@ -96,7 +96,7 @@ class Gathering:
 
     @property
     def _mostly_over(self) -> float:
-        """When a minority is sent on: ranks may see the loss of their controller that far apart, and others wait on."""
+        """Time at which a minority is sent on: ranks may notice the loss of their controller that far apart."""
         assert self._job.gather_until is not None
         return self._job.gather_until - self._patience.gather_s / 3
 

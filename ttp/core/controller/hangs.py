@@ -112,7 +112,7 @@ class HangWatch:
     def restart(self, now: float) -> None:
         """Start the clock again, without learning: something other than training went on until now (an incident)."""
         self.moved_at = now
-        """When a rank moved last: after a suspicion it tells whether the job goes on after all."""
+        """Time at which a rank last moved: after a suspicion it tells whether the job goes on after all."""
         self._told = False
         self._excused_until = now
 
@@ -148,7 +148,7 @@ class HangWatch:
 
     @property
     def patience_s(self) -> float | None:
-        """How long the job may stand still; None: not known yet, or not looked for."""
+        """Seconds for which the job may stand still; None: not known yet, or hangs are not looked for."""
         if self._floor_s is None or not self._learnt():
             return None
         longest_s = max(self._longest_s, self._longest_before_s)

@@ -74,50 +74,50 @@ class Incident:
     layout: Layout
     evidence: EvidenceBook
     recovered: bool = False
-    """Whether it was opened again after a takeover, on the word of a rank that was frozen."""
+    """True if a new controller opened the incident again after a takeover, because a rank said that it is frozen."""
     deferred: bool = False
-    """Whether it freezes no rank yet: its ranks stand still for a checkpoint that ends first; see ``meanwhile``."""
+    """True while it freezes no rank: they stand still for another checkpoint, which ends first; see ``meanwhile``."""
     rescue_since: float | None = None
-    """When a fault turned a snapshot into a rescue; None if it did not."""
+    """Time at which a fault turned a snapshot into a rescue; None: none did."""
     redoing: dict[Rank, Version] = field(default_factory=dict)
     """Ranks that were ordered to redo an update to a version and have not reported yet: their version is unknown."""
     keepers: dict[Rank, tuple[Shard, ...]] = field(default_factory=dict)
     """The shards that each rank keeps copies of; looked up once there are such copies."""
     reign: str = ""
-    """Differs between controllers that have the same incident, so that two of them never write into one draft."""
+    """Suffix of the draft's name that differs between controllers of one incident: two never write into one draft."""
     directory: str = ""
     """The directory to save to instead of the job's own; empty: the job's own."""
     awaiting: bool = False
-    """What is held in memory is brought to the storage by a process of its own; nothing is added to it."""
+    """True while a rank waits until the writer has copied the checkpoint in memory to the storage; see ``shadow``."""
     hold: str = ""
-    """The directory in memory to which it is, or was, saved first; see ``shadow``."""
+    """The directory in memory to which this incident saves, or saved, first; empty: none; see ``shadow``."""
     progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)
-    """Bytes that each saver or the committer has written, and since when it is that many; the slowest comes first."""
+    """Bytes that each saver or the committer has written, and when that last changed; the longest unchanged first."""
     pauses: dict[str, float] = field(default_factory=dict)
-    """Waits before the incident ends, by name, and until when each lasts; once over the time is in the past."""
+    """End of each wait that delays the incident, by the wait's name; ``OVER`` once it has passed."""
     look_again_at: float = 0.0
-    """No plan is made before this time, as one fell short and answers come by the thousand. 0: none fell short."""
+    """Earliest time for another plan after one fell short, as answers come by the thousand; 0: none fell short."""
     planned_at: float = 0.0
     losses: int = 0
-    """How often a plan had to be made again because savers were lost."""
+    """Number of plans that were made again because savers were lost."""
     next_plan_at: float = 0.0
-    """The earliest time for the next plan after that."""
+    """Earliest time for the next plan after savers were lost."""
     stage: Stage = Stage.FREEZING
     why: str = "a fault was seen, or a checkpoint was asked for"
-    """Why it is in this stage; only ``enter`` changes both."""
+    """Reason for the present stage, in words; only ``enter`` changes stage and reason."""
     waits_for: str = ""
-    """Why no plan is made yet, as it was recorded last."""
+    """Reason for which no plan is made yet, as it was last recorded."""
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     """Answers by rank, final or not. Often one object for many ranks, and of ``SEVERAL``."""
     frozen_at: dict[Rank, float] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
     expire_check_at: float = 0.0
     failures: dict[Rank, str] = field(default_factory=dict)
-    """Ranks that could not save or commit, and why: they are not asked again, unless all ranks are."""
+    """Ranks that could not save or commit, and the reason: they are asked again only if all ranks are."""
     forgiven: dict[Rank, str] = field(default_factory=dict)
     """Failures of earlier tries, of ranks that are asked again."""
     retries: int = 0
-    """How often everything was tried once more because the storage had refused."""
+    """Number of new tries of the whole save because the storage had refused."""
     passing: set[Rank] = field(default_factory=set)
     """Ranks of ``failures`` that failed for a reason that may pass."""
     generation: int = -1
@@ -126,7 +126,7 @@ class Incident:
     pending: dict[Rank, Task] = field(default_factory=dict)
     """The tasks that are not durable yet; a rank has at most one."""
     cuts: dict[Shard, str] = field(default_factory=dict)
-    """How the durable parts of each shard were cut, as a digest."""
+    """Digest of the way in which the durable parts of each shard were cut."""
     uncut: set[Shard] = field(default_factory=set)
     """Shards whose replicas do not cut them alike: they are written whole."""
     dropped: list[Rank] = field(default_factory=list)
@@ -138,11 +138,11 @@ class Incident:
     size: int = 0
     exit_code: int | None = None
     again: bool = False
-    """Whether ranks were released to go on in their processes."""
+    """True if ranks were released to go on in their processes."""
     trial: bool = False
-    """Whether it was requested that ranks go on, without a death."""
+    """True if a request wants ranks to go on as after a death, for a trial."""
     overtaken: bool = False
-    """Whether a process of the next launch has said hello: the launcher will end all living ranks of this one."""
+    """True if a process of the next launch has said hello: the launcher will end all living ranks of this one."""
     release_text: str = ""
     released_at: float | None = None
     outcome: str = ""
@@ -160,12 +160,12 @@ class Incident:
 
     @property
     def faulty(self) -> bool:
-        """Whether evidence of a real fault stands that was not withdrawn."""
+        """True if evidence of a real fault stands, i.e. was not withdrawn."""
         return bool(self.evidence.kinds)
 
     @property
     def holds(self) -> bool:
-        """Whether it is saved to memory now."""
+        """True while the incident saves to memory instead of the storage."""
         return bool(self.hold) and self.directory == self.hold
 
     @property
@@ -200,11 +200,11 @@ class Incident:
 
     @property
     def patient_since(self) -> float:
-        """When the time of ``TTP_OT`` began: a fault during a snapshot has the whole time of a rescue."""
+        """Time from which ``TTP_OT`` counts: a fault during a snapshot has the whole time of a rescue."""
         return self.opened_at if self.rescue_since is None else self.rescue_since
 
     def waits(self, what: str, seconds: float, now: float) -> bool:
-        """Return whether ``seconds`` have not passed since this was asked for the first time about ``what``."""
+        """Return whether the wait named ``what`` lasts still. It begins with the first call and lasts ``seconds``."""
         return now < self.pauses.setdefault(what, now + seconds)
 
     def end_pauses(self, now: float) -> None:

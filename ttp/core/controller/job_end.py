@@ -28,9 +28,9 @@ class JobEnd:
         self, job: Membership, outbox: Outbox, verdict: JobVerdict, timeouts: ControllerTimeouts, now: float
     ) -> None:
         self.finished_at: float | None = None
-        """When every rank had left its loop; None if they have not all."""
+        """Time at which the last rank left its loop; None: some ranks have not left theirs."""
         self.stopped = False
-        """Whether the controller has said that it ends."""
+        """True if the controller has said that it ends."""
         self._job, self._outbox, self._verdict, self._timeouts = job, outbox, verdict, timeouts
         self._quiet_since = now
 

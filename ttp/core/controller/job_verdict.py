@@ -40,7 +40,7 @@ class JobVerdict:
         self.fruitless = 0
         """Launches in a row, before this one, that brought no new version."""
         self.progress = False
-        """Whether this launch has brought a new version."""
+        """True if this launch has brought a new version."""
         self.asked: set[str] = set()
         """Hosts whose launcher has asked at its end."""
         self.drained: set[str] = set()
@@ -108,7 +108,7 @@ class JobVerdict:
 
     @property
     def wrong(self) -> bool:
-        """Whether a configuration or a program is."""
+        """True if a configuration or a program is wrong."""
         return bool(self._wrong)
 
     @property

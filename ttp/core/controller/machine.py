@@ -175,7 +175,7 @@ class ControllerMachine:
         if self.incident is None:
             self._rescue.program.advance()
         if frozen and self.incident is None:
-            self._parts.hangs.restart(now)  # no rank could move, and that was no hang
+            self._parts.hangs.restart(now)  # no rank could move meanwhile: that was no hang
         self._end.advance(now, incident=self.incident is not None)
         return [*self._outbox.take(), *meanwhile]
 
@@ -384,7 +384,7 @@ class ControllerMachine:
 
     @property
     def _grace_s(self) -> float:
-        """How long a rank whose stream has ended may take to open another one, in seconds."""
+        """Return the seconds that a rank whose stream has ended may take to open another one."""
         return in_queue(self.patience.grace_s, self._suspected)
 
     def _expire(self, now: float) -> None:

@@ -21,7 +21,7 @@ _Job = tuple[str, int]
 
 @dataclass(slots=True)
 class Meanwhile:
-    """The stand-in's saves. The stand-in writes it, the parts that lead the job read it."""
+    """The saves of the stand-in. The stand-in writes this object, and the parts that lead the job read it."""
 
     _saves_for: Membership | None = None
     _made_for: _Job | None = None
@@ -29,12 +29,12 @@ class Meanwhile:
     _whose: set[str] = field(default_factory=set)
 
     def note(self, job: Membership, incident: Incident | None, last: Incident | None) -> None:
-        """Note what the stand-in does.
+        """Note the present state of the stand-in.
 
         Args:
-            job: its ranks.
-            incident: the open one.
-            last: the one that was closed last.
+            job: the ranks of the stand-in.
+            incident: its open incident; None: none is open.
+            last: the incident that it closed last; None: none yet.
         """
         going = incident is not None and incident.plan is not None and not (incident.failures or incident.forgiven)
         self._saves_for = job if going else None
@@ -49,7 +49,7 @@ class Meanwhile:
         return there is not None and _of(there) == _of(job) and job.live <= there.live
 
     def made(self, job: Membership) -> tuple[Version, str] | None:
-        """Return version and path of the last checkpoint, if all ranks that can be spoken to have a part in it."""
+        """Return version and path of the last checkpoint; None if a rank that can be spoken to has no part in it."""
         if self._made_for != _of(job) or any(job.members[rank].hello.nonce not in self._whose for rank in job.live):
             return None
         return self._made

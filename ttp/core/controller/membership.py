@@ -67,19 +67,19 @@ class Membership:
     suspects: OrderedDict[Rank, float] = field(default_factory=OrderedDict)
     """Lost ranks that may come back within the grace, and since when they are lost; the longest lost comes first."""
     suspects_on: Counter[str] = field(default_factory=Counter)
-    """How many suspects each host has."""
+    """Number of suspects on each host."""
     silent: set[Rank] = field(default_factory=set)
     """Ranks that can be spoken to, as far as is known, and from whose host nothing comes; see ``silence``."""
     broken: set[Rank] = field(default_factory=set)
     """Ranks that are known not to train on."""
     done: set[Rank] = field(default_factory=set)
     formed: bool = False
-    """Whether all ranks have joined, or one has made an update, which needs all ranks: some then train unprotected.
+    """True if all ranks have joined, or one has made an update, which needs all ranks: some then train unprotected.
 
     Before that nothing was trained: ranks may come, go and be replaced.
     """
     ended: bool = True
-    """Whether all ranks of this incarnation were released, or there never was one: a new one may start."""
+    """True if all ranks of this incarnation were released, or there was no incarnation: the next one may start."""
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
     gone: dict[Rank, int] = field(default_factory=dict)
     """Ranks that have left a job that is not formed yet, and the launch of each."""
@@ -98,17 +98,17 @@ class Membership:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks have said hello."""
+        """True if all ranks have said hello."""
         return self.layout is not None and len(self.members) == self.layout.world_size
 
     @property
     def in_doubt(self) -> bool:
-        """Whether it is unknown of some rank if it lives."""
+        """True if it is unknown whether some rank lives."""
         return bool(self.suspects or self.silent)
 
     @property
     def training(self) -> bool:
-        """Whether the job trains, with every rank that will say hello: after a takeover some may still come back."""
+        """True if the job trains with all ranks that will say hello: after a takeover some may still come back."""
         return self.complete or (self.formed and self.gather_until is None)
 
     def facts(self) -> dict[str, Any]:

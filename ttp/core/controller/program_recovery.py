@@ -22,7 +22,7 @@ from ttp.core.layout import Layout, Rank, Version
 
 
 class Outcome(enum.Enum):
-    """How a recovery ended."""
+    """The way in which a recovery ended."""
 
     RESUMED = "resumed"  # training goes on
     SAVED = "saved"
@@ -70,30 +70,30 @@ class ProgramRecovery:
 
     @property
     def leads(self) -> bool:
-        """Whether the program itself saves."""
+        """True if the program itself saves."""
         return False
 
     @property
     def layout(self) -> Layout | None:
-        """Which rank holds what, if the program knows better than the ranks' ``Hello``."""
+        """The layout, if the program knows better than the ranks' ``Hello`` which rank holds what; else None."""
         return None
 
     @property
     def halted(self) -> bool:
-        """Whether a thaw alone would not make training go on."""
+        """True if training would not go on after a thaw alone."""
         return False
 
     @property
     def may_repair(self) -> bool:
-        """Whether a training loop has ended that can be entered again: a version that is not whole may become so."""
+        """True if a training loop has ended that can be entered again: an incomplete version may then become whole."""
         return False
 
     def invalid(self, rank: Rank) -> bool:
-        """Return whether the rank's copy is of no version."""
+        """Return whether the rank's copy belongs to no version, so that it cannot be saved."""
         return False
 
     def at(self, now: float) -> None:
-        """Set the time of all that is told next, in seconds."""
+        """Set the time, in seconds, at which all that the following calls tell happens."""
 
     def reported(self, report: m.ProgramReport) -> None:
         """Take a report that only the program's recovery understands."""

@@ -278,7 +278,7 @@ class Rescue:
         match ending:
             case Ending(Outcome.RESUMED, version, text, path):
                 if path:
-                    self.saving.last_commit = (version, path)  # it was saved first
+                    self.saving.last_commit = (version, path)  # saved before it was mended
                 mended = incident.faulty and version > 0
                 for kind in m.FaultKind:
                     incident.evidence.withdraw_all(kind)

@@ -46,7 +46,7 @@ class Saving:
     def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors) -> None:
         self.last_commit: tuple[Version, str] | None = None
         self.held: tuple[Version, str] | None = None
-        """What ranks go on from that was not durable by then."""
+        """Version and path of the checkpoint from which ranks go on though it was not durable by then; None: none."""
         self._pages = PageCollectors(job, mirrors)
         self._job = job
         self._outbox = outbox

@@ -1,9 +1,9 @@
-"""A checkpoint that is held in the memory of the host first, where survivors go on and the storage is slow. Pure.
+"""Decides whether a checkpoint goes to the host's memory first, where survivors go on and the storage is slow. Pure.
 
-It is made as any other, with a manifest, in a directory in memory; another process brings it to the storage from there
-(``ttp.launch.shadow``). *Held* is not saved: ranks are told to go on from it, and never to leave with 75. Where they do
-not go on after all, one of them commits once more, to the storage, which means to wait for that process. Whatever fails
-in memory, the save is begun once more, as without it. See decision 63.
+Such a checkpoint is made as any other, with a manifest, in a directory in memory; a writer process copies it from there
+to the storage (``ttp.launch.shadow``). A *held* checkpoint does not count as saved: ranks may go on from it, and are
+never told to leave with 75. If they cannot go on, one rank commits the checkpoint to the storage, i.e. waits for the
+writer. If anything fails in memory, the save begins again and goes to the storage. See decision 63.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ttp.errors import EXIT_SAVED
 
 
 class Shadow:
-    """What is special about a save that goes to memory first.
+    """Handles what a save to memory does differently from a save to the storage.
 
     Args:
-        job: the ranks.
-        outbox: takes records.
-        saving: makes checkpoints, in memory too.
-        verdict: of the job.
+        job: the ranks of the job.
+        outbox: takes the records.
+        saving: makes the checkpoints, in memory too.
+        verdict: the job's verdict.
     """
 
     def __init__(self, job: Membership, outbox: Outbox, saving: Saving, verdict: JobVerdict) -> None:
         self._job, self._outbox, self._saving, self._verdict = job, outbox, saving, verdict
 
     def choose(self, incident: Incident, plan: Plan, base: Version) -> None:
-        """The first plan was made: see whether its checkpoint is held in memory first. Later ones go where it went."""
+        """Choose memory or storage for the first plan of an incident. Its later plans go to the same place."""
         if not (incident.plan or incident.directory or incident.forgiven or incident.recovered or incident.requests):
             incident.directory = incident.hold = self._place(incident, plan, base)
 
@@ -47,9 +47,12 @@ class Shadow:
         return "" if continuing.why_not_after(job, incident, plan, base) else places.pop()
 
     def awaits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> bool:
-        """Ranks have nothing newer than what is held from before: have one of them wait until that is durable.
+        """Have one rank wait until the version held in memory is durable, if no rank can save a newer one.
 
-        What is held and not durable does not count as on disk. Returns whether it is so.
+        A version that is held and not durable does not count as on disk.
+
+        Returns:
+            True if a version is held and ``verdict`` is no plan for a newer one.
         """
         held = max((answer.held for answer in incident.answers.values()), default=Version(0))
         if not held or (isinstance(verdict, Plan) and verdict.version > held):
@@ -66,19 +69,19 @@ class Shadow:
         self._saving.commit(incident, "what is held has to be durable", now)
 
     def failed(self, incident: Incident) -> None:
-        """Somebody could not write or commit to memory: begin once more, to the storage."""
+        """Begin the save again, to the storage, if a rank could not write or commit it to memory."""
         if incident.holds and incident.failures:
             self._outbox.record("not_held", failures=dict(sorted(incident.failures.items())))
             incident.enter(Stage.FREEZING, "it cannot be held in memory: it is saved to the storage")
             incident.forgive("", incident.failures)
 
     def leave(self, incident: Incident) -> None:
-        """A newer version has come than the one that is held: that one is saved to the storage."""
+        """Save to the storage from now on: ranks have a newer version than the held one, or do not go on from that."""
         if incident.holds and incident.saved:
             incident.directory, incident.saved, incident.path = "", Version(0), ""
 
     def may_end(self, incident: Incident, base: Version, now: float) -> bool:
-        """Whether ranks may be released now. What is held only has to be what they go on from, or is made durable."""
+        """Return whether ranks may be released now: they go on from the checkpoint, or it is durable."""
         if incident.waiting and not incident.newest_is_known():
             return False
         if continuing.waits(self._job, incident, now):
@@ -88,9 +91,9 @@ class Shadow:
         return goes_on or self.is_durable(incident, now)
 
     def is_durable(self, incident: Incident, now: float) -> bool:
-        """Whether the checkpoint is. If not, one rank waits until it is, as long as a save may take."""
+        """Return whether the checkpoint is durable. If not, one rank waits for it, for as long as a save may take."""
         if not (incident.holds and self._job.live):
-            return True  # if nobody is left the launcher waits for it
+            return True  # without living ranks the launcher waits for the writer
         if not any(incident.can_commit(rank) for rank in incident.answers):
             return False
         version = incident.saved

@@ -100,10 +100,10 @@ class Silence:
         """Take the time for which nothing has come from a host, as the kernel sees it."""
         host = event.host
         if host not in self._asked:
-            return  # it was heard meanwhile
+            return  # the host was heard meanwhile
         self._asked.discard(host)
         if event.silent_s is None:
-            return  # unknown: its streams will end in their time
+            return  # unknown: a dead host's streams will end by themselves
         if event.silent_s >= self._patience.doubt_s and self._matters:
             self._doubt(host, event.silent_s, now)
         else:
@@ -121,7 +121,7 @@ class Silence:
 
     @property
     def _matters(self) -> bool:
-        """Whether a doubt matters: the job trains, so it has something to lose, and no other controller may lead it."""
+        """True if a doubt matters: the job trains, so it has something to lose, and no other controller may lead it."""
         return self._job.formed and not self._job.ended and self._job.gather_until is None
 
     def deadline(self) -> float | None:
@@ -136,7 +136,7 @@ class Silence:
 
     @property
     def _quiet_at(self) -> float:
-        """When the host that was not heard for the longest is to be looked at."""
+        """Time at which to look at the host that was silent for longest."""
         quiet_s = self._patience.quiet_s
         return next(iter(self._heard.values())) + quiet_s if self._heard and quiet_s is not None else NEVER
 
@@ -153,7 +153,7 @@ class Silence:
         while self._looks and now >= next(iter(self._looks.values())):
             self._look(self._looks.popitem(last=False)[0])
         while self._doubted and now >= next(iter(self._doubted.values())):
-            self._job.silent -= self._ranks[self._doubted.popitem(last=False)[0]]  # the evidence stands
+            self._job.silent -= self._ranks[self._doubted.popitem(last=False)[0]]  # the ranks' evidence stands instead
 
     def _look(self, host: str) -> None:
         self._asked.add(host)

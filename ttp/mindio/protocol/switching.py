@@ -38,21 +38,21 @@ from ttp.mindio.protocol.save_script import dump
 
 GONE = "a newcomer is gone again"
 OFFER_S = 5.0
-"""How long an offer holds, which is made again each second."""
+"""Seconds for which a launcher's offer of its host holds; it repeats the offer each second."""
 START_S = 120.0
-"""How long new processes of a host that is drained may take to be ready: all ranks train on meanwhile."""
+"""Seconds that new processes in place of a drained host's may take to be ready: all ranks train on meanwhile."""
 
 
 class Switching:
     """Runs hot switches, at most one at a time.
 
     Args:
-        state: the ranks.
-        mailbox: the manager.
-        pausing: lets all ranks stand still.
-        handshake: tells the manager of an incident, and what it may choose.
-        blame: opens the incident.
-        otherwise: makes the script for a fault without a switch.
+        state: what is known of the ranks.
+        mailbox: calls the manager, and keeps its notices until they are read.
+        pausing: makes all ranks stand still.
+        handshake: tells the manager of an incident and what it may choose.
+        blame: opens an incident.
+        otherwise: returns the script for a fault without a switch.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Switching:
         self._state, self._mailbox, self._pausing, self._handshake = state, mailbox, pausing, handshake
         self._blame, self._otherwise = blame, otherwise
         self._faults: tuple[RankFault, ...] = ()
-        self._offers: dict[str, tuple[float, str]] = {}  # by host: until when, and the store
+        self._offers: dict[str, tuple[float, str]] = {}  # by host: when the offer ends, and the address of its store
         self._drains = ""
         """Host that an operator drains; empty: a manager moves the ranks, if they move."""
         self._place, self._until = "", 0.0
@@ -168,12 +168,12 @@ class Switching:
         return "" if self._is_held(ranks, others) else f"what ranks {compact_ranks(ranks)} hold is on no other rank"
 
     def _is_held(self, ranks: Collection[Rank], others: set[Rank]) -> bool:
-        """Return whether all that these ranks hold is on others, too."""
+        """Return whether other ranks hold copies of all state that these ranks hold."""
         replicas = self._state.replicas
         return isinstance(replicas, Replicas) and sources(replicas, ranks, others) is not None
 
     def give_up(self, why: str) -> None:
-        """Give the switch up and send guests away. Tells the manager ``why``; empty: the manager has chosen it."""
+        """Give the switch up and send guests away. Tell the manager ``why``; empty: the manager has chosen it."""
         if self.moving:
             self._owed = self._drains
             if why:
@@ -201,7 +201,7 @@ class Switching:
     # --------------------------------------------------------------------------------------------------------- scripts
 
     def stand_still(self) -> Script:
-        """Have all ranks stand at the end of one step, and open the incident; all new processes are there."""
+        """Stop all ranks at the end of one step, and open the incident. Begins when all new processes are ready."""
         self.held = True
         problem = yield from self._pausing.stand_still(0.0)
         if problem or not self.ready:
@@ -217,7 +217,7 @@ class Switching:
         return Ending(Outcome.RESUMED, Version(0), text)
 
     def go_on(self, saved: Ending | None = None) -> Script:
-        """End the standing still of all ranks."""
+        """Let all ranks that stand still go on."""
         result = yield self._state.everyone(RoundKind.CONTINUE, purpose=MIGRATION)
         self.held = False
         ending = saved or Ending(Outcome.RESUMED, Version(0), "")
@@ -226,7 +226,7 @@ class Switching:
     def lead(self, incident: Incident) -> Script:
         """Save, ask the manager, and let the new processes take the seats; all ranks stand still."""
         state, moving = self._state, frozenset(self.moving)
-        state.until = state.now + state.patience_s(incident)  # nothing is broken: a save that hangs may end nothing
+        state.until = state.now + state.patience_s(incident)  # a save that hangs must not end a healthy job
         saved = yield from dump(state, incident)
         state.until = None
         if saved.outcome is not Outcome.SAVED:
@@ -280,7 +280,7 @@ class Switching:
         return next((text for text, holds in found.items() if holds), "")
 
     def _stay(self, incident: Incident, why: str, saved: Ending) -> Script:
-        """Have all ranks go on where they are; if one cannot any more it is a fault like any other."""
+        """Let all ranks go on where they are. If one of them cannot, that is a fault like any other."""
         job, moving = self._state.job, set(self.moving)
 
         def well() -> bool:
