@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.harness import Job
 from tests.e2e.test_keep import KEEP, again, met
 from tests.waiting import until
+from ttp.processor import import_list
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -72,8 +73,9 @@ def of_all(job: Job) -> dict[str, Held]:
 
 
 def files(job: Job) -> set[str]:
-    """In the run directory, those of a process without its number."""
-    return {re.sub(r"\d+", "N", str(path)) + f" x{n}" for path, n in Counter(places(job)).items()}
+    """In the run directory, those of a process without its number; not the list of imports, which comes and goes."""
+    lasting = Counter(path for path in places(job) if path.name != import_list.FILE)
+    return {re.sub(r"\d+", "N", str(path)) + f" x{n}" for path, n in lasting.items()}
 
 
 def places(job: Job) -> list[Path]:

@@ -10,6 +10,7 @@ import pytest
 from tests.disks.bad_disk import BadDisk
 from tests.disks.crash import Disk, Line, Loss, build, outcomes
 from tests.e2e.conftest import Run
+from tests.waiting import until
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main
 from ttp.store.catalog import scan
@@ -21,6 +22,7 @@ def test_a_restart_finds_the_old_or_the_new_checkpoint(solo: Run, bad_disk: BadD
     assert "\nsaved 4" in solo(bad_disk.mountpoint, 4, SOLO_SAVE="4").stdout
     bad_disk.mark("begin")
     assert "\nsaved 7" in solo(bad_disk.mountpoint, 7, SOLO_SAVE="7", TTP_KEEP="1").stdout
+    until(lambda: any(map(is_word_of_success, bad_disk.journal())))  # the controller may write it when the job is over
     recorded = bad_disk.journal()
     begin = list(recorded).index(["mark", "begin"])
     told = next(n for n in range(begin, len(recorded)) if is_word_of_success(recorded[n]))
