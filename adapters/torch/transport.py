@@ -113,7 +113,7 @@ class Gloo:
 
     def let_go(self, backends: Sequence[Any]) -> None:
         """See ``Transport.let_go``. Breaks all noted connections, whatever ``backends`` names."""
-        for known in self._sockets:
+        for known in list(self._sockets):  # another thread may be making a group
             _connected(known, shut_down=True)
 
     def connect(self, place: Place) -> Any:

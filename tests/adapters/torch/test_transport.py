@@ -106,6 +106,20 @@ class TestLettingGo:
         assert not groups.aborts and groups.why_not() == "" and not nccl.made
 
 
+def test_a_group_that_is_made_meanwhile_does_not_disturb_who_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo, shut = transport.Gloo(), []
+    gloo._sockets = {(1, 1), (2, 2)}
+
+    def connected(known: transport.Socket, *, shut_down: bool = False) -> bool:
+        shut.append(known)
+        gloo._sockets |= {(9, len(shut))}  # as the training thread does
+        return shut_down
+
+    monkeypatch.setattr(transport, "_connected", connected)
+    gloo.let_go([])
+    assert sorted(shut) == [(1, 1), (2, 2)]
+
+
 class TestExchange:
     """The groups stay, their backends are others, made as the old ones were."""
 
