@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -200,3 +202,14 @@ def test_the_speed_of_the_storage_is_measured(held: Held, save_dir: Path) -> Non
     assert held.speed() > 0 and not list(save_dir.iterdir())
     held.measure(save_dir / "not there")
     assert held.speed() > 0
+
+
+def test_a_look_whether_there_is_a_writer_does_not_turn_one_away(tmp_path: Path) -> None:
+    """The rank that starts the writer looks all the while whether it is there."""
+    held = Held(tmp_path / "held")
+    held.make()
+    with contextlib.ExitStack() as look:
+        look.enter_context(held._locked("writer", fcntl.LOCK_EX | fcntl.LOCK_NB))
+        threading.Timer(0.05, look.pop_all().close).start()
+        with held.serving() as mine:
+            assert mine

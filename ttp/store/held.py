@@ -35,6 +35,8 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "ttp-held-"
 RESERVE = 0.1
 """Fraction of the shared memory that is left free for other programs."""
+PROBED_S = 0.2
+"""How many seconds a writer tries to get its lock: ``is_served`` of another process takes it for a moment."""
 PROBE_BYTES = 8 << 20
 
 
@@ -220,8 +222,13 @@ class Held:
     @contextlib.contextmanager
     def serving(self) -> Iterator[bool]:
         """Be the only writer while the block runs. Yields False if another process is the writer."""
-        with self._locked("writer", fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
-            yield mine
+        until = time.monotonic() + PROBED_S
+        while True:
+            with self._locked("writer", fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
+                if mine or time.monotonic() > until:
+                    yield mine
+                    return
+            time.sleep(PROBED_S / 20)
 
     def is_served(self) -> bool:
         """Return whether a writer process is running."""
