@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from ttp.config import Config
 from ttp.launch import nccl
 from ttp.processor.faults import describe
+from ttp.wire.sockets import second
 
 _c10d: Any = c10d  # ttp uses private parts of it
 _dist: Any = dist
@@ -259,7 +260,7 @@ def _connected(known: Socket, *, shut_down: bool = False) -> bool:
         shut_down: end the connection if so.
     """
     descriptor, inode = known
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+    with contextlib.suppress(OSError), second(descriptor) as found:
         if os.fstat(found.fileno()).st_ino != inode:  # the descriptor was closed, and its number used again
             return False
         tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM

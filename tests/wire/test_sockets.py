@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from ttp.wire.sockets import Sockets, parse
+from ttp.wire.sockets import Sockets, parse, second
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", "mapped"])
@@ -51,3 +53,14 @@ def test_what_cannot_be_known_is_said() -> None:
     assert Sockets().silent_s([]) is None
     assert Sockets().silent_s(["unix:/run/x", "ipv4:127.0.0.1:1"]) is None
     assert parse("unix:/run/x") is None and parse("ipv4:nonsense:5") is None and parse("") is None
+
+
+def test_a_file_that_took_the_number_of_a_closed_socket_is_left_alone(tmp_path: Path) -> None:
+    """A second descriptor of it would keep its lock, and its room on the disk."""
+    with (tmp_path / "file").open("w") as file:
+        for _ in range(2):
+            before = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are all that is asked for
+            with pytest.raises(OSError, match="socket"), second(file.fileno()):
+                pass
+            assert sorted(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+        assert file.write("still open") == 10

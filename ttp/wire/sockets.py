@@ -71,7 +71,7 @@ class Sockets:
                 if peer not in self._found:
                     continue
                 fd, address = self._found[peer]
-                with socket.socket(fileno=os.dup(fd)) as view:
+                with second(fd) as view:
                     if view.getpeername() == address:
                         return self._age_of(view, (fd, address))
         return None
@@ -117,12 +117,32 @@ def _name(address: object) -> Peer | None:
     return str(mapped or ip), address[1]
 
 
+@contextlib.contextmanager
+def second(fd: int) -> Iterator[socket.socket]:
+    """Give a second descriptor of the socket ``fd``, and close it afterwards.
+
+    ``fd`` belongs to a library that may close it at any moment; then its number may stand for a file that was opened
+    since.
+
+    Raises:
+        OSError: ``fd`` is closed, or no socket. Nothing stays open.
+    """
+    copy = os.dup(fd)
+    try:
+        view = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with view:
+        yield view
+
+
 def _connections() -> Iterator[tuple[Peer, tuple[int, object]]]:
     for entry in Path("/proc/self/fd").iterdir():
         fd = int(entry.name)
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                with socket.socket(fileno=os.dup(fd)) as view:
+                with second(fd) as view:
                     address = view.getpeername()
                 peer = _name(address)
                 if peer is not None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import stat
 from pathlib import Path
+
+from ttp.wire.sockets import second
 
 _Identity = tuple[int, int]  # device and inode
 
@@ -89,7 +90,7 @@ def _sockets_to(port: int, *, or_from: bool = False) -> set[int]:
 def _ports(fd: int) -> set[int]:
     """Return the ports of both ends of a connection."""
     found: set[int] = set()
-    with socket.socket(fileno=os.dup(fd)) as view:
+    with second(fd) as view:
         for name in (view.getsockname, view.getpeername):
             with contextlib.suppress(OSError):
                 where = name()
@@ -99,6 +100,6 @@ def _ports(fd: int) -> set[int]:
 
 
 def _peer_port(fd: int) -> int | None:
-    with socket.socket(fileno=os.dup(fd)) as view:
+    with second(fd) as view:
         peer = view.getpeername()
     return peer[1] if isinstance(peer, tuple) else None
