@@ -42,20 +42,27 @@ def started(make_job: MakeJob, faults: list[dict[str, Any]], **env: str) -> Job:
     return job.start()
 
 
+def stays(job: Job) -> str:
+    """The host of rank 0: the one whose launcher came first. Its controller knows of the offer of the other one."""
+    logs = [job.directory / "run" / host / "controller.log" for host in HOSTS[1:]]
+    until(lambda: any(log.exists() and " offered " in log.read_text() for log in logs), 90, lambda: story(job))
+    return next(log.parent.name for log in logs if log.exists() and " offered " in log.read_text())
+
+
 def move(job: Job) -> None:
-    """Drain host two once another one has offered its place, and let rank 0 go on when its ranks are there."""
-    log = job.directory / "run" / "one" / "controller.log"
+    """Drain the host of ranks 2 and 3 once another one offers its place; rank 0 goes on when they have been moved."""
     until(lambda: any(note["what"] == "train" for note in notes(job, 3)), 90, lambda: story(job))
-    until(lambda: " offered " in log.read_text(), 90, lambda: story(job))
-    said = job.ttp("report-fault", "--host", "two", "--drain", "--token", "secret")
+    drained = next(host for host in HOSTS[1:] if host != stays(job))
+    said = job.ttp("report-fault", "--host", drained, "--drain", "--token", "secret")
     assert (said.returncode, "are moved to a host that stands by" in said.stdout) == (0, True), said.stderr + story(job)
     until(lambda: all(len(pids(job, rank)) == 2 for rank in (2, 3)), 90, lambda: story(job))
     (job.directory / "go").touch()
 
 
 def ends(job: Job) -> list[int]:
-    """Exit codes of launchers. That of the drained host has the job's where the job fails before it has left."""
-    return [process.wait(TIMEOUT_S - 60) for process in job.processes]
+    """Exit codes of launchers, the drained host's last: that is the job's where the job fails before it has left."""
+    codes = [process.wait(TIMEOUT_S - 60) for process in job.processes]
+    return codes if stays(job) == HOSTS[1] else [codes[0], codes[2], codes[1]]
 
 
 def check_moved(job: Job) -> None:
