@@ -5,6 +5,7 @@ Real launchers, real processes over gloo, whose groups the program makes anew; t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -42,18 +43,26 @@ def started(make_job: MakeJob, faults: list[dict[str, Any]], **env: str) -> Job:
     return job.start()
 
 
-def stays(job: Job) -> str:
-    """The host of rank 0: the one whose launcher came first. Its controller knows of the offer of the other one."""
+def drained(job: Job) -> str:
+    """The first host of rank 2, which is not known beforehand: launchers begin at the same time.
+
+    Waits until the spare host has offered itself. The controller is on any of the two, as they share an address.
+    """
     logs = [job.directory / "run" / host / "controller.log" for host in HOSTS[1:]]
-    until(lambda: any(log.exists() and " offered " in log.read_text() for log in logs), 90, lambda: story(job))
-    return next(log.parent.name for log in logs if log.exists() and " offered " in log.read_text())
+
+    def known() -> str:
+        return "\n".join(sorted(line for log in logs if log.exists() for line in log.read_text().splitlines()))
+
+    until(lambda: " offered " in known(), 90, lambda: story(job))
+    first = re.search(r' joined {"rank": 2, "host": "(\w+)"', known())
+    assert first is not None, known()
+    return first[1]
 
 
 def move(job: Job) -> None:
     """Drain the host of ranks 2 and 3 once another one offers its place; rank 0 goes on when they have been moved."""
     until(lambda: any(note["what"] == "train" for note in notes(job, 3)), 90, lambda: story(job))
-    drained = next(host for host in HOSTS[1:] if host != stays(job))
-    said = job.ttp("report-fault", "--host", drained, "--drain", "--token", "secret")
+    said = job.ttp("report-fault", "--host", drained(job), "--drain", "--token", "secret")
     assert (said.returncode, "are moved to a host that stands by" in said.stdout) == (0, True), said.stderr + story(job)
     until(lambda: all(len(pids(job, rank)) == 2 for rank in (2, 3)), 90, lambda: story(job))
     (job.directory / "go").touch()
@@ -62,7 +71,7 @@ def move(job: Job) -> None:
 def ends(job: Job) -> list[int]:
     """Exit codes of launchers, the drained host's last: that is the job's where the job fails before it has left."""
     codes = [process.wait(TIMEOUT_S - 60) for process in job.processes]
-    return codes if stays(job) == HOSTS[1] else [codes[0], codes[2], codes[1]]
+    return codes if drained(job) == HOSTS[2] else [codes[0], codes[2], codes[1]]
 
 
 def check_moved(job: Job) -> None:
