@@ -9,13 +9,15 @@ from typing import Any
 
 @contextlib.contextmanager
 def making(make: Callable[..., Any], end: Callable[[Any], object]) -> Iterator[Callable[..., Any]]:
-    """For as long as the block runs ``make``, which remembers what it has made: then ``end`` is called with each."""
+    """Give a ``make`` that remembers what it has made; when the block ends, ``end`` is called with each."""
     made: list[Any] = []
 
     def one(*args: Any, **kwargs: Any) -> Any:
         made.append(make(*args, **kwargs))
         return made[-1]
 
-    yield one
-    for each in made:
-        end(each)
+    try:
+        yield one
+    finally:
+        for each in made:
+            end(each)
