@@ -5,12 +5,14 @@ copies the shards that it has to keep into the memory of its host every k update
 to a rank of the next host. All shards take part, replicated ones too, by one of their ranks: a checkpoint needs all of
 one version.
 
-Theory of operation ------------------- The copy of version c is *whole* when every rank has stored its own part, here
-and at its buddy. Until then the copy before has to stay, everywhere. Only the controller hears from all ranks, so ranks
-report (``Copied``) and the controller settles the *fate* of each version once: whole as soon as all have stored it,
-never if one could not. A rank drops the older copy when it hears "whole", the newer one when it hears "never", and
-makes no other copy until it knows. So a rank holds two at most, and at any moment there is a version of which every
-rank holds a copy: nobody drops c - k before all have c, and nobody drops c unless some rank never had it.
+Theory of operation
+-------------------
+The copy of version c is *whole* when every rank has stored its own part, here and at its buddy. Until then the copy
+before has to stay, everywhere. Only the controller hears from all ranks, so ranks report (``Copied``) and the
+controller settles the *fate* of each version once: whole as soon as all have stored it, never if one could not. A rank
+drops the older copy when it hears "whole", the newer one when it hears "never", and makes no other copy until it knows.
+So a rank holds two at most, and at any moment there is a version of which every rank holds a copy: nobody drops c - k
+before all have c, and nobody drops c unless some rank never had it.
 
 The bound: a copy is begun every k updates and takes r updates to become whole. A rank lost after n finished updates
 costs at most k + r - 1 of them: the newest multiple of k that had r updates to get through. With r <= k that is 2k - 1.

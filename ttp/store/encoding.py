@@ -1,8 +1,10 @@
 """Encodes values as bytes and decodes them with their types, without ever executing what is read.
 
-Theory of operation ------------------- ``encode`` turns a value into one that msgpack can pack: a type that msgpack
-lacks (or would blur, such as a tuple) becomes an extension whose payload is msgpack again or raw bytes. A magic word
-and a checksum of the rest stand in front, so garbage is refused before it is parsed.
+Theory of operation
+-------------------
+``encode`` turns a value into one that msgpack can pack: a type that msgpack lacks (or would blur, such as a tuple)
+becomes an extension whose payload is msgpack again or raw bytes. A magic word and a checksum of the rest stand in
+front, so garbage is refused before it is parsed.
 
 Large arrays may be kept apart: ``repeated_encoding`` leaves their bytes to its caller, and the payload says which.
 

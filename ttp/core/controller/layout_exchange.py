@@ -1,10 +1,12 @@
 """The exchange of layouts, which are known by their digests: sends them in parts, and asks ranks for unknown ones.
 
-Theory of operation ------------------- A rank says hello with the digest of its layout. A digest that is not known yet
-is an *inquiry*: one of the ranks that have announced it is asked for the layout, and all of them wait. If that rank is
-lost or takes too long, the next one is asked. Every rank that was asked may answer, so a slow answer still counts; but
-parts are put together per rank, so that a rank that sends nonsense spoils only its own answer. Once the layout is
-known, the hellos that waited are handled in the order in which they came.
+Theory of operation
+-------------------
+A rank says hello with the digest of its layout. A digest that is not known yet is an *inquiry*: one of the ranks that
+have announced it is asked for the layout, and all of them wait. If that rank is lost or takes too long, the next one is
+asked. Every rank that was asked may answer, so a slow answer still counts; but parts are put together per rank, so that
+a rank that sends nonsense spoils only its own answer. Once the layout is known, the hellos that waited are handled in
+the order in which they came.
 
 One copy is kept of each layout, and of a few layouts only. In a world in which every rank announces another layout a
 few layouts are asked for at a time.

@@ -1,8 +1,8 @@
 """A rank's side of the protocol: events in, actions out. No I/O, no clock, no threads.
 
-Theory of operation ------------------- The processor keeps one stream to the controller. Losing the stream changes
-nothing for the training: the stream is opened again, and its first message repeats everything that a new controller has
-to know. Orders of an older term are ignored.
+The processor keeps one stream to the controller. Losing the stream changes nothing for the training: the stream is
+opened again, and its first message repeats everything that a new controller has to know. Orders of an older term are
+ignored.
 
 A freeze closes the gate; the answer goes out at once if the state is quiet, else when the running update ends. While
 frozen the processor saves and commits what it is ordered to. For the version before (undo) the saver writes the kept

@@ -1,10 +1,12 @@
 """Leads the incidents of a job whose state is saved and repaired by the program's own handlers.
 
-Theory of operation ------------------- Faults are found, the world is frozen, and the newest whole version is decided
-on exactly as in every other job. From there on the handlers of the ranks have to act, together and in order, so the
-rest is not a set of independent tasks as in ``controller.saving`` but a *script* of rounds (``rounds``).
-``in_process_repair`` gets loops going again, ``save_script`` saves, ``handshake`` asks an outside manager, ``pause``
-needs no incident at all. Without a manager the rule is: repair what can be repaired, save everything else.
+Theory of operation
+-------------------
+Faults are found, the world is frozen, and the newest whole version is decided on exactly as in every other job. From
+there on the handlers of the ranks have to act, together and in order, so the rest is not a set of independent tasks as
+in ``controller.saving`` but a *script* of rounds (``rounds``). ``in_process_repair`` gets loops going again,
+``save_script`` saves, ``handshake`` asks an outside manager, ``pause`` needs no incident at all. Without a manager the
+rule is: repair what can be repaired, save everything else.
 
 A script is given up when its incident ends, and no other controller resumes it: that one freezes the world again and
 begins anew. Ranks that were stopped say so to every controller, so they are not forgotten in that state.

@@ -1,9 +1,10 @@
 """Runs one action at a time, by many ranks in step: a *round*.
 
-Theory of operation ------------------- A round is sent to its ranks and is over when each of them has answered, was
-lost, or is out of time. Ranks act with handlers that may wait for each other in collectives. So once one of them has
-failed or is lost, the others get only a short respite: their later answers are a consequence. The result keeps the
-first failure apart from those.
+Theory of operation
+-------------------
+A round is sent to its ranks and is over when each of them has answered, was lost, or is out of time. Ranks act with
+handlers that may wait for each other in collectives. So once one of them has failed or is lost, the others get only a
+short respite: their later answers are a consequence. The result keeps the first failure apart from those.
 
 Serial numbers grow from round to round, and with the term in their upper half also when another controller takes over.
 So a rank carries out each act once and repeats its answer when it is asked again, and answers of an earlier round are

@@ -3,8 +3,9 @@
 State that only one rank has (its random streams, its BatchNorm statistics, its data cursor) dies with the rank unless
 others can read it. So each rank keeps it, tagged with the version it belongs to, in a file that a neighbour can read.
 
-Theory of operation ------------------- The writer maps the file and never makes a system call to write. The reader uses
-``pread`` and trusts nothing.
+Theory of operation
+-------------------
+The writer maps the file and never makes a system call to write. The reader uses ``pread`` and trusts nothing.
 
 * Six slots: three versions (a rank may already write n+1 while a peer can still only save n-1), two slots each, written
   in turn. The second slot makes a kill harmless: a page is written *provisionally* before the gradients of its version
