@@ -1,1 +1,1 @@
-"""Adapters to training frameworks. Import them as ``ttp.adapters``; each imports its framework when it is loaded."""
+"""Adapters to training frameworks. Import them as ``ttp.adapters``; an adapter imports its framework, ttp does not."""

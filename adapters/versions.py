@@ -1,4 +1,4 @@
-"""Imports frameworks and checks that they are installed in a version with which ttp was tested."""
+"""Imports frameworks, and checks their versions against those that ttp was tested with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_torch() -> None:
     """Check that torch can restore what is saved.
 
     Raises:
-        ConfigError: it is too old.
+        ConfigError: the installed torch is older than ``TORCH_MIN``.
     """
     if numbers(version := _version("torch")) < TORCH_MIN:
         needed = ".".join(map(str, TORCH_MIN))
@@ -37,8 +37,10 @@ def require(package: str, module: str, tested: tuple[str, str], *, extra: str = 
     Args:
         package: name of the framework's package.
         module: name of the module of ttp that needs it.
-        tested: the oldest and the newest version with which ttp was tested. Other versions are logged as a warning.
-        extra: name of ttp's optional dependencies that install it; empty: the same as ``module``.
+        tested: the oldest and the newest version with which ttp was tested. A version outside this range is logged as
+            a warning.
+        extra: name of the optional dependencies of ttp (``ttp-ft[extra]``) that install the framework; empty: the same
+            as ``module``.
 
     Raises:
         ConfigError: the framework is not installed.
@@ -51,8 +53,8 @@ def require(package: str, module: str, tested: tuple[str, str], *, extra: str = 
     version, (oldest, newest) = _version(package), tested
     if not numbers(oldest) <= numbers(version) <= numbers(newest):
         log.warning(
-            "%s %s is none of the versions that ttp.%s was tested with (%s to %s): see with ttp.testing.kit that a "
-            "killed rank of yours comes back",
+            "%s %s is outside the versions that ttp.%s was tested with (%s to %s): check with ttp.testing.kit that "
+            "your job resumes after a killed rank",
             package,
             version,
             module,
@@ -64,7 +66,9 @@ def require(package: str, module: str, tested: tuple[str, str], *, extra: str = 
 
 @contextlib.contextmanager
 def names_of(package: str, tested: tuple[str, str]) -> Iterator[None]:
-    """Run imports of names from a framework, not all of which are in every version of it.
+    """Turn the failed import of a framework's name into a ``ConfigError`` that lists the tested versions.
+
+    Put ``from framework import name`` under it where some versions of the framework lack the name.
 
     Args:
         package: name of the framework's package.
@@ -78,14 +82,18 @@ def names_of(package: str, tested: tuple[str, str]) -> Iterator[None]:
     except ImportError as problem:
         oldest, newest = tested
         raise ConfigError(
-            f"{package} {_version(package)} has not what ttp needs ({problem}). It was tested with {oldest} to {newest}"
+            f"{package} {_version(package)} lacks a name that ttp imports ({problem}): "
+            f"install a version that ttp was tested with, {oldest} to {newest}"
         ) from problem
 
 
 def begins_once(framework: str) -> None:
-    """Refuse to call train() again in this process: the framework's objects would keep counts and process groups."""
+    """Forbid ``TTP_CONTINUITY=keep`` to call ``train()`` a second time in this process.
+
+    The framework's objects outlive ``train()`` and would keep step counts and process groups of the old launch.
+    """
     if (goes_on := continuing.current()) is not None:
-        goes_on.refuse(f"{framework} begins a training once in a process")
+        goes_on.refuse(f"{framework} can begin only one training in a process")
 
 
 def _version(package: str) -> str:
@@ -93,6 +101,6 @@ def _version(package: str) -> str:
 
 
 def numbers(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version."""
+    """Return the first two numbers of a version: ``(2, 7)`` for ``2.7.1+cpu``."""
     first, second = re.findall(r"\d+", version + ".0.0")[:2]
     return int(first), int(second)

@@ -1,4 +1,4 @@
-"""The adapter for one Megatron training: model chunks, optimizer and scheduler, registered by ``protect``."""
+"""The adapter for one Megatron training: it holds the model chunks, optimizer and scheduler given to ``protect``."""
 
 from __future__ import annotations
 
@@ -100,10 +100,13 @@ class MegatronAdapter(TorchAdapter):
         self._syncs = ParamSyncs(self._chunks)
 
     def layout(self, world_size: int) -> Layout:
-        """Return the replica groups, as the ranks have announced them."""
+        """Return the replica groups that the ranks announced to each other in ``__init__``."""
         layout = self._held.layout
         if layout.world_size != world_size:
-            raise ConfigError(f"the job has {world_size} ranks, its process group {layout.world_size}")
+            raise ConfigError(
+                f"WORLD_SIZE says {world_size} ranks, torch's process group has {layout.world_size}: "
+                "every rank of the job must be in the process group"
+            )
         if alone := layout.unreplicated():
             log.warning(
                 "%d of %d shards (%s%s) are held by one rank only and die with it: use two or more instances of the "
@@ -113,7 +116,7 @@ class MegatronAdapter(TorchAdapter):
         return layout
 
     def sharding(self, world_size: int) -> Any:
-        """Return what this rank holds, found when the objects were registered."""
+        """Return the tensors and shards of this rank, found in ``__init__``."""
         return self._held
 
     def attach(self, processor: Processor) -> None:
@@ -154,7 +157,7 @@ class MegatronAdapter(TorchAdapter):
         self._syncs.detach()
 
     def _note_increment(self) -> None:
-        """Note by how much the loop steps the scheduler, for the case that a restore has to make its step."""
+        """Note the increment of the loop's last scheduler step: a restore may have to repeat that step."""
         now = getattr(self._scheduler, "num_steps", 0)
         if now > self._noted:
             self._source.increment = now - self._noted
@@ -166,7 +169,8 @@ class MegatronAdapter(TorchAdapter):
         """Load a verified checkpoint into the registered objects.
 
         Raises:
-            CheckpointError: the checkpoint belongs to another model, or cannot be read. Nothing has been changed then.
+            CheckpointError: the checkpoint belongs to another model (nothing has been changed then), or a piece cannot
+                be read (the objects may hold a part of the checkpoint then).
         """
         manifest = Manifest.load(checkpoint)
         job = restore_into(checkpoint, manifest, self._held)
@@ -186,24 +190,27 @@ class MegatronAdapter(TorchAdapter):
         return Version(job.version)
 
     def _load_scheduler(self, job: JobState) -> list[str]:
-        """Restore scheduler and param groups, then make a scheduler step that was due. Returns notes for the log."""
+        """Restore scheduler and param groups, then make the scheduler's step if the save came before it.
+
+        Returns notes for the log.
+        """
         scheduler = self._scheduler
         if scheduler is None or job.scheduler is None:
             restore_groups(self._held, job)
             return [] if scheduler is None else ["it has no state of an LR scheduler: that begins anew"]
-        scheduler.num_steps = 0  # load_state_dict() adds the saved steps to it
+        scheduler.num_steps = 0  # load_state_dict() adds the saved steps to num_steps
         scheduler.load_state_dict(job.scheduler)
         restore_groups(self._held, job)
         increment = job.extra[JOB_KEY]["increment"]
         if job.scheduler_pending and not increment:
-            return ["the step of the LR scheduler that was due could not be made"]
+            return ["the LR scheduler is one step behind: the save came before its step, and no earlier step is known"]
         if job.scheduler_pending:
             scheduler.step(increment=increment)
         self._source.increment, self._noted = increment, scheduler.num_steps
         return []
 
     def _number(self, rank: int, world_size: int) -> int:
-        """Return 0, because Megatron's own seeds distinguish the ranks that may draw different numbers."""
+        """Return 0: Megatron seeds each rank itself, so ttp need not give ranks different random streams."""
         return 0
 
     def _same_places(self, manifest: Manifest, world_size: int) -> bool:

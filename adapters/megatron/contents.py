@@ -1,8 +1,8 @@
 """Reads a checkpoint of a Megatron job for ``ttp convert``, as one whole model with the names of Megatron's modules.
 
-In the checkpoint all layers of a kind are one tensor, and so are all experts of a layer. In the names on a rank, layers
-and experts are numbered from that rank's first one. Both together give the names of the model on a single rank: the
-numbers in a rank's name are replaced by the positions of its part in the checkpoint's tensor.
+In the checkpoint all layers of a kind are one tensor, and so are all experts of a layer. The names that a rank uses
+number layers and experts from that rank's first one. This module makes the names that the whole model would have on a
+single rank: it replaces the numbers in a rank's name by the offsets of the rank's box in the checkpoint's tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Weight:
 
     Args:
         view: where the whole tensor is in the checkpoint.
-        group: kind of the optimizer that updates it, and number of its param group there; None: no optimizer does.
+        group: kind of the optimizer that updates it, and number of its param group there; None: it is not trained.
     """
 
     view: TensorView
@@ -45,10 +45,11 @@ class Weight:
 
 
 def read_megatron(path: Path) -> WholeState:
-    """Read the checkpoint at ``path``, whose digests have been verified. Its tensors are read later, one at a time.
+    """Read the checkpoint at ``path``, whose digests have been verified.
 
-    ``optim`` has the moments and the fp32 copy (``param`` or ``fp32_param``) of each weight, and Megatron's param
-    groups with the names of their parameters.
+    Returns:
+        The whole state; its tensors are read later, one at a time. ``optim`` has the moments and the fp32 copy
+        (``param`` or ``fp32_param``) of each weight, and Megatron's param groups with the names of their parameters.
 
     Raises:
         CheckpointError: the checkpoint does not say how its tensors are named in the model, or cannot be read.
@@ -69,7 +70,7 @@ def read_megatron(path: Path) -> WholeState:
 
 
 def _weights(stored: MegatronCheckpoint, layouts: Iterable[RankLayout]) -> tuple[dict[str, Weight], list[str]]:
-    """Return the weights by name, sorted; and the names under which several layers or experts are one tensor."""
+    """Return the weights, sorted by name, and the names of weights that hold several layers or experts."""
     found: dict[str, Weight] = {}
     stacked: dict[str, None] = {}
     for layout in sorted(layouts, key=lambda each: (each.place.pp, each.place.tp, each.place.ep)):
@@ -86,9 +87,9 @@ def _weights(stored: MegatronCheckpoint, layouts: Iterable[RankLayout]) -> tuple
 
 
 def _global_name(local: str, view: TensorView) -> tuple[str, tuple[int, ...]]:
-    """Return the name in the whole model, and the index of the tensor along the first dimensions of the checkpoint's.
+    """Return the name in the whole model, and the index along the leading dimensions of the checkpoint's tensor.
 
-    If the numbers in the name do not correspond to those dimensions, the checkpoint's tensor is taken whole.
+    If the numbers in the name do not match those dimensions, the weight is the whole tensor of the checkpoint.
     """
     front = view.offsets[: len(view.shape) - len(view.sizes)]
     steps = local.split(".")
@@ -101,7 +102,7 @@ def _global_name(local: str, view: TensorView) -> tuple[str, tuple[int, ...]]:
 
 
 def _order(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Return a sort key by which layer 2 comes before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return tuple((step.isdecimal(), int(step) if step.isdecimal() else 0, step) for step in name.split("."))
 
 
@@ -136,7 +137,7 @@ def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Itera
 
 
 def _count(saved: Mapping[str, Any]) -> float | None:
-    """Return the updates that an optimizer has counted, one number for all of its parameters; None: it has not."""
+    """Return an optimizer's count of updates, one number for all of its parameters; None: it counts none."""
     if saved["step"] is not None:
         return float(saved["step"])
     return max((float(group["step"]) for group in saved["groups"] if "step" in group), default=None)
@@ -166,19 +167,19 @@ def _notes(stored: MegatronCheckpoint, stacked: Iterable[str]) -> Iterator[str]:
     for name in stacked:
         yield f"{name} holds several layers or experts along its first dimensions, as in Megatron's checkpoint"
     if stored.job.scheduler_pending:
-        yield "the step of the LR scheduler after the last update had not been made: its state is of before it"
+        yield "the LR scheduler had not made its step after the last update: its state is that from before this step"
 
 
 # ------------------------------------------------------------------------------------- the contents of a checkpoint
 #
-# Access to a checkpoint of a Megatron job, for programs that are no ranks of a job: its contents, and the rank layouts.
+# Access to a checkpoint of a Megatron job, for programs outside the job: its contents, and the rank layouts.
 
 
 FRAMEWORK = "megatron"
 
 
 class MegatronCheckpoint:
-    """A checkpoint of a Megatron job, whose digests have been verified. Nothing is unpickled.
+    """Reads a checkpoint of a Megatron job, whose digests have been verified. Nothing is unpickled.
 
     Args:
         path: the directory of the checkpoint.
@@ -192,17 +193,17 @@ class MegatronCheckpoint:
         if self.manifest.framework != FRAMEWORK:
             raise CheckpointError(f"{path} was written by the {self.manifest.framework} adapter, not by a Megatron job")
         items = items_of(self.manifest.pieces)
-        build_metadata(items, StorageMeta())  # checks that boxes cover every tensor exactly once
+        build_metadata(items, StorageMeta())  # called for its check that the boxes cover every tensor exactly once
         self.items: dict[str, list[IndexEntry]] = {}
         for item in items:
             self.items.setdefault(item.key, []).append(item)
         self.job: JobState = read_job_state(path, self.manifest.pieces)
         if JOB_KEY not in self.job.extra:
-            raise CheckpointError(f"the job state of {path} has nothing of Megatron")
+            raise CheckpointError(f"{path} is damaged: its job state lacks the part that Megatron jobs write")
 
     @property
     def optimizers(self) -> Sequence[Mapping[str, Any]]:
-        """The saved param groups and counts of steps of each optimizer."""
+        """The saved param groups and step counts of each optimizer."""
         return list(self.job.extra[JOB_KEY]["optimizers"])
 
     def rank_layouts(self) -> list[RankLayout]:
@@ -215,13 +216,14 @@ class MegatronCheckpoint:
         found = [RankLayout.from_json(str(self._value(item))) for item in told]
         if not found:
             raise CheckpointError(
-                f"{self.path} does not say which names its ranks had: an older ttp wrote it, or the log of "
-                "the job said why not. ttp.restore() and Megatron's torch_dist loader read it"
+                f"{self.path} does not say which names its ranks had for the tensors: an older ttp wrote it, or the "
+                "names could not be described (the job's log says why). ttp.restore() and Megatron's torch_dist loader "
+                "can still read it"
             )
         return found
 
     def _value(self, item: IndexEntry) -> Any:
-        """Read a plain value, which Megatron puts into a list of one."""
+        """Read a plain value. Megatron stores it as a list with one element."""
         (found,) = read_value(self.path, item)
         return found
 
@@ -233,8 +235,9 @@ class MegatronCheckpoint:
         """Read one tensor, whole.
 
         Args:
-            view: where it is in the checkpoint, seen as a tensor of its own.
-            prefix: prefix of its name: empty for a weight, else that of a value of the optimizer's state.
+            view: where the tensor lies in the checkpoint; see ``whole_view``.
+            prefix: prefix of the tensor's name: empty for a weight, or ``optimizer.state.`` and the value's name for a
+                value of the optimizer's state.
 
         Raises:
             CheckpointError: elements are missing, or a file cannot be read.
@@ -246,12 +249,12 @@ class MegatronCheckpoint:
 
 
 def whole_view(key: str, shape: Sequence[int], index: Sequence[int]) -> TensorView:
-    """Return a view of the part of one layer or expert in a checkpoint's tensor, as a tensor of its own.
+    """Return a view of one layer or expert in a checkpoint's tensor, as a contiguous tensor of its own.
 
     Args:
         key: name of the checkpoint's tensor.
-        shape: its shape.
-        index: index of the part along the first dimensions, one number for each of them.
+        shape: shape of the checkpoint's tensor.
+        index: index of the layer or expert along the leading dimensions; empty: the view is the whole tensor.
     """
     sizes = tuple(shape[len(index) :])
     strides = tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

@@ -1,9 +1,9 @@
 """Captures the extra states (``get_extra_state()``) of Megatron's modules: FP8 scales with Transformer Engine.
 
 An extra state changes in the forward and the backward pass and is equal on all replicas of a shard (Megatron reduces
-it). So it is captured at the gate of each update, as that of the version which the update makes, and written with the
-shard. Nothing is sent, and nothing is encoded until a checkpoint is written. A module may read the state from its
-device, as Transformer Engine does: then every update waits for the device once, and the log says so.
+it). So it is captured at the gate of each update, as the extra state of the version that the update makes, and written
+with the shard. Nothing is sent, and nothing is encoded until a checkpoint is written. A module may read the state from
+its device, as Transformer Engine does: then every update waits for the device once, and the log says so.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ log = logging.getLogger("ttp.adapters.megatron")
 _KEPT = 4
 """Number of versions whose states are kept, because a host may be some updates ahead of its device."""
 _LEARNING = 4
-"""Number of captures in which every module is asked for its state."""
+"""Number of first captures in which every module is asked for its state."""
 _PARTS = 16
-"""After that, modules that never had a state are asked in turns, one of so many parts of them in each capture."""
+"""In later captures, modules that never had a state are asked in turns: 1/16 of them in each capture."""
 
 
 class ExtraStates:
-    """The extra states of the modules of one rank.
+    """Captures, keeps and restores the extra states of the modules of one rank.
 
     Args:
         owners: the modules, by the name of their extra state in the checkpoint.
-        written: names of the states that this rank writes, as several parts of the model may hold the same.
+        written: names of the states that this rank writes; ranks with other parts of the model may hold equal states.
         on_device: whether the states may lie on an accelerator.
     """
 
@@ -48,26 +48,27 @@ class ExtraStates:
         self._complained = False
 
     def take(self, version: int) -> None:
-        """Keep the states of this moment as those of ``version``, besides those of some versions before.
+        """Capture the states now as those of ``version``, and drop all but the newest ``_KEPT`` versions.
 
         Raises:
-            ConfigError: a state has no form on disk.
+            ConfigError: a state cannot be stored without pickling.
         """
         try:
             found = {key: copy.deepcopy(value) for key, value in self._find().items()}
         except Exception:
             if not self._complained:
                 self._complained = True
-                log.warning("get_extra_state() failed: checkpoints have what it gave before", exc_info=True)
+                log.warning("get_extra_state() failed: checkpoints hold the states captured before", exc_info=True)
             return
         self._look_at_new(found)
         before = sorted(known for known in self._kept if known < version)[1 - _KEPT :]
         self._kept = {known: self._kept[known] for known in before} | {version: found}
 
     def _find(self) -> dict[str, Any]:
-        """Return the states there are now, without asking every module that never had one (see ``_PARTS``).
+        """Return the present states, without asking every module that never had one (see ``_PARTS``).
 
-        Programs switch FP8 on after some steps, and for many modules at once: once one has a state, all are asked.
+        Programs switch FP8 on after some steps, and for many modules at once: when a module has a state for the first
+        time, all modules are asked.
         """
         turn, self._captures = self._captures, self._captures + 1
         if turn < _LEARNING:
@@ -80,7 +81,7 @@ class ExtraStates:
         return found | _states({key: self._owners[key] for key in without if key not in asked})
 
     def _look_at_new(self, found: Mapping[str, Any]) -> None:
-        """Log once what the captures cost, and refuse a new state that cannot be saved."""
+        """Warn once that captures may wait for the device, and refuse a new state that cannot be saved."""
         if found and not self._seen and self._on_device:
             log.warning(
                 "get_extra_state() of %d modules is called at each update: it may wait for the device", len(found)
@@ -98,16 +99,19 @@ class ExtraStates:
         """Return the states of ``version`` that this rank writes, in Megatron's form for such values."""
         known = max((each for each in self._kept if each <= version), default=min(self._kept, default=None))
         if known != version:
-            log.warning("the extra states in the checkpoint of version %s are those of %s", version, known)
+            log.warning("the checkpoint of version %s holds the extra states of version %s", version, known)
         states = {} if known is None else self._kept[known]
         return {key: (states.get(key),) for key in self._owners if key in self._written}
 
     def restore(self, path: Path, saved: Mapping[str, Sequence[IndexEntry]]) -> list[str]:
-        """Restore the state of every module. Returns notes on states that were not saved.
+        """Restore the state of every module.
 
         Args:
             path: the directory of the checkpoint.
-            saved: its entries, by name.
+            saved: the checkpoint's entries, by name.
+
+        Returns:
+            Notes for the log on modules that have a state now, but none in the checkpoint.
 
         Raises:
             CheckpointError: a state cannot be read, or its module refuses it.
@@ -134,5 +138,5 @@ def _states(owners: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a module with this result of ``get_extra_state()`` has no extra state."""
+    """Return whether ``value``, a result of ``get_extra_state()``, means that the module has no extra state."""
     return value is None or (isinstance(value, Tensor) and value.numel() == 0)

@@ -1,8 +1,9 @@
 """Finds where each tensor of the model lies in the tensors of a Megatron checkpoint.
 
-Megatron's modules tell this themselves: ``sharded_state_dict()`` names, for every tensor of this rank, the checkpoint's
-tensor that it is a part of, and its place there. Layers of a pipeline, tensor parallel slices, experts and the two
-halves of a gated layer all become boxes of larger tensors, so a checkpoint does not depend on the layout of the job.
+Megatron's modules describe this themselves: ``sharded_state_dict()`` names, for every tensor of this rank, the tensor
+of the checkpoint that contains it, and its offsets there. Layers of a pipeline, tensor parallel slices, experts and the
+two halves of a gated layer all become boxes of larger tensors, so a checkpoint does not depend on the layout of the
+job.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.errors import ConfigError
 
 _EXTRA_STATE = "_extra_state"
-"""Torch's name for a module's own state in a state dict."""
+"""Last part of the name under which torch stores a module's extra state in a state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,9 @@ class CheckpointBox:
         shape: shape of the checkpoint's tensor.
         offsets: where the box begins in the checkpoint's tensor.
         sizes: sizes of the box.
-        box: the same box in the memory of the rank's tensor, without the dimensions that the checkpoint puts in front.
-        flexible: whether the checkpoint's tensor may be larger or smaller, because it is padded.
+        box: the same box in the memory of the rank's tensor, without the leading dimensions (layer, expert) that only
+            the checkpoint's tensor has.
+        flexible: whether the saved tensor may have another shape than ``shape``, because it is padded.
     """
 
     key: str
@@ -44,20 +46,35 @@ class CheckpointBox:
     flexible: bool
 
     def view(self, memory: Tensor, begin: int) -> Tensor:
-        """Return the elements in shape ``sizes``; ``memory`` is a vector with the tensor's memory from ``begin`` on."""
+        """Return the box as a view of ``memory``, in shape ``sizes``.
+
+        Args:
+            memory: a vector over the memory of the rank's tensor.
+            begin: position of the vector's first element in that memory, in elements.
+        """
         found = self.box.of(memory, begin)
         while found.dim() < len(self.sizes):
             found = found.unsqueeze(0)
         return found
 
     def chunk(self, memory: Tensor, begin: int) -> Chunk:
-        """Return the elements as a chunk to be written; see ``view`` for the arguments."""
+        """Return the box as a chunk to be written; see ``view`` for the arguments."""
         return Chunk(self.view(memory, begin), self.shape, self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A checkpoint's tensor, or a box of it, that is a view of one tensor of this rank; see ``CheckpointBox``."""
+    """A box of a checkpoint's tensor whose elements are a strided view of the memory of one tensor of this rank.
+
+    Args:
+        key: name of the checkpoint's tensor.
+        shape: shape of the checkpoint's tensor.
+        offsets: where the box begins in the checkpoint's tensor.
+        sizes: sizes of the box, without leading dimensions that only the checkpoint's tensor has.
+        strides: strides of the view, in elements.
+        first: position of the view's first element in the memory of the rank's tensor, in elements.
+        flexible: see ``CheckpointBox``.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -78,12 +95,12 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The description of one tensor of this rank.
+    """One tensor of this rank, and where its elements lie in the checkpoint.
 
     Args:
-        name: its name, for messages.
+        name: the tensor's name, for messages.
         tensor: the live parameter or buffer.
-        views: its parts in the checkpoint.
+        views: the boxes of the checkpoint's tensors that make up the tensor.
         first: whether this rank writes the tensor. Ranks with other parts of the model (tensor or pipeline parallel)
             may hold a copy that is kept equal; one of them writes it.
     """
@@ -94,23 +111,23 @@ class Described:
     first: bool
 
     def parts(self, begin: int, end: int) -> tuple[CheckpointBox, ...]:
-        """Return the boxes of the elements ``begin .. end`` of its memory."""
+        """Return the boxes that hold the elements ``begin .. end`` of the tensor's memory."""
         return tuple(part for view in self.views for part in view.parts(begin, end))
 
     @property
     def whole(self) -> tuple[CheckpointBox, ...]:
-        """The boxes of the whole tensor."""
+        """The boxes that hold the whole tensor."""
         return self.parts(0, self.tensor.numel())
 
 
 @dataclass
 class Geometry:
-    """The description of a rank's whole model.
+    """Where the whole model of a rank lies in the checkpoint.
 
     Args:
-        tensors: the descriptions of its tensors, by the identity of the live tensor.
+        tensors: the descriptions of the model's tensors, by ``id()`` of the live tensor.
         owners: the modules of this rank with an extra state, by the name of that state in the checkpoint.
-        written: those of these names that this rank writes; see ``Described.first``.
+        written: the names in ``owners`` whose state this rank writes; see ``Described.first``.
     """
 
     tensors: dict[int, Described] = field(default_factory=dict)
@@ -119,7 +136,9 @@ class Geometry:
 
 
 def describe(chunks: Sequence[nn.Module]) -> Geometry:
-    """Describe the model by its ``sharded_state_dict()``. All ranks call it at the same point of their programs.
+    """Describe the model by its ``sharded_state_dict()``.
+
+    A collective call: all ranks make it at the same point of their programs.
 
     Args:
         chunks: the model chunks of this rank, unwrapped.
@@ -145,7 +164,7 @@ def describe(chunks: Sequence[nn.Module]) -> Geometry:
 
 
 def _owner(chunk: nn.Module, name: str) -> nn.Module:
-    """Return the module whose extra state ``name`` is in the state dict of the chunk."""
+    """Return the module of ``chunk`` whose extra state is called ``name`` in the chunk's state dict."""
     path, _, last = name.rpartition(".")
     try:
         if last == _EXTRA_STATE:
@@ -153,8 +172,8 @@ def _owner(chunk: nn.Module, name: str) -> nn.Module:
     except AttributeError:
         pass
     raise ConfigError(
-        f"sharded_state_dict() of the model has {name}, which is the extra state of none of its modules: "
-        "ttp cannot tell when it changes. Leave it out, or keep it in a module's get_extra_state()"
+        f"sharded_state_dict() of the model has {name}, which is not the extra state of any of its modules: "
+        "ttp cannot tell when it changes. Leave it out, or return it from a module's get_extra_state()"
     )
 
 
@@ -164,20 +183,25 @@ def _described(name: str, entry: Any) -> Described:
 
     tensor = entry.data
     if isinstance(entry, ShardedTensorFactory):
-        # Build the entries from a tensor without memory, only to see which part becomes which entry.
+        # Build the entries from a tensor without memory, only to learn which part of the tensor becomes which entry.
         outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         built = list(nested_values({"": entry.build_fn(entry.key, outline, entry.replica_id, None)}))
     else:
         built = [entry]
     views = tuple(_tensor_view(name, tensor, one, is_view=one is not entry) for one in built)
     if sum(prod(view.sizes) for view in views) != tensor.numel():
-        raise ConfigError(f"{name}: its parts in a checkpoint do not make up the whole of it; ttp cannot save it")
+        raise ConfigError(
+            f"{name}: the entries that sharded_state_dict() makes of it do not cover all of it; ttp cannot save it"
+        )
     return Described(name, tensor, views, _is_first(entry.replica_id))
 
 
 def _tensor_view(name: str, tensor: Tensor, entry: Any, *, is_view: bool) -> TensorView:
     if not tensor.is_contiguous() or (is_view and entry.data.untyped_storage().nbytes() != tensor.nbytes):
-        raise ConfigError(f"{name} is stored in a form that is no part of its memory; ttp cannot save it")
+        raise ConfigError(
+            f"{name}: the tensor is not contiguous, or sharded_state_dict() copies it instead of giving a view of it; "
+            "ttp cannot save it"
+        )
     strides = entry.data.stride() if is_view else tensor.stride()
     first = entry.data.storage_offset() if is_view else 0
     view = TensorView(
@@ -192,7 +216,7 @@ def _tensor_view(name: str, tensor: Tensor, entry: Any, *, is_view: bool) -> Ten
 
 
 def _is_first(replica_id: Any) -> bool:
-    """Return whether this rank writes the entry: all numbers but the last (the data-parallel replica) are 0."""
+    """Return whether this rank writes the entry: all parts of ``replica_id`` but the last (data parallel) are 0."""
     return not isinstance(replica_id, tuple | list) or all(number == 0 for number in replica_id[:-1])
 
 

@@ -19,10 +19,10 @@ class LocalChunk:
     """A box of a tensor, and its place in memory.
 
     Args:
-        offsets: position of its first element in the tensor, one number per dimension.
-        sizes: its sizes, one number per dimension.
+        offsets: position of the box's first element in the tensor, one number per dimension.
+        sizes: sizes of the box, one number per dimension.
         strides: strides of the tensor, in elements.
-        start: position of its first element in the memory, in elements.
+        start: position of the box's first element in the memory, in elements.
     """
 
     offsets: tuple[int, ...]
@@ -31,7 +31,12 @@ class LocalChunk:
     start: int
 
     def of(self, memory: Tensor, begin: int) -> Tensor:
-        """Return the elements of this box as a view of ``memory``, a vector whose first element lies at ``begin``."""
+        """Return the elements of this box as a view of ``memory``.
+
+        Args:
+            memory: a vector over the memory of the tensor, or over a range of it.
+            begin: position of the vector's first element in the tensor's memory, in elements.
+        """
         return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.start - begin)
 
 

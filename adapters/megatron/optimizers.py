@@ -1,9 +1,9 @@
-"""Finds what Megatron's optimizers of a rank update: which range of which parameter, through which fp32 copy.
+"""Finds what the Megatron optimizers of a rank update: which range of which parameter, through which fp32 copy.
 
-Below every ``MegatronOptimizer`` there is a plain optimizer (Apex, Transformer Engine, torch) that knows nothing of the
-rest. It may update the model's parameter itself (fp32), an fp32 copy of the whole parameter (fp16, bf16), or an fp32
-copy of the range of the parameter that this rank owns (distributed optimizer). A model with experts has several plain
-optimizers, whose parameters are replicated over different groups of ranks.
+Every ``MegatronOptimizer`` wraps a plain optimizer (Apex, Transformer Engine, torch) that knows nothing of Megatron.
+The plain optimizer may update the model's parameter itself (fp32), an fp32 copy of the whole parameter (fp16, bf16), or
+an fp32 copy of the range of the parameter that this rank owns (distributed optimizer). A model with experts has several
+plain optimizers, whose parameters are replicated over different groups of ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Holding:
 
     Args:
         described: the model's parameter.
-        main: the tensor that the inner optimizer updates and uses as key of its state: the parameter, or the fp32 copy
+        main: the tensor that the plain optimizer updates and uses as key of its state: the parameter, or the fp32 copy
             of the range.
         begin: first position of the range, in elements of the parameter's memory.
-        end: position after its last element.
+        end: position after the last element of the range.
         parts: the boxes of the range in a checkpoint.
     """
 
@@ -45,11 +45,11 @@ class Inner:
     """One plain optimizer of this rank.
 
     Args:
-        megatron: the optimizer of Megatron around it.
+        megatron: the Megatron optimizer that wraps it.
         optimizer: the plain optimizer, whose ``step()`` is the update.
         kind: ``dense`` or ``expert``.
         main_key: Megatron's name of the fp32 copy in a checkpoint; empty: there is no copy besides the parameter.
-        holdings: what it updates.
+        holdings: the ranges of parameters that it updates.
         part: number, from 0, of this rank's range among the ``parts`` equal ranges of every buffer.
         parts: number of these ranges; 1 unless the state is distributed.
         fixed: tensors that no optimizer updates (frozen parameters, buffers) and that this rank writes in addition.
@@ -66,30 +66,32 @@ class Inner:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to write: this rank's range is padding only."""
+        """Whether this rank has nothing to write, because its range is padding only."""
         return not (self.holdings or self.fixed)
 
     @property
     def expert(self) -> bool:
-        """Whether its parameters are those of experts, which other ranks replicate than the rest of the model."""
+        """Whether it updates experts, whose replica groups differ from those of the rest of the model."""
         return self.kind == "expert"
 
 
 def inner_optimizers(optimizer: Any, geometry: Geometry) -> list[Inner]:
-    """Return the plain optimizers below ``optimizer``, in the order of their steps, without those that are stubs.
+    """Return the plain optimizers that ``optimizer`` wraps, in the order of their steps, without stubs.
 
-    The first also gets the tensors that are not trained, divided among the ranks over which its state is distributed.
+    The first one also gets the tensors that are not trained, divided among the ranks over which its state is
+    distributed.
 
     Raises:
-        ConfigError: an optimizer is of a kind that cannot be saved, or there is none on this rank.
+        ConfigError: an optimizer is of a kind that cannot be saved, or this rank has no plain optimizer.
     """
     inners = [_inner(each, geometry) for each in unchained(optimizer) if each.optimizer is not None]
     if not inners:
-        raise ConfigError("a rank without parameters that are trained cannot be protected: train at least one of them")
+        raise ConfigError("this rank trains no parameter, so ttp cannot protect it: train at least one on each rank")
     return [replace(inners[0], fixed=_dealt(inners, geometry)), *inners[1:]]
 
 
 def _dealt(inners: Sequence[Inner], geometry: Geometry) -> tuple[Described, ...]:
+    """Return the tensors that are not trained and that this rank writes with its first plain optimizer."""
     updated = {id(holding.described.tensor) for inner in inners for holding in inner.holdings}
     # Trained parameters that this rank does not update lie in the ranges of other ranks.
     fixed = [d for key, d in geometry.tensors.items() if key not in updated and not d.tensor.requires_grad]
@@ -104,7 +106,7 @@ def unchained(optimizer: Any) -> Iterator[Any]:
         ConfigError: a layer-wise distributed optimizer cannot be protected.
     """
     if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
-        raise ConfigError(f"a layer-wise distributed optimizer cannot be protected; {_KNOWN}")
+        raise ConfigError(f"ttp cannot protect a layer-wise distributed optimizer; {_KNOWN}")
     if hasattr(optimizer, "chained_optimizers"):
         for each in optimizer.chained_optimizers:
             yield from unchained(each)
@@ -113,7 +115,7 @@ def unchained(optimizer: Any) -> Iterator[Any]:
 
 
 _Pair = tuple[Tensor, Tensor, int, int]
-"""A parameter, the tensor that is updated for it, and begin and end of the range."""
+"""A parameter, the tensor that the plain optimizer updates for it, and begin and end of the range in elements."""
 
 
 def _inner(megatron: Any, geometry: Geometry) -> Inner:
@@ -131,27 +133,27 @@ def _inner(megatron: Any, geometry: Geometry) -> Inner:
     elif isinstance(megatron, FP32Optimizer):
         main_key, pairs = "", [(p, p, 0, p.numel()) for g in megatron.optimizer.param_groups for p in g["params"]]
     else:
-        raise ConfigError(f"ttp does not know {type(megatron).__qualname__} of Megatron; {_KNOWN}")
+        raise ConfigError(f"ttp cannot protect the optimizer class {type(megatron).__qualname__}; {_KNOWN}")
     holdings = [_holding(geometry, *pair) for pair in pairs]
     groups = megatron.optimizer.param_groups
     expert = bool(groups) and all(group.get("is_expert_parallel", False) for group in groups)
     return Inner(megatron, megatron.optimizer, "expert" if expert else "dense", main_key, tuple(holdings), part, parts)
 
 
-_KNOWN = "it saves DistributedOptimizer, Float16OptimizerWithFloat16Params and FP32Optimizer, also chained"
+_KNOWN = "it protects DistributedOptimizer, Float16OptimizerWithFloat16Params and FP32Optimizer, also chained"
 
 
 def _refuse_unknown(megatron: Any) -> None:
     config = megatron.config
     refused = {
-        "use_precision_aware_optimizer": "its fp32 weights are inside of the fused optimizer",
-        "optimizer_cpu_offload": "its state moves between host and device during the update",
+        "use_precision_aware_optimizer": "the fused optimizer keeps the fp32 weights where ttp cannot read them",
+        "optimizer_cpu_offload": "the optimizer's state moves between host and device during the update",
     }
     for name, why in refused.items():
         if getattr(config, name, False):
-            raise ConfigError(f"OptimizerConfig.{name} cannot be protected: {why}")
+            raise ConfigError(f"ttp cannot protect a job with OptimizerConfig.{name}: {why}. Set it to False")
     if getattr(getattr(megatron, "ddp_config", None), "use_megatron_fsdp", False):
-        raise ConfigError(f"Megatron-FSDP cannot be protected; {_KNOWN}")
+        raise ConfigError(f"ttp cannot protect Megatron-FSDP; {_KNOWN}")
 
 
 def _holding(geometry: Geometry, parameter: Tensor, main: Tensor, begin: int, end: int) -> Holding:
@@ -159,13 +161,13 @@ def _holding(geometry: Geometry, parameter: Tensor, main: Tensor, begin: int, en
     if described is None:
         raise ConfigError(
             f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that the model does not contain: "
-            "give protect() the model chunks that the optimizer was made of"
+            "give protect() the model chunks that the optimizer was made from"
         )
     return Holding(described, main, begin, end, described.parts(begin, end))
 
 
 def _distributed(megatron: Any) -> Iterator[_Pair]:
-    # Use these lists and not Megatron's index of param groups, which is wrong if a group mixes dtypes.
+    # Megatron's own index of param groups is wrong if a group mixes dtypes, so these lists are used.
     halves: Sequence[tuple[Any, Any]] = (
         (megatron.model_float16_groups, megatron.shard_fp32_from_float16_groups),
         (megatron.model_fp32_groups, megatron.shard_fp32_groups),
@@ -186,8 +188,9 @@ def _float16(megatron: Any) -> Iterator[_Pair]:
 def with_counts(optimizers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return saved optimizers (``groups``, ``step``) with one count of updates in all param groups, as in Megatron.
 
-    A fused optimizer does not count in a group that has no parameters on its rank: there the count is missing, or from
-    before a restart. An optimizer with no parameters on this rank gets the count of the others.
+    A fused optimizer does not count updates in a param group without parameters on its rank: the count is missing
+    there, or is the one from before a restart. An optimizer without parameters on this rank gets the count of the other
+    optimizers.
     """
     counts = [_latest(group.get("step") for group in each["groups"]) for each in optimizers]
     steps = [each["step"] for each in optimizers]

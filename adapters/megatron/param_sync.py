@@ -1,11 +1,11 @@
 """Keeps the all-gather of parameters out of an update with several optimizers.
 
 If a model has experts, its optimizers step one after the other, and Megatron gathers the parameters of the first before
-it steps the second. A rank whose peer dies in that gather would stand half-way through its update for ever.
+it steps the second. A rank whose peer dies in that gather would hang in the middle of its update for ever.
 
-Each gather is of all parameters of a chunk, so all but the last are superfluous: the last optimizer, whose inner step
-ends the update, gathers again. So ``overlap_param_gather`` is set to True while the update runs: then Megatron leaves
-the gather of the other optimizers to a later point. The values are the same, and no method of Megatron is replaced.
+Each gather collects all parameters of a chunk, so all gathers but the last are superfluous: the last optimizer, whose
+inner step ends the update, gathers again. So ``overlap_param_gather`` is set to True while the update runs: Megatron
+then postpones the gathers of the other optimizers. The values are the same, and no method of Megatron is replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 
 class ParamSyncs:
-    """Switches the all-gathers of the chunks of one rank.
+    """Postpones the all-gathers of the model chunks of one rank while its update runs.
 
     Args:
         chunks: the model chunks; those that are not Megatron's ``DistributedDataParallel`` are left alone.
@@ -31,9 +31,12 @@ class ParamSyncs:
         self._handles: list[Any] = []
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Register hooks on the optimizers, in the order of their steps. With one optimizer nothing is needed.
+        """Register hooks on the plain optimizers. With a single optimizer no hook is needed.
 
         Call it after the hooks that end the update have been registered.
+
+        Args:
+            optimizers: the plain optimizers, in the order of their steps.
         """
         if len(optimizers) < 2:
             return

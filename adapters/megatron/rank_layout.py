@@ -1,9 +1,9 @@
-"""Describes how the model of one rank names the tensors of a checkpoint, and which param groups they are in.
+"""Describes which names the model of one rank has for the tensors of a checkpoint, and their param groups.
 
-A ``torch_dist`` checkpoint does not say which rank held what: that makes it independent of the layout. In it all layers
-of a kind are one tensor, and so are all experts of a layer. ``ttp convert`` needs the names that the model itself uses,
-so every saver puts this description of its rank into its file: text, a few hundred bytes per tensor, made once at
-start.
+A ``torch_dist`` checkpoint is independent of the layout: it does not say which rank held which tensor. All layers of a
+kind are one tensor in it, and so are all experts of a layer. ``ttp convert`` needs the names that the model itself
+uses, so every saver puts this description of its rank into its file. It is JSON text, a few hundred bytes per tensor,
+made once at start.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ttp.store.json_text import parse_json
 log = logging.getLogger("ttp.adapters.megatron")
 
 FORMAT = 2
-"""Format 1 also had data for Megatron's legacy layout, which is not read any more."""
+"""Number of the format that this module writes. Format 1 also had data for Megatron's legacy layout; ttp ignores it."""
 
 RANK_LAYOUT_PREFIX = "ttp.outline."
-"""Prefix of the entry's name in the shard file; the rest follows Megatron's names of plain values."""
+"""Prefix of the entry's name in the shard file; the rest of the name is like Megatron's names of plain values."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
-    """The place of a rank in the model: its rank, and the size, of each kind of parallelism that cuts the model."""
+    """The place of a rank in the model: (rank, size) for tensor, pipeline and expert parallelism."""
 
     tp: tuple[int, int]
     pp: tuple[int, int]
@@ -45,7 +45,7 @@ class OptimizerGroups:
 
     Args:
         kind: ``dense`` or ``expert``.
-        groups: numbers of the tensors of each param group that this rank updates.
+        groups: for each param group, the numbers of its tensors that this rank updates (see ``RankLayout.tensors``).
     """
 
     kind: str
@@ -57,10 +57,10 @@ class RankLayout:
     """The description of one rank.
 
     Args:
-        place: its place in the model.
-        tensors: by number of the tensor, where it begins in the checkpoint: the first of its views.
-        chunks: for each chunk of the model, name in its ``state_dict()`` -> number of the tensor.
-        optimizers: its plain optimizers, in the order of their steps.
+        place: the rank's place in the model.
+        tensors: the first checkpoint view of each tensor. The index of a tensor here is its number elsewhere.
+        chunks: for each model chunk, name in the chunk's ``state_dict()`` -> number of the tensor.
+        optimizers: the rank's plain optimizers, in the order of their steps.
     """
 
     place: ModelPlace
@@ -80,25 +80,30 @@ class RankLayout:
 
     @classmethod
     def from_json(cls, text: str) -> RankLayout:
-        """Decode a description: inverse of ``to_json``. Reads format 1 too.
+        """Decode what ``to_json`` returned. Reads format 1 too.
 
         Raises:
-            CheckpointError: the text is something else, or of a newer ttp.
+            CheckpointError: the text is not a rank layout, or a newer ttp wrote it.
         """
         try:
             data = parse_json(text)
             if data["format"] > FORMAT:
-                raise CheckpointError(f"a rank layout of format {data['format']}, this ttp reads {FORMAT}: update ttp")
+                raise CheckpointError(
+                    f"the rank layout has format {data['format']}, this ttp reads up to format {FORMAT}: update ttp"
+                )
             return _parsed(data)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as problem:
-            raise CheckpointError(f"the layout of a rank cannot be read: {problem!r}") from problem
+            raise CheckpointError(f"the rank layout cannot be read: {problem!r}") from problem
 
 
 # ------------------------------------------------------------------------------------------------------------- making
 
 
 def rank_layout_text(geometry: Geometry, chunks: Sequence[nn.Module], inners: Sequence[Inner]) -> dict[str, list[str]]:
-    """Return this rank's description as an entry for shard files; empty: it cannot be made, and saves do without."""
+    """Return this rank's description as an entry for shard files.
+
+    If the description cannot be made, the entry is empty and the log says why; saves do not need it.
+    """
     try:
         made = describe_rank(geometry, chunks, inners)
         return {made.key: [made.to_json()]}
@@ -111,9 +116,9 @@ def describe_rank(geometry: Geometry, chunks: Sequence[nn.Module], inners: Seque
     """Describe this rank.
 
     Args:
-        geometry: the description of its model.
-        chunks: the model chunks, unwrapped.
-        inners: its plain optimizers.
+        geometry: the description of the rank's model.
+        chunks: the rank's model chunks, unwrapped.
+        inners: the rank's plain optimizers.
     """
     from megatron.core import parallel_state as state
 

@@ -1,8 +1,8 @@
 """Captures Megatron's state besides weights and moments: counters of samples, the loss scale, random streams.
 
-It is captured at the end of every update, when Megatron's training loop has not yet counted the iteration that made the
-update: that count is added here, so that the captured state belongs to the finished version. An iteration whose
-gradients overflowed makes no version; Megatron counts it, and after a resume it is made again.
+The state is captured at the end of every update. At that moment Megatron's training loop has not yet counted the
+iteration that made the update, so this module adds that iteration: the captured state belongs to the finished version.
+An iteration whose gradients overflowed makes no version; Megatron counts it, and after a resume it is run again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("ttp.adapters.megatron")
 PROGRESS, STREAMS = "megatron.progress", "megatron.streams"
 """Names of the objects that the adapter adds to the user's ``extra_state``."""
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-"""Counters in Megatron-LM's ``args``, as far as they are there."""
+"""Names of the sample counters in Megatron-LM's ``args``; a counter that is missing or None is not saved."""
 
 
 class Progress:
@@ -37,7 +37,7 @@ class Progress:
         self._read: dict[tuple[int, str], tuple[Tensor, int, Any]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the version that the last update has made."""
+        """Return the state of the version that the last update made."""
         state: dict[str, Any] = {
             "scalers": [
                 {key: self._number((place, key), value) for key, value in scaler.state_dict().items()}
@@ -57,10 +57,10 @@ class Progress:
         return state | {"counters": counters}
 
     def _number(self, place: tuple[int, str], value: Any) -> Any:
-        """Return a number of a scaler. One on a device is read, which waits, only if its tensor has changed.
+        """Return ``value`` of a scaler as a number. A tensor on a device is read only if it has changed: reading waits.
 
-        Megatron seldom makes a new tensor of the scale, and only just after it has itself waited for the device to know
-        whether gradients overflowed.
+        Megatron seldom makes a new tensor of the scale. When it does, it has just waited for the device itself, to
+        learn whether gradients overflowed.
         """
         if not isinstance(value, Tensor):
             return value
@@ -70,7 +70,7 @@ class Progress:
         return known[2]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state."""
+        """Restore a state that ``state_dict`` returned, and set the number of microbatches accordingly."""
         for scaler, numbers in zip(self._scalers, state["scalers"], strict=False):
             scale = {"scale": torch.tensor([numbers["scale"]], device=scaler.scale.device)} if numbers else {}
             scaler.load_state_dict(numbers | scale)
@@ -83,9 +83,9 @@ class Progress:
 
 
 def _batch_size(args: Any) -> tuple[int, int]:
-    """Return the samples of one iteration over all ranks: those that are computed, and those that are left out.
+    """Return two numbers of samples of one iteration, over all ranks: computed ones, and ones that are left out.
 
-    Megatron leaves some out if a batch cannot be divided evenly (``--decrease-batch-size-if-needed``).
+    Megatron leaves samples out if a batch cannot be divided evenly (``--decrease-batch-size-if-needed``).
     """
     calculator = _calculator()
     if calculator is not None:
@@ -99,13 +99,14 @@ def samples_after(steps: int, batch_size: int) -> int:
 
     Args:
         steps: finished iterations.
-        batch_size: samples of an iteration, where batches do not grow (``--rampup-batch-size``).
+        batch_size: samples of an iteration; used only if Megatron's calculator of batch sizes is not set up. With the
+            calculator, batches may grow during training (``--rampup-batch-size``).
     """
     calculator = _calculator()
     if calculator is None:
         return steps * batch_size
     consumed = 0
-    for _ in range(steps):  # how far the batches have grown depends on what was consumed before
+    for _ in range(steps):  # the size of a batch depends on the samples consumed before it
         calculator.update_num_microbatches(consumed, consistency_check=False)
         consumed += int(calculator.get_current_running_global_batch_size())
     calculator.update_num_microbatches(consumed, consistency_check=False)
@@ -120,7 +121,7 @@ def _resize_batches(args: Any) -> None:
 
 
 def _calculator() -> Any:
-    """Return Megatron's module that knows the size of a batch; None: the program has not set it up."""
+    """Return Megatron's module that calculates batch sizes; None: the program has not set it up."""
     module = sys.modules.get("megatron.core.num_microbatches_calculator")
     return module if getattr(module, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None else None
 
@@ -129,14 +130,14 @@ class TrackedStreams:
     """An extra state of this rank: the named random streams of Megatron's tracker."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all streams, and the place in the model to which they belong."""
+        """Return all streams, and this rank's place in the model (see ``_place``)."""
         return {"place": _place(), "streams": {name: _bytes_of(state) for name, state in _tracker_states().items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the streams; at another place in the model they stay as this job has made them from its seed."""
+        """Restore the streams. At another place in the model they stay as this job made them from its seed."""
         if list(state["place"]) != _place():
             log.warning(
-                "the job that saved was laid out otherwise: Megatron's random streams are those this job began with"
+                "the checkpoint has another layout: Megatron's random streams stay as this job's seed made them"
             )
             return
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -163,7 +164,7 @@ def _bytes_of(state: Any) -> Tensor:
 
 
 def _place() -> list[int]:
-    """Return this rank, the world size, and the sizes of the kinds of parallelism."""
+    """Return this rank, the world size, and the tensor, pipeline, expert and context parallel sizes."""
     from megatron.core import parallel_state as state
 
     return [

@@ -1,8 +1,9 @@
-"""Finds the replica groups: every rank announces what it holds, and ranks that hold the same are replicas.
+"""Finds the replica groups: every rank announces which state it holds, and ranks that hold the same are replicas.
 
-What a rank holds of an optimizer is a list of boxes of the checkpoint's tensors; a digest of this list is gathered from
-every rank. So nothing here depends on how Megatron builds its process groups, on its order of ranks, or on which kinds
-of parallelism there are. With several instances of the distributed optimizer, their ranges are equal and make replicas.
+The state that a rank holds of an optimizer is a list of boxes of the checkpoint's tensors; a digest of this list is
+gathered from every rank. So nothing here depends on how Megatron builds its process groups, on its order of ranks, or
+on the kinds of parallelism in use. Several instances of the distributed optimizer hold equal ranges, which makes their
+ranks replicas.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.core.layout import Layout, Rank, Shard
 
 IDLE = Shard("nothing")
-"""An empty shard that every rank holds. It exists if a rank holds only padding: in a layout each rank holds a shard."""
+"""An empty shard. If some rank holds only padding, all ranks hold this shard, since each rank must hold some shard."""
 
 
 def announce(inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
-    """Return the layout of the job, and the shard of each of these optimizers.
+    """Return the layout of the job, and the shard of each optimizer in ``inners``, in the same order.
 
     A collective call: all ranks make it at the same point of their programs.
     """
@@ -40,7 +41,7 @@ def announce(inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
 
 
 def _named(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Shard]:
-    """Name shards by their place in the model; shards of one place are numbered in the order of their lowest ranks."""
+    """Map each (place, digest) to its shard's name: the place, and ``.2``, ``.3`` for further shards of a place."""
     count: dict[str, int] = {}
     named: dict[tuple[str, str], Shard] = {}
     for name, digest in keys:
@@ -50,7 +51,7 @@ def _named(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Shard]:
 
 
 def _name(inner: Inner) -> str:
-    """Return a readable name for the shard of an optimizer: its place in the model."""
+    """Return a readable name for the shard of an optimizer: its place in the model, such as ``dense-tp1-pp0``."""
     from megatron.core import parallel_state as state
 
     parts = [inner.kind]

@@ -1,16 +1,17 @@
-"""Saves, renames and loads checkpoints of ``ReplicatedOptimizer``, by functions that ``mindio_ttp`` names. ::
+"""Saves, renames and loads checkpoints of ``ReplicatedOptimizer``, with the function names of ``mindio_ttp``. ::
 
     <save>/iter_0000012/mp_rank_00/shard_0_of_2.pt     weights in fp32, moments and hyperparameters of a shard
-                                   shard_0_of_2.json   its size and digest, written when it is durable
+                                   shard_0_of_2.json   size and digest of the shard, written when it is durable
                                    common.pt           random streams, scheduler, loss scale, untrained tensors
     <save>/latest_checkpointed_iteration.txt           as Megatron writes it
 
-Every chosen rank writes its own shard, on a thread of the processor and without a collective: the training threads may
-hang in one. Names ending in ``_tmp`` are drafts. A draft is renamed when all shards of all places in the model are
-durable. Loading verifies digests, never unpickles objects, and walks back to the newest checkpoint that every rank
-finds whole; shards are merged by name, so another number of data-parallel ranks may load them.
+Every rank that the controller chose writes its own shard, on a thread of the processor and without a collective call,
+because the training threads may hang in one. Names ending in ``_tmp`` are drafts. A draft is renamed when the shards of
+all places in the model (tensor and pipeline parallel ranks) are durable. Loading verifies digests, never unpickles
+objects, and walks back to the newest checkpoint that every rank finds whole. Shards are merged by tensor name, so a job
+with another number of data-parallel ranks can load them.
 
-Random streams are those of the rank that wrote ``common.pt``: Megatron gives all data-parallel ranks the same ones.
+``common.pt`` has the random streams of the rank that wrote it: Megatron gives all data-parallel ranks the same streams.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ _SHARD = re.compile(r"shard_(\d+)_of_(\d+)")
 
 
 class SaveHandler:
-    """``ttp_save_checkpoint(save_rank, rank_list, args)``, for ``ttp_register_save_ckpt_handler``."""
+    """Writes a rank's shard: the class of ``ttp_save_checkpoint``, a handler for ``ttp_register_save_ckpt_handler``."""
 
     def __init__(self) -> None:
         self._noted: tuple[int, int] | None = None
         self._increment = 0
 
     def note_args(self, args: Any) -> None:
-        """Note how far the scheduler is when the program has finished an iteration; ``args``: see ``__call__``."""
+        """Note the scheduler's count of steps after a finished iteration; for ``args`` see ``__call__``.
+
+        From two calls follows by how much one iteration steps the scheduler.
+        """
         iteration, _, _, scheduler = args
         if scheduler is None:
             return
@@ -66,23 +70,26 @@ class SaveHandler:
         """Write this rank's shard of the checkpoint, durably, under a temporary name.
 
         Args:
-            save_rank: this rank.
-            rank_list: all ranks that save, in the order of the shards.
+            save_rank: this rank. Ignored: the optimizer knows which shard this rank holds.
+            rank_list: all ranks that save, in the order of the shards. Ignored.
             args: ``(iteration, model, optimizer, opt_param_scheduler)``, as given to ``ttp_set_ckpt_args``.
-            step: finished updates of the state; None: the optimizer's count.
+            step: finished updates of the state to be saved; None: as many as the optimizer has counted.
 
         Returns:
-            0.
+            0, which means success to ``mindio_ttp``.
 
         Raises:
             OSError: the storage failed.
-            UsageError: the optimizer is no ``ReplicatedOptimizer``, or not at ``step``.
+            UsageError: the optimizer is not a ``ReplicatedOptimizer``, or its count of updates is not ``step``.
         """
         _, model, optimizer, scheduler = args
         own = replicated(optimizer)
         step = own.current_step if step is None else step
         if step != own.current_step:
-            raise UsageError(f"the optimizer has made {own.current_step} updates, and {step} are to be saved")
+            raise UsageError(
+                f"the optimizer has made {own.current_step} updates, but the state after {step} is to be saved: call "
+                "increase_step() once after each update"
+            )
         place = _place(_iteration_dir(save_directory(), step, draft=True))
         make_directory(place)
         if own.shard == 0:
@@ -97,11 +104,11 @@ class SaveHandler:
         return state | {"scheduler": None if scheduler is None else self._scheduler(step, scheduler)}
 
     def _scheduler(self, step: int, scheduler: Any) -> dict[str, Any]:
-        """Return the scheduler's state after ``step``: a save may come between the update and the scheduler's step."""
+        """Return the scheduler's state for ``step``: if the save came before the scheduler's step, count that step."""
         state = dict(scheduler.state_dict())
         if self._noted is not None and step == self._noted[0] + 1 and scheduler.num_steps == self._noted[1]:
             if not self._increment:
-                log.warning("the scheduler's step after the first update is not known: it is one behind when resumed")
+                log.warning("the scheduler's increment is not known yet: the saved scheduler is one step behind")
             state["num_steps"] += self._increment
         return state
 
@@ -117,7 +124,7 @@ def rename_save_result(args: Any, *, step: int | None = None) -> int:
         step: finished updates of the state; None: taken from ``args``.
 
     Returns:
-        0; or 1 if the draft is not whole or the storage failed, and then the log says why.
+        0 on success; 1 if the draft is not whole or the storage failed (the log says why).
     """
     root = save_directory()
     if step is None:
@@ -131,7 +138,7 @@ def rename_save_result(args: Any, *, step: int | None = None) -> int:
         sync_directory(root)
         write_durably(root / LATEST, str(step).encode())
     except (OSError, CheckpointError) as problem:
-        log.error("the checkpoint of step %s cannot be renamed to its final name: %s", step, problem)
+        log.error("the draft of step %s cannot be renamed to its final name: %s", step, problem)
         return 1
     return 0
 
@@ -139,11 +146,13 @@ def rename_save_result(args: Any, *, step: int | None = None) -> int:
 def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None, *_: Any, **__: Any) -> int:
     """Load the newest checkpoint that all ranks find whole into model, optimizer and scheduler. A collective call.
 
+    Further arguments of Megatron's ``load_checkpoint`` are accepted and ignored.
+
     Returns:
-        Its iteration; 0: there is none.
+        The iteration (finished updates) of the checkpoint; 0: there is no checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another model.
+        CheckpointError: the checkpoint belongs to another model, or a file cannot be loaded.
     """
     own = replicated(optimizer)
     root = save_directory(loading=True)
@@ -168,16 +177,16 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None,
 
 
 def replicated(optimizer: Any) -> ReplicatedOptimizer:
-    """Return the ``ReplicatedOptimizer`` in ``optimizer``.
+    """Return the ``ReplicatedOptimizer`` in ``optimizer``, which may be a chain of optimizers.
 
     Raises:
-        UsageError: there is none, or there are several.
+        UsageError: ``optimizer`` contains none, or several.
     """
     found = [each for each in unchained(optimizer) if isinstance(each, ReplicatedOptimizer)]
     if len(found) != 1:
         raise UsageError(
-            f"{len(found)} ReplicatedOptimizers in {type(optimizer).__name__}, and one is wanted: models with experts "
-            "have an optimizer more; protect them with ttp.adapters.megatron.protect"
+            f"{len(found)} ReplicatedOptimizers in {type(optimizer).__name__}, and there must be 1: a model with "
+            "experts has several optimizers; protect it with ttp.adapters.megatron.protect instead"
         )
     return found[0]
 
@@ -195,7 +204,7 @@ def save_directory(*, loading: bool = False) -> Path:
     args = _megatron_args()
     asked = (getattr(args, "load", None) if loading else None) or getattr(args, "save", None)
     if not (given or asked):
-        raise ConfigError("where do checkpoints go? Give Megatron --save, or set TTP_SAVE_DIR")
+        raise ConfigError("no directory for checkpoints is set: give Megatron --save, or set TTP_SAVE_DIR")
     return Path(given or str(asked)).absolute()
 
 
@@ -267,7 +276,12 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def _check_whole(directory: Path, places: int | None = None, *, quick: bool = False) -> None:
-    """Check that a checkpoint is whole; ``quick``: by names and sizes, without recomputing digests.
+    """Check that a checkpoint is whole.
+
+    Args:
+        directory: the checkpoint, or its draft.
+        places: number of places in the model (tensor times pipeline parallel size) that must be there; None: any.
+        quick: compare names and sizes only, without recomputing digests.
 
     Raises:
         CheckpointError: files are missing or damaged.
@@ -275,12 +289,14 @@ def _check_whole(directory: Path, places: int | None = None, *, quick: bool = Fa
     """
     found = sorted(directory.glob("mp_rank_*"))
     if not found or places not in (None, len(found)):
-        raise CheckpointError(f"{directory} has {len(found)} places of the model, {places or 'some'} are needed")
+        raise CheckpointError(
+            f"{directory} has {len(found)} directories mp_rank_*, and {places or 'at least 1'} must be there"
+        )
     for place in found:
         shards = [m for path in place.glob("shard_*.pt") if (m := _SHARD.fullmatch(path.stem))]
         count = max((int(m[2]) for m in shards), default=0)
         if not count or {int(m[1]) for m in shards} != set(range(count)) or any(int(m[2]) != count for m in shards):
-            raise CheckpointError(f"{place} has {sorted(m[0] for m in shards)}: shards lack")
+            raise CheckpointError(f"{place} is not complete: it has only the shards {sorted(m[0] for m in shards)}")
         for path in (*(place / f"{m[0]}.pt" for m in shards), place / f"{COMMON}.pt"):
             _check_file(path, quick)
 
@@ -290,13 +306,13 @@ def _check_file(path: Path, quick: bool) -> None:
         said = json.loads(path.with_suffix(".json").read_text())
         size, digest = said["size"], said["digest"]
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise CheckpointError(f"{path} was not finished: {problem}") from None
+        raise CheckpointError(f"{path} was not finished: its .json file cannot be read: {problem}") from None
     if path.stat().st_size != size or (not quick and digest_file(path) != (size, digest)):
-        raise CheckpointError(f"{path} is not as it was written: it is damaged")
+        raise CheckpointError(f"{path} is damaged: its size or digest is not the one in its .json file")
 
 
 def _agree(root: Path) -> int:
-    """Return the newest step that every rank finds whole; 0: none. A collective call of all ranks of the job."""
+    """Return the newest step whose checkpoint every rank finds whole; 0: none. A collective call of all ranks."""
     bound = sys.maxsize
     while True:
         mine = _newest_whole(root, bound)
@@ -305,7 +321,7 @@ def _agree(root: Path) -> int:
         if lowest == max(seen):
             return lowest
         bound = lowest + 1
-        log.warning("ranks do not see the same checkpoints under %s: going back to step %d or before", root, lowest)
+        log.warning("ranks do not find the same checkpoints under %s: all go back to step %d or before", root, lowest)
 
 
 def _newest_whole(root: Path, bound: int) -> int:
@@ -315,7 +331,7 @@ def _newest_whole(root: Path, bound: int) -> int:
             try:
                 _check_whole(_iteration_dir(root, step))
             except (OSError, CheckpointError) as problem:
-                log.warning("skipped: %s", problem)
+                log.warning("a checkpoint is skipped: %s", problem)
             else:
                 return step
     return 0
@@ -333,7 +349,9 @@ def _put_back(own: ReplicatedOptimizer, shards: Sequence[dict[str, Any]], place:
     here = own.trained
     if weights.keys() != here.keys() or any(weights[n].shape != p.shape for n, p in here.items()):
         odd = sorted(weights.keys() ^ here.keys()) or [n for n, p in here.items() if weights[n].shape != p.shape]
-        raise CheckpointError(f"{place} is of another model: {', '.join(odd[:5])}")
+        raise CheckpointError(
+            f"{place} belongs to another model: these names are missing or have another shape: {', '.join(odd[:5])}"
+        )
     states = {name: value for shard in shards for name, value in shard["state"].items()}
     with torch.no_grad():
         for name, parameter in here.items():
@@ -352,7 +370,10 @@ def _at(value: Any, main: Tensor) -> Any:
 
 
 def _group(number: int, shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a group's hyperparameters, from the shard that has counted the most steps: empty groups do not count."""
+    """Return a group's hyperparameters, from the shard with the highest count of steps.
+
+    A fused optimizer does not count steps in a group that is empty on its rank.
+    """
     versions = [shard["groups"][number] for shard in shards if number < len(shard["groups"])]
     counted = [v for v in versions if "step" in v]
     merged = dict(max(counted, key=lambda v: float(v["step"])) if counted else versions[0] if versions else {})

@@ -1,14 +1,14 @@
 """Megatron's ZeRO-1 with copies: ``dp // 2`` shards of the optimizer's state, each on two data-parallel ranks.
 
-It is for programs written for ``mindio_ttp.megatron_ttp.ReplicatedOptimizer``: it replaces Megatron's
+The class is for programs written for ``mindio_ttp.megatron_ttp.ReplicatedOptimizer``: it replaces Megatron's
 ``DistributedOptimizer`` and takes the same arguments. Gradients are reduced over the whole data-parallel group
-(``DistributedDataParallelConfig.use_distributed_optimizer`` has to be False), the two copies of a shard get the same
-gradients and make the same update, and the ranks of a block send each other the parameters that they updated.
-``ttp.adapters.torch.sharding.partition`` says which rank holds what; in an odd group the last rank joins the last
-block.
+(``DistributedDataParallelConfig.use_distributed_optimizer`` has to be False). The two copies of a shard get the same
+gradients and make the same update. Then the ranks of a block send each other the parameters that they updated.
+``ttp.adapters.torch.sharding.partition`` determines which rank holds which shard; in a group with an odd number of
+ranks the last rank joins the last block.
 
-A rank's update is finished when the inner optimizer's ``step()`` is. The exchange after it writes only to parameters of
-other shards, so the death of a rank in it leaves no copy torn.
+A rank's update is finished when the ``step()`` of its plain optimizer returns. The exchange after that writes only to
+parameters of other shards, so the death of a rank during the exchange leaves no copy torn.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ COPIES = 2
 
 
 class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
-    """A Megatron optimizer that gets all parameters of a model and keeps the state of one shard of them.
+    """A Megatron optimizer for all parameters of a model that keeps the optimizer state of one shard of them.
 
     Args:
         optimizer: the plain optimizer of all parameters; those of other shards are removed from it.
         config: Megatron's ``OptimizerConfig``.
         grad_scaler: Megatron's scaler, or None.
-        init_state_fn: the function of this name in Megatron's optimizers.
+        init_state_fn: the argument of this name of Megatron's optimizers.
         model_chunks: the trained model chunks, for the names in checkpoints.
         data_parallel_group: ignored; Megatron's whole data-parallel group is used.
         **megatron: further arguments of Megatron's ``DistributedOptimizer``; ignored.
 
     Raises:
-        ConfigError: the data-parallel group has less than two ranks, the model reduces gradients in parts, or a setting
-            of ``config`` is not supported.
+        ConfigError: the data-parallel group has less than two ranks, the model's gradients are reduced to shards, or a
+            setting of ``config`` is not supported.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         self._gather = block_gather(self.placement, self._place, ranks, self.data_parallel_ranks, self._shards)
         self._streams, self._tracked = RngState(), TrackedStreams()
         self.current_step = 0
-        """Finished updates, as programs give it to ``ttp_end_updating_os``."""
+        """Number of finished updates, which programs give to ``ttp_end_updating_os``."""
         self.streams: dict[str, Any] = {}
         """Random streams of this rank when the last update was finished."""
 
@@ -91,12 +91,12 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
     def _refuse(config: Any, model_chunks: Any) -> None:
         if any(chunk.ddp_config.use_distributed_optimizer for chunk in model_chunks or []):
             raise ConfigError(
-                "ReplicatedOptimizer needs whole gradients on every rank: give DistributedDataParallelConfig "
-                "use_distributed_optimizer=False (OptimizerConfig keeps its own)"
+                "ReplicatedOptimizer needs whole gradients on every rank: set use_distributed_optimizer=False in "
+                "DistributedDataParallelConfig (the setting of OptimizerConfig may stay as it is)"
             )
         for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather"):
             if getattr(config, name, False):
-                raise ConfigError(f"ReplicatedOptimizer does not do OptimizerConfig.{name}: set it to False")
+                raise ConfigError(f"ReplicatedOptimizer does not support OptimizerConfig.{name}: set it to False")
 
     # ----------------------------------------------------------------------------------------------------- the update
 
@@ -106,24 +106,24 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         self.note_streams()
 
     def note_streams(self) -> None:
-        """Remember the random streams: a save happens on another thread, when the next step may have used them."""
+        """Copy the random streams: a save runs on another thread, when the next step may already have used them."""
         data = b"".join(bytes(part) for part in self._streams.capture())
         self.streams = {"random": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
         self.streams |= {"tracked": self._tracked.state_dict()}
 
     def restore_streams(self, streams: dict[str, Any]) -> list[str]:
-        """Restore streams that ``note_streams`` has remembered. Returns notes on those that this process lacks."""
+        """Restore a saved value of ``streams``. Returns notes for the log on streams that this process lacks."""
         notes = self._streams.restore(streams["random"].numpy().tobytes())
-        here = self._tracked.state_dict()["place"]  # ranks of one place in the model draw the same numbers
+        here = self._tracked.state_dict()["place"]  # data-parallel ranks draw the same numbers
         self._tracked.load_state_dict({**streams["tracked"], "place": here})
         return notes
 
     def get_grad_stats_parallel_group(self) -> Any:
-        """Return the model-parallel group: every rank has all gradients, so statistics need no other ranks."""
+        """Return the model-parallel group: each data-parallel rank has all gradients, so no other ranks are needed."""
         return parallel_state.get_model_parallel_group()
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Return the gradients of all shards, in the order in which the plain optimizer would have them."""
+        """Return the gradients of all shards, in the order that an optimizer without shards has."""
         tp = getattr(self, "tp_group", None)
         unshared = (
             p
@@ -142,14 +142,17 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         return grad.float() * self.grad_scaler.inv_scale
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Clip the gradients; without parameters, just compute the norm with the others, who wait for this rank."""
+        """Clip the gradients and return their norm.
+
+        A rank without parameters in its shard takes part in computing the norm, because other ranks wait for it.
+        """
         if self.get_parameters():
             return float(super().clip_grad_norm(clip_grad))
         group = self.get_grad_stats_parallel_group()
         return float(get_grad_norm_fp32(self.get_main_grads_for_grad_norm(), grad_stats_parallel_group=group))
 
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
-        """Unscale the gradients; a value that is not finite in one shard stops the update of all shards."""
+        """Unscale the gradients, and return whether any shard has a value that is not finite: then no shard updates."""
         super()._unscale_main_grads_and_check_for_nan()
         dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=self.data_parallel_ranks)
         return bool(self.found_inf.item() > 0)
@@ -162,7 +165,7 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
 
     @property
     def held(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each name in this rank's shard: the parameter, and the fp32 copy that is updated for it."""
+        """By name, the parameters of this rank's shard, each with the fp32 copy that is updated for it."""
         return {self.names[parameter]: (parameter, main) for parameter, main in self._main.items()}
 
     @property
@@ -176,7 +179,7 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("ReplicatedOptimizer is saved by ttp_save_checkpoint; do not ask for torch_dist checkpoints")
+        raise ConfigError("ReplicatedOptimizer cannot be saved as a torch_dist checkpoint: use ttp_save_checkpoint")
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.is_stub_optimizer:

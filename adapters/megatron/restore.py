@@ -1,8 +1,8 @@
 """Loads a checkpoint into a live Megatron model and its optimizers, bit for bit, in any layout.
 
-Every rank looks for the boxes that it holds, and finds their elements in any boxes that were written: with another
-number of tensor or pipeline parallel ranks it looks for other boxes of the same tensors. Nothing is communicated or
-unpickled.
+Every rank lists the boxes that it holds, and copies their elements from whichever saved boxes overlap them. With
+another number of tensor or pipeline parallel ranks a rank holds other boxes of the same tensors. Nothing is
+communicated or unpickled.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Want:
 
 
 def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
-    """Load weights, fp32 copies and moments, in place.
+    """Load weights, fp32 copies and moments into the live tensors.
 
     Args:
         path: the directory of the checkpoint, whose digests have been verified.
         manifest: its manifest.
-        held: what this rank holds.
+        held: the tensors and shards of this rank.
 
     Returns:
         The job state, which is equal on all ranks; the caller restores scheduler and param groups from it.
@@ -70,7 +70,7 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
 
 
 def items_by_key(manifest: Manifest) -> dict[str, list[IndexEntry]]:
-    """Return the entries of a checkpoint, by the name of the tensor."""
+    """Return the entries (saved boxes and values) of a checkpoint, by the name of the tensor."""
     saved: dict[str, list[IndexEntry]] = {}
     for item in items_of(manifest.pieces):
         saved.setdefault(item.key, []).append(item)
@@ -78,9 +78,9 @@ def items_by_key(manifest: Manifest) -> dict[str, list[IndexEntry]]:
 
 
 def restore_groups(held: Held, job: JobState) -> None:
-    """Restore the hyperparameters of the version, and Adam's count of steps if it is among them.
+    """Restore the hyperparameters in the param groups, among them Adam's count of steps if it is kept there.
 
-    Call it after the scheduler was loaded, because loading sets values that need not be those of the version.
+    Call it after the scheduler was loaded: loading the scheduler sets learning rates that may differ from the saved.
     """
     for inner in held.inners:
         groups = [group for each in _saved_of(inner, job) for group in each["groups"]]
@@ -91,7 +91,7 @@ def restore_groups(held: Held, job: JobState) -> None:
 
 
 def _weights(held: Held) -> Iterable[Want]:
-    """Yield the boxes of all tensors of this rank's model, also of copies that tensor parallelism keeps."""
+    """Yield the boxes of all tensors of this rank's model, including copies that other ranks wrote."""
     for described in held.geometry.tensors.values():
         memory = described.tensor.detach().view(-1)
         for part in described.whole:
@@ -101,7 +101,7 @@ def _weights(held: Held) -> Iterable[Want]:
 def _moments(
     inner: Inner, saved: Mapping[str, Sequence[IndexEntry]], wants: list[Want]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Allocate the optimizer's state of each parameter; the boxes to load there are added to ``wants``."""
+    """Return newly allocated optimizer state for each parameter, and add the boxes to load into it to ``wants``."""
     fresh: dict[Tensor, dict[str, Tensor]] = {}
     for holding in inner.holdings:
         main_key = _main_key(holding, saved)
@@ -118,13 +118,13 @@ def _moments(
 
 
 def _main_key(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> str:
-    """Return the prefix that makes a parameter's name that of its fp32 copy; empty: only the weight was saved."""
+    """Return the prefix of the name of a parameter's fp32 copy; empty: only the weight was saved."""
     names = (f"{STATE_PREFIX}{key}." for key in _MAIN_KEYS)
     return next((name for name in names if name + holding.described.views[0].key in saved), "")
 
 
 def _state_names(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> list[str]:
-    """Return the names of the values that the checkpoint has for a parameter: ``exp_avg`` and so on."""
+    """Return the names of the optimizer values that the checkpoint has for a parameter, such as ``exp_avg``."""
     end = "." + holding.described.views[0].key
     found = [key[len(STATE_PREFIX) : -len(end)] for key in saved if key.startswith(STATE_PREFIX) and key.endswith(end)]
     return [name for name in found if "." not in name and name not in _MAIN_KEYS]
@@ -141,7 +141,7 @@ def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Seque
         if not items:
             problems[f"it lacks {want.key}"] = None
         elif items[0].shape != want.part.shape and not want.part.flexible:
-            problems[f"{want.key} is {list(items[0].shape)} there and {list(want.part.shape)} here"] = None
+            problems[f"{want.key} has shape {list(items[0].shape)} there and {list(want.part.shape)} here"] = None
     if problems:
         more = f"; and {len(problems) - _LISTED_MAX} more" if len(problems) > _LISTED_MAX else ""
         raise OtherModelError(
@@ -153,12 +153,12 @@ def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Seque
 
 
 def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEntry]]) -> None:
-    """Fill all targets from the checkpoint. Every stored box is read once, and only one at a time is in memory.
+    """Fill all targets from the checkpoint. Every needed box is read once; one box at a time is in memory.
 
     Args:
         path: the directory of the checkpoint.
         wants: the wanted boxes and their targets.
-        saved: the entries of the checkpoint, by name.
+        saved: the entries of the checkpoint, by the name of the tensor.
 
     Raises:
         CheckpointError: a file cannot be read, or elements are missing.
@@ -187,20 +187,20 @@ def _check_filled(path: Path, wants: Sequence[Want], missing: Sequence[int]) -> 
         if count and want.part.flexible:
             continue  # the vocabulary is padded to a larger size in this job
         if count:
-            raise CheckpointError(f"{path}: {count} elements of {want.key} are in none of its pieces")
+            raise CheckpointError(f"{path} is incomplete: {count} elements of {want.key} are in none of its pieces")
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
 
 
 def _saved_of(inner: Inner, job: JobState) -> Sequence[Mapping[str, Any]]:
-    """Return the saved optimizers of the same kind; all saved ones if there is none of that kind."""
+    """Return the saved optimizers of the same kind as ``inner``; all saved ones if none is of that kind."""
     saved: Sequence[Mapping[str, Any]] = job.extra[JOB_KEY]["optimizers"]
     return [each for each in saved if each["kind"] == inner.kind] or saved
 
 
 def _install(inner: Inner, states: dict[Tensor, dict[str, Tensor]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Put in place the moments, and the count of steps that torch's Adam keeps for each parameter."""
+    """Give the live optimizer its loaded moments, and the count of steps that torch's Adam keeps per parameter."""
     step = next((each["step"] for each in saved if each["step"] is not None), None)
     for main, values in states.items():
         inner.optimizer.state[main] = dict(values)
@@ -209,17 +209,18 @@ def _install(inner: Inner, states: dict[Tensor, dict[str, Tensor]], saved: Seque
 
 
 def _install_groups(live: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give each live param group the saved hyperparameters of its match, or of the saved group at its position."""
     counted = max((group["step"] for group in groups if "step" in group), default=None)
     for number, group in enumerate(live):
         match = [other for other in groups if _identity(other) == _identity(group)]
         chosen = match[0] if match else groups[number] if number < len(groups) else {}
         group.update({key: value for key, value in chosen.items() if key != "params"})
-        if counted is not None:  # a fused optimizer does not count in groups that are empty on a rank
+        if counted is not None:  # a fused optimizer does not count steps in groups that are empty on a rank
             group["step"] = counted
 
 
 def _step_tensor(step: float, main: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Make a new tensor of the count of steps; each parameter needs its own, because the optimizer counts in place."""
+    """Make a tensor of the count of steps. Each parameter needs its own: the optimizer increments it in place."""
     device = main.device if group.get("capturable") or group.get("fused") else "cpu"
     return torch.tensor(step, dtype=torch.float32, device=device)
 

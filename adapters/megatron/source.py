@@ -1,7 +1,7 @@
 """Writes the state of one rank of a Megatron job, as boxes of the tensors of a stock ``torch_dist`` checkpoint.
 
-Weights are written from the fp32 copy that was updated, cast to the model's dtype. The parameters with which the model
-computes are never read: an all-gather, which may be torn, collects them after the update.
+Weights are written from the fp32 copy that the optimizer updates, cast to the model's dtype. The parameters with which
+the model computes are not read: an all-gather after the update writes them, and a fault may interrupt it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from ttp.processor.local_state.local_piece import Pages
 log = logging.getLogger("ttp.adapters.megatron")
 
 STATE_PREFIX = "optimizer.state."
+"""Prefix of the names of optimizer values in Megatron's checkpoints; the value's and the weight's name follow."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """All state that a rank holds, found once.
+    """The tensors, optimizers and shards of one rank, found once when the training is registered.
 
     Args:
-        geometry: the description of its model.
-        inners: its plain optimizers, in the order of their steps.
-        shards: the shard of each of them.
+        geometry: the description of the rank's model.
+        inners: the rank's plain optimizers, in the order of their steps.
+        shards: the shard of each plain optimizer.
         layout: the replica groups of the job.
-        extra_states: the extra states of its modules.
+        extra_states: the extra states of the rank's modules.
         rank_layout: the description of this rank for shard files; see ``rank_layout.rank_layout_text``.
     """
 
@@ -62,7 +63,7 @@ class Held:
 
     @property
     def stepping(self) -> tuple[Optimizer, ...]:
-        """The plain optimizers, whose steps make an update."""
+        """The plain optimizers; an update consists of one step of each."""
         return tuple(inner.optimizer for inner in self.inners)
 
     def inner_of(self, shard: Shard) -> Inner | None:
@@ -75,12 +76,12 @@ class MegatronSource(TorchSource):
 
     Args:
         chunks: the model of this rank, as one module.
-        names: the names of its tensors.
-        optimizer: all inner optimizers, combined.
+        names: the names of the model's tensors.
+        optimizer: all plain optimizers, combined.
         capture: captures the rank-local state.
         extra: the user's objects of ``extra_state``, and Megatron's.
         devices: the devices on which the state lies; empty: it lies on the host.
-        held: what this rank holds.
+        held: the tensors, optimizers and shards of this rank.
         args: Megatron-LM's namespace, for stock checkpoints; or None.
     """
 
@@ -102,7 +103,7 @@ class MegatronSource(TorchSource):
         self.held = held
         self._args = args
         self.increment = 0
-        """The increment with which the scheduler was last stepped, in samples."""
+        """Increment of the scheduler's last step, in samples."""
 
     # ------------------------------------------------------------------------------------------------------ the shards
 
@@ -118,9 +119,9 @@ class MegatronSource(TorchSource):
         return replace(job, extra=job.extra | {JOB_KEY: {"optimizers": optimizers, "increment": self.increment}})
 
     def _step(self, inner: Inner, version: Version) -> float | None:
-        """Return the count of steps that torch's Adam keeps for each parameter; None: the optimizer keeps no such one.
+        """Return the count of steps that torch's Adam keeps per parameter; None: the optimizer keeps no such count.
 
-        Apex, Transformer Engine and Megatron's checkpoints have one count for all parameters, in the param group.
+        Apex, Transformer Engine and Megatron's checkpoints keep one count per param group instead.
         """
         assert self._processor is not None
         for holding in inner.holdings:
@@ -166,7 +167,7 @@ class MegatronSource(TorchSource):
                 yield part.key, part.chunk(memory, 0)
 
     def _agreed(self) -> Callable[[StatePath], bool]:
-        """Return a function that says whether replicas agree on an entry: all do but buffers, which may differ."""
+        """Return a predicate: whether all replicas hold equal values of an entry. Buffers may differ."""
         fixed = self.held.inners[0].fixed
         apart = {part.key for d in fixed if not isinstance(d.tensor, nn.Parameter) for part in d.whole}
         return lambda path: path[0] not in apart
@@ -181,7 +182,7 @@ class MegatronSource(TorchSource):
 
 
 def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
-    """Yield weights, their fp32 copies and the optimizer's tensors of the ranges that this rank updates."""
+    """Yield, for the ranges that this rank updates, the weights, their fp32 copies and the optimizer's tensors."""
     for holding in inner.holdings:
         if not holding.described.first:
             continue
@@ -199,7 +200,7 @@ def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
 
 
 def is_stretched(holding: Holding, value: Any) -> bool:
-    """Return whether an optimizer's value has one element for each of the range, so that it is no count."""
+    """Return whether ``value`` of the optimizer has one element per element of the range (a moment, not a count)."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == holding.end - holding.begin
 
 

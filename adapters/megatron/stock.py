@@ -1,7 +1,7 @@
-"""Writes the files by which unmodified Megatron reads a checkpoint of ttp: ``metadata.json`` and ``common.pt``.
+"""Writes ``metadata.json`` and ``common.pt``, which unmodified Megatron needs to read a checkpoint of ttp.
 
-The tensors need no such files: they have the names of Megatron's ``torch_dist`` format in its ``fully_reshardable``
-form. ttp itself does not read these files.
+The tensors themselves are already in Megatron's ``torch_dist`` format, with the names of its ``fully_reshardable``
+form. ttp itself does not read these two files.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ log = logging.getLogger("ttp.adapters.megatron")
 JOB_KEY = "megatron"
 """Key, in ``JobState.extra``, of Megatron's state that is equal on all ranks."""
 STOCK_KIND = "stock"
+"""Kind of these pieces in the manifest."""
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
-"""The content metadata that Megatron reads from a checkpoint before it describes the state that it wants."""
+"""The content metadata that Megatron reads from a checkpoint before it lists the tensors to load."""
 
 
 def write_stock_files(draft: Path, order: Commit, inners: Sequence[Inner], args: Any) -> list[Piece]:
-    """Write both files, durably. If ``common.pt`` cannot be made, none is written: ttp does not need them.
+    """Write both files, durably. If ``common.pt`` cannot be made, neither is written: ttp does not need them.
 
     Args:
-        draft: the directory of the checkpoint, with the pieces of ``order`` in it.
+        draft: the draft of the checkpoint, with the pieces of ``order`` in it.
         order: the order to commit.
         inners: the plain optimizers of this rank.
         args: Megatron-LM's namespace, or None.
@@ -61,7 +62,7 @@ def write_stock_files(draft: Path, order: Commit, inners: Sequence[Inner], args:
         job, progress = read_job_state(draft, order.pieces), progress_of(draft, order.pieces)
         files["common.pt"] = _saved(_common(job, progress, inners, args))
     except Exception as problem:
-        log.warning("the checkpoint can be read by ttp only, Megatron itself needs a common.pt: %s", problem)
+        log.warning("only ttp can read this checkpoint, not Megatron itself: common.pt cannot be made: %s", problem)
         return []
     pieces = []
     for name, data in files.items():
@@ -77,7 +78,7 @@ def _saved(state: dict[str, Any]) -> bytes:
 
 
 def progress_of(draft: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Read counters and loss scales of the version, which every rank keeps in its page; empty: all pages are lost."""
+    """Read counters and loss scales from the page of any rank (all ranks keep them); empty: all pages are lost."""
     for rank in ranks_kept(pieces):
         local = read_local_state(draft, pieces, rank)
         if local is not None and PROGRESS in local.extra:
@@ -109,7 +110,7 @@ def _common(job: JobState, progress: dict[str, Any], inners: Sequence[Inner], ar
 
 
 def _optimizer(inner: Inner, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of an optimizer's state that Megatron keeps in ``common.pt``; each kind has a form of its own."""
+    """Return the part of an optimizer's state that belongs into ``common.pt``, in the form of its Megatron class."""
     groups, step = [dict(group) for group in saved["groups"]], saved["step"]
     if inner.main_key == "param":
         for group in groups:

@@ -1,4 +1,4 @@
-"""Hooks Megatron-LM's own training loop without touching its files."""
+"""``install``: hooks Megatron-LM's own training loop without changing its files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def install(
 ) -> None:
     """Protect the training of ``megatron.training.pretrain``. Call it once, before ``pretrain``.
 
-    ``setup_model_and_optimizer`` of Megatron's training module is wrapped: it registers the objects that it has made,
-    and restores the newest checkpoint of ttp over what Megatron may have loaded, before data iterators are built from
-    the consumed samples. ``train`` is run under ``ttp_to_persist``. The restored random streams are set again when it
-    begins, because building a data iterator draws from them, which an unbroken training did not do at that point.
+    ``setup_model_and_optimizer`` of Megatron's training module is wrapped: when it returns, the wrapper registers the
+    model, optimizer and scheduler, and restores the newest checkpoint of ttp over what Megatron may have loaded. This
+    happens before Megatron builds data iterators from the count of consumed samples. ``train`` is wrapped by
+    ``ttp_to_persist``. When it begins, the restored random streams are set a second time: building a data iterator
+    draws from them, and an unbroken training would not have drawn at that version.
 
     Args:
         save_dir: see ``protect``; None: ``--save`` of Megatron, else ``checkpoints``.
@@ -44,20 +45,20 @@ def install(
 
 
 class _Streams:
-    """Keeps all random streams of this rank, as they were at one moment."""
+    """A copy of all random streams of this rank, taken by ``keep`` and set again by ``put_back``."""
 
     def __init__(self) -> None:
         self._rng: bytes | None = None
         self._tracked: dict[str, Any] = {}
 
     def keep(self) -> None:
-        """Keep the streams of this moment."""
+        """Copy the present streams."""
         self._rng = b"".join(bytes(part) for part in RngState().capture())
         tracked = TrackedStreams().state_dict()
         self._tracked = tracked | {"streams": {name: state.clone() for name, state in tracked["streams"].items()}}
 
     def put_back(self) -> None:
-        """Set the streams to the kept ones, at the first call only."""
+        """Set the streams to the copy; later calls do nothing until ``keep`` is called again."""
         if self._rng is not None:
             TrackedStreams().load_state_dict(self._tracked)
             RngState().restore(self._rng)
@@ -74,7 +75,7 @@ def _restoring(module: Any, save_dir: str | Path | None, streams: _Streams, **ho
         args = module.get_args()
         directory = save_dir or getattr(args, "save", None) or "checkpoints"
         protect(model, optimizer, scheduler, args, save_dir=directory, **how)
-        if ttp.restore():  # puts the counters of ``args`` back too
+        if ttp.restore():  # restores the counters in ``args`` too
             streams.keep()
         return made
 

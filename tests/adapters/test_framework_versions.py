@@ -1,4 +1,4 @@
-"""What is said where a framework is missing, or is none of the versions that were tried."""
+"""The messages when a framework is missing, or is installed in a version that was not tested."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def test_each_module_warns_of_a_version_that_was_not_tried_and_of_one_that_is_ot
             if module in ("accelerate", "deepspeed"):  # nothing is imported from it at once
                 getattr(ttp, module)
             else:
-                with pytest.raises(ConfigError, match=rf"{package} 99\.1 has not what ttp needs .* tested with "):
+                with pytest.raises(ConfigError, match=rf"{package} 99\.1 lacks a name that ttp imports .* tested with"):
                     getattr(ttp, module)
     finally:
         sys.modules.pop(package, None)
         sys.modules.pop(f"ttp.{module}", None)
-    assert re.search(rf"{package} 99\.1 is none of the versions that ttp\.{module} was tested with", caplog.text)
+    assert re.search(rf"{package} 99\.1 is outside the versions that ttp\.{module} was tested with", caplog.text)
 
 
 def test_so_does_a_loader_of_torchdata(
@@ -106,7 +106,7 @@ def test_so_does_a_loader_of_torchdata(
     with caplog.at_level(logging.WARNING):
         loader = importlib.import_module("torchdata.loader").Loader()
         assert ExtraState(loader).notes() == []
-    assert "torchdata 99.1 is none of the versions" in caplog.text
+    assert "torchdata 99.1 is outside the versions" in caplog.text
     data = TensorDataset(torch.arange(8))
     loader.sampler = DistributedSampler(data, num_replicas=2, rank=0)
     note = r"^extra_state\['loader'\] takes its place again in ttp\.restore\(\).* set_epoch\(\) behind it is too late"

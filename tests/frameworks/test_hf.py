@@ -76,7 +76,7 @@ def test_survivors_do_not_go_on_in_their_processes(tmp_path: Path) -> None:
     job = kit.Job(PROGRAM, KILLS[:1], steps=16, launcher="ttp", env={"TTP_CONTINUITY": "keep"})
     found = kit.run(job, tmp_path, start=ForkedPython)
     found.check()
-    assert "will not go on after a failure of another: Accelerate begins a training once" in found.story
+    assert "will not go on after a failure of another: Accelerate can begin only one training" in found.story
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_survivors_do_not_go_on_in_their_processes(tmp_path: Path) -> None:
     env = {"PROGRAM_KIND": "automatic", "TTP_CONTINUITY": "keep"}
     found = kit.run(kit.Job(PROGRAM, KILLS["automatic"][1:2], launcher="ttp", env=env), tmp_path, start=ForkedPython)
     found.check()
-    assert "will not go on after a failure of another: Lightning begins a training once" in found.story
+    assert "will not go on after a failure of another: Lightning can begin only one training" in found.story
 
 
 @pytest.fixture

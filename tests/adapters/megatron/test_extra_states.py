@@ -85,8 +85,8 @@ def test_a_module_that_fails_does_not_hurt_the_training(caplog: pytest.LogCaptur
         states.take(3)
         assert states.of(3) == {"a": (7,)}
     assert [record.getMessage() for record in caplog.records] == [
-        "get_extra_state() failed: checkpoints have what it gave before",
-        "the extra states in the checkpoint of version 3 are those of 1",
+        "get_extra_state() failed: checkpoints hold the states captured before",
+        "the checkpoint of version 3 holds the extra states of version 1",
     ]
 
 
