@@ -31,13 +31,13 @@ _SLICE = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a tensor that is spread over several shards.
+    """A rectangular part of a tensor that is spread over several shards.
 
     Args:
-        tensor: the part that this rank holds.
+        tensor: the elements of the part, in the memory of this rank.
         shape: shape of the whole tensor.
         offsets: where the part begins in the whole tensor, one number per dimension.
-        dtype: element type on disk, if not the tensor's own: weights may be written from their fp32 copy.
+        dtype: element type on disk; None: that of ``tensor``. Weights may be written from their fp32 copy.
     """
 
     tensor: Tensor
@@ -47,14 +47,15 @@ class Chunk:
 
 
 TensorOrChunks = Tensor | Chunk | tuple[Chunk, ...]
-"""One tensor of the state: all of it, or the parts that this rank holds. Parts without elements are not written."""
+"""One tensor of the state: the whole tensor, or the chunks of it that this rank holds. A chunk without elements is not
+written, unless the whole tensor has none."""
 
 
 Leaf = tuple[tuple[str | int, ...], tuple[int, ...], Any]
-"""An entry of a flattened state: path, positions of int keys in the path, value; see ``leaves``."""
+"""An entry of a flattened state: (path, positions of int keys in the path, value). See ``leaves``."""
 
 Deal = Callable[[Iterable[Leaf]], tuple[Iterable[Leaf], str]]
-"""A function from the entries of a shard to those of one part of it, and a digest of how the shard was divided."""
+"""Takes the entries of a shard; returns those that belong to one part of it, and a digest of how it was divided."""
 
 
 def _everything(entries: Iterable[Leaf]) -> tuple[Iterable[Leaf], str]:
@@ -77,23 +78,23 @@ def write_shard(
 
     Args:
         draft: the draft directory; it exists.
-        file: name of the new file inside of it.
-        state: nested mappings and lists of tensors, ``Chunk``s, tuples of ``Chunk``s and plain values. Nobody may
-            change it meanwhile.
+        file: name of the new file in the draft.
+        state: nested mappings and lists of tensors, ``Chunk``s, tuples of ``Chunk``s and plain values. It must not
+            change during the call.
         shard: the shard that the piece belongs to.
         writer: this rank.
-        to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end, and
-            returns a tensor on the CPU itself. Its result is used before the next call.
-        cancelled: returns whether to give up; called between tensors, and every 8 MiB within one.
+        to_host: returns a CPU tensor itself, and for a tensor of an accelerator a copy on the CPU, without waiting for
+            queued work that may never end. ``write_shard`` has written the copy before it calls ``to_host`` again.
+        cancelled: returns True to give up the save; called between tensors, and every 8 MiB within a tensor.
         progress: see ``HashingFile``.
-        deal: chooses the entries to write, if the piece is a part of a shard, and says how the shard was divided.
+        deal: selects the entries to write if the piece is a part of a shard; see ``Deal``. Default: all entries.
 
     Returns:
         The piece, with size, digest and table of the file.
 
     Raises:
         Cancelled: ``cancelled`` returned true.
-        CheckpointError: a tensor has no stable form on disk (sparse, quantised, of a foreign class).
+        CheckpointError: a tensor has no stable form on disk: it is sparse, quantised or of a subclass of ``Tensor``.
         OSError: the storage failed.
     """
     entries, cut = deal(leaves(state))
@@ -176,7 +177,7 @@ class _ShardWriter:
 
 
 def chunks_of(value: Any) -> Sequence[Chunk] | None:
-    """Return the chunks of a tensor that are to be written; None: ``value`` is no tensor."""
+    """Return the chunks to write for a tensor; None if ``value`` is neither a tensor nor chunks of one."""
     if isinstance(value, Tensor):
         return (Chunk(value, tuple(value.shape), (0,) * value.dim()),)
     if isinstance(value, tuple):
@@ -189,7 +190,10 @@ def chunks_of(value: Any) -> Sequence[Chunk] | None:
 
 
 def _give_back(copy: Tensor, of: Tensor) -> None:
-    """Free the memory of ``copy`` if it is one: ``torch.save`` leaves it in a cycle, which is collected much later."""
+    """Free the memory of ``copy`` now, unless it is the memory of ``of``.
+
+    ``torch.save`` leaves ``copy`` in a reference cycle, which the garbage collector would free much later.
+    """
     storage = copy.untyped_storage()
     shares = copy.data_ptr() == of.data_ptr() or storage.data_ptr() == of.untyped_storage().data_ptr()
     if copy.numel() and not shares and storage.resizable():
@@ -197,21 +201,21 @@ def _give_back(copy: Tensor, of: Tensor) -> None:
 
 
 def objection(key: str, tensor: Tensor) -> str:
-    """Return why stock torch could not load this tensor without unpickling classes; empty: it can."""
+    """Return why stock torch could not load this tensor without unpickling classes; an empty string if it could."""
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
         return ""
     return (
         f"{key} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}: ttp stores plain dense "
-        "tensors only, which torch loads without unpickling a class. Train plain ones and convert them in the forward "
-        "pass; a buffer that the program can make again may be persistent=False"
+        "tensors only, which torch loads without unpickling a class. Train plain parameters and convert them in the "
+        "forward pass; register a buffer that the program can make again with persistent=False"
     )
 
 
 class _Stream:
-    """The stream that ``torch.save`` writes to. After an error ``write`` accepts everything and does nothing.
+    """The stream that ``torch.save`` writes to. After an error, ``write`` discards all data and raises nothing.
 
     torch's zip writer does not survive an exception from ``write``: it raises one of its own instead, and in some
-    versions ends the process from a destructor. So the first problem is kept, and raised by ``check``.
+    versions ends the process from a destructor. So ``write`` keeps the first exception, and ``check`` raises it.
     """
 
     def __init__(self, target: HashingFile, cancelled: Callable[[], bool]) -> None:
@@ -232,7 +236,7 @@ class _Stream:
         """Do nothing: the file is flushed once, at the end."""
 
     def check(self) -> None:
-        """Raise the first problem of a write, or ``Cancelled`` if the save is to be given up."""
+        """Raise the first exception of a write, or ``Cancelled`` if ``cancelled`` returns True."""
         if self._problem is None and self._cancelled():
             self._problem = Cancelled()
         if self._problem is not None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from ttp.adapters.torch.saving.piece_index import StatePath
 
 ToHost = Callable[[Tensor], Tensor]
-"""Returns a copy on the host of a tensor of an accelerator, which the caller may empty; a tensor that is on the host
-already is returned itself."""
+"""Returns a tensor's content on the host: the tensor itself if it is on the host, else a copy, whose memory the caller
+may free."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -47,7 +47,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def put(root: MutableMapping[Any, Any], path: StatePath, value: Any, int_keys: Sequence[int] = ()) -> None:
-    """Set ``value`` at ``path`` in a nested state; missing mappings and lists are made. Inverse of :func:`leaves`."""
+    """Set ``value`` at ``path`` in a nested state; make missing mappings and lists. Inverse of :func:`leaves`."""
     node: Any = root
     for depth, step in enumerate(path):
         key: Any = int(step) if depth in int_keys else step
@@ -70,10 +70,10 @@ def get(root: Mapping[Any, Any], path: StatePath) -> Any:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with a storage of just its own bytes, because ``torch.save`` writes whole storages.
+    """Return a tensor with the same elements and a storage of only their bytes: ``torch.save`` writes whole storages.
 
-    ``tensor`` is strided and on the CPU. A contiguous view is not copied: the result looks at the same memory, which
-    must outlive it.
+    ``tensor`` is strided and on the CPU. A contiguous view is not copied: the result uses the memory of ``tensor``,
+    which must outlive the result.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -87,10 +87,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def dump(value: Any, to_host: ToHost) -> bytes | None:
-    """Encode ``value`` as bytes that ``torch.load(..., weights_only=True)`` reads; None: there is no such form.
+    """Encode ``value`` as bytes that ``torch.load(..., weights_only=True)`` reads; None if that is not possible.
 
-    The result is None also when the value's own code fails: one odd setting may not cost the whole checkpoint.
-    numpy scalars become Python's: schedules computed with numpy leave them in ``param_groups``, and torch refuses them.
+    Returns None also if pickling the value raises: one unusual setting must not prevent the whole checkpoint.
+    Numpy scalars become Python numbers: schedules that compute with numpy leave them in ``param_groups``, and torch
+    refuses to load them.
     """
     buffer = io.BytesIO()
     try:

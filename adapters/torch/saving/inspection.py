@@ -1,16 +1,16 @@
-"""Compares replicas before a save: a digest of what must be equal on them, and the names of tensors with NaN or Inf.
+"""Inspects a rank's state before a save: a digest to compare with other replicas, and the tensors with NaN or Inf.
 
-Parameters and the optimizer's tensors are compared. Left out is what may differ between healthy replicas: buffers
-(BatchNorm statistics, until the next forward pass broadcasts them), plain numbers and param groups (a schedule may have
-been stepped on one rank and not yet on another), and, where the state is on a device, tensors on the host (they may be
-an update ahead of the device).
+The digest covers parameters and the optimizer's tensors. It leaves out what may differ between healthy replicas:
+buffers (BatchNorm statistics, until the next forward pass broadcasts them), plain numbers and param groups (a schedule
+may have been stepped on one rank and not yet on another), and, where the state is on a device, tensors on the host
+(they may be an update ahead of the device).
 
 By default a sample is read: everything if the state is small, else evenly spaced blocks of every tensor. The choice of
-blocks depends on the version, so that damage that one save misses is seen at another. Digests can be compared at the
-same version and in the same mode only.
+blocks depends on the version, so a later save can find damage that an earlier one missed. Digests can be compared only
+if they are of the same version and were made in the same mode (``TTP_DIGEST``).
 
-Memory of the host is read in place. On a device, samples are packed on the side stream into memory that was allocated
-at the start, because the training's stream may hang and an allocation would queue behind it.
+Host memory is read in place. On a device, samples are packed on the side stream into memory that was allocated at the
+start, because the training's stream may hang and an allocation would queue behind it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
 from ttp.core.layout import Shard
 
 WHOLE_BYTES = 64 << 20
-"""A state of up to so many bytes is read whole: about 10 ms of one core."""
+"""The largest state, in bytes, that is read whole. That takes about 10 ms of one core."""
 SAMPLE_BYTES = 16 << 20
-"""Bytes that are read of a larger state. They come from all over the memory, so a byte costs more."""
+"""Bytes that are read of a larger state. Each costs more to read, because they are spread over the memory."""
 _SHARE_MIN = 1 << 10
-"""Bytes that are read of every tensor at least, however large the others are."""
+"""The least number of bytes that is read of each tensor, however large the other tensors are."""
 _BLOCK_BYTES = 64 << 10
-_PACK_HOST = 1 << 20  # the second look finds it in the cache
+_PACK_HOST = 1 << 20  # small enough to be in the CPU's cache when it is read again to find NaN and Inf
 _PACK_DEVICE = 8 << 20
 _PATIENCE_S = 1.0
-"""Seconds that a device may take for one pack. The side stream moves even when a collective hangs."""
+"""Seconds that a device may take to copy one pack. The side stream works even when a collective hangs."""
 _BAD_MAX = 8
 
 
@@ -56,8 +56,8 @@ class ComparedTensor:
     Args:
         name: its name in the checkpoint.
         tensor: the live tensor.
-        trained: whether NaN and Inf in it are bad; a frozen mask may hold them on purpose.
-        owner: name of the parameter that it is, or belongs to.
+        trained: whether NaN and Inf in it are reported; a frozen mask may hold them on purpose.
+        owner: name of the parameter that ``tensor`` is, or for which the optimizer keeps it.
     """
 
     name: str
@@ -71,8 +71,8 @@ class Findings:
     """The result of an inspection.
 
     Args:
-        digest: equal on replicas that are equal, at one version and in one mode.
-        bad: names of tensors that hold NaN or Inf, at most eight.
+        digest: the same on replicas whose states are equal, at one version and in one mode.
+        bad: names of trained tensors that hold NaN or Inf, at most eight.
     """
 
     digest: str
@@ -80,7 +80,7 @@ class Findings:
 
 
 def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
-    """Return the tensors to compare, each once, sorted by name. The text of the module says which are left out."""
+    """Return the tensors to compare, each once. The module's docstring says which tensors are left out."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     state = optimizer_state(names, optimizer)["state"]
     found: dict[int, ComparedTensor] = {}
@@ -95,7 +95,7 @@ def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
 def leaves_of(
     sharding: Sharding, shard: Shard, everything: Iterable[ComparedTensor], names: ModelNames
 ) -> list[ComparedTensor]:
-    """Return those of the tensors ``everything`` that this rank holds of ``shard``, as plain local tensors."""
+    """Return the tensors of ``everything`` that belong to ``shard``, as the plain tensors that this rank holds."""
     wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
     return [
         replace(leaf, tensor=tensor)
@@ -106,7 +106,7 @@ def leaves_of(
 
 
 def agreed_on(names: ModelNames) -> Callable[[StatePath], bool]:
-    """Return a function that says whether the value at a path is compared between replicas.
+    """Return a function that tells for a path in the state whether replicas are compared on the value there.
 
     Only such values can be divided among replicas, because only then parts of several replicas fit together.
     """
@@ -121,11 +121,12 @@ def agreed_on(names: ModelNames) -> Callable[[StatePath], bool]:
 
 
 class Inspector:
-    """Computes digests of tensors. Not for several threads at once.
+    """Computes digests of tensors, and finds NaN and Inf in them. Not thread-safe.
 
     Args:
-        mode: ``sample`` or ``all``.
-        runtimes: the devices of the state, on each of which 8 MiB are allocated now; empty: the state is on the host.
+        mode: ``sample`` or ``all``, as in ``TTP_DIGEST``.
+        runtimes: the devices of the state, on each of which the constructor allocates 8 MiB; empty: the state is on
+            the host.
     """
 
     def __init__(self, mode: str = "sample", runtimes: Sequence[Runtime] = ()) -> None:
@@ -140,10 +141,14 @@ class Inspector:
 
     @torch.no_grad()
     def look(self, leaves: Iterable[ComparedTensor], version: int) -> Findings:
-        """Inspect the state of ``version``, which nothing may change meanwhile.
+        """Compute the digest of the tensors, and find NaN and Inf in them. The tensors must not change meanwhile.
+
+        Args:
+            leaves: the tensors, in any order.
+            version: version of the state; it decides which blocks are read.
 
         Raises:
-            TimeoutError: the device does not answer.
+            TimeoutError: the device did not copy the samples in time.
             RuntimeError: the device is broken.
         """
         digest, bad = xxhash.xxh3_128(), dict[str, None]()
@@ -160,7 +165,7 @@ class Inspector:
         return Findings(digest.hexdigest(), tuple(bad)[:_BAD_MAX])
 
     def _packs(self, known: Sequence[ComparedTensor], version: int) -> Iterator[list[tuple[ComparedTensor, Tensor]]]:
-        """Group the samples into packs: of one dtype, on one device or the host, up to the limit of bytes."""
+        """Group the samples into packs. A pack has one dtype, is on one device, and is at most ``_limit`` bytes."""
         pack: list[tuple[ComparedTensor, Tensor]] = []
         size = 0
         for leaf, piece in self._pieces(known, version):
@@ -186,7 +191,7 @@ class Inspector:
                 yield leaf, piece
 
     def _memory(self, tensor: Tensor) -> Tensor | None:
-        """Return the elements of a tensor in the order of its memory, as a vector; None: it cannot be compared."""
+        """Return the elements of a tensor in the order of its memory, as a vector; None if it cannot be compared."""
         tensor = tensor.detach()
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
         if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
@@ -231,7 +236,7 @@ class Inspector:
 
 
 def _sample(memory: Tensor, share: int, version: int) -> Tensor:
-    """Return about ``share`` bytes of a tensor: all of it, or blocks at even distances, one per row."""
+    """Return about ``share`` bytes of a tensor: all of it, or evenly spaced blocks, one per row."""
     if memory.nbytes <= share:
         return memory
     block = min(_BLOCK_BYTES, share) // memory.element_size()

@@ -14,7 +14,7 @@ from ttp.store.plain_file import read_plain
 
 JOB_KIND = "job"
 FROZEN = "frozen"
-"""Key of ``JobState.extra``: names of the optimizer's parameters that took no gradient."""
+"""Key in ``JobState.extra`` of the names of the optimizer's parameters that had ``requires_grad=False``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Schedule:
 
     Args:
         state: its ``state_dict()``.
-        pending: whether the step that follows the last update had not been made: then it is due on restore.
+        pending: True if the scheduler had not been stepped after the last update: then the restore steps it.
     """
 
     state: dict[str, Any]
@@ -36,16 +36,18 @@ class JobState:
 
     Args:
         version: finished updates.
-        scheduler: ``state_dict()`` of the LR scheduler; None without one, and where there are several.
+        scheduler: ``state_dict()`` of the LR scheduler; None if there is none, or more than one.
         scaler: ``state_dict()`` of the GradScaler; None without one.
-        scheduler_pending: whether ``scheduler.step()`` had not followed the last update: then it is due on restore.
-        scaler_pending: whether ``scaler.update()`` had not followed the last update: then it is due on restore.
-        scaler_skipped: whether the optimizer took the scale itself and was told to skip the step: then the update that
-            is due lowers the scale.
-        ddp_buckets: layout of the all-reduce buckets for the next step, as ``ddp.bucket_layout`` gives it; with several
-            DistributedDataParallel modules the layout of each, by name.
+        scheduler_pending: True if ``scheduler.step()`` had not been called after the last update: then the restore
+            makes that step.
+        scaler_pending: True if ``scaler.update()`` had not been called after the last update: then the restore makes
+            that update.
+        scaler_skipped: True if the pending ``scaler.update()`` follows a step that was skipped because of Inf or NaN,
+            by an optimizer that handles the scale itself: then the restore lowers the scale.
+        ddp_buckets: layout of the all-reduce buckets for the next step, as ``ddp_buckets.bucket_layout`` returns it;
+            with several DistributedDataParallel modules the layout of each, by name.
         extra: other values that are equal on all ranks, by name.
-        several: ``[state_dict(), pending]`` of each of several LR schedulers; None with one or none.
+        several: ``[state_dict(), pending]`` of each LR scheduler if there are several; else None.
     """
 
     version: int
@@ -92,7 +94,7 @@ class JobState:
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.several is None:
-            del values["several"]  # a job with one schedule looks as it always did
+            del values["several"]  # the format with one schedule is older than this field
         return encode(values, "job")
 
     @classmethod
@@ -113,7 +115,7 @@ class JobState:
         if wrong:
             raise CheckpointError(f"the job state is garbled: {wrong[0]} is {known[wrong[0]]!r:.60}")
         if not all(map(_is_schedule, known.get("several") or ())):
-            raise CheckpointError("the job state is garbled: an LR scheduler of several is none")
+            raise CheckpointError("the job state is garbled: an entry of `several` is not the state of an LR scheduler")
         return cls(**known)
 
 

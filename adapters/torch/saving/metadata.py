@@ -36,18 +36,18 @@ _LISTED_MAX = 5
 
 
 def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY) -> list[Piece]:
-    """Write ``draft/.metadata`` for the shards among ``pieces``; return when the file is durable.
+    """Write ``draft/.metadata``, which describes the shards among ``pieces``; return when the file is durable.
 
     Args:
         draft: the draft directory with all pieces in it.
         pieces: the pieces of all shards; pieces of other kinds are ignored.
-        writer: the rank that is noted as the writer of the file.
+        writer: the rank that the manifest names as the writer of the file.
 
     Returns:
-        The new file, as a list of one piece.
+        A list with one piece: the new file.
 
     Raises:
-        CheckpointError: the shards do not make up every tensor exactly once.
+        CheckpointError: the shards do not contain every element of every tensor exactly once.
         OSError: the storage failed.
     """
     # No checkpoint_id: it would be the draft's path, and stock torch does not read it.
@@ -62,10 +62,11 @@ def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY) -> 
 def build_metadata(items: Sequence[IndexEntry], storage_meta: StorageMeta) -> Metadata:
     """Make stock torch's description of a checkpoint with these items.
 
-    If several shards wrote the same plain value or chunk, it counts once: the first is used.
+    If several shards contain the same plain value or chunk, the description points to the first of them.
 
     Raises:
-        CheckpointError: chunks overlap, reach outside of their tensor or leave gaps, or shards contradict each other.
+        CheckpointError: chunks overlap, reach outside of their tensor or leave gaps, or shards give different shapes or
+            dtypes for one tensor.
     """
     distinct = {(item.path, item.dtype, item.shape, item.offsets, item.sizes): item for item in reversed(items)}
     by_key: dict[str, list[IndexEntry]] = {}
@@ -111,7 +112,10 @@ def _place(item: IndexEntry, index: int) -> tuple[MetadataIndex, filesystem._Sto
 
 
 def _problem(chunks: Sequence[IndexEntry]) -> str:
-    """Return why these chunks do not make one tensor; empty: they do: disjoint, inside of it, and of its volume."""
+    """Return why these chunks do not make up one tensor; an empty string if they do.
+
+    They do if they are disjoint, inside of the tensor, and together have as many elements as the tensor.
+    """
     first = chunks[0]
     for other in chunks[1:]:
         if (other.path, other.dtype, other.shape) != (first.path, first.dtype, first.shape):
@@ -138,7 +142,7 @@ def _inside(chunk: IndexEntry) -> bool:
 
 
 def _overlap(chunks: Sequence[IndexEntry]) -> tuple[IndexEntry, IndexEntry] | None:
-    """Return two chunks that have an element in common, or None. Sweeps along the dimension that is cut most often."""
+    """Return two chunks that overlap, or None. The algorithm sweeps along the dimension that is cut most often."""
     solid = [chunk for chunk in chunks if prod(chunk.sizes)]
     if len(solid) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The table of a shard file: which values are in it, and where."""
+"""The table of contents of a shard file: which values are in it, and where. Stored in the manifest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX_MAX = 1 << 20
 NUMBER_MAX = 1 << 62
 
 StatePath = tuple[str | int, ...]
-"""Where a value sits in the nested state: a string is a mapping's key, a number an index into a list."""
+"""The path of a value in the nested state: a string is a key of a mapping, a number an index into a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class IndexEntry:
     """One value in one shard file.
 
     Args:
-        path: where it sits in the nested state.
-        file: the shard file, relative to the checkpoint.
-        offset: position of its first byte in the file.
-        length: number of its bytes in the file.
-        dtype: ``float32`` and so on; empty for a value that is no tensor.
+        path: path of the value in the nested state.
+        file: the shard file, relative to the checkpoint's directory.
+        offset: position of the value's first byte in the file.
+        length: number of the value's bytes in the file.
+        dtype: ``float32`` and so on; empty for a value that is not a tensor.
         shape: shape of the whole tensor, over all shards.
         offsets: where this chunk begins in the whole tensor, one number per dimension.
         sizes: shape of this chunk, one number per dimension.
-        device: kind of device on which the tensor was.
+        device: type of the device on which the tensor was: ``cpu``, ``cuda``.
         int_keys: positions in ``path`` at which the mapping's key was an ``int`` and became a string.
     """
 
@@ -67,10 +67,10 @@ class IndexEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The element type, as torch's object.
+        """The element type, as a ``torch.dtype``.
 
         Raises:
-            CheckpointError: this torch does not know it.
+            CheckpointError: the installed torch does not have this dtype.
         """
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
@@ -151,7 +151,7 @@ def _item_from_json(file: str, row: dict[str, Any]) -> IndexEntry:
     offset, length = _numbers(row["at"])
     int_keys = _numbers(row.get("int_keys", []))
     if not all(position < len(path) and str(path[position]).lstrip("-").isdecimal() for position in int_keys):
-        raise ValueError(f"{path!r:.60} has no numbers at {int_keys}")
+        raise ValueError(f"{path!r:.60} has keys that are no numbers at the positions {int_keys}")
     if "dtype" not in row:
         return IndexEntry(path, file, offset, length, int_keys=int_keys)
     shape = _numbers(row["shape"])
@@ -169,26 +169,26 @@ def _path(steps: Any) -> StatePath:
         raise TypeError(f"{steps!r:.60} is not a path")
     path = tuple(step if type(step) is int else str(step) for step in steps)
     if any(isinstance(step, int) and not 0 <= step < INDEX_MAX for step in path):
-        raise ValueError(f"{path!r:.60} is no place in a list")
+        raise ValueError(f"{path!r:.60} has a list index out of range")
     return path
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
     if len(values) > DIMENSIONS_MAX or not all(type(value) is int and abs(value) < NUMBER_MAX for value in values):
-        raise ValueError(f"{values!r:.60} are not sizes")
+        raise ValueError(f"{values!r:.60} is not a list of sizes")
     if values and min(values) < 0:
         raise ValueError(f"negative number in {values}")
     return tuple(values)
 
 
 def _check_tree(items: Iterable[IndexEntry]) -> None:
-    """Check that no value has the path of another value's container."""
+    """Check that the paths form one tree: no path is both a value and a container, or both a list and a mapping."""
     holds_index: dict[StatePath, bool] = {}
     paths = {item.path: item.file for item in items}
     for path, file in paths.items():
         for depth, step in enumerate(path):
             if holds_index.setdefault(path[:depth], isinstance(step, int)) is not isinstance(step, int):
-                raise CheckpointError(f"the table of contents of {file} is garbled: {path[:depth]} is two things")
+                raise CheckpointError(f"the table of contents of {file} is garbled: {path[:depth]} is list and mapping")
     both = next((path for path in holds_index if path in paths), None)
     if both is not None:
-        raise CheckpointError(f"the table of contents of {paths[both]} is garbled: {both} holds others and is a value")
+        raise CheckpointError(f"the table of contents of {paths[both]} is garbled: {both} is value and container")

@@ -1,15 +1,16 @@
 """Copies the state before an update and keeps the copy until the next one (``undo="preimage"``).
 
-Copied are, just before the first write of each update: parameters, the optimizer's tensors, registered averages, and
-parameters that were seen to follow the weights as an average does (``followers.py``). The copies go into memory that is
-used again for every update: one more copy of the state, no more. Numbers and lists in the optimizer's state are copied
-too; the hyperparameters of a version are kept by ``PostStepState``, buffers and random streams by the pages.
+Just before the first write of each update, ``PreImage`` copies parameters, the optimizer's tensors, registered
+averages, and parameters that follow the weights as an average does (``followers.py``). Every update uses the same
+memory for its copies, so they take as much memory as the state once more. Numbers and lists in the optimizer's state
+are copied too. ``PostStepState`` keeps the hyperparameters of a version; the pages keep buffers and random streams.
 
-An update is undone by writing the checkpoint from these copies. The live tensors are left as they are: nobody may
-write to the state of a frozen rank, the order may come twice or be followed by one for the newer version, and a false
-alarm ends in a thaw.
+To undo an update, the checkpoint is written from these copies. The live tensors are not changed: a frozen rank's state
+must stand still, the controller may repeat the order or send one for the newer version, and after a false alarm the
+job thaws and trains on.
 
-On a device the copies are made in the order of its queue, so marks before and after them tell which version they hold.
+On a device the copies are queued like other work, between two marks: the mark that the device has passed tells which
+version the copies hold.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Image:
 
     Args:
         version: finished updates.
-        state: like ``Optimizer.state``, with copies of its tensors; entries that were added later are not in it.
-        copies: copies of parameters and averages, by the identity of the live tensor.
-        members: identities of the optimizers whose state has been copied.
-        modules: whether averages have been copied.
-        serial: number of the last copying into this image.
+        state: like ``Optimizer.state``, with copies of its tensors; without entries that were added later.
+        copies: copies of parameters and averages, by the ``id`` of the live tensor.
+        members: the ``id`` of each optimizer whose state has been copied.
+        modules: True if averages have been copied.
+        serial: number of the call of ``take`` that last copied into this image.
     """
 
     version: int
@@ -60,25 +61,25 @@ class Image:
     def state_of(self, optimizer: Optimizer) -> dict[Any, Any]:
         """Return the state of ``optimizer`` in this version, in the form of ``optimizer.state``.
 
-        Optimizers that were not copied have not stepped since, so their live state is used.
+        An optimizer that was not copied has not stepped since, so its live state is returned.
         """
         others = (member for member in members_of(optimizer) if id(unwrap_optimizer(member)) not in self.members)
         return self.state | {owner: value for member in others for owner, value in list(member.state.items())}
 
     def of(self, live: Any) -> Any:
-        """Return the copy of a live tensor; any other value is returned itself."""
+        """Return the copy of a live tensor, or ``live`` itself if it was not copied."""
         return self.copies.get(id(live), live)
 
 
 class PreImage:
-    """Keeps a copy of the state that the running update, or else the last one, started from.
+    """Keeps a copy of the state before the running update, or before the last update if none is running.
 
     Args:
-        optimizer: the optimizer whose parameters and state are copied; may be several combined.
+        optimizer: the optimizer whose parameters and state are copied; may be a ``CombinedOptimizer``.
         modules: averages of the weights that belong to the version.
         runtimes: the devices of the state; empty: the state is on the host.
-        followers: parameters of no optimizer that follow the weights; the list may grow.
-        reserve: allocate the memory for all parameters now, so that a job with too little memory fails at once.
+        followers: parameters that follow the weights and are in no optimizer; the list may grow.
+        reserve: True to allocate the memory for all parameters now, so that a job with too little memory fails at once.
     """
 
     def __init__(
@@ -111,9 +112,9 @@ class PreImage:
 
         Args:
             version: finished updates.
-            only: the optimizers whose state to copy, because they are about to change it; None: all. Copies of
-                ``version`` that were made before are kept.
-            modules: whether to copy the averages too.
+            only: the optimizers whose state to copy, because they are about to change it; None: all. Earlier copies
+                of ``version`` are kept.
+            modules: True to copy the averages too.
         """
         if self._broken:
             return
@@ -123,10 +124,10 @@ class PreImage:
             self._broken = True
             self.forget()
             self._memory.clear()
-            log.warning("updates cannot be undone from now on, training goes on: %s", problem)
+            log.warning("training goes on, but updates cannot be undone: the state could not be copied (%s)", problem)
 
     def forget(self) -> None:
-        """Drop the copy: the state has been replaced."""
+        """Drop the copies. Call this when a restore has replaced the state."""
         self._images.clear()
 
     @torch.no_grad()
@@ -169,7 +170,7 @@ class PreImage:
 
     def _copy(self, value: Any, place: _Place, copies: _Copies) -> Any:
         if isinstance(value, Tensor):
-            ahead = bool(self._runtimes) and holder(self._runtimes, value) is None  # on the host, maybe ahead
+            ahead = bool(self._runtimes) and holder(self._runtimes, value) is None  # the host may be ahead of devices
             return value.detach().clone() if ahead else self._copy_tensor(value.detach(), place, copies)
         if isinstance(value, dict):
             return {key: self._copy(item, (*place, key), copies) for key, item in value.items()}
@@ -192,24 +193,24 @@ class PreImage:
 
     @property
     def version(self) -> int | None:
-        """The version of the copy; None: there is no copy, or it is being made."""
+        """The version of the copy; None if there is no copy, or it is being made."""
         image = self._kept()
         return None if image is None else image.version
 
     @property
     def broken(self) -> bool:
-        """Whether copies could not be made and are not made any more."""
+        """True after a copy has failed; no more copies are made then."""
         return self._broken
 
     @property
     def whole(self) -> bool:
-        """Whether the whole state was copied: then a finished update can be undone, else only a running one."""
+        """True if the whole state was copied. If not, only a running update can be undone, not a finished one."""
         image = self._kept()
         return image is not None and len(image.members) == len(self._members) and image.modules
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the copy takes."""
+        """Bytes of memory that the copies take."""
         return sum(memory.nbytes for memory in list(self._memory.values()))
 
     def wait(self, timeout_s: float) -> None:
@@ -226,19 +227,19 @@ class PreImage:
         """Return the copy of the state of ``version``.
 
         Raises:
-            CheckpointError: that version is not kept.
+            CheckpointError: there is no copy of that version.
         """
         kept = self._kept()
         if kept is None or kept.version != version:
             raise CheckpointError(
-                f"version {version} cannot be gone back to: what is kept is "
-                + ("nothing" if kept is None else f"version {kept.version}")
+                f"version {version} cannot be written by undo: "
+                + ("there is no pre-image" if kept is None else f"the pre-image is of version {kept.version}")
             )
         return kept
 
 
 def _carry_out(copies: _Copies) -> None:
-    """Make all copies, with one call per device and dtype: torch would copy mixed kinds one by one on a device."""
+    """Make all copies, with one call per device and dtype, because torch would copy a mixed list tensor by tensor."""
     kinds: defaultdict[tuple[Any, Any], _Copies] = defaultdict(list)
     for copy in copies:
         kinds[copy[0].device, copy[0].dtype].append(copy)

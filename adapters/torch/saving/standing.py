@@ -1,4 +1,4 @@
-"""Tells which version the state of one rank belongs to, on its devices too, and which versions the rank can provide."""
+"""Tells which version a rank's state is of, on the host and on its devices, and whether redo or undo is possible."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     pass
 
 INSIDE_S = 5.0
-"""Seconds that a device may stand in the middle of an update before the update counts as half done. Nothing hangs in an
-update unless the optimizer communicates."""
+"""Seconds that a device may stand still in the middle of an update before the update counts as half done. An update
+does not hang unless the optimizer communicates."""
 _LOOK_S = 0.0005
 COPIES_S = 1.0
-"""Seconds that copying what an update changes may take on a device, if the copies are not queued behind a hang."""
+"""Seconds to wait for a device to finish the copies for undo. If they take longer, they are queued behind a hang."""
 
 
 class Standing(PagedSource):
@@ -41,7 +41,7 @@ class Standing(PagedSource):
     Args:
         optimizer: the registered optimizer.
         capture: captures the rank-local state.
-        devices: the devices on which the state lies; empty: it lies on the host.
+        devices: the devices that hold the state; empty: the host holds it.
     """
 
     def __init__(self, optimizer: Optimizer, capture: LocalCapture, devices: Sequence[torch.device]) -> None:
@@ -49,18 +49,18 @@ class Standing(PagedSource):
         self._optimizer, self._capture = optimizer, capture
         self._devices = devices
         self.runtimes: Sequence[Runtime] = runtimes_on(devices)
-        """The runtimes of the devices, for work that may not wait for the training's queue."""
+        """The runtimes of the devices, for work that must not wait for the training's queue."""
         self.begun: Fence = make_fence(self.runtimes, newest=True)
         self.finished: Fence = make_fence(self.runtimes)
-        self.reduced: Fence = make_fence(self.runtimes)  # marks where the gradient for a version is reduced
+        self.reduced: Fence = make_fence(self.runtimes)  # has finished version n when the gradient for n is reduced
         self.preimage: PreImage | None = None
         self.between: BetweenSteps | None = None
         self.may_follow: Callable[[], bool] = lambda: False
-        """Returns whether it is still unknown which parameters of no optimizer the program changes after an update."""
+        """Returns True while ``Followers`` still watches: copies may lack parameters that follow the weights."""
         self.base = Version(0)
-        """The version with which this rank has started."""
+        """The version from which this rank has started."""
         self.stream_barrier: StreamBarrier | None = None
-        self._mixed = (-1, False)  # version of the host, and whether some of the state was on the host then
+        self._mixed = (-1, False)  # a version of the gate, and the result of has_state_on_host() at that version
         self._attachment: Attachment | None = None
 
     @property
@@ -71,10 +71,10 @@ class Standing(PagedSource):
     def device_version(self, version: Version, patience_s: float) -> Version | None:
         """See ``StateSource``.
 
-        The host may be ahead: kernels of an update wait behind a collective that hangs. Then the device stands at the
-        version before, and stays there as long as nobody aborts the communicator. A device inside of an update gets
-        more time, because the work queued there waits for no other rank; so does one whose state is partly on the host,
-        where it is of the newer version already.
+        The host may be ahead of the device, if the kernels of an update wait behind a collective that hangs. Then the
+        device stands at the version before, and stays there until the communicator is aborted. A device inside of an
+        update gets more time, because the work of an update waits for no other rank. So does a device whose state is
+        partly on the host: that part is of the newer version already.
         """
         marks, since = None, time.monotonic()
         while (done := self.finished.finished_version()) < version:
@@ -92,29 +92,31 @@ class Standing(PagedSource):
         return holder(self.runtimes, tensor) is None
 
     def _marks(self) -> tuple[int, ...]:
-        """Return how far the device has come. While this value changes, the device is working."""
+        """Return a value that changes while the device is working: how far it has come in its queue."""
         fences = (self.reduced, self.begun, self.finished)
         return (*(fence.finished_version() for fence in fences), self._capture.arrived)
 
     def _host_holds_state(self) -> bool:
-        """Return whether state other than scalars, of which copies are kept, is on the host, and so of its version."""
+        """Return whether the host holds state other than scalars, of which ``HostValues`` keeps older versions."""
         assert self._processor is not None
         version = self._processor.gate.version
-        if self._mixed[0] != version:  # computed once per version, because this is called again and again
+        if self._mixed[0] != version:  # computed once per version, because ``device_version`` polls it
             self._mixed = version, self.has_state_on_host()
         return self._mixed[1]
 
     def has_state_on_host(self) -> bool:
-        """Return whether parameters, or non-scalar tensors of the optimizer's state, are on the host."""
+        """Return whether any parameter, or any non-scalar tensor of the optimizer's state, is on the host."""
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         kept = [v for values in list(unwrap_optimizer(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
 
     def why_not_abort(self, within_s: float) -> str:
-        """Why collectives of this rank may not be aborted now; empty: nothing behind them writes to its state.
+        """Return why this rank's collectives must not be aborted now; an empty string if they may be.
+
+        They may be if nothing that is queued behind them writes to the state. Not for the training thread.
 
         Args:
-            within_s: how long an update that runs is waited for. Not for the training thread.
+            within_s: seconds to wait for the end of a running update.
         """
         assert self._processor is not None
         gate, deadline = self._processor.gate, time.monotonic() + within_s
@@ -129,10 +131,16 @@ class Standing(PagedSource):
             time.sleep(_LOOK_S)
 
     def why_not_at_rest(self, within_s: float) -> str:
-        """Why not all work of the training thread on the devices is done, or they are broken. For that thread."""
+        """Return why the devices have not finished the training thread's work; an empty string if they have.
+
+        For the training thread.
+
+        Args:
+            within_s: seconds to wait for the devices.
+        """
         try:
             marks = AllEvents([runtime.mark(side=False) for runtime in self.runtimes])
-            return "" if poll(marks.query, within_s) else "its device does not come to rest"
+            return "" if poll(marks.query, within_s) else "its device does not finish its queued work"
         except RuntimeError as problem:
             return f"its device is broken: {describe(problem)}"
 
@@ -152,7 +160,7 @@ class Standing(PagedSource):
         return self.stream_barrier is not None and self.stream_barrier.admit(version)
 
     def runtime_for_barrier(self) -> Runtime:
-        """Return a second runtime of the first device, with a side stream of its own."""
+        """Return another runtime of the first device, with a side stream of its own."""
         (runtime,) = runtimes_on(self._devices[:1])
         return runtime
 
@@ -173,14 +181,14 @@ class Standing(PagedSource):
         return whole and preimage.whole and preimage.version == finished - 1 and not self.may_follow()
 
     def forget_images(self) -> None:
-        """Drop all copies: the state has been replaced."""
+        """Drop all copies. Call this when a restore has replaced the state."""
         for preimage in (self.preimage, self.between.preimage if self.between is not None else None):
             if preimage is not None:
                 preimage.forget()
 
     @property
     def _preimage_now(self) -> PreImage | None:
-        """The copies that the user has asked for, or else those that are made between the steps of one version."""
+        """The copies of ``undo="preimage"``, or else those that ``BetweenSteps`` makes."""
         if self.preimage is None and self.between is not None:
             return self.between.preimage
         return self.preimage

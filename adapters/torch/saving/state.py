@@ -1,4 +1,4 @@
-"""Collects the contents of a checkpoint, as references to live tensors. Nothing is copied."""
+"""Collects the contents of a checkpoint as references to live tensors, without copying them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def checkpoint_state(
 ) -> dict[str, Any]:
     """Collect the state of a checkpoint, as nested mappings for ``write_shard``.
 
-    ``model`` and ``optim`` are what ``get_state_dict(model, optimizer)`` of torch returns. ``scheduler`` is there for
-    people who load the checkpoint without ttp; ttp itself reads the job state.
+    ``model`` and ``optim`` are what ``get_state_dict(model, optimizer)`` of torch returns. ``scheduler`` is for users
+    who load the checkpoint without ttp; ttp itself reads the job state.
 
     Args:
         names: names of the registered model.
         optimizer: the registered optimizer.
         captured: buffers of the version being saved; see ``model_state``.
         job: the job-wide scalars.
-        image: the copy of the version before, if that version is saved; None: the live state is saved.
+        image: the copy of the version before the last update, to save that version; None: save the live state.
     """
     model = model_state(names, captured)
     if image is not None:
@@ -52,8 +52,8 @@ def model_state(names: ModelNames, captured: Mapping[str, Any]) -> dict[str, Any
 
     Args:
         names: names of the registered model.
-        captured: buffers (and extra states) of the version being saved, by either spelling of their names. Absent ones
-            are taken from the live module; names that do not belong into a checkpoint are ignored.
+        captured: buffers and extra states of the version being saved, by their names in ``model`` or in the checkpoint.
+            Missing ones are taken from the live module; names that do not belong into a checkpoint are ignored.
     """
     state: dict[str, Any] = dict(names.parameters)
     state.update(names.buffers)
@@ -67,12 +67,13 @@ def model_state(names: ModelNames, captured: Mapping[str, Any]) -> dict[str, Any
 def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, Any] | None = None) -> dict[str, Any]:
     """Return what ``get_optimizer_state_dict`` of torch would return, as references to the live tensors.
 
-    For an optimizer that shards its state this is the state on this rank, with the param groups of all parameters.
+    If the optimizer shards its state over ranks, the result has the state on this rank and the param groups of all
+    parameters.
 
     Args:
         names: names of the registered model.
         optimizer: the registered optimizer.
-        kept: a copy to use instead of ``optimizer.state``; None: the live state.
+        kept: a copy of ``optimizer.state`` to use instead; None: use the live state.
     """
     state: dict[str, Any] = {}
     for owner, values in list((unwrap_optimizer(optimizer).state if kept is None else kept).items()):
@@ -88,14 +89,14 @@ def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, 
 def groups_with(
     live: Sequence[dict[str, Any]], optimizer: Optimizer, settings: Sequence[Sequence[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Return param groups in the form of ``optimizer_state``, with the settings that they had in one version.
+    """Return the param groups with the settings (learning rate and so on) of an earlier version.
 
-    Groups that the program has added since belong to the next version and are left out.
+    Groups that the program has added since then belong to the next version and are left out.
 
     Args:
-        live: the live param groups of all optimizers.
+        live: the live param groups of all optimizers, in the form of ``optimizer_state``.
         optimizer: the registered optimizer.
-        settings: the settings of that version, for the groups of each member of ``optimizer``.
+        settings: the settings of that version: for each member of ``optimizer`` a list with those of each group.
     """
     rest, found = iter(live), []
     for member, kept in zip(members_of(optimizer), settings, strict=True):
@@ -105,7 +106,7 @@ def groups_with(
 
 
 def frozen(names: ModelNames, optimizer: Optimizer) -> list[str]:
-    """Return the names of the parameters of ``optimizer`` that take no gradient now."""
+    """Return the names of the parameters of ``optimizer`` that have ``requires_grad=False`` now."""
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [name for name, p in names.parameters.items() if id(p) in owned and not p.requires_grad]
 
@@ -123,6 +124,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:
-    """Return the class name of the optimizer, or of all its members, to recognise checkpoints of another optimizer."""
+    """Return the class name of the optimizer, or of all its members. It recognises checkpoints of another optimizer."""
     kinds = (type(unwrap_optimizer(member)) for member in members_of(optimizer))
     return " + ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)

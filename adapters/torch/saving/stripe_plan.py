@@ -1,14 +1,14 @@
 """Divides the entries of a shard into parts, which replicas write side by side without communicating.
 
-All replicas divide a shard alike, because only names, shapes and types count: the tensors that replicas are known to
-agree on (those that ``inspection`` compares) are laid end to end in the order of their names, and that line is cut into
-parts of the same number of bytes. A tensor that a cut goes through is written as two ``Chunk``s along its first
-dimension; each cut goes through one tensor at most. Everything else is in the first part: plain values, buffers
-(healthy replicas differ in them), averages of the weights.
+All replicas divide a shard in the same way, because the division depends on names, shapes and types only. The tensors
+on which replicas are compared (see ``inspection``) are laid end to end in the order of their names, and that line is
+cut into parts of the same number of bytes. A tensor that a cut goes through is written as two ``Chunk``s, divided along
+its first dimension of more than one element; each cut goes through one tensor at most. All other values are in the
+first part: plain values, buffers (in which healthy replicas differ), averages of the weights.
 
-If something depends on the rank after all (a module on rank 0 only), that is noticed before anything is lost: each part
-carries a digest of how its writer divided the shard, and if digests differ the controller has the shard written whole.
-Finally the committer checks that every tensor is there exactly once (``metadata``).
+If the division depends on the rank after all (a module on rank 0 only), this is found before the checkpoint is
+committed: each part carries a digest of how its writer divided the shard, and if digests differ, the controller has one
+rank write the whole shard. Finally the committer checks that every tensor is there exactly once (``metadata``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.store.digest import digest_bytes
 
 CUT_MIN = 1 << 20
-"""A tensor of fewer bytes is not cut, so parts may differ by half of this size."""
+"""A tensor of fewer bytes is not cut, so the sizes of parts may differ by half of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Share:
     Args:
         index: number of this part, from 1.
         count: number of parts.
-        agreed: returns whether replicas agree on the value at a path; all other values are in the first part.
+        agreed: returns whether replicas are compared on the value at a path; all other values are in the first part.
     """
 
     index: int
@@ -111,13 +111,13 @@ def _cut(chunk: Chunk, at: int, bounds: Sequence[float], wanted: int) -> Iterato
 
 
 def _bounds(fixed: int, size: int, count: int) -> list[float]:
-    """Return where to cut the line, when the first part also has ``fixed`` bytes that are not on the line."""
+    """Return where to cut the line. The first part also has ``fixed`` bytes that are not on the line."""
     first = max(0.0, (fixed + size) / count - fixed)
     return [first + k * (size - first) / (count - 1) for k in range(count - 1)]
 
 
 def _identity(stack: Stack) -> tuple[Any, ...]:
-    """Return a value that is equal for views of the same memory in the same form: ``write_shard`` writes them once."""
+    """Return a value that is the same for tensors of the same memory and form, which ``write_shard`` writes once."""
     return tuple((_address(c.tensor), c.tensor.stride(), *map(str, _described(c))) for c in stack)
 
 

@@ -1,9 +1,10 @@
 """Writes tensors in the format of ``torch.save``, small ones much faster than ``torch.save`` does.
 
 ``torch.save`` makes some forty small writes for one tensor, and an Adam optimizer has a ``step`` tensor of four bytes
-for every parameter. Without crc32, the files of two tensors of one dtype and layout differ in the bytes of the tensors
-only. So the bytes around them are made once for each layout and used again. That is checked for every layout against
-two runs of ``torch.save``; where it does not hold, ``torch.save`` writes every tensor.
+for every parameter. Without crc32, the files of two tensors of the same dtype, shape and strides differ only in the
+bytes of the tensors. So the bytes before and after them, the template, are made once for each layout and used again.
+Each template is checked against two results of ``torch.save``; if they do not fit it, ``torch.save`` writes all tensors
+of that layout.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 _TEMPLATE_BYTES_MAX = 1 << 16
-"""Templates are used for tensors of up to so many bytes: a larger one costs more to write than the bytes around it."""
+"""The largest tensor, in bytes, for which a template is used. A larger tensor takes longer to write than the rest."""
 
 Template = tuple[bytes, bytes]
+"""The bytes before and after those of the tensor."""
 
 
 class Stream(Protocol):
@@ -78,7 +80,7 @@ def _saved(tensor: Tensor) -> bytes:
 
 
 def _position(data: bytes) -> int:
-    """Return the position in a zip archive of ``torch.save`` at which the bytes of its only storage begin."""
+    """Return where the bytes of the only storage begin in ``data``, a zip archive that ``torch.save`` made."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     header = data[entry.header_offset : entry.header_offset + 30]

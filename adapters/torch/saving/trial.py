@@ -1,9 +1,9 @@
-"""Tries at the start what a save would do, without writing anything, so that no save is refused at a failure.
+"""Checks at the start of training that the state can be saved, so that no save is refused when a rank fails.
 
-There are two tries: when the objects are wrapped, and after their first update, when the optimizer has its state and
-the model has got its final form. Of a tensor only kind, layout and device are checked, not its bytes; plain values are
-really encoded. The second try runs on a thread of its own beside the forward pass that follows. What it finds is raised
-where the second update would begin, and so at the same place on every rank.
+The state is checked twice, without writing anything: when the objects are wrapped, and after their first update, when
+the optimizer has its state and the model its final form. Of a tensor only kind, layout and device are checked, not its
+bytes; plain values are encoded. The second check runs on a thread of its own beside the next forward pass. Its errors
+are raised where the second update would begin, so at the same place on every rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _log = logging.getLogger("ttp.adapters.torch")
 DEVICES = ("cpu", "cuda")
 """Types of devices that a save can read from."""
 _PATIENCE_S = 60.0
-"""Seconds that the second update waits for the result of the second try, which takes milliseconds."""
+"""Seconds that the second update waits for the result of the second check, which takes milliseconds."""
 _LISTED_MAX = 4
-_NOT_SAVED = "%s is in no checkpoint, it has no form on disk: the program has to make it again"
+_NOT_SAVED = "%s is not saved, because it has no form on disk: a restarted program has to make it again"
 _SETTINGS = ("optim", "param_groups")
 
 State = Mapping[str, Any]
@@ -39,11 +39,11 @@ State = Mapping[str, Any]
 
 
 def refusal(state: State, model: nn.Module) -> str:
-    """Return why ``state`` could not be saved, and what to do; empty: it could be saved.
+    """Return why ``state`` could not be saved, and what to do; an empty string if it could be saved.
 
     Args:
         state: all state that this rank may have to write.
-        model: the model, all of whose buffers are captured after every update, also those that are in no checkpoint.
+        model: the model; all of its buffers are captured after every update, non-persistent ones too.
     """
     found = [*_wrong_device(state, model), *_wrong_tensors(state), *_wrong_values(state)]
     more = f"; and {len(found) - _LISTED_MAX} more like it" if len(found) > _LISTED_MAX else ""
@@ -51,7 +51,7 @@ def refusal(state: State, model: nn.Module) -> str:
 
 
 def try_before_training(state: State, model: nn.Module, names: ModelNames, no_memory: Sequence[str]) -> None:
-    """Make the first try, before training. Logs what cannot be saved and what the program has to make again itself.
+    """Make the first check, before training. Logs the values that are not saved and that do not prevent a save.
 
     Args:
         state: see ``refusal``.
@@ -70,18 +70,18 @@ def try_before_training(state: State, model: nn.Module, names: ModelNames, no_me
 
 
 def left_out(state: State) -> list[str]:
-    """Return the settings of param groups that have no form on disk; the program makes them again when it starts."""
+    """Return the names of param group settings that have no form on disk. A restarted program makes them again."""
     return [key for path, key, value in _values(state) if path[:2] == _SETTINGS and not _storable(value)]
 
 
 class Trial:
-    """The second try, after the first update. All methods are for the training thread.
+    """The second check, after the first update. All methods are for the training thread.
 
     Args:
         optimizers: the optimizers whose state is saved.
         model: the registered model.
         names: names of the model.
-        make_state: returns the state as a save would find it; called on another thread.
+        make_state: returns the state as a save would read it; called on another thread.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Trial:
         self._optimizers, self._model, self._names = tuple(optimizers), model, names
         self._make_state = make_state
         self.problems: Callable[[], list[str]] = list
-        """Returns what else is wrong after the first update, in sentences; called on the training thread."""
+        """Returns other problems that show after the first update, in sentences; called on the training thread."""
         self.saved: Callable[[], Collection[str]] = self._all
         """Returns the names of the parameters in this rank's shards."""
         self._devices = _devices(model)
@@ -104,15 +104,15 @@ class Trial:
         self._said: set[str] = set()
         self._found = ""
         self.due = True
-        """Whether ``update_finished`` has something to do."""
+        """True if ``update_finished`` has to be called, because the next finished update starts a check."""
         self._thread: threading.Thread | None = None
         self._checked = False
 
     def before_update(self) -> None:
-        """Raise what a try has found, and check the model and new param groups: an update is about to begin.
+        """Raise what the check has found, and look for a changed model and new param groups. Call before each update.
 
         Raises:
-            UsageError: a save would not be possible, or would save something else than what is trained.
+            UsageError: a save would not be possible, or would not contain the parameters that are trained.
         """
         if not self._checked:
             self._checked = True
@@ -125,7 +125,7 @@ class Trial:
             self._finish(self._thread)
 
     def update_finished(self) -> None:
-        """Note that an update is finished; after the first one, and after one with new param groups, the try starts."""
+        """Start the check after the first update, and after the first update with new param groups."""
         if self.due and self._thread is None:
             self.due = False
             self._found = "; ".join(self.problems())
@@ -135,7 +135,7 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------- private
 
     def _all(self) -> set[str]:
-        """Return the names of the parameters of all optimizers, also of new ones."""
+        """Return the names of the parameters that the optimizers have now."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return {self._names.of(parameter) for group in groups for parameter in group["params"]}
 
@@ -148,13 +148,13 @@ class Trial:
             self._found = self._found or str(problem)
         except (
             Exception
-        ) as problem:  # code of the program failed, or the state grew meanwhile: no reason to stop training
-            _log.warning("whether this training state can be saved could not be tried", exc_info=problem)
+        ) as problem:  # code of the program raised, or the state grew during the check: no reason to stop training
+            _log.warning("the check whether this training state can be saved has failed", exc_info=problem)
 
     def _finish(self, thread: threading.Thread) -> None:
         thread.join(_PATIENCE_S)
         if thread.is_alive():
-            _log.warning("whether this training state can be saved is not known after %g s", _PATIENCE_S)
+            _log.warning("the check whether this training state can be saved has not ended after %g s", _PATIENCE_S)
         self._thread = None
         if self._found:
             raise UsageError(self._found)
@@ -177,13 +177,14 @@ class Trial:
         if replaced:
             raise UsageError(
                 f"{len(replaced)} parameters of the model ({', '.join(replaced[:_LISTED_MAX])}) were replaced after "
-                "wrap_optimizer(), and the optimizer still updates the old ones. fully_shard() does that, and "
-                "FullyShardedDataParallel: shard the model first, then make the optimizer, then call wrap_optimizer()"
+                "wrap_optimizer(), and the optimizer still updates the old ones. fully_shard() and "
+                "FullyShardedDataParallel do that: shard the model first, then make the optimizer, then call "
+                "wrap_optimizer()"
             )
         if self._devices != (devices := _devices(self._model)):
             raise UsageError(
                 f"the model was moved from {_listed(self._devices)} to {_listed(devices)} after wrap_optimizer(): move "
-                "it before, and make the optimizer then"
+                "the model first, then make the optimizer, then call wrap_optimizer()"
             )
 
     def _grown(self) -> Iterator[str]:
@@ -192,9 +193,9 @@ class Trial:
         for name, shape in self._shapes.items():
             if now.get(name, shape) != shape:
                 yield (
-                    f"the buffer {name} had the shape {shape} at wrap_optimizer() and has {now[name]} now: a program "
-                    "that is started again could not take it. Let it begin as empty or None, give it its last shape "
-                    "before wrap_optimizer(), or register it with persistent=False if it is a cache"
+                    f"the buffer {name} had the shape {shape} at wrap_optimizer() and has {now[name]} now: a restarted "
+                    "program could not load it. Make it empty or None at first, give it its last shape before "
+                    "wrap_optimizer(), or register it with persistent=False if it is a cache"
                 )
 
     def _refuse_unsaved(self) -> None:
@@ -204,9 +205,9 @@ class Trial:
         given = self._all()
         if unsaved := sorted(given - set(self.saved())):
             raise UsageError(
-                f"{', '.join(unsaved[:_LISTED_MAX])} came into the optimizer after wrap_optimizer(), and in a job of "
-                "several shards it was settled there which rank saves what: add the parameters to the model, and the "
-                "param group, before wrap_optimizer()"
+                f"{', '.join(unsaved[:_LISTED_MAX])} were added to the optimizer after wrap_optimizer(), and in a job "
+                "of several shards wrap_optimizer() settles which rank saves which parameters: add the parameters to "
+                "the model, and the param group to the optimizer, before wrap_optimizer()"
             )
 
 
@@ -224,7 +225,7 @@ def _wrong_device(state: State, model: nn.Module) -> Iterator[str]:
         cure = (
             "give it memory before wrap_optimizer(), for example by to_empty()"
             if kind == "meta"
-            else ("ttp saves what is on the CPU or on CUDA devices")
+            else ("ttp saves tensors on the CPU and on CUDA devices only")
         )
         yield f"{key} is on the device {str(tensor.device)!r}: {cure}"
 

@@ -1,4 +1,4 @@
-"""Finds state that an optimizer keeps in places that a checkpoint does not include, after its first update."""
+"""Finds state that an optimizer keeps where a checkpoint does not include it. Runs after the first update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
 
     Args:
         given: the optimizers as the user gave them.
-        extra: the user's objects of ``extra_state``: a wrapper that is among them is saved by its own ``state_dict()``.
+        extra: the objects that the user gave as ``extra_state``. A wrapper among them is saved by its ``state_dict()``.
 
     Raises:
         UsageError: an optimizer keeps such state.
@@ -32,9 +32,9 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
         nobodys = next((key for key in list(owner.state) if not isinstance(key, Tensor)), None)
         if nobodys is not None:
             raise UsageError(
-                f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: beside other optimizers "
-                "nobody could tell whose it is when a checkpoint is loaded. Keep it in state[parameter] or in its "
-                "param groups"
+                f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: a checkpoint of several "
+                "optimizers does not tell which of them such an entry belongs to. Keep it in state[parameter] or in "
+                "its param groups"
             )
     for optimizer in given:
         owners = owners_of(optimizer)
@@ -43,8 +43,8 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
             if kept and not any(each is wrapper for each in extra):
                 inside = ", ".join(type(owner).__name__ for owner in owners)
                 raise UsageError(
-                    f"{type(wrapper).__name__} keeps tensors of its own (.{kept}) beside the state of {inside} inside "
-                    "of it, and a checkpoint holds only that. If its state_dict() and load_state_dict() have them, "
+                    f"{type(wrapper).__name__} keeps tensors of its own (.{kept}), and a checkpoint holds only the "
+                    f"state of {inside} inside of it. If its state_dict() and load_state_dict() include these tensors, "
                     'give the object to wrap_optimizer() as extra state too: extra_state={"optimizer": optimizer}'
                 )
         for owner in owners:
@@ -55,13 +55,13 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
                 raise UsageError(
                     f"{type(owner).__name__} has stepped, its .state is empty, and it keeps tensors in .{kept}: a "
                     "checkpoint holds .state only. Keep them in self.state[parameter], or give the object to "
-                    "wrap_optimizer() as extra state too, with state_dict() and load_state_dict() that have them: "
+                    "wrap_optimizer() as extra state too, with state_dict() and load_state_dict() that include them: "
                     'extra_state={"optimizer": optimizer}'
                 )
 
 
 def refuse_detached_schedule(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-    """Refuse a scheduler that writes into param groups of a wrapper, if these are not the groups that are saved.
+    """Refuse a scheduler that writes into param groups of a wrapper that are not saved.
 
     Raises:
         UsageError: there is such a scheduler.
@@ -72,14 +72,14 @@ def refuse_detached_schedule(given: Sequence[Optimizer], schedulers: Sequence[An
             getattr(scheduler, "optimizer", None) is wrapper for scheduler in schedulers
         ):
             raise UsageError(
-                f"the scheduler changes the learning rate in param groups of {type(wrapper).__name__}, which are not "
-                "those of the optimizers inside of it, and only these are saved: make a scheduler for each optimizer "
-                "inside, and give wrap_optimizer() a list of them"
+                f"the scheduler changes the learning rate in param groups of {type(wrapper).__name__}, and only the "
+                "groups of the optimizers inside of it are saved: make a scheduler for each optimizer inside, and give "
+                "wrap_optimizer() the list of these schedulers"
             )
 
 
 def _kept_by(optimizer: Optimizer, inside: Sequence[Optimizer]) -> str:
-    """Return the attribute of ``optimizer`` that holds tensors shaped like its parameters but not them; empty: none."""
+    """Return an attribute that holds tensors with shapes of parameters and is not saved; empty if there is none."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     shapes = {parameter.shape for parameter in parameters}
     known = {id(p) for p in parameters} | {id(each.state) for each in inside} | {id(optimizer.param_groups)}

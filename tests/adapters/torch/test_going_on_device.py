@@ -202,6 +202,6 @@ def test_a_device_that_does_not_come_to_rest_is_started_anew(rank: Make) -> None
     one.goes_on.released(one.processor, "incident")
     one.goes_on._within_s = 0.1
     one.device.hang()
-    with pytest.raises(LeftError, match="does not come to rest"):
+    with pytest.raises(LeftError, match="does not finish its queued work"):
         one.goes_on.out(Halted(), one.processor, one.adapter)
     one.device.release()

@@ -169,7 +169,7 @@ class TestWhatIsAtHand:
     def test_another_version_is_refused(self, started: Callable[..., Job]) -> None:
         job = started()
         job.train(3)
-        with pytest.raises(CheckpointError, match="version 1 cannot be gone back to: what is kept is version 2"):
+        with pytest.raises(CheckpointError, match="version 1 cannot be written by undo: the pre-image is of version 2"):
             save(job.adapter, job.processor, 1, How.UNDO)
 
 
