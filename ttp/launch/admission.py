@@ -1,4 +1,4 @@
-"""Decides whether a job may run with its settings: with a token anywhere, without one only on loopback of one host."""
+"""Checks access settings: a job with a token may span hosts; a job without one may only use loopback on one host."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ GIVE_A_TOKEN = (
 def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Config, str]:
     """Return the settings and the controller's address that a process of the job has to use.
 
-    Without a token everything is on loopback: if ``address`` is another name of this host, 127.0.0.1 replaces it.
+    Without a token (and without ``TTP_INSECURE=1``) the controller listens on loopback only. If ``address`` is another
+    name of this host, the loopback address replaces it.
 
     Args:
         config: settings from the environment.
         address: MASTER_ADDR.
-        several: other hosts take part.
+        several: the job has ranks on other hosts.
 
     Raises:
         ConfigError: the job has several hosts and no token; the text says what to do.
@@ -49,12 +50,12 @@ def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Co
 
 
 def spans_hosts(environ: Mapping[str, str], world_size: int) -> bool:
-    """Return whether a launcher has told this rank that ranks of other hosts take part."""
+    """Return whether the launcher's variables show that the job has ranks on other hosts; False if they do not say."""
     return 0 < ranks_here(environ) < world_size
 
 
 def ranks_here(environ: Mapping[str, str]) -> int:
-    """Return the number of the job's ranks on this host, as their launcher has told one of them; 0: unknown."""
+    """Return the number of the job's ranks on this host, from the launcher's variables; 0: unknown."""
     try:
         told = in_torchruns_names(environ)
     except ConfigError:
@@ -64,6 +65,7 @@ def ranks_here(environ: Mapping[str, str]) -> int:
 
 
 def _numbers(address: str) -> set[str]:
+    """Return the IP addresses of a name; none if it cannot be resolved."""
     try:
         return {str(where[0]) for *_, where in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):

@@ -1,11 +1,14 @@
-"""Files in the run directory by which ranks that go on in their processes and their launcher inform each other.
+"""Files in the run directory by which a launcher and its ranks agree on a restart that keeps living processes.
 
-    run_dir/again/<pid>   this process was released to go on, or started to take a seat: it has nothing to lose until
-                          it begins an update. Contents: its deadline (``time.monotonic()`` of this host), and the
-                          number of the launch that it goes on to.
+After a failure with ``TTP_CONTINUITY=keep``, surviving ranks go on: they call the training function again in the same
+process. Only dead ranks are started anew; such a rank takes the *seat* of the dead one.
+
+    run_dir/again/<pid>   this process was released to go on, or was started to take a seat. It may be killed without
+                          loss until it begins an update. Contents: its deadline (``time.monotonic()`` of this host),
+                          and the number of the launch that it goes on to.
     run_dir/again/next    the next launch: its number, the ranks that are started for it, where its ranks meet
 
-As for leases, nothing here raises: if a file cannot be written the job is started anew, as it would be without it.
+As for leases, nothing here raises. If a file cannot be written, all ranks are started anew.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ NEXT = "next"
 
 @dataclass(frozen=True, slots=True)
 class NextLaunch:
-    """What the launcher tells ranks that go on, and ranks that it starts beside them.
+    """What the launcher tells ranks that go on, and ranks that it starts in place of dead ones.
 
     Args:
-        launch: number of the launch, as torchelastic counts them.
+        launch: number of the launch, as torchelastic counts them (``TORCHELASTIC_RESTART_COUNT``).
         seats: ranks that are started.
-        address: host of an unused store.
+        address: host of a new ``TCPStore`` where the ranks of this launch meet.
         port: port of that store.
-        released: the others go on; False: they still save, and the started ranks wait already.
+        released: True: the surviving ranks go on; False: they still save, and the started ranks wait for them.
     """
 
     launch: int
@@ -49,7 +52,7 @@ class NextLaunch:
 
 
 class Again:
-    """Access to the files. Any process of the job may make its own instance.
+    """Reads and writes these files. Any process of the job may make its own instance.
 
     Args:
         run_dir: run directory of the job on this host.
@@ -63,11 +66,15 @@ class Again:
         write_whole(self._directory / str(pid), f"{float(deadline_s)!r} {launch}")
 
     def unmark(self, pid: int) -> None:
-        """Remove the mark of a process: it is about to make an update, so it has something to lose."""
+        """Remove the mark of a process that is about to begin an update: killing it now would lose that update."""
         remove(self._directory / str(pid))
 
     def marks(self, launch: int | None = None) -> dict[int, float]:
-        """Return deadlines by process; some may be dead. ``launch``: only of those that go on to it; None: of all."""
+        """Return the deadlines of marked processes by pid. Some of the processes may be dead.
+
+        Args:
+            launch: return only processes that go on to this launch; None: all.
+        """
         found = {}
         for path in entries(self._directory):
             with contextlib.suppress(OSError, ValueError):
@@ -77,11 +84,11 @@ class Again:
         return found
 
     def announce(self, next_launch: NextLaunch) -> None:
-        """Tell the ranks about the next launch."""
+        """Write ``next``: tell the ranks about the next launch."""
         write_whole(self._directory / NEXT, json.dumps(asdict(next_launch)))
 
     def next(self) -> NextLaunch | None:
-        """Return what the launcher has announced last; None: nothing."""
+        """Return the launch that was announced last; None: no launch was announced, or the file cannot be read."""
         try:
             said = json.loads((self._directory / NEXT).read_text())
             place = str(said["address"]), int(said["port"])

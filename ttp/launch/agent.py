@@ -1,8 +1,8 @@
 """Torch's elastic agent, extended to wait for workers that save.
 
-``TtpAgent`` differs from ``LocalElasticAgent`` in when it stops workers, not in how, and only if ranks have armed
-themselves (see ``ttp.launch.hold``). Every part of ttp in it fails open: an error is logged, and torch goes on as it
-would have without ttp.
+``TtpAgent`` stops workers as ``LocalElasticAgent`` does, but later, and only if ranks have armed themselves (see
+``ttp.launch.hold``). All additions of ttp fail open: an error in them is logged, and torch goes on as it would have
+without ttp.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ttp.launch.warm.torch_workers import forking
 logger = logging.getLogger("ttp.launch")
 
 IMPORTS_KEY = "ttp/imports"
-"""Key in the store of a launch: the modules that its ranks have imported."""
+"""Key in the store of a launch; its value is the list of modules that the ranks have imported."""
 OF_WORKERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
 """Variables that torch's agent gives to all workers alike."""
 
@@ -42,9 +42,9 @@ class TtpAgent(LocalElasticAgent):
     """A ``LocalElasticAgent`` that lets healthy ranks finish saving.
 
     Args:
-        host: what ttp does on this host.
-        token: the job's token, on which nodes agree when they have met.
-        stand_by: wait until a host of the job is missing.
+        host: ttp's services for this host.
+        token: the job's token, on which nodes agree once they have met.
+        stand_by: True if this host waits until a host of the job is missing, and then takes its place.
         args: as ``LocalElasticAgent``.
         kwargs: as ``LocalElasticAgent``.
     """
@@ -56,7 +56,7 @@ class TtpAgent(LocalElasticAgent):
         self._seats = Seats(self, host, host.config)
         self._said_in: Any = None
         self.job_code = EXIT_FAILED
-        """Exit code of the whole job, once ``run`` is over; if no controller answers, as seen from this host."""
+        """Exit code of the whole job, valid after ``run``; that of this host's ranks if no controller answers."""
         spec = self._worker_group.spec
         self._look_s, spec.monitor_interval = spec.monitor_interval, 0.0  # torch would sleep when one dies
         give_fresh_stores(spec)
@@ -71,7 +71,7 @@ class TtpAgent(LocalElasticAgent):
         """Run the job as torch does; then end what ttp started, and set ``job_code``."""
         result = None
         try:
-            result = super().run(*args, **kwargs) or RunResult(WorkerState.SUCCEEDED)  # None: stood by, not needed
+            result = super().run(*args, **kwargs) or RunResult(WorkerState.SUCCEEDED)  # None: it stood by to the end
             return result
         finally:
             trained = result is not None and not result.is_failed()
@@ -90,7 +90,7 @@ class TtpAgent(LocalElasticAgent):
         return [code for code in codes if code is not None]
 
     def _prepare(self, store: Any) -> None:
-        """Import ahead, on a host that stands by, the modules that the ranks of the job have imported."""
+        """On a host that stands by, import ahead of need the modules that the ranks of the job have imported."""
         spec = self._worker_group.spec
         command = [str(spec.entrypoint), *(str(argument) for argument in spec.args)]
         self._fail_open(lambda: self._host.warm.prepare(command, os.environ | OF_WORKERS, _heard(store)))
@@ -98,7 +98,7 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: self._take_ranks(store))
 
     def _take_ranks(self, store: Any) -> None:
-        """On a host that stands by, start the ranks of a host that is drained, while the others train."""
+        """On a host that stands by, start the ranks of a drained host here, while the other hosts train on."""
         if self._moved is not None and (address := job_address(store)):
             self._moved.look(self._token.agree(store, first=False), address)
 
@@ -119,9 +119,10 @@ class TtpAgent(LocalElasticAgent):
         return ids
 
     def _monitor_workers(self, worker_group: Any) -> Any:
-        """Let the other workers save before torch stops them because a worker failed.
+        """Let the surviving workers save before torch stops them because a worker failed.
 
-        This must block: if it returned HEALTHY meanwhile, torch would look for nodes that wait to join, and restart.
+        This method must block while they save. If it returned HEALTHY meanwhile, torch would look for nodes that wait
+        to join, and restart the workers.
         """
         self._fail_open(lambda: self._host.wait_for_a_death(self._look_s))
         workers = self._workers()
@@ -139,7 +140,7 @@ class TtpAgent(LocalElasticAgent):
         return result
 
     def _hold(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Let the live workers save, and go on where they can; otherwise they may be stopped when this returns."""
+        """Wait while the live workers save. Those that do not go on may be stopped when this returns."""
         self._seats.second_fault(workers)
         self._fail_open(lambda: self._seats.start_early(workers))
         if self._host.hold(workers) or self._seats.others_go_on(workers):
@@ -148,7 +149,7 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: self._host.expect_stop(workers))
 
     def _exit_barrier(self) -> None:
-        """Wait for the other hosts at the end, unless this host's ranks were moved away: then the others train on."""
+        """Wait for the other hosts at the end. If this host's ranks were moved to another host, do not wait."""
         rendezvous = self._worker_group.spec.rdzv_handler
         if isinstance(rendezvous, Rescheduling) and self._host.is_moved():
             logger.warning("the ranks of this host are on another one now: it leaves its place in the job")
@@ -159,14 +160,14 @@ class TtpAgent(LocalElasticAgent):
         wait()
 
     def _restart_workers(self, worker_group: Any) -> None:
-        """Ask ranks to save before a restart for a host that wants to join, i.e. if no worker has failed."""
+        """Ask ranks to save if no worker has failed: torch then restarts them because a host wants to join."""
         if worker_group.state is WorkerState.HEALTHY:
             self._fail_open(lambda: self._seats.end(self._workers()))
             self._fail_open(lambda: self._host.stop(self._workers(), signal.SIGTERM, GRACE_S))
         super()._restart_workers(worker_group)
 
     def _say_imports(self) -> None:
-        """Tell hosts that stand by, once in each launch, what ranks have imported."""
+        """Tell hosts that stand by, once per launch, which modules the ranks have imported."""
         group: Any = self._worker_group
         if group.group_rank == 0 and (group.group_world_size or 1) > 1 and self._said_in is not group.store:
             imports = self._host.warm.imports()
@@ -175,9 +176,9 @@ class TtpAgent(LocalElasticAgent):
                 self._said_in = group.store
 
     def _forgo_restarts(self, worker_group: Any, workers: Mapping[int, Popen[Any]]) -> None:
-        """Allow no restart if none can help.
+        """Set the number of restarts left to 0 if a restart cannot help.
 
-        That is so if the program or the settings are wrong, the job makes no progress, or it goes on without this host.
+        That is so if the program or the settings are wrong, if the job makes no progress, or if this host is drained.
         """
         wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
         if wrong and self._remaining_restarts:
@@ -197,7 +198,7 @@ class TtpAgent(LocalElasticAgent):
             self._remaining_restarts = 0
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the workers, after an operator's signal, a change of members (no signal given), or an agent's error."""
+        """Let workers save, then stop them: after an operator's signal, a change of hosts (no signal), or an error."""
         workers = self._workers()
         self._fail_open(lambda: self._seats.end(workers))
         if args or "death_sig" in kwargs:
@@ -209,7 +210,7 @@ class TtpAgent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _obey(self, workers: Mapping[int, Popen[Any]], how: signal.Signals, grace_s: float) -> None:
-        """Pass an operator's signal on and wait for workers that save. A second Ctrl-C ends the wait, not SIGTERM."""
+        """Pass an operator's signal on and wait for workers that save. A second Ctrl-C ends the wait, SIGTERM does not."""
         while True:
             try:
                 self._fail_open(lambda: self._host.stop(workers, how, grace_s))
@@ -235,7 +236,7 @@ class TtpAgent(LocalElasticAgent):
 
 
 def _heard(store: Any) -> bytes | None:
-    """Return what the ranks of this launch have imported; None: they have not said so yet."""
+    """Return the modules that the ranks of this launch have imported; None: not known yet."""
     return bytes(store.get(IMPORTS_KEY)) if store.check([IMPORTS_KEY]) else None
 
 
@@ -245,5 +246,8 @@ def _world_size(worker_group: Any) -> int:
 
 
 def _root_causes_first(failures: dict[int, Any]) -> dict[int, Any]:
-    """Sort failures, those of ranks that saved last: torch takes the first failure of a second for the root cause."""
+    """Move the failures of ranks that saved behind all others.
+
+    If several failures have the same time stamp (in seconds), torch reports the first one as the root cause.
+    """
     return dict(sorted(failures.items(), key=lambda item: (item[1].exitcode in ORDERLY_EXITS, item[0])))

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One cgroup: ``name`` for the operator, ``folder`` with its files."""
+    """One cgroup: ``name`` is shown to the operator, ``folder`` holds its files."""
 
     version: int
     name: str
@@ -19,7 +19,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A mounted cgroup hierarchy. In a container the ``root`` of the mount need not be that of the hierarchy."""
+    """A mounted cgroup hierarchy.
+
+    Args:
+        version: 1 or 2.
+        root: path inside the hierarchy that is mounted; in a container it may be below the hierarchy's own root.
+        point: path where it is mounted.
+    """
 
     version: int
     root: str
@@ -46,11 +52,11 @@ def mounts(proc: Path) -> Iterator[Mount]:
 
 
 def groups(pid: int | str, known: Iterable[Mount], proc: Path) -> Iterator[Group]:
-    """Yield the cgroup of a process and those above it, the innermost first, as far as they are known.
+    """Yield the memory cgroup of a process and its ancestors, the innermost first; none if they cannot be read.
 
     Args:
         pid: the process, or ``self``.
-        known: see ``mounts``.
+        known: mounted hierarchies, from ``mounts``.
         proc: path of ``/proc``.
     """
     known = tuple(known)
@@ -66,6 +72,7 @@ def groups(pid: int | str, known: Iterable[Mount], proc: Path) -> Iterator[Group
 
 
 def _chain(mount: Mount, path: PurePosixPath) -> Iterator[Group]:
+    """Yield the cgroup at ``path`` and its ancestors, as far as the mount shows them."""
     inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else PurePosixPath()
     for part in (inside, *inside.parents):
         yield Group(mount.version, f"cgroup {PurePosixPath(mount.root) / part}", mount.point / part)

@@ -18,17 +18,19 @@ logger = logging.getLogger("ttp.launch")
 LOOK_S = 0.2
 """Seconds between two checks of the process. A dead controller is replaced within this plus its starting time."""
 FOREIGN_LOOK_S = 1.0
+"""Seconds between two checks of a controller that another process started."""
 RETRY_S = 1.0
 KEPT_S = 30 * 86400.0
-"""Seconds after which a controller without ranks ends. Ranks may prepare data for hours; its owner ends it earlier."""
+"""Seconds without ranks after which a controller ends by itself. Ranks may prepare data for hours before they connect;
+normally the launcher ends the controller with the job."""
 
 
 class ControllerKeeper:
     """Starts the controller, replaces it when it dies, ends it with the job.
 
-    A controller that served before this object started one (another agent's on this host, an operator's) is used and
-    left alone, but its death is noticed too. A controller that a rank has started in place of this object's is ended
-    with the job: it would hold the port, with the token of a job that is over.
+    If a controller already serves (started by another agent on this host, or by an operator), it is used, and ``stop``
+    leaves it running; it is replaced when it dies. A controller that a rank has started in place of this object's is
+    ended with the job: otherwise it would keep the port, with the token of a job that is over.
 
     Args:
         config: port, token and bind address.
@@ -40,11 +42,11 @@ class ControllerKeeper:
         self._run_dir = run_dir
         self._address = ""
         self._child: subprocess.Popen[bytes] | None = None
-        self._started = False  # at least one controller
+        self._started = False  # this object has started at least one controller
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # one start at a time
         self._over = threading.Event()
-        self._job_over = False  # the controller ended by itself, with code 0: not replaced until workers start again
+        self._job_over = False  # the controller exited with 0 by itself: not replaced until workers start again
 
     def use(self, config: Config) -> None:
         """Start controllers with these settings from now on."""
@@ -67,7 +69,7 @@ class ControllerKeeper:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop keeping the controller, and end it if this process, or a rank after it, started it."""
+        """Stop keeping the controller. End it unless another agent or an operator started it before this object."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -100,12 +102,13 @@ class ControllerKeeper:
                     self._child = self._ensure()
                     continue
                 except TtpError as problem:
-                    logger.error("there is no controller, so a failure now would lose steps: %s", problem)
+                    logger.error("no controller runs, so a failure now would lose steps: %s", problem)
                 except Exception:
                     logger.exception("cannot check or restart the controller")
             self._over.wait(RETRY_S)
 
     def _gone(self) -> bool:
+        """Return whether the controller has ended and has to be replaced."""
         if self._child is None:
             assert self._config.port is not None
             return not self._job_over and not listens(self._address, self._config.port, FOREIGN_LOOK_S)

@@ -1,8 +1,8 @@
 """Finds, starts and stops the controller process, for launchers and for the processor of rank 0.
 
-Several processes may start a controller at the same time: the one that gets the port wins. The others exit with code
-64, and the controller that answers on the port is used. The winner may still be starting, or may end before it serves.
-So a process that lost goes on looking, and starts another controller later, until its time is over.
+Several processes may start a controller at the same time. The controller that gets the port wins; the others exit with
+code 64. The winner may still be starting, or may end before it serves. So a process whose controller lost keeps probing
+the port, and starts another controller later, until its time is over.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LOG_FILE = "controller.log"
 COMMAND = (sys.executable, "-m", "ttp.controller")
 
 STRANGER_S = 10.0
-"""Seconds that a program may listen and not answer, or answer for another job: a starting controller needs seconds
-on a busy host, and so does that of an earlier launch until it has ended."""
+"""Seconds for which a program may listen on the port and not answer, or refuse the job's token, before that is an
+error. On a busy host a controller needs seconds to start, and one of an earlier launch needs seconds to end."""
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 2.0
 """Longest wait in seconds, after a lost start, for the winner to serve before another controller is started."""
@@ -54,10 +54,10 @@ def start_controller(
         bind: address to bind to; empty: every address.
         run_dir: directory of its log; created when missing.
         token: the job's shared secret. It is passed in the environment: arguments are visible to everyone.
-        owner_pid: process whose end makes the controller unnecessary.
-        abandoned_s: seconds without any rank after which it ends.
-        orphan_s: seconds without owner and ranks after which it ends.
-        save_dir: directory for incident files; empty: where processes of this host allow it.
+        owner_pid: process that needs the controller; when it has ended, the controller may end too (``orphan_s``).
+        abandoned_s: seconds without any rank after which the controller ends.
+        orphan_s: seconds without owner and ranks after which the controller ends.
+        save_dir: directory for incident files; empty: those that processes of this host allow (``allow_journal``).
 
     Raises:
         ConfigError: the log cannot be written, or the interpreter not be started.
@@ -88,11 +88,11 @@ def start_controller(
 
 
 def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:
-    """End the controller at once, by SIGKILL after ``patience_s`` (it writes its journal meanwhile); returns when done.
+    """End the controller and wait until it has ended. After ``patience_s`` seconds it is killed.
 
-    SIGINT ends a controller that serves; SIGTERM alone would have it wait until its ranks have left. But only SIGTERM
-    ends one that has just begun: a process that a shell starts in the background ignores SIGINT until it says
-    otherwise.
+    SIGINT ends a controller that serves as soon as it has written its journal; on SIGTERM alone it would first wait
+    until its ranks have left. A controller that has just begun needs SIGTERM: a process that a shell starts in the
+    background ignores SIGINT until it installs its own handler.
     """
     child.send_signal(signal.SIGINT)
     child.send_signal(signal.SIGTERM)
@@ -105,14 +105,17 @@ def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) ->
 
 
 def end_controller(address: str, port: int, token: str, patience_s: float = 10.0) -> None:
-    """Send SIGINT to this machine's controller at that port, if one serves; returns when the port is free again."""
+    """Send SIGINT to this machine's controller at that port, if one serves, and wait until the port is free.
+
+    Returns after ``patience_s`` seconds even if the controller still listens.
+    """
     pid = controller_pid(address, port, token)
     if pid is None:
         return
     try:
         os.kill(pid, signal.SIGINT)
     except (ProcessLookupError, PermissionError) as problem:
-        logger.warning("the controller at %s:%d (pid %d) could not be told to end: %s", address, port, pid, problem)
+        logger.warning("the controller at %s:%d (pid %d) could not be ended: %s", address, port, pid, problem)
         return
     deadline_s = time.monotonic() + patience_s
     while listens(address, port, 1.0) and time.monotonic() < deadline_s:
@@ -120,7 +123,7 @@ def end_controller(address: str, port: int, token: str, patience_s: float = 10.0
 
 
 def log_size(run_dir: Path) -> int:
-    """Return the bytes of the controller's log: a controller that is started next writes after them."""
+    """Return the size of the controller's log in bytes: the next controller appends to it."""
     try:
         return (run_dir / LOG_FILE).stat().st_size
     except OSError:
@@ -165,10 +168,10 @@ def ensure_controller(
     """Make sure that a controller of this job serves at ``address:port``.
 
     Starts one if no process listens there and ``address`` belongs to this machine; otherwise waits for one.
-    ``cancelled`` is asked now and then and ends the attempt.
+    ``cancelled`` is called again and again; the attempt ends as soon as it returns True.
 
     Returns:
-        The process that was started and serves, or None if another controller serves.
+        The process that was started and serves; None if another controller serves, or if the attempt was cancelled.
 
     Raises:
         ConfigError: something else listens there, or none serves after ``patience_s`` seconds; the text says what to
@@ -195,7 +198,7 @@ def ensure_controller(
 
 
 class _Start:
-    """One attempt to have a controller at a port: the started process, and the trouble with whatever answers there."""
+    """One attempt of ``ensure_controller``: the process that it started, and what it found at the port."""
 
     def __init__(self, address: str, port: int, token: str, run_dir: Path, bind: str) -> None:
         self._address, self._port, self._token, self._run_dir, self._bind = address, port, token, run_dir, bind
@@ -206,6 +209,7 @@ class _Start:
         self._stranger_since: float | None = None
 
     def wanted(self, presence: Presence) -> bool:
+        """Return whether a controller has to be started now."""
         due = time.monotonic() >= self._not_before
         return presence == "nobody" and due and self._child is None and is_local(self._address)
 
@@ -248,6 +252,7 @@ class _Start:
         self._complain_about_stranger(presence)
 
     def _complain_about_stranger(self, presence: Presence) -> None:
+        """Raise ``ConfigError`` if something that is no controller of this job has kept the port for ``STRANGER_S``."""
         now = time.monotonic()
         if presence not in ("other", "refused") or self._child is not None:
             self._stranger_since = None

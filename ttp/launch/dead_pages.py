@@ -1,8 +1,8 @@
-"""Hands over the rank-local pages of dead workers when no rank of this host is left to save them.
+"""Reads the rank-local pages of dead workers for the controller when no rank of this host is left to save them.
 
 The page of a dead rank stays in the host's shared memory. Usually another rank of the host adds it to the checkpoint.
-With one rank on each host, or when all of them die together, only the launcher is left: it hands the pages over with
-the report of the death, so that savers on other hosts have them in time.
+With one rank per host, or when all ranks of a host die together, only the launcher is left: it sends the pages to the
+controller with the report of the death, so that savers on other hosts have them in time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ logger = logging.getLogger("ttp.launch")
 
 
 class DeadPages:
-    """The pages of one group of workers. Thread safe.
+    """Reads the pages of one group of workers after the last of them has died. Thread safe.
 
     Args:
         run_dir: run directory of the job on this host.
         workers: pid by global rank.
-        shared_memory: where directories in memory are made.
+        shared_memory: directory of the file system in memory (``/dev/shm``) that holds the page directories.
     """
 
     def __init__(self, run_dir: Path, workers: Mapping[int, int], shared_memory: Path = SHARED_MEMORY) -> None:
@@ -39,7 +39,7 @@ class DeadPages:
     def after(self, rank: int, pid: int) -> list[Mirror]:
         """Note that a rank's process has died; return the pages of all workers if it was the last one. Never raises.
 
-        Each rank has pages of its two newest versions: one of them is the version that its peers have reached.
+        Each rank has pages of its newest versions; one of them is the version that its peers have reached.
         """
         with self._lock:
             if rank not in self._living or pid != self._workers[rank]:

@@ -17,7 +17,7 @@ ORDERLY_EXITS = frozenset({EXIT_TRAINED, EXIT_NOT_SAVED, EXIT_SAVED})
 """Exit codes that are no fault: trained to the end, or released by the controller."""
 
 SIGKILLED = frozenset({-signal.SIGKILL, 128 + signal.SIGKILL})
-"""Exit codes of a process killed by SIGKILL: its own, and that of a shell around it."""
+"""Exit codes of a process killed by SIGKILL: as ``Popen`` reports it, and as a shell around the process reports it."""
 
 POLL_S = 0.01
 """Seconds between two checks where the kernel has no pidfd (before Linux 5.3, some sandboxes)."""
@@ -30,8 +30,8 @@ class DeathWatch:
     for ``Popen``. Not thread safe.
 
     Args:
-        children: by any key, e.g. the global rank.
-        use_pidfd: False: check every 10 ms instead.
+        children: child processes by any key, e.g. the global rank.
+        use_pidfd: True: wait on pidfds where the kernel has them; False: check every ``POLL_S`` seconds.
     """
 
     def __init__(self, children: Mapping[int, Popen[Any]], use_pidfd: bool = True) -> None:
@@ -41,9 +41,10 @@ class DeathWatch:
         self._kernel_tells = use_pidfd and self._open_all()
 
     def wait(self, timeout_s: float) -> dict[int, int]:
-        """Return children that ended since the last call, as key to exit code (negative: killed by that signal).
+        """Wait up to ``timeout_s`` seconds until a child ends.
 
-        Waits up to ``timeout_s`` seconds for the first one.
+        Returns:
+            Key -> exit code (negative: killed by that signal) of the children that ended since the last call.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -62,6 +63,7 @@ class DeathWatch:
             self._forget(key)
 
     def _open_all(self) -> bool:
+        """Open a pidfd for each child. Returns False if the kernel has none."""
         try:
             for key, child in self._children.items():
                 with contextlib.suppress(ProcessLookupError):  # reaped already: _collect sees its returncode

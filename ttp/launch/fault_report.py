@@ -1,8 +1,8 @@
 """Reports the end of a rank's process to the controller that leads the job, from the launcher.
 
-A report goes at once to the controller that led last, on a connection that is open already. If it is not accepted,
-because that controller has just died with its host or has been replaced, it is sent to all controllers of the job
-(``ttp.launch.ring``) until one accepts it or ``PATIENCE_S`` have passed.
+A report goes at once to the controller that led last, on a connection that is already open. That controller may have
+died with its host, or may have been replaced. If it does not accept the report, the report is sent to all controllers
+of the job (``ttp.launch.ring``) until one accepts it or ``PATIENCE_S`` seconds have passed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ logger = logging.getLogger("ttp.launch")
 TIMEOUT_S = 1.0
 """Seconds that one controller may take to answer."""
 PATIENCE_S = 15.0
-"""Seconds that a report is repeated: ranks take seconds to agree on a new controller, if hosts do not answer at all."""
+"""Seconds for which a report is repeated. If hosts do not answer, ranks take seconds to agree on a new controller."""
 LAST_S = 3.0
 """Seconds that ``close`` waits for reports that no controller has accepted yet."""
 LOOK_S = 1.0
 AGAIN_S = 0.2
+"""Seconds between two attempts to send a report."""
 
 
 PagesAfter = Callable[[int, int], Sequence[Mirror]]
+"""Called with the rank and pid of a dead process; returns the pages to send with the report (``DeadPages.after``)."""
 
 
 @dataclass(slots=True)
 class _Report:
-    """One death, until a controller has accepted the report."""
+    """The report of one death that no controller has accepted yet."""
 
     rank: int
     request: Any
@@ -44,18 +46,18 @@ class _Report:
     heard: set[str] = field(default_factory=set)
     """Controllers that answered without accepting the report. They may accept it later, when they lead the job."""
     waited_for: bool = True
-    """Whether ``close`` waits for the report: some controller may lead the job and not know of this death."""
+    """Whether ``close`` waits for the report: a controller that has not answered yet may lead the job."""
 
 
 class FaultReporter:
-    """Sends ``ReportFault``: never blocks, never raises. Opens its connection ahead of time.
+    """Sends ``ReportFault`` without blocking or raising. Opens its connection before the first report.
 
     Args:
-        places: returns where the job may have its controller (``host:port``), the likeliest first. Called on a thread.
-        home: the address that the job was started with (``host:port``).
+        places: returns where the job's controller may be (``host:port``), the likeliest first. Called on a thread.
+        home: the controller's address that the job was started with (``host:port``).
         token: the job's shared secret; may be empty.
-        pages_after: returns the pages to hand over when a process of a rank has died; must not raise.
-        seat: returns whether the dead can be started alone; see ``ttp.core.controller.continuing``.
+        pages_after: returns the pages to send when the process of a rank has died; must not raise.
+        seat: returns whether the launcher can start the dead rank alone; see ``ttp.core.controller.continuing``.
     """
 
     def __init__(
@@ -83,9 +85,18 @@ class FaultReporter:
         self._thread.start()
 
     def goes_on(self, home: str, token: str, pages_after: PagesAfter) -> bool:
-        """Report the deaths of other workers of the same job, too; False: it is another job and needs another reporter.
+        """Use this reporter for newly started workers, too, if they belong to the same job.
 
-        The connection stays: closing it and opening another one takes a fifth of a second, in which workers may die.
+        The connection stays open: closing it and opening another one takes a fifth of a second, in which workers may
+        die.
+
+        Args:
+            home: the address that the job was started with (``host:port``).
+            token: the job's shared secret.
+            pages_after: as in the constructor, for the new workers.
+
+        Returns:
+            False if this is another job, which needs a reporter of its own.
         """
         if (home, token) != (self._home, self._token) or self._closing:
             return False
@@ -154,7 +165,7 @@ class FaultReporter:
             return None
 
     def _answered(self, place: str, report: _Report, call: Any) -> None:
-        """Take the end of the first attempt."""
+        """Handle the end of the first attempt: done if it was accepted, else the thread repeats it."""
         if self._accepted(place, report, call):
             self._settle(report)
         else:
@@ -195,7 +206,7 @@ class FaultReporter:
                 reports.append(report)
 
     def _went_round(self, report: _Report) -> bool:
-        """Send a report to all controllers. Returns True when it is done: one has accepted it, or it took too long."""
+        """Send a report to all controllers. Returns True if no further attempt is due: accepted, or out of time."""
         calls = {place: self._send(place, report) for place in self._around}
         accepted = [place for place, call in calls.items() if call is not None and self._told(place, report, call)]
         over = bool(accepted) or time.monotonic() >= report.until
@@ -204,6 +215,7 @@ class FaultReporter:
         return over
 
     def _told(self, place: str, report: _Report, call: Any) -> bool:
+        """Wait for a controller's answer. Returns whether it accepted the report."""
         try:
             call.exception(timeout=2 * TIMEOUT_S)
         except Exception as problem:

@@ -1,12 +1,13 @@
-"""How the launchers of several hosts agree that their ranks go on, and where these ranks meet.
+"""How the launchers of several hosts agree that their ranks go on (``ttp.launch.again``), and where these ranks meet.
 
-They use the store of the rendezvous, which all of them share, so nobody waits for a new round of the rendezvous. Each
-host's launcher fills its own seats (``ttp.launch.seats``). Each time ranks go on has its own keys in the store::
+They use the store of the rendezvous, which all launchers share, so that no new round of the rendezvous is needed. Each
+launcher starts the dead ranks of its own host (``ttp.launch.seats``). Each continuation has keys of its own in the
+store::
 
-    place    host and port of a new store; the first node's launcher makes it
-    going    ranks of some host were released to go on; for launchers without a live rank
-    left     how many hosts have no live rank
-    anew     some launcher starts its ranks anew, so all have to
+    place    host and port of a new store, made by the first node's launcher, where the ranks meet
+    going    set when ranks of some host were released to go on; read by launchers whose ranks are all dead
+    left     number of hosts whose ranks are all dead
+    anew     set when some launcher starts its ranks anew, so that all launchers have to
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 LOOK_S = 0.005
-"""Seconds between two looks while all ranks are about to go on."""
+"""Seconds between two looks at the store while ranks are about to go on."""
 SLOW_LOOK_S = 0.05
-"""Seconds between two looks while others save, which may take long, and between looks whether others start anew."""
+"""Seconds between two looks at the store while other hosts save, and between two checks of ``anew``."""
 
 
 class GoingOn:
-    """What the launcher of one host says and learns while ranks go on once.
+    """What one host's launcher writes to and reads from the store during one continuation.
 
     Args:
         group: torch's worker group, which spans several hosts.
@@ -37,17 +38,17 @@ class GoingOn:
         self._key = f"ttp/again/{group.master_port}/{number}"
 
     def starts_anew(self) -> None:
-        """Tell the others that this host starts its ranks anew. Never raises: if it fails, the others notice later."""
+        """Tell the other hosts that this one starts its ranks anew. Never raises; on failure they notice it later."""
         with contextlib.suppress(RuntimeError, OSError):
             self._store.set(f"{self._key}/anew", "1")
 
     def why_not(self) -> str:
-        """Return why no host can go on; empty: none has said that it cannot."""
+        """Return why the hosts cannot go on; empty if no host has reported a reason."""
         meet_anew = self._rendezvous.is_closed() or bool(self._rendezvous.num_nodes_waiting())
         return "another host starts its ranks anew" if self._said("anew") or meet_anew else ""
 
     def goes(self, place: tuple[str, int] | None) -> None:
-        """Tell the others that ranks of this host go on.
+        """Tell the other hosts that ranks of this one go on.
 
         Args:
             place: host and port where all ranks meet, if this is the first node; None elsewhere.
@@ -57,10 +58,10 @@ class GoingOn:
             self._store.set(f"{self._key}/place", f"{place[1]} {place[0]}")
 
     def place(self, why_not_here: Callable[[], str]) -> tuple[str, int]:
-        """Wait until the first node has said where the ranks meet. Returns host and port.
+        """Wait until the first node has announced where the ranks meet. Returns host and port.
 
         Args:
-            why_not_here: called again and again; returns why this host cannot go on, empty if it can.
+            why_not_here: called again and again; returns why this host cannot go on, or empty if it can.
 
         Raises:
             RuntimeError: the ranks cannot go on.
@@ -77,10 +78,13 @@ class GoingOn:
         return host, int(port)
 
     def others_go(self, patience_s: float) -> bool:
-        """Return whether ranks of other hosts go on, if no rank of this host is left. Waits while others save.
+        """Wait until ranks of another host go on; called when all ranks of this host are dead.
 
         Args:
             patience_s: how long to wait at most, in seconds.
+
+        Returns:
+            False if no host goes on: all ranks of the job are dead, a host starts anew or is lost, or time is up.
         """
         until = time.monotonic() + patience_s
         left = self._store.add(f"{self._key}/left", 1)
@@ -95,6 +99,6 @@ class GoingOn:
         return bool(self._store.check([f"{self._key}/{what}"]))
 
     def _one_is_lost(self) -> bool:
-        """Return whether the rendezvous has not heard from a host for some seconds; it may live, if it is busy."""
+        """Return whether the rendezvous has not heard from a host for some seconds. A busy host may still live."""
         state = getattr(getattr(self._rendezvous, "_inner", None), "_state_holder", None)
         return state is not None and len(state.state.participants) < self._hosts

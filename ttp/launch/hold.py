@@ -1,16 +1,17 @@
 """Decides when a launcher may stop the surviving workers of a failed group. Pure: facts in, decision out.
 
-Torch's agent sends SIGTERM as soon as it sees one worker dead, and SIGKILL 30 s later. ttp makes it wait:
+Torch's agent sends SIGTERM as soon as it sees one worker dead, and SIGKILL 30 s later. ttp makes it wait. A worker is
+*armed* while a processor runs in it, and holds a *lease* while it saves (``ttp.launch.leases``). The rules:
 
 - no worker is armed: stop at once, as torch's agent does by itself;
 - a worker holds a lease: wait until it has left or its lease is over, at most ``patience_s`` in all;
-- a worker still holds a lease ``LEAVING_S`` after another one that held a lease was released: the job is saved, and a
-  rank that was released with it would have left by itself. It is stopped or hung: kill it, so that the restart begins;
+- a worker still holds a lease ``LEAVING_S`` after another worker with a lease was released: the job is saved, and a
+  healthy rank would have left by itself. It is stopped or hung: kill it, so that the restart begins;
 - workers are armed, but none has a lease yet: wait ``first_lease_s`` for the first lease, which comes with the
   controller's freeze, milliseconds after a death;
-- all that live were released to go on in their processes: leave them alone;
-- others were released (exit 75, 70 or 64), and an armed worker has no lease: it is hung or stopped. The job is saved
-  without it, and a SIGTERM would only cost 30 s: kill it.
+- all live workers were released to go on in their processes: leave them alone;
+- other workers were released (exit 75, 70 or 64), and an armed worker has no lease: it is hung or stopped. The job is
+  saved without it, and a SIGTERM would only cost 30 s: kill it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from dataclasses import dataclass, field
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED
 
 FIRST_LEASE_S = 5.0
-"""Seconds; longer than it takes to lose and restart a controller, which delays a freeze most."""
+"""Seconds to wait for the first lease. The longest delay of a freeze is the restart of a dead controller, which takes
+less."""
 
 STRAGGLER_S = 1.0
-"""Seconds after its peers were released within which a rank gets its lease, if its freeze came late."""
+"""Seconds for which an armed worker may have no lease after its peers were released: its freeze may come late."""
 
 LEAVING_S = 11.0
-"""Seconds. A released rank leaves within 10 s (``ttp.processor.exiting``), and may hear of it later than its peers."""
+"""Seconds that a worker with a lease may stay after a peer was released. A released rank leaves within 10 s
+(``ttp.processor.exiting``), and may be released later than its peers."""
 
 Pid = int
 
@@ -40,7 +43,7 @@ class HoldDecision(enum.Enum):
     LEFT = "left"  # no worker is left to wait for
     KILL_HUNG = "kill hung"  # kill the workers in ``Hold.hung``, then look again
     STOP = "stop"  # stop the workers, as torch's agent does by itself
-    AGAIN = "again"  # those that live go on in their processes: start only the dead ones
+    AGAIN = "again"  # the live workers go on in their processes: start only the dead ones
     OUT_OF_PATIENCE = "out of patience"  # the same as STOP, though a worker was still saving
 
 
@@ -53,7 +56,7 @@ class WorkersNow:
         exits: pid -> exit code, of workers that ended.
         armed: pids (of any process) that may ask for a lease.
         deadlines: pid -> end of its lease, in seconds on the clock of ``now``.
-        again: pid -> until when it may take to go on, if it was released to, on the same clock.
+        again: pid -> time by which it has to go on, on the same clock; only processes that were released to go on.
     """
 
     alive: frozenset[Pid]
@@ -67,7 +70,7 @@ class Hold:
     """One wait for surviving workers, which begins when the launcher wants to stop them.
 
     Args:
-        now: seconds on the clock of the leases, which does not go back.
+        now: seconds on the clock of the leases (``time.monotonic()``).
         patience_s: how long to wait at most in all, in seconds.
         first_lease_s: how long to wait for armed survivors while none has a lease, in seconds.
     """
@@ -81,7 +84,7 @@ class Hold:
         self._released_at: float | None = None
         self._given_up: frozenset[Pid] = frozenset()
         self.hung: frozenset[Pid] = frozenset()
-        """The pids to kill after ``KILL_HUNG``. Each is named once: a process in the kernel may take long to die."""
+        """The pids to kill after ``KILL_HUNG``. Each pid appears once: a process inside a system call may die late."""
 
     def look(self, now: float, scene: WorkersNow) -> HoldDecision:
         """Decide at time ``now`` what to do. Call it again after ``WAIT`` and ``KILL_HUNG``."""
@@ -106,16 +109,16 @@ class Hold:
         return HoldDecision.WAIT if holding else self._without_lease(now, scene, frozenset(armed))
 
     def _going_on(self, scene: WorkersNow, alive: frozenset[Pid]) -> HoldDecision:
-        """Decide for survivors that all go on, and so have nothing to lose.
+        """Decide for survivors that all were released to go on, so that killing them loses nothing.
 
-        If a worker has left in good order, then not all ranks go on, and these are killed.
+        If a worker has exited with 75, 70 or 64, then not all ranks of the job go on, and the survivors are killed.
         """
         if not any(code in (EXIT_SAVED, EXIT_NOT_SAVED, EXIT_BAD_CONFIG) for code in scene.exits.values()):
             return HoldDecision.AGAIN
         return self._kill(alive)
 
     def _released_for(self, now: float, scene: WorkersNow) -> float:
-        """Return for how many seconds the job has been saved: a worker that held a lease has left, or goes on."""
+        """Return the seconds since a worker that held a lease exited with 75 or went on; 0.0 if none has."""
         if self._released_at is None and any(
             scene.exits.get(pid) == EXIT_SAVED or scene.again.get(pid, now) > now for pid in self._held
         ):

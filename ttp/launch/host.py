@@ -1,4 +1,4 @@
-"""The part of ttp in a launcher, for one host. Independent of torch."""
+"""What ttp does in the launcher of one host: relay, controller, death reports, waiting for saves. Knows no torch."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ LOOK_S = 0.01
 GRACE_S = 30.0
 """Seconds that torch leaves a worker between SIGTERM and SIGKILL."""
 OTHERS_S = 10.0
-"""Seconds that the first node keeps the controller for launchers of other hosts that still have to ask it."""
+"""Seconds for which the first node keeps the controller so that launchers of other hosts can ask it for the verdict."""
 
 
 class Host:
-    """Waits for workers that save, reports deaths, hands over pages; on the first node it keeps the controller.
+    """Waits for workers that save, and reports deaths and pages of the dead; on the first node, keeps the controller.
 
     Args:
         config: settings; ``config.port`` is set.
@@ -69,12 +69,12 @@ class Host:
         self.again = Again(run_dir)
         self.shadows = Shadows(run_dir)
         self.seat: Callable[[], str] = lambda: ""
-        """Returns on any thread whether a dead worker can be started alone; see ``ttp.core.controller.continuing``."""
+        """Returns whether a dead worker can be started alone; see ``ttp.core.controller.continuing``. Thread safe."""
         self._leases.sweep()
         forget_ring(run_dir)
 
     def use(self, config: Config) -> None:
-        """Use the settings that the launchers have agreed on. Writes the token for commands on this host.
+        """Use the settings that the launchers have agreed on. Writes the token file for commands on this host.
 
         Raises:
             ConfigError: the token cannot be written.
@@ -150,7 +150,7 @@ class Host:
         self._watch.died.clear()
 
     def has_ended(self, worker: Popen[Any]) -> bool:
-        """Return whether a worker's program has come to its end: a signal that kills it later is no failure."""
+        """Return whether a worker's program has ended: a signal that kills the process later is no failure."""
         return self._leases.has_ended(worker.pid)
 
     def hold(self, workers: Workers) -> bool:
@@ -159,7 +159,7 @@ class Host:
         Survivors that are armed but take no lease get SIGTERM, which a processor understands as "save now".
 
         Returns:
-            True if the survivors go on instead, and only the dead are to be started.
+            True if the survivors go on in their processes instead, so that only the dead workers have to be started.
         """
         verdict = self._wait(workers, Hold(time.monotonic(), self.config.rescue_patience_s, FIRST_LEASE_S))
         if verdict is HoldDecision.STOP and self._armed(workers):
@@ -168,11 +168,13 @@ class Host:
         return verdict is HoldDecision.AGAIN
 
     def stop_going_on(self, workers: Workers, why: str) -> None:
-        """Kill workers that have nothing to lose, as they were going on from a checkpoint: all are started anew.
+        """Kill the workers that were released to go on: all workers are started anew.
+
+        Nothing is lost, because these workers have begun no update since the checkpoint.
 
         Args:
-            workers: by rank.
-            why: for the log; empty: it was logged before.
+            workers: worker processes by global rank.
+            why: reason for the log; empty: it was logged before.
         """
         if why:
             logger.warning("ranks do not go on in their processes: %s", why)
@@ -184,7 +186,7 @@ class Host:
         Does nothing if no worker is armed.
 
         Args:
-            workers: by rank.
+            workers: worker processes by global rank.
             how: the signal.
             grace_s: seconds to wait for a worker that holds no lease.
         """
@@ -196,7 +198,7 @@ class Host:
             self._send(self._armed(workers), signal.SIGKILL, workers)
 
     def expect_stop(self, workers: Workers) -> None:
-        """Report no deaths of these workers: the launcher stops them now."""
+        """Do not report the deaths of these workers: the launcher stops them now."""
         self._watch.expect(_alive(workers))
 
     def is_final(self) -> bool:
@@ -207,12 +209,12 @@ class Host:
         return answer is not None and bool(answer.final)
 
     def is_drained(self) -> bool:
-        """Return whether this host was drained, so that it should start no ranks again."""
+        """Return whether an operator has drained this host, so that its launcher has to start no ranks again."""
         answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
         return answer is not None and self._name in answer.drained
 
     def is_moved(self) -> bool:
-        """Return whether this host was drained, and its ranks train on another host."""
+        """Return whether this host was drained while the job still trains, so that its ranks are on another host."""
         answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
         return answer is not None and self._name in answer.drained and not answer.HasField("code")
 
@@ -220,11 +222,12 @@ class Host:
         """End what was started for the job. With several nodes the controller is kept until no launcher needs it.
 
         Args:
-            several_nodes: other hosts take part.
-            code: exit code, as far as the ranks of this host tell.
+            several_nodes: the job has several hosts.
+            code: exit code by the ranks of this host.
 
         Returns:
-            The exit code: that of the whole job, if its controller says it within ``ASK_S``.
+            The exit code of the whole job if a controller answers within ``ASK_S``, else ``code``. It is 70 instead of
+            75 if a checkpoint in memory could not be copied to the storage.
         """
         self.warm.close()
         self._watch.close()
@@ -244,7 +247,7 @@ class Host:
             self._leases.sweep()
 
     def _ask_verdict(self, several_nodes: bool, code: int) -> int:
-        """Return the job's exit code. The first node waits until other launchers have asked: it ends the controller."""
+        """Return the job's exit code. The first node waits until the other launchers have asked for theirs."""
         if not self._address:
             return code
         deadline_s = time.monotonic() + OTHERS_S
@@ -259,7 +262,7 @@ class Host:
 
     @property
     def reschedule_s(self) -> float:
-        """Seconds that a restart waits for a host in the place of a lost one."""
+        """Seconds for which a restart waits for another host to take the place of a lost one."""
         return self.config.reschedule_s
 
     @property
@@ -310,7 +313,7 @@ class Host:
                 os.killpg(pid, signal.SIGTERM if deaf else how)
 
     def _wait_for_other_nodes(self) -> None:
-        """Wait while ranks of other nodes save; all ranks of this node may have died."""
+        """Wait while ranks of other nodes train or save; all ranks of this node may have died."""
         deadline_s = time.monotonic() + self.config.rescue_patience_s
         while time.monotonic() < deadline_s and job_is_busy(self._places(), self.config.token):
             time.sleep(LOOK_S * 10)

@@ -20,14 +20,14 @@ logger = logging.getLogger("ttp.launch")
 def agent_maker(
     config: Config, made: Callable[[Any], None] = lambda agent: None, *, stand_by: bool = False
 ) -> Callable[..., Any]:
-    """Return a stand-in for ``LocalElasticAgent`` in torch's launcher.
+    """Return a function that torch's launcher calls in place of ``LocalElasticAgent`` to make its agent.
 
-    Exports what workers and torch's rendezvous must know to the environment of this process.
+    Also sets the environment variables that workers and torch's rendezvous read, in this process.
 
     Args:
         config: settings; ``config.port`` is set.
-        made: called with the agent.
-        stand_by: wait until a host of the job is missing.
+        made: called with each agent that is made.
+        stand_by: see ``TtpAgent``.
 
     Raises:
         ConfigError: the run directory cannot be used.
@@ -51,7 +51,7 @@ def agent_maker(
 
 
 def replaceable(launcher_api: Any) -> bool:
-    """Return whether torch's launcher still makes its own agent, neither ttp's already nor another program's."""
+    """Return whether torch's launcher still makes torch's own agent. Warns if another package has replaced it."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     current = launcher_api.LocalElasticAgent
