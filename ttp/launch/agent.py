@@ -210,7 +210,7 @@ class TtpAgent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _obey(self, workers: Mapping[int, Popen[Any]], how: signal.Signals, grace_s: float) -> None:
-        """Pass an operator's signal on and wait for workers that save. A second Ctrl-C ends the wait, SIGTERM does not."""
+        """Pass an operator's signal on and wait for workers that save. A second Ctrl-C ends the wait."""
         while True:
             try:
                 self._fail_open(lambda: self._host.stop(workers, how, grace_s))

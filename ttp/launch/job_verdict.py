@@ -1,4 +1,4 @@
-"""The exit code of a launcher: that of the whole job, for which it asks the controller at its end."""
+"""Lets a launcher exit with the code of the whole job (the verdict), which it gets from the controller at its end."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ASK_S = 1.0
 
 
 def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, starts: bool = False) -> Any:
-    """Tell the controllers that a launcher begins or ends, and ask for the job's verdict.
+    """Tell the controllers that a launcher starts ranks or ends, and ask for the job's verdict.
 
     Args:
         around: places (``host:port``) where the controller may be.
         token: the job's token.
         host: name of this host, as its ranks give it.
-        code: exit code that the launcher would leave with.
+        code: exit code that the launcher would exit with by itself.
         starts: the launcher starts ranks; False: it ends.
 
     Returns:
-        The answer of the controller that leads (``GetVerdictResponse``); None: none came within ``ASK_S``.
+        The answer (``GetVerdictResponse``) of the controller that leads; None: no answer came within ``ASK_S``.
     """
     ends = time.monotonic() + ASK_S
     best: Any = None
@@ -43,19 +43,19 @@ def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, star
 
 
 def say_start(around: Iterable[str], token: str, host: str) -> None:
-    """Tell the controllers that ranks are started now. Does not wait."""
+    """Tell the controllers, on a thread, that this launcher starts ranks now."""
     threading.Thread(
         target=lambda: ask_verdict(around, token, host, EXIT_TRAINED, starts=True), name="ttp-say-start", daemon=True
     ).start()
 
 
 def settled_code(own: int, answer: Any) -> int:
-    """Return the exit code of a launcher whose own ranks ended with ``own``.
+    """Return the exit code of a launcher whose own ranks ended with ``own``, and log it if it differs.
 
-    A job that has trained to its end does not excuse a program that failed afterwards.
+    If the verdict is 0 ("trained to the end"), ``own`` is returned: a program that fails after training has failed.
 
     Args:
-        own: exit code by what this host has seen.
+        own: exit code by the ranks of this host.
         answer: the job's verdict (``GetVerdictResponse``); None: no controller answered.
     """
     if answer is None or not answer.HasField("code") or own == EXIT_BAD_CONFIG:
@@ -73,6 +73,7 @@ def settled_code(own: int, answer: Any) -> int:
 
 
 def _standing(answer: Any) -> tuple[bool, bool, int, int]:
+    """Return a key that sorts answers: 64 first, then any verdict, then the newest incarnation and term."""
     wrong = answer.HasField("code") and answer.code == EXIT_BAD_CONFIG
     return wrong, answer.HasField("code"), answer.incarnation, answer.term
 

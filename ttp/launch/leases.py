@@ -3,7 +3,7 @@
 A launcher that sees one worker die stops the others. Files tell it which of them it must wait for::
 
     run_dir/armed/<pid>    a processor runs in this process, so it may ask for a lease
-    run_dir/leases/<pid>   ``time.monotonic()`` of this host until which the process wants to be left alone
+    run_dir/leases/<pid>   the process saves, and must not be stopped before this ``time.monotonic()`` of this host
     run_dir/ended/<pid>    training and the program have ended here; only the interpreter still shuts down
 
 The first two files are removed when the process ends well; ``sweep`` removes those of killed processes. Everything here
@@ -27,7 +27,7 @@ class Leases:
     """The leases of one job on one host. Any process of the job may make its own instance.
 
     Args:
-        run_dir: where processes of this host leave files for one another.
+        run_dir: run directory of the job on this host.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -41,7 +41,7 @@ class Leases:
         write_whole(self._armed / str(pid), "")
 
     def disarm(self, pid: int) -> None:
-        """Undo ``arm`` and any lease, so that nobody waits for this process any more."""
+        """Undo ``arm`` and end any lease, so that the launcher no longer waits for this process."""
         remove(self._armed / str(pid))
         remove(self._leases / str(pid))
 
@@ -50,7 +50,7 @@ class Leases:
         write_whole(self._ended / str(pid), "")
 
     def grant(self, pid: int, deadline_s: float) -> None:
-        """Ask that ``pid`` be left alone until ``deadline_s``. Replaces an earlier lease.
+        """Ask the launcher not to stop ``pid`` before ``deadline_s``. Replaces an earlier lease.
 
         Args:
             pid: the process.
@@ -59,7 +59,7 @@ class Leases:
         write_whole(self._leases / str(pid), repr(float(deadline_s)))
 
     def revoke(self, pid: int) -> None:
-        """End the lease, because the process has nothing to save any more."""
+        """End the lease: the process has finished saving."""
         remove(self._leases / str(pid))
 
     def armed(self) -> set[int]:
@@ -71,7 +71,7 @@ class Leases:
         return (self._ended / str(pid)).exists()
 
     def deadlines(self) -> dict[int, float]:
-        """Return pid -> deadline, in seconds of ``time.monotonic()``. A file that cannot be read counts as no lease."""
+        """Return pid -> deadline, in seconds of ``time.monotonic()``, of leases that can be read."""
         found: dict[int, float] = {}
         for path in entries(self._leases):
             with contextlib.suppress(OSError, ValueError):
@@ -81,7 +81,7 @@ class Leases:
         return found
 
     def sweep(self) -> None:
-        """Remove the files of processes that do not exist (any more)."""
+        """Remove the files of processes that no longer exist."""
         for path in (*entries(self._armed), *entries(self._leases), *entries(self._ended)):
             if not _exists(int(path.name)):
                 remove(path)
@@ -96,7 +96,7 @@ def entries(directory: Path) -> list[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a draft and rename it, so that a reader never sees half a number. Never raises."""
+    """Write a draft and rename it, so that readers see the whole text or none. Never raises; logs a failure."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         make_private(path.parent)
@@ -119,6 +119,6 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it exists, but belongs to somebody else
+    except OSError:  # it exists, but belongs to another user
         return True
     return True

@@ -21,10 +21,10 @@ TEXT, JSON = "text", "json"
 
 
 class JsonFormatter(logging.Formatter):
-    """One object on a line: time (UTC, RFC 3339), level, logger, process, message, the facts of the record.
+    """Formats a record as a JSON object on one line: time (UTC, RFC 3339), level, logger, process, message, facts.
 
     Args:
-        **always: fields of every line.
+        **always: fields that are added to every line.
     """
 
     def __init__(self, **always: object) -> None:
@@ -43,25 +43,25 @@ class JsonFormatter(logging.Formatter):
 
 
 def formatter(kind: str, text: str, datefmt: str | None = None, **always: object) -> logging.Formatter:
-    """Return the formatter that ``TTP_LOG_FORMAT`` asks for.
+    """Return the formatter that ``TTP_LOG_FORMAT`` selects.
 
     Args:
         kind: ``text`` or ``json``.
-        text: format of a line of text.
-        datefmt: format of its time.
-        **always: fields of every line of JSON.
+        text: ``logging`` format string of a text line.
+        datefmt: format string of its time.
+        **always: fields that are added to every JSON line.
     """
     return JsonFormatter(**always) if kind == JSON else logging.Formatter(text, datefmt)
 
 
 def configure_logging(config: Config) -> None:
-    """Give the ``ttp`` logger a handler on stderr, unless the program has configured logging."""
+    """Give the ``ttp`` logger a handler on stderr, if ttp is on and the program has not configured logging."""
     logger = logging.getLogger("ttp")
     if config.port is None or logging.getLogger().handlers or logger.handlers:
         return
     handler = logging.StreamHandler()
     rank = "?"
-    with contextlib.suppress(ConfigError):  # no rank is known here; whoever needs it raises the error
+    with contextlib.suppress(ConfigError):  # no rank is known here; code that needs the rank raises the error
         rank = in_torchruns_names(os.environ).get("RANK", "?")
     handler.setFormatter(
         formatter(config.log_format, f"%(asctime)s %(levelname)s [ttp rank {rank}] %(message)s", rank=rank)

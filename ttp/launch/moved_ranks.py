@@ -1,9 +1,9 @@
-"""Starts ranks that move to a host that stands by, while all others train; see ``ttp.mindio.protocol.switching``.
+"""Starts ranks that move to a host that stands by, while the other ranks train; see ``ttp.mindio.protocol.switching``.
 
-Only ranks of programs with handlers of their own can be moved, under ``ttp run --mindio``. The launcher that stands by
-offers its host once a second. When an operator drains another host, the launcher is told which ranks to start. It looks
-after them as torch's agent looks after its workers, until they have ended. If the job has to be started again, the
-launcher takes the place that the drained host has left in the rendezvous, like any host that stands by.
+Only programs that register handlers of their own can be moved, under ``ttp run --mindio``. The launcher that stands by
+offers its host to the controller once a second. When an operator drains another host, the controller answers with the
+ranks to start here. The launcher watches them, as torch's agent watches its workers, until they have ended. If the job
+has to be started again, the launcher takes the drained host's place in the rendezvous, like any host that stands by.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from ttp.wire.channel import metadata, open_channel
 logger = logging.getLogger("ttp.launch")
 
 ANSWER_S = 1.0
+"""Seconds that the controller may take to answer an offer; also the seconds between two offers."""
 LOOK_S = 0.5
 
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 
 class MovedRanks:
-    """The ranks that this launcher has started for other hosts. There is one object per launcher that stands by.
+    """Starts and watches ranks that move to this host. A launcher that stands by has one object.
 
     Args:
-        spec: torch's description of the workers.
-        host: what ttp does on this host.
+        spec: torch's worker spec.
+        host: ttp's services for this host.
     """
 
     def __init__(self, spec: Any, host: Host) -> None:
@@ -51,7 +52,7 @@ class MovedRanks:
         self._store: Any = None  # kept, because the server ends with its last reference
 
     def look(self, job: Config, address: str) -> None:
-        """Offer this host, start the ranks that move here, if any, and return when they have ended.
+        """Offer this host to the controller. Start the ranks that move here, if any, and return when they have ended.
 
         Args:
             job: the job's settings, as the launchers have agreed on them.
@@ -79,6 +80,7 @@ class MovedRanks:
             self._store = None
 
     def _offer(self, job: Config, address: str) -> tuple[Sequence[int], int]:
+        """Offer this host to the controller. Returns the ranks to start (empty: none) and the job's world size."""
         from ttp.wire.v1.rounds_pb2 import PlaceOffered
         from ttp.wire.v1.rounds_pb2_grpc import ManagerStub
 
@@ -138,7 +140,7 @@ class MovedRanks:
                 break
             if (
                 time.monotonic() > offered + ANSWER_S
-            ):  # as far as this launcher knows, the ranks have not taken their seats yet
+            ):  # the offer may still be needed: this launcher does not know whether the ranks have taken their seats
                 offer()
                 offered = time.monotonic()
         codes = {rank: worker.poll() for rank, worker in workers.items()}
@@ -146,10 +148,10 @@ class MovedRanks:
 
 
 def job_address(store: Any) -> str:
-    """Return the first node's address, which its launcher leaves in the rendezvous store; empty: not there yet."""
+    """Return the first node's address, which its launcher writes to the rendezvous store; empty: not yet written."""
     return str(store.get("MASTER_ADDR").decode()) if store.check(["MASTER_ADDR"]) else ""
 
 
 def may_move() -> bool:
-    """Return whether the ranks of this job may have handlers of their own."""
+    """Return whether the ranks of this job may have handlers of their own (``--mindio``), so that they can be moved."""
     return os.environ.get(MINDIO_SWITCH, "") not in ("", "0", "off")

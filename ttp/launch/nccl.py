@@ -1,25 +1,26 @@
-"""Keeps NCCL from ending a rank whose collective hangs before its state is on disk.
+"""Keeps NCCL's watchdog and monitor from ending a rank with a hung collective before its state is on disk.
 
 Torch watches NCCL's collectives from a thread, the watchdog. After an error or a time-out the watchdog does what
-``TORCH_NCCL_ASYNC_ERROR_HANDLING`` says: 0: nothing; 1: abort and end the process; 2: abort; 3: end the process. Torch
-takes 3 if it is not set, and torchrun exports 1. After an abort the stuck kernel returns, and the optimizer's kernels
-that are queued behind it run on whatever the collective has left. Aborting and ending both defeat the save, so the
-value has to be 0.
+``TORCH_NCCL_ASYNC_ERROR_HANDLING`` says: 0: nothing; 1: abort the communicators and end the process; 2: abort; 3: end
+the process. Torch's default is 3, and torchrun exports 1. After an abort the stuck kernel returns, and the optimizer's
+kernels that are queued behind it run on whatever data the collective has left. Both an abort and the end of the process
+defeat the save, so the value has to be 0.
 
 With 0, one more thread can end the process: the monitor. It does so ``TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`` (480 s) after
 the watchdog of any rank has seen a failure, and if the watchdog itself hangs. The monitor is the last resort for a job
-that hangs when no controller is left to notice, so it is not switched off, but told to wait longer than a rescue takes.
+that hangs when no controller is left to notice. So it stays on, but has to wait longer than a rescue takes.
 
 ``TORCH_NCCL_DESYNC_DEBUG`` and ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` turn a 0 back into 3. With
 ``TORCH_NCCL_BLOCKING_WAIT`` there is neither watchdog nor monitor: the host waits for each collective, so nothing is
 queued behind one that fails.
 
 If survivors are to go on in their processes (``TTP_CONTINUITY=keep`` with ``TTP_KEEP_CUDA=1``), ttp itself aborts the
-communicators once the state is saved. Nothing else may react to such an abort, and NVLink SHARP has to be off, because
-an abort is not supported with it. Values that a user has set are kept; the job is then started anew after a failure.
+communicators once the state is saved. No other code may react to such an abort, and NVLink SHARP has to be off, because
+NCCL cannot abort communicators that use it. Values that a user has set are kept; the job is then started anew after a
+failure.
 
-A process group reads all this when it is made. Launchers of ttp export it to the workers. Under another launcher
-``import ttp`` sets it, which comes early enough in almost every program. ``wrap_optimizer`` can only check it.
+A process group reads these variables when it is made. Launchers of ttp export them to the workers. Under another
+launcher ``import ttp`` sets them, early enough in almost every program. ``wrap_optimizer`` can only check them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TO_GO_ON = {
     "TORCH_NCCL_PROPAGATE_ERROR": "an abort of one rank is taken for a failure by the others",
     "NCCL_NVLS_ENABLE": "communicators that use NVLink SHARP cannot be aborted",
 }
-"""Name of a setting that has to be 0 if survivors go on -> why."""
+"""Names of settings that have to be 0 if survivors go on in their processes, each with the reason."""
 _OFF_BY_DEFAULT = ("TORCH_NCCL_PROPAGATE_ERROR",)
 
 _HANDLING_OF_TORCH = 3
@@ -69,11 +70,11 @@ _DOES = {
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """One way in which NCCL would end or spoil a rank before its save is durable.
+    """A setting with which NCCL would end a rank, or corrupt its state, before its save is durable.
 
     Args:
         text: the setting, what it does, and what to do instead.
-        on_purpose: True: somebody has set it; False: it is a default of torch or torchrun.
+        on_purpose: True: a user has set it; False: it is a default of torch or torchrun.
     """
 
     text: str
@@ -81,7 +82,7 @@ class Objection:
 
 
 def settings(environ: Mapping[str, str], config: Config, launcher: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment variables to export before a process group is made; none that the user has set.
+    """Return the environment variables to export before a process group is made, without those that the user has set.
 
     Args:
         environ: environment of the process, or of the launcher that passes it on.
@@ -97,7 +98,7 @@ def settings(environ: Mapping[str, str], config: Config, launcher: Mapping[str, 
 
 
 def goes_on(config: Config) -> bool:
-    """Return whether survivors whose state is on a device shall go on in their processes."""
+    """Return whether survivors that hold their state on a GPU are to go on in their processes."""
     return config.continuity == KEEP and config.keep_cuda
 
 
@@ -149,10 +150,7 @@ def objections(
 
 
 def heartbeat_s(config: Config) -> int:
-    """Return the seconds after which torch's monitor may end a rank.
-
-    They are enough to notice a hang, to freeze and to save, and a minute more.
-    """
+    """Return the seconds after which torch's monitor may end a rank: enough to notice a hang, freeze and save, and more."""
     noticed_s = 3 * (config.hang_s or 0.0)
     rescued_s = config.freeze_patience_s + config.answer_patience_s + config.rescue_patience_s
     goes_on_s = config.continue_s if goes_on(config) else 0.0
@@ -160,18 +158,21 @@ def heartbeat_s(config: Config) -> int:
 
 
 def prepare() -> None:
-    """Put ``settings`` into this process's environment, if ttp is on and no process group has been made yet."""
+    """Put ``settings`` into this process's environment, if ttp is on and no process group has been made yet.
+
+    Never raises for wrong settings: they are reported where they are used.
+    """
     if not os.environ.get("TTP_PORT") or _initialized():
         return
-    with contextlib.suppress(ConfigError):  # wrong settings are reported where they are needed
+    with contextlib.suppress(ConfigError):
         os.environ.update(settings(os.environ, Config.from_env(), launcher_environ()))
 
 
 def check(config: Config) -> None:
-    """Check that no NCCL group of this process can defeat a save. If a default can, this is only logged.
+    """Check that no NCCL process group of this process can defeat a save. Warn if a default value can.
 
     Raises:
-        ConfigError: a setting that somebody made on purpose defeats a save. The text names it and says what to do.
+        ConfigError: a setting that a user made on purpose defeats a save. The text names it and says what to do.
     """
     if not _uses_nccl():
         return
@@ -190,7 +191,7 @@ def check(config: Config) -> None:
 def launcher_environ(proc: Path = Path("/proc")) -> dict[str, str] | None:
     """Return the environment that torchrun itself was started with; None: it cannot be read.
 
-    Torchrun is the nearest ancestor of this process that is not one of torchrun's workers.
+    The nearest ancestor of this process without ``TORCHELASTIC_RUN_ID`` is taken for torchrun.
     """
     pid = os.getppid()
     for _ in range(_ANCESTORS_MAX):
@@ -208,13 +209,13 @@ def launcher_environ(proc: Path = Path("/proc")) -> dict[str, str] | None:
 
 
 def _of_torchrun(environ: Mapping[str, str], launcher: Mapping[str, str] | None) -> bool:
-    """Return whether the value of ``HANDLING`` is torchrun's own: it sets 1, unless it was started with a value."""
+    """Return whether torchrun set ``HANDLING``: it exports 1 to its workers, unless it was started with a value."""
     launched = "TORCHELASTIC_RUN_ID" in environ and environ.get(HANDLING) == _HANDLING_OF_TORCHRUN
     return launched and (launcher is None or HANDLING not in launcher)
 
 
 def _impatience(environ: Mapping[str, str], config: Config) -> list[Objection]:
-    """Return the objection that the monitor may end a rank that still saves, if it may."""
+    """Return an objection if the monitor may end a rank that still saves, else none."""
     heartbeat = _number(environ.get(HEARTBEAT), _HEARTBEAT_OF_TORCH_S)
     if _monitor_is_off(environ) or heartbeat >= config.rescue_patience_s:
         return []
@@ -230,7 +231,7 @@ def _monitor_is_off(environ: Mapping[str, str]) -> bool:
 
 
 def _debugging(environ: Mapping[str, str]) -> str:
-    """Return the setting that makes torch look for ranks out of step; empty: none does."""
+    """Return the setting that turns on torch's debugging of desynchronised ranks; empty: it is off."""
     if _first_switch(environ, DESYNC):
         return next(f"{name}={environ[name]}" for name in DESYNC if name in environ)
     return f"{DEBUG}={environ[DEBUG]}" if environ.get(DEBUG, "").upper() == "DETAIL" else ""
@@ -246,7 +247,7 @@ def _switch(text: str) -> bool:
 
 
 def _number(text: str | None, default: int) -> int:
-    """Return a setting as a number, or ``default`` if it is none: torch refuses such a setting itself."""
+    """Return a setting as a number, or ``default`` if it is not a number: torch itself refuses such a setting."""
     try:
         return default if text is None else int(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Reads what a node's check and MindCluster's ``reset.json`` say of this host, and decides when to tell a job.
+"""Reads the health of this host from a check command or MindCluster's ``reset.json``; decides when to report it.
 
 ``reset.json`` (Ascend Device Plugin, ``-hotReset``): ``{"RankList": [{"RankId": 0, "Status": "unrecovered", "Policy":
-"reset", "ErrorCodeHex": ["0x80C98000"]}], "GracefulExit": 0, "RetryTime": 0, ...}``. It is replaced as a whole, by a
-link that is moved; a reader may still meet half of it, and the next look finds the rest.
+"reset", "ErrorCodeHex": ["0x80C98000"]}], "GracefulExit": 0, "RetryTime": 0, ...}``. The plugin replaces the file by
+moving a link. A reader may still see an incomplete file; the next read then finds a complete one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ OUTPUT_MAX = 300
 """Maximum number of characters of a check's last line that are reported."""
 RESET_BYTES_MAX = 1 << 20
 NOTHING_TO_DO = frozenset({"", "empty", "ignore"})
-"""Policies that ask nothing of a job."""
+"""Values of ``Policy`` with which a device needs no action of the job."""
 
 
 class Health(Enum):
-    """Exit codes of a check."""
+    """Health of a node. The values are the exit codes of a check."""
 
     HEALTHY = 0
     SUB_HEALTHY = 1
@@ -34,8 +34,8 @@ class Finding:
 
     Args:
         health: health of the node.
-        text: in words; the check's last line.
-        ranks: ranks that it is about; empty: every rank of the host.
+        text: the reason: the check's last line of output.
+        ranks: affected ranks; empty: every rank of the host.
     """
 
     health: Health
@@ -47,21 +47,21 @@ class Finding:
 
 
 class Course:
-    """Decides when to report, from one finding after the other.
+    """Decides when to report to the job, from one finding after the other.
 
     Args:
-        strikes: findings of a bad node in a row before it is reported: a check may be wrong once.
-        report_sub_healthy: report a sub-healthy node, too; else it is only printed.
+        strikes: number of bad findings in a row before the node is reported: a check may be wrong once.
+        report_sub_healthy: True: report a sub-healthy node, too; False: it is only printed.
     """
 
     def __init__(self, strikes: int, *, report_sub_healthy: bool) -> None:
         self._strikes, self._report_sub_healthy = strikes, report_sub_healthy
         self._bad = 0
         self.reported: Finding | None = None
-        """The finding that the job was told and that was not taken back."""
+        """The finding that was reported to the job and not taken back; None: there is none."""
 
     def report(self, finding: Finding) -> bool:
-        """Return whether to tell the job of a finding. Call ``told`` once it was told: it may not be there yet."""
+        """Return whether to report a finding to the job. Call ``told`` only once the job has accepted the report."""
         wanted = finding.health is Health.FAULTY or (finding.health is Health.SUB_HEALTHY and self._report_sub_healthy)
         self._bad = self._bad + 1 if wanted else 0
         return wanted and self._bad >= self._strikes and self.reported is None
@@ -76,7 +76,15 @@ class Course:
 
 
 def run_check(command: Sequence[str], timeout_s: float) -> Finding | str:
-    """Run a check, whose exit code is its answer. Returns a text if the check could not answer, with the reason."""
+    """Run a check command, whose exit code is a ``Health``.
+
+    Args:
+        command: program and arguments.
+        timeout_s: seconds after which a check that still runs counts as ``FAULTY``.
+
+    Returns:
+        The finding, or the reason (a text) why the check gave none.
+    """
     try:
         done = subprocess.run(
             command,
@@ -100,7 +108,7 @@ def run_check(command: Sequence[str], timeout_s: float) -> Finding | str:
 
 
 def read_reset(path: Path) -> Finding | str:
-    """Read ``reset.json``. Returns a text if it cannot be read, with the reason."""
+    """Read ``reset.json``. Returns a finding, or the reason (a text) why the file cannot be read."""
     from ttp.store.json_text import parse_json
     from ttp.store.plain_file import read_plain
 

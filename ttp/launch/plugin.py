@@ -1,8 +1,8 @@
 """Entry point ``torchrun.handlers``: makes stock torchrun let healthy ranks save.
 
-Torch loads it in the agent and not in workers. It does nothing unless ``TTP_PORT`` is set. It is called while
-``torch.distributed.launcher.api`` is half imported, so the agent is replaced later: when torch creates the rendezvous
-handler, just before it makes the agent.
+Torch loads this entry point in the agent and not in workers. It does nothing unless ``TTP_PORT`` is set. Torch calls it
+while ``torch.distributed.launcher.api`` is half imported, so the agent is replaced later: when torch creates the
+rendezvous handler, just before it makes the agent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ logger = logging.getLogger("ttp.launch")
 
 
 def handler() -> Callable[..., Any]:
-    """Prepare the plug-in; torch calls this at start. Returns a creator of a rendezvous backend that raises."""
+    """Arrange that torch's agent is replaced by ttp's; torch calls this at start.
+
+    Returns:
+        A creator of a rendezvous backend, as torch expects of this entry point. It raises: ttp is no such backend.
+    """
     if os.environ.get("TTP_PORT"):
         try:
             _wrap_registry()
@@ -46,7 +50,7 @@ def _wrap_registry() -> None:
 
 
 def _replace_agent() -> None:
-    """Replace torch's agent by ttp's, unless that is done already."""
+    """Replace torch's agent by ttp's, unless it has been replaced already."""
     from ttp.config import Config
     from ttp.launch.install import agent_maker, replaceable
     from ttp.launch.torch_compat import differences

@@ -1,4 +1,4 @@
-"""Free ports that are held for a job until it is over."""
+"""Reserves a free port for a job until the job is over."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import socket
 def hold_port() -> socket.socket:
     """Bind a socket to a free TCP port of all addresses; its ``getsockname()[1]`` is the port.
 
-    A port that is only looked up may be given away before a server listens there, or while the server is replaced: to a
-    program that asks for any port, or to an outgoing connection. Until the socket is closed this port is given to
-    neither. Servers that set ``SO_REUSEADDR``, as gRPC's, torch's and MindSpore's do, can listen there all the time,
-    one at once.
+    Without this socket the kernel could give the port to another program that asks for any free port, or to an outgoing
+    connection, before the job's server listens there or while the server is replaced. Servers that set
+    ``SO_REUSEADDR``, as those of gRPC, torch and MindSpore do, can listen on the port meanwhile, one at a time.
 
     Raises:
         OSError: no port is free.

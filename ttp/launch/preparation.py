@@ -1,4 +1,4 @@
-"""The preparation of every launcher of ttp before it starts workers, and the exit code made of theirs."""
+"""What ``ttp run`` does for jobs of every framework: settings before workers start, and the exit code afterwards."""
 
 from __future__ import annotations
 
@@ -49,7 +49,13 @@ def show_log(config: Config) -> None:
 
 @contextlib.contextmanager
 def settled(config: Config, several_nodes: bool) -> Iterator[Config]:
-    """Complete the settings (port, token, run directory) and export them to the workers, while the block runs.
+    """Complete the settings (port, token, run directory), export them to the workers, and yield them.
+
+    While the block runs, a port that was chosen here stays reserved; afterwards a token that was made here is removed.
+
+    Args:
+        config: settings from the environment.
+        several_nodes: True if other hosts take part.
 
     Raises:
         ConfigError: several nodes without a port, or the run directory cannot be used.
@@ -64,14 +70,19 @@ def settled(config: Config, several_nodes: bool) -> Iterator[Config]:
 
 
 def forget_run_dir(asked: Config, job: Config) -> None:
-    """Remove the run directory after a good end, unless the user has chosen the port or the directory."""
+    """Remove the run directory of a job that trained to its end, unless the user has chosen the port or the directory.
+
+    Args:
+        asked: settings as the user gave them.
+        job: the same settings, completed by ``settled``.
+    """
     if asked.port is None and asked.run_dir is None:
         shutil.rmtree(job.resolved_run_dir(), ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _port_kept(config: Config, several_nodes: bool) -> Iterator[Config]:
-    """Yield the settings with a port; a free one is held while the block runs, also when its controller is replaced."""
+    """Yield the settings with a port. If none was set, a free one is chosen and reserved while the block runs."""
     if config.port is not None:
         yield config
         return
@@ -102,11 +113,11 @@ def saved_code(text: str) -> int:
 
 
 def verdict(codes: Collection[int]) -> int:
-    """Return the exit code of a failed job from those of its last workers: 64 before 70 before 75, else 1."""
+    """Return the exit code of a failed job from those of its last workers: 64, 70 or 75, in this order, else 1."""
     return next((code for code in (EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED) if code in codes), EXIT_FAILED)
 
 
 def refuse(text: str) -> int:
-    """Print what is wrong with the command or the settings, and return the exit code for that."""
+    """Print what is wrong with the command or the settings to stderr, and return exit code 64."""
     print(f"ttp run: {text}", file=sys.stderr)
     return EXIT_BAD_CONFIG

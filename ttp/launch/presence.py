@@ -7,13 +7,14 @@ import socket
 from typing import Any, Literal
 
 Presence = Literal["controller", "nobody", "other", "refused"]
-"""The job's controller; nothing reachable; something else; a controller that refuses the job's token."""
+"""What answers at a port: the job's controller; nothing; something else; a controller that refuses the job's token."""
 
 PROBE_S = 2.0
+"""Seconds that a controller may take to answer a probe."""
 
 
 def port_owner(port: int) -> str | None:
-    """Return which process listens on a TCP port of this machine, like ``pid 123 (redis-server)``; None: none seen."""
+    """Return the process that listens on a TCP port of this machine, as ``pid 123 (redis-server)``; None: none seen."""
     import psutil
 
     try:
@@ -37,7 +38,7 @@ def _describe(pid: int) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Return whether ``address`` (name or number) is one of this machine: only then can something be bound to it."""
+    """Return whether ``address`` (name or number) belongs to this machine, i.e. whether a socket can be bound to it."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -55,7 +56,9 @@ def _can_bind(family: int, where: Any) -> bool:
 
 
 def may_be_bound(bind: str, port: int) -> bool:
-    """Return whether waiting for a port can help: not if this machine lacks the address, or the right to bind the port.
+    """Return whether a port can be bound, now or when its present user has left.
+
+    It can never be bound if this machine lacks the address, or if this user may not bind the port.
 
     Args:
         bind: an address of this machine; empty: every address.
@@ -73,7 +76,7 @@ def may_be_bound(bind: str, port: int) -> bool:
 
 
 def channel_options() -> list[tuple[str, Any]]:
-    """Return the extra options of short connections to a controller: quick reconnects."""
+    """Return gRPC options for short connections to a controller: reconnect after 100 to 500 ms."""
     return [
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
@@ -81,7 +84,7 @@ def channel_options() -> list[tuple[str, Any]]:
 
 
 def listens(address: str, port: int, timeout_s: float) -> bool:
-    """Return whether anything accepts TCP connections there. Cheap; says nothing about what it is."""
+    """Return whether any program accepts TCP connections at ``address:port`` within ``timeout_s`` seconds."""
     try:
         socket.create_connection((address, port), timeout_s).close()
     except OSError:
@@ -90,7 +93,7 @@ def listens(address: str, port: int, timeout_s: float) -> bool:
 
 
 def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Presence:
-    """Find out what serves at a port. Takes up to ``2 * timeout_s`` seconds; never raises for what it finds."""
+    """Find out what serves at a port. Takes up to ``2 * timeout_s`` seconds. Does not raise if nothing answers."""
     if not listens(address, port, timeout_s):
         return "nobody"
     import grpc
@@ -109,13 +112,13 @@ def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Pr
 
 
 def controller_pid(address: str, port: int, token: str) -> int | None:
-    """Return the process id of the controller that serves there, as it sees itself; None if none answers."""
+    """Return the pid that the controller at ``address:port`` reports for itself; None: none answers."""
     status = ask_status(address, port, token)
     return None if status is None else int(status.pid)
 
 
 def ask_status(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Any:
-    """Return the status of the controller there (``GetStatusResponse``); None: no answer, or it refuses the token."""
+    """Return the status (``GetStatusResponse``) of a controller; None: it does not answer, or refuses the token."""
     import grpc
 
     from ttp.wire.channel import metadata, open_channel, stub

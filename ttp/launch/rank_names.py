@@ -1,4 +1,4 @@
-"""Translates the variables of msrun, mpirun and rank tables into torchrun's names."""
+"""Translates the environment variables of msrun and mpirun, and rank tables, into torchrun's variables."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ttp.launch.rank_table import RankTable, read_rank_table
 def in_torchruns_names(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``MASTER_ADDR``, as far as they are known.
 
-    A MindSpore worker (``MS_ROLE``) has the rank that MindSpore gives it, whatever a pod's own ``RANK`` may be.
-    Elsewhere ``RANK`` decides, then Open MPI, then ``RANK_ID`` with ``RANK_TABLE_FILE`` or ``RANK_SIZE``. For a process
-    without a launcher nothing is added.
+    A MindSpore worker (``MS_ROLE``) has the rank that MindSpore gives it; the pod's own ``RANK`` is ignored. Otherwise
+    the first of these sources counts: ``RANK``, Open MPI's variables, ``RANK_ID`` with ``RANK_TABLE_FILE`` or
+    ``RANK_SIZE``. For a process without a launcher nothing is added.
 
     Raises:
         ConfigError: the process is MindSpore's scheduler, or its rank is not known yet; or the rank table is wrong.

@@ -1,7 +1,7 @@
 """Reads ``RANK_TABLE_FILE``: the hosts, devices and ranks of a job on Ascend (HCCL's JSON, versions 1.0, 1.2, 2.0).
 
 ``{"version": "1.0", "server_count": "1", "server_list": [{"server_id": "10.0.0.1", "device": [{"device_id": "0",
-"device_ip": "192.1.27.6", "rank_id": "0"}]}], "status": "completed"}``. Numbers are written as texts.
+"device_ip": "192.1.27.6", "rank_id": "0"}]}], "status": "completed"}``. Numbers are JSON strings.
 
 Version 2.0 names no hosts: ``{"version": "2.0", "status": "completed", "rank_count": 2, "rank_list": [{"rank_id": 0,
 "local_id": 0, "device_id": 0, "level_list": []}, ...]}``.
@@ -26,12 +26,18 @@ LOOK_S = 0.5
 VERSIONS = ("1.0", "1.2", "2.0")
 NO_HOSTS = VERSIONS[-1]
 SIZE_MAX = 1 << 28
-"""Maximum size of a table in bytes: ten thousand times that of a table of a thousand devices."""
+"""Maximum size of a table in bytes, far above that of any real table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One host. ``ranks`` and ``devices`` belong together by position. ``address`` is empty where none is named."""
+    """One host of a rank table.
+
+    Args:
+        address: its ``server_id``; empty: the table names no hosts.
+        ranks: its ranks.
+        devices: device id of each rank, at the same position.
+    """
 
     address: str
     ranks: tuple[int, ...]
@@ -40,7 +46,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """Every rank of a job, by host."""
+    """All ranks of a job, by host."""
 
     servers: tuple[Server, ...]
 
@@ -76,7 +82,7 @@ class RankTable:
 
 
 class UnfinishedError(ConfigError):
-    """The table is missing, not whole, or not ``completed``: its writer may be about to finish it."""
+    """The table is missing, incomplete, or not ``completed``: its writer may still finish it."""
 
 
 def read_rank_table(path: str | Path, local_size: int | None = None) -> RankTable:
@@ -85,10 +91,10 @@ def read_rank_table(path: str | Path, local_size: int | None = None) -> RankTabl
     Args:
         path: the JSON file.
         local_size: number of ranks on each host, for a table that names no hosts. None: a new host begins where a
-            ``device_id`` comes again.
+            ``device_id`` repeats.
 
     Raises:
-        UnfinishedError: the table may be complete some time later.
+        UnfinishedError: the table is not complete yet; reading it later may succeed.
         ConfigError: it is absent, not JSON, not finished, or contradicts itself; the text says what to change.
     """
     from ttp.store.json_text import parse_json
@@ -112,7 +118,10 @@ def read_rank_table(path: str | Path, local_size: int | None = None) -> RankTabl
 
 
 def table_version(path: str | Path) -> int:
-    """Return how often the table was written, from the file ``version`` beside it; -1: there is no such number."""
+    """Return the table's version from the file ``version`` beside it; -1: there is no such number.
+
+    The writer raises this number each time it has written the table.
+    """
     from ttp.store.plain_file import read_plain
 
     try:
@@ -125,16 +134,16 @@ def table_version(path: str | Path) -> int:
 def await_rank_table(
     path: str | Path, local_size: int | None, patience_s: float, newer_than: int = -1
 ) -> tuple[RankTable, int]:
-    """Read the table as soon as its writer has completed it. The file is opened anew each time: links may be moved.
+    """Wait until the writer has completed the table, and read it. The file is opened anew each time: it may be a link.
 
     Args:
         path: the JSON file.
         local_size: see ``read_rank_table``.
         patience_s: seconds to wait.
-        newer_than: wait also until ``table_version`` is larger than this; -1: any version will do.
+        newer_than: wait also until ``table_version`` is larger than this; -1: accept any version.
 
     Returns:
-        The table and its version. A table that never became newer is returned, with a warning, when time is up.
+        The table and its version. If it has not become newer when time is up, the old one, with a warning.
 
     Raises:
         UnfinishedError: time is up, and there is no complete table.
@@ -144,7 +153,7 @@ def await_rank_table(
     while True:
         late = time.monotonic() >= deadline_s
         try:
-            version = table_version(path)  # first: a table is written before its version
+            version = table_version(path)  # read before the table: the writer writes the table before its version
             table = read_rank_table(path, local_size)
             if newer_than < 0 or version > newer_than:
                 return table, version
@@ -188,7 +197,7 @@ def _checked(document: Any, local_size: int | None) -> RankTable:
 
 
 def _hosts(document: dict[str, Any], local_size: int | None) -> tuple[Server, ...]:
-    """Return the hosts of a table that does not name them: ranks of one host follow each other."""
+    """Return the hosts of a table that does not name them. Consecutive ranks belong to one host."""
     ranks, devices = _devices(document, "rank_list", "the table")
     if "rank_count" in document and _number(document, "rank_count", "the table") != len(ranks):
         raise ValueError(f"rank_count is {document['rank_count']!r:.40}, but {len(ranks)} ranks are listed")

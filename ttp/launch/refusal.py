@@ -1,7 +1,8 @@
-"""Lets a host whose settings are refused tell the others, which would wait for it in torch's rendezvous for minutes.
+"""Lets a host with wrong settings stop the other hosts, which would wait for it in torch's rendezvous for minutes.
 
-It leaves the reason in the rendezvous' store and closes the rendezvous. All hosts then leave together, as one of them
-keeps the store. A job that has formed before is left alone: it may find another host, or run.
+The host writes the reason to the rendezvous' store and closes the rendezvous. It then waits until all hosts have read
+the reason, because one of the hosts serves the store. If the job has formed before, nothing is done: the job may be
+running, or may find another host.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ LOOK_S = 0.2
 
 
 def tell(flags: Any, hosts: int, text: str) -> None:
-    """Tell the hosts of a job that it cannot form. Waits ``TELL_S`` at most until all have heard it; never raises.
+    """Tell the other hosts of a job that it cannot form. Waits at most ``TELL_S`` for them to read it; never raises.
 
     Args:
         flags: torchrun's arguments.
-        hosts: number of hosts that meet.
+        hosts: number of hosts of the job.
         text: which host is refused, and why.
     """
     if flags.rdzv_backend != BACKEND or not flags.rdzv_endpoint:
@@ -64,10 +65,12 @@ def _tell(flags: Any, hosts: int, text: str, ends: float) -> None:
 
 
 def heard(rendezvous: Any) -> str:
-    """Return the text that a host has told with ``tell``; empty: none, or none that can be read. Never raises.
+    """Return the text that another host has left with ``tell``; empty: there is none, or it cannot be read.
+
+    Never raises.
 
     Args:
-        rendezvous: torch's dynamic rendezvous, closed.
+        rendezvous: torch's dynamic rendezvous, which is closed.
     """
     try:
         store = rendezvous._get_store()

@@ -1,8 +1,8 @@
-"""The relay of a host: its ranks open their streams to it, and it has one stream to the controller for all of them.
+"""The relay of a host: the host's ranks open their streams to it, and it shares one stream to the controller.
 
-It runs in the launcher's agent, or without one in the first rank of the host. Ranks find it by a file in the run
-directory, and name the controller that they want, so that failover works as without a relay. A rank whose relay is gone
-connects to the controller by itself. ``ttp.core.relay`` makes the decisions.
+The relay runs in the launcher's agent, or, without ttp's launcher, in the first rank of the host. Ranks find it by a
+file in the run directory. Each rank names the controller that it wants, so failover works as without a relay. A rank
+whose relay is gone connects to the controller directly. ``ttp.core.relay`` makes the decisions.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from ttp.wire.v1 import controller_pb2_grpc as rpc
 log = logging.getLogger("ttp.relay")
 
 AUTO_RANKS = 64
-"""Number of ranks from which on, with ``TTP_RELAY=auto``, a job has relays, where a host has more than one rank."""
+"""With ``TTP_RELAY=auto``, a job of at least so many ranks has relays, on hosts with more than one rank."""
 TO_KEY = "ttp-to"
-"""Metadata of a rank's stream: host:port of the controller that it is meant for."""
+"""Metadata key of a rank's stream; its value is host:port of the controller that the rank wants."""
 RELAYED = "through the relay of this host: "
-"""Prefix of the reason for the end of a stream that was not ended by a fault of the relay."""
+"""Prefix of the reason with which a stream ends, unless an error in the relay itself ended it."""
 CLOSE_S = 1.0
 LOOK_S = 0.05
-"""Seconds for which one look at a controller's host is the answer to all ranks."""
+"""Seconds for which one look at a controller's host is reused to answer all ranks."""
 ABORTS_S = 1.0
 """Seconds that a controller may take to end a stream that it refuses."""
 ACCEPT_S = 60.0
@@ -56,7 +56,13 @@ ACCEPT_S = 60.0
 
 
 def wanted(config: Config, world_size: int, here: int = 0) -> bool:
-    """Return whether a host's ranks use a relay, in a job of ``world_size`` ranks with ``here`` on it (0: unknown)."""
+    """Return whether a host's ranks use a relay.
+
+    Args:
+        config: the job's settings.
+        world_size: number of ranks of the job.
+        here: number of ranks on this host; 0: unknown.
+    """
     return config.relay == "on" or (config.relay == "auto" and world_size >= AUTO_RANKS and here != 1)
 
 
@@ -69,7 +75,7 @@ def _file(config: Config, run_dir: Path) -> Path:
 
 
 def relay_of(config: Config, run_dir: Path) -> tuple[int, int] | None:
-    """Return port on loopback and pid of the relay of this host; None: there is none whose process lives."""
+    """Return the loopback port and the pid of this host's relay; None: there is none, or its process has ended."""
     try:
         found = json.loads(_file(config, run_dir).read_text())
         port, pid = int(found["port"]), int(found["pid"])
@@ -89,14 +95,14 @@ class _Local:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """The end of a rank's stream. With ``code`` OK the controller has ended it; ``text`` is the reason."""
+    """The end of a rank's stream: gRPC status and reason. ``code`` OK: the controller ended it in good order."""
 
     code: Any = grpc.StatusCode.OK
     text: str = ""
 
 
 class _Threads(concurrent.futures.Executor):
-    """An executor with a daemon thread for each call: a call lasts as long as a stream."""
+    """An executor that runs each call on a daemon thread of its own: a call lasts as long as a rank's stream."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
         """See ``concurrent.futures.Executor.submit``."""
@@ -113,12 +119,12 @@ class _Threads(concurrent.futures.Executor):
 
 
 class RelayServer(rpc.ControllerServicer):
-    """The service for the ranks of this host: ``Attach`` and ``Look``, on loopback.
+    """The gRPC server of the relay, on loopback: ``Attach`` and ``Look`` for the ranks of this host.
 
     Args:
         config: the job's settings.
         run_dir: directory of the file by which ranks find the relay.
-        accepted: called with the server's port when a stream of a rank, or the one to a controller, is established.
+        accepted: called with the server's port whenever a stream from a rank, or to a controller, is established.
 
     Raises:
         RuntimeError: no port is free.
@@ -165,7 +171,7 @@ class RelayServer(rpc.ControllerServicer):
     GetStatus = WatchEvents = ReportFault = SaveNow = GetVerdict = _not_here
 
     def Attach(self, request_iterator: Iterator[pb.RankReport], context: Any) -> Iterator[pb.ControllerOrder]:  # noqa: N802
-        """See ``Controller.Attach`` in the proto. The metadata name the controller that the rank means."""
+        """See ``Controller.Attach`` in the proto. The metadata ``TO_KEY`` name the controller that the rank wants."""
         to = str(dict(context.invocation_metadata()).get(TO_KEY, ""))
         if not to:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{TO_KEY} is missing: this is a relay, not a controller")
@@ -219,11 +225,11 @@ def _read(reports: Iterator[pb.RankReport], uplink: _Uplink, local: _Local) -> N
 
 
 class _OtherProtocol(Exception):  # noqa: N818 - says what is the case
-    """The controller and this relay do not understand each other; the text says why, and what to do."""
+    """The controller and this relay speak different protocols; the text says what to do."""
 
 
 class _Uplink:
-    """The stream to one controller. Its machine belongs to the thread on which gRPC reads the frames.
+    """The stream to one controller. Only the thread on which gRPC reads the frames uses its state machine.
 
     Args:
         to: host:port of the controller.
@@ -252,7 +258,7 @@ class _Uplink:
         threading.Thread(target=self._read, name="ttp-relay-up", daemon=True).start()
 
     def open(self) -> _Local:
-        """Add a rank, and return its stream."""
+        """Add a rank. Returns its stream."""
         local = _Local(LineId(next(self._ids)))
         self._lines[local.id] = local
         return local
@@ -276,7 +282,7 @@ class _Uplink:
         return self._problem
 
     def silent_s(self) -> float | None:
-        """Return the seconds since anything came from the controller's host; None: unknown. One look is for all."""
+        """Return the seconds since the last packet from the controller's host; None: unknown. See ``LOOK_S``."""
         with self._looking:
             if time.monotonic() > self._looked_at + LOOK_S:
                 self._looked_at, self._silent_s = time.monotonic(), self._sockets.heard_of(self._peers)
@@ -304,7 +310,7 @@ class _Uplink:
                 yield frame_to_wire(frame)
 
     def _read(self) -> None:
-        """Pass orders on to the ranks that they are for, until the stream ends."""
+        """Pass each order on to the ranks that it names, until the stream ends."""
         end = _Ended(grpc.StatusCode.UNAVAILABLE, f"{RELAYED}the controller ended the stream")
         try:
             self._check_protocol()
@@ -340,7 +346,7 @@ class _Uplink:
         problem = mismatch(self._call.initial_metadata(), f"the controller at {self.to}")
         if not problem:
             return
-        timer = threading.Timer(ABORTS_S, self._call.cancel)  # a controller that refuses never accepts
+        timer = threading.Timer(ABORTS_S, self._call.cancel)  # a controller that refuses ends the stream before
         timer.daemon = True
         timer.start()
         try:

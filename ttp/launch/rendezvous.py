@@ -1,4 +1,4 @@
-"""Torch's rendezvous, wrapped to change single methods."""
+"""Wraps torch's rendezvous: a base class to override single methods, and a static rendezvous with fresh stores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WrappedRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if workers connect to a store that runs in an agent."""
+        """True if workers connect to a store that an agent serves."""
         return bool(self._inner.use_agent_store)
 
     def get_backend(self) -> str:
@@ -55,14 +55,11 @@ class WrappedRendezvous(RendezvousHandler):
 
 # --------------------------------------------------------------------------------------- a fresh store for each restart
 #
-# A fresh TCPStore for each restart under torch's static rendezvous.
-#
-# The static rendezvous lets the workers use the agent's own store, on the port the user gave, and torch no longer
-# prefixes their keys with the attempt ("We create a new TCPStore for every retry", says
-# torch/distributed/rendezvous.py, which is not so here). A restarted gloo job finds the addresses of its dead
-# predecessor in it, and hangs or fails. So from the second attempt on the first node's agent hosts a new store on a
-# free port, and tells the others through the old one. It outlives rank 0, as torch's own does. The first attempt is
-# torch's own: same port, same store.
+# Under torch's static rendezvous the workers use the agent's own store, on the port that the user gave, and torch no
+# longer prefixes their keys with the attempt. (torch/distributed/rendezvous.py says "We create a new TCPStore for every
+# retry", but that is not so here.) A restarted gloo job finds the addresses of its dead predecessor in the store, and
+# hangs or fails. So from the second attempt on the first node's agent serves a new store on a free port, and announces
+# the port in the old store. The new store outlives rank 0, as torch's own does. The first attempt uses torch's store.
 
 
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
@@ -71,21 +68,21 @@ KEY = "ttp/workers_store_port"
 
 
 class FreshStoreRendezvous(WrappedRendezvous):
-    """Torch's static rendezvous with another store for the workers after each restart.
+    """Torch's static rendezvous, with a new store for the workers after each restart.
 
     Args:
         inner: torch's rendezvous.
-        master_addr: host of the first node, where the stores are.
+        master_addr: address of the first node, which serves the stores.
     """
 
     def __init__(self, inner: Any, master_addr: str) -> None:
         super().__init__(inner)
         self._master_addr = master_addr
         self._attempt = 0
-        self._store: Any = None  # held: the server ends with its last reference
+        self._store: Any = None  # keeps the store's server running: it ends with the last reference
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. From the second time on the workers get a new store."""
+        """Meet the other nodes. From the second meeting on, return a new store for the workers."""
         info = self._inner.next_rendezvous()
         attempt, self._attempt = self._attempt, self._attempt + 1
         if attempt == 0:
@@ -95,7 +92,7 @@ class FreshStoreRendezvous(WrappedRendezvous):
         return RendezvousInfo(info.store, info.rank, info.world_size, where)
 
     def _agree_on_port(self, info: RendezvousInfo, key: str) -> int:
-        """Return the port of the new store. All nodes call this equally often, as each restarts after a release."""
+        """Return the port of the new store. All nodes use the same key: each of them restarts after each release."""
         if info.rank == 0:
             self._store = _TCPStore(self._master_addr, 0, is_master=True, wait_for_workers=False)
             info.store.set(key, str(self._store.port))
@@ -103,10 +100,10 @@ class FreshStoreRendezvous(WrappedRendezvous):
 
 
 def give_fresh_stores(spec: Any) -> None:
-    """Make a worker spec with a static rendezvous restart on fresh stores; other specs stay as they are."""
+    """Give a worker spec with a static rendezvous a new store after each restart; other specs stay as they are."""
     if spec.rdzv_handler.get_backend() != "static" or not spec.master_addr:
         return
     spec.rdzv_handler = FreshStoreRendezvous(spec.rdzv_handler, spec.master_addr)
-    # Torch lets this field overrule what the rendezvous says; without it, the rendezvous' port (the same one in the
-    # first attempt) is used.
+    # Torch prefers this field to the rendezvous' port. Without it torch uses that port, which is the same one in the
+    # first attempt.
     spec.master_port = None

@@ -1,12 +1,13 @@
 """``ttp reset-process``: kills training processes while broken devices are reset, and starts them again in place.
 
-For scripts that start MindSpore's ranks themselves, in the place of ``reset_process.py`` of MindCluster's samples::
+For scripts that start MindSpore's ranks themselves. Replaces ``reset_process.py`` of MindCluster's samples::
 
     python train.py & pids="$pids $!" ...; ttp reset-process -p $pids -r & wait
 
-The Ascend Device Plugin writes ``reset.json``: ``{"RankList": [{"RankId": 0, "Status": "unrecovered"}]}``. Once a rank
-of the job, on any host, is listed there, the ranks of this host are ended, so that devices can be reset. When none is
-left that has not ``recovered``, they are started again with the command lines and environments that they had.
+The Ascend Device Plugin writes ``reset.json``: ``{"RankList": [{"RankId": 0, "Status": "unrecovered"}]}``. When this file
+lists a rank of the job, on any host, with a status other than ``recovered``, the ranks of this host are ended so that
+devices can be reset. When all listed ranks have ``recovered``, the ranks of this host are started again with the same
+command lines and environments.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ logger = logging.getLogger("ttp.launch")
 RESET_JSON = "/user/restore/reset/config/reset.json"
 RESET_BYTES_MAX = 1 << 20
 NEW_LOG = "newlog"
-"""File in a process' working directory for its output after a restart."""
+"""File in a process's working directory for its output after a restart."""
 TIME_MAX_S = 3000
 LAUNCH = "TORCHELASTIC_RESTART_COUNT"
 
 
 class _Ended(BaseException):
-    """A signal has said how the training ended."""
+    """A signal (SIGTERM or SIGUSR2) has reported that the training is over; ``code`` is the exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -47,15 +48,15 @@ class _Ended(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A training process, and all that is needed to start it again.
+    """A training process, and what is needed to start it again.
 
     Args:
-        process: this process, also when its number has been given to another one.
+        process: the process; psutil also compares start times, so a process that reuses its pid is not taken for it.
         rank: its rank; None: ranks are not used.
         command: its command line.
         environ: its environment at its start.
         directory: its working directory.
-        child: the process, if it was started by this one.
+        child: the process, if this program started it; None: another program did.
     """
 
     process: psutil.Process
@@ -83,7 +84,7 @@ class Training:
         return cls(process, int(rank) if with_rank else None, command, environ, directory)
 
     def again(self) -> Training:
-        """Start the process again.
+        """Start the process again, as the next launch (``TORCHELASTIC_RESTART_COUNT``). Returns the new process.
 
         Raises:
             OSError: it cannot be started.
@@ -98,7 +99,7 @@ class Training:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process has not ended; a zombie has."""
+    """Return whether a process still runs; a zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -116,9 +117,9 @@ class ResetProcess:
     Args:
         trainings: the running processes.
         reset_json: path of the plugin's file.
-        elastic: healthy ranks are asked to save first; else all are killed at once.
-        faulty_s: seconds until broken ranks are killed.
-        healthy_s: seconds until healthy ranks are killed.
+        elastic: True: healthy ranks get SIGTERM first, so that they save; False: all ranks are killed at once.
+        faulty_s: seconds after which broken ranks are killed, if ``elastic``.
+        healthy_s: seconds after which healthy ranks are killed, if ``elastic``.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class ResetProcess:
         self._said = ""
 
     def look(self) -> int | None:
-        """Check the processes and ``reset.json`` once. Returns the exit code when the training is over."""
+        """Check the processes and ``reset.json`` once. Returns the exit code when the training is over, else None."""
         if not self._faulty and not any(_runs(training.process) for training in self._trainings):
             return self._end()
         statuses = self._statuses()
@@ -162,7 +163,7 @@ class ResetProcess:
                 _signal(training.process, signal.SIGTERM)
 
     def _still_run(self) -> bool:
-        """Kill processes whose time is up. Returns whether any are left."""
+        """Kill processes whose time is up, with their children. Returns whether any process still runs."""
         since_s = time.monotonic() - self._began_s
         for training in self._trainings:
             limit_s = self._faulty_s if training.rank in self._faulty else self._healthy_s
@@ -185,7 +186,10 @@ class ResetProcess:
         self._faulty = set()
 
     def _end(self) -> int:
-        """Return the exit code after all ended by themselves. Only their parent knows how the given ones ended."""
+        """Return the exit code after all processes have ended by themselves.
+
+        The exit codes of processes that another program started are not known, so they do not count as 0.
+        """
         codes = [None if training.child is None else training.child.wait() for training in self._trainings]
         if all(code == EXIT_TRAINED for code in codes):
             return EXIT_TRAINED
@@ -216,8 +220,11 @@ def main(argv: list[str]) -> int:
     """Run ``ttp reset-process`` with ``argv``.
 
     Returns:
-        0: the training is over (all ended with 0, or SIGTERM says so). 1: it failed (all ended otherwise, a device
-            cannot be reset, or SIGUSR2 says so). 64: the command line is wrong.
+        0: the training is over: all processes ended with 0, or this program got SIGTERM. 1: it failed: a process ended
+            with another code, a device cannot be reset, or this program got SIGUSR2. 64: the command line is wrong.
+
+    Raises:
+        ConfigError: the options contradict each other, or a process cannot be watched.
     """
     try:
         given = _parser().parse_args(argv)
@@ -243,6 +250,7 @@ def main(argv: list[str]) -> int:
 
 
 def _end(code: int) -> NoReturn:
+    """Leave ``main``'s loop from a signal handler."""
     raise _Ended(code)
 
 

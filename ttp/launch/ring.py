@@ -1,9 +1,9 @@
-"""The controllers of a job, for launchers and commands that have to find the one that leads.
+"""Finds the controller that leads a job, for launchers and commands.
 
-Ranks know the ring: the job's home address and the standby controllers (``rank.failover``). Each rank writes it to the
-run directory of its host whenever it changes. Launchers, the command line and managers read it there, ask all
-controllers in it, and talk to the one that leads the job under the highest term. Without the file, as before a
-controller stands by, only the home address is known.
+The ring is the list of a job's controllers: the home address and the standby controllers (``rank.failover``). Each rank
+writes the ring to the run directory of its host whenever it changes. Launchers, the command line and managers read it
+there, ask all controllers in it, and use the one that leads the job with the highest term. Before the first standby
+controller has started there is no such file, and only the home address is known.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("ttp.launch")
 FILE = "ring.json"
 BYTES_MAX = 1 << 20
 AFTER_FIRST_S = 0.3
-"""Seconds that others may still answer once one has said that it leads a job: it may have been replaced."""
+"""Seconds to wait for other answers after a controller has answered that it leads: it may have been replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Ring:
     """The controllers of one incarnation of a job. Addresses are ``host:port``.
 
     Args:
-        run_id: the job.
-        incarnation: its incarnation.
+        run_id: the job's run id.
+        incarnation: the job's incarnation.
         term: term of the controller that led when this was written.
         home: the address that the job was started with.
         address: address of the controller that led.
@@ -55,7 +55,7 @@ class Ring:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """All addresses, that of the controller that led first."""
+        """All addresses: first the controller that led, then the home address, then the standby controllers."""
         return tuple(dict.fromkeys((self.address, self.home, *self.standbys)))
 
 
@@ -106,20 +106,30 @@ def forget_ring(run_dir: Path) -> None:
 
 
 def places(run_dir: Path, home: str) -> tuple[str, ...]:
-    """Return where the job that was started with ``home`` may have its controller, the likeliest first."""
+    """Return the addresses at which a job's controller may be, the likeliest first.
+
+    Args:
+        run_dir: run directory of the job on this host.
+        home: the address that the job was started with.
+    """
     ring = read_ring(run_dir)
     return tuple(dict.fromkeys((*(ring.places if ring is not None else ()), home)))
 
 
 def reigning(around: Iterable[str], token: str, timeout_s: float = PROBE_S) -> tuple[str, Any] | None:
-    """Ask all places at once, and return the place and status (``GetStatusResponse``) of the controller that leads.
+    """Ask all addresses at once, and return the address and status of the controller that leads.
 
-    A controller that leads no rank is taken only if no other leads the job. Of several that lead, the one with the
-    newest incarnation and the highest term is taken: the others have been replaced and do not know it. Takes
-    ``timeout_s`` seconds if some do not answer.
+    A controller with connected ranks is preferred to one without. Among several, the one with the newest incarnation
+    and the highest term is taken: the others have been replaced and do not know it yet. Takes ``timeout_s`` seconds if
+    no controller leads and some addresses do not answer.
+
+    Args:
+        around: addresses (``host:port``).
+        token: the job's token.
+        timeout_s: seconds that a controller may take to answer.
 
     Returns:
-        None if none answers.
+        Address and status (``GetStatusResponse``); None if no controller answers.
     """
     found: list[tuple[_Standing, int, str, Any]] = []
     ends = [time.monotonic() + timeout_s]
@@ -138,13 +148,12 @@ def reigning(around: Iterable[str], token: str, timeout_s: float = PROBE_S) -> t
 def ask_everybody(
     around: Iterable[str], ask: Callable[[str, int], Any], ends: Callable[[], float]
 ) -> Iterator[tuple[str, Any]]:
-    """Ask all places at once, and yield their answers as they come.
+    """Ask all controllers at once, and yield address and answer of each as the answers come.
 
     Args:
-        around: the places.
-        ask: called with host and port, on a thread for each place; returns None for no answer.
-        ends: returns the time until which answers are awaited, in seconds of ``time.monotonic()``; asked again after
-            each answer.
+        around: addresses (``host:port``).
+        ask: called with host and port, on a thread per address; returns the answer, or None for no answer.
+        ends: returns when to stop waiting, in seconds of ``time.monotonic()``; called again after each answer.
     """
     asked = tuple(dict.fromkeys(around))
     answers: Inbox[tuple[str, Any]] = Inbox()
@@ -161,7 +170,7 @@ def ask_everybody(
 
 
 def job_is_busy(around: Iterable[str], token: str) -> bool:
-    """Return whether a connected rank still trains or saves. False if no controller answers."""
+    """Return whether a rank is still connected and trains or saves. False if no controller answers."""
     found = reigning(around, token)
     return found is not None and _attached(found[1])
 
@@ -174,6 +183,7 @@ _Standing = tuple[bool, bool, int, int]
 
 
 def _standing(status: Any) -> _Standing:
+    """Return a key that sorts the statuses of controllers; the highest is that of the one that leads."""
     return _attached(status), status.world_size > 0, status.incarnation, status.term
 
 

@@ -1,6 +1,6 @@
-"""``ttp run``: torchrun that also runs the controller, waits for ranks that save, and restarts jobs to resume.
+"""``ttp run``: torchrun that also runs the controller, waits for ranks that save, and lets restarted jobs resume.
 
-``ttp run --mindspore`` is the same for jobs that msrun would launch, see ``ttp.launch.mindspore``.
+``ttp run --mindspore`` does the same for jobs that msrun would launch, see ``ttp.launch.mindspore``.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ ELASTIC_HELP = (
 LETS_IN = ("c10d", "etcd-v2")
 """Backends of torch's dynamic rendezvous."""
 FEW_NODES = 64
+"""Maximum number of hosts with which ttp shortens the rendezvous' heartbeat."""
 STAND_BY_HELP = (
     "wait until a host of the job is lost, and take its place: on a host more than --nnodes says, with the same flags "
     "as on the others, which need --rdzv-backend c10d"
@@ -75,20 +76,23 @@ class Launch(Protocol):
 
     @property
     def saved_exit_code(self) -> int | None:
-        """Exit code instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
+        """Exit code to use instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
 
     def run(self, config: Config) -> int:
         """Launch the job with these settings and return the exit code."""
 
     def tell_others(self, text: str) -> None:
-        """Tell hosts that wait for this one that it is refused. Never raises."""
+        """Tell the hosts that wait for this one that its settings are refused. Never raises."""
 
 
 def run(argv: list[str]) -> int:
-    """Launch a job as ``torchrun`` would with ``argv`` (``msrun`` with ``--mindspore``), protected by ttp.
+    """Run ``ttp run``: launch a job as ``torchrun`` would with ``argv`` (``msrun`` with ``--mindspore``), under ttp.
+
+    Args:
+        argv: the arguments after ``ttp run``.
 
     Returns:
-        The exit code, see ``--help``. Errors are printed to stderr as one clear message.
+        The exit code, see ``--help``. Wrong settings are printed to stderr as one message.
     """
     launch: Launch | None = None
     try:
@@ -126,7 +130,7 @@ def _launch(argv: list[str]) -> Launch:
 
 
 def asks_for_mindspore(argv: list[str]) -> bool:
-    """Return whether ``--mindspore`` is among ttp's flags; after the script it would be the script's argument."""
+    """Return whether ``--mindspore`` is among ttp's flags. After the script's name it is an argument of the script."""
     before = ""
     for word in argv:
         if word == MINDSPORE:
@@ -170,9 +174,10 @@ def _parse(argv: list[str]) -> Any:
 
 
 def _rendezvous_settings(arguments: Any) -> str:
-    """Return the user's settings, and a heartbeat that makes a silent host count as gone after 3 s instead of 15.
+    """Return the user's settings plus a heartbeat with which a silent host counts as gone after 3 s instead of 15.
 
-    It matters only while hosts meet. In large jobs each beat costs more: all hosts are one value in torch's store.
+    This matters only while hosts meet. In jobs of more than ``FEW_NODES`` hosts it is left out, because each beat
+    rewrites the state of all hosts, which is one value in torch's store.
     """
     given = str(arguments.rdzv_conf)
     if "keep_alive_interval" in given or arguments.rdzv_backend not in LETS_IN or _nodes(arguments.nnodes) > FEW_NODES:
@@ -238,7 +243,7 @@ class _TorchLaunch:
         return EXIT_FAILED if self._agent is None else int(self._agent.job_code)
 
     def tell_others(self, text: str) -> None:
-        """Tell the other hosts, if the job can form neither with another host nor with fewer."""
+        """Tell the other hosts, if the job can form neither with another host nor with fewer hosts."""
         from torch.distributed.run import parse_min_max_nnodes
 
         from ttp.launch.refusal import tell

@@ -27,8 +27,8 @@ def make_private(path: Path) -> None:
 def prepare_run_dir(path: Path) -> Path:
     """Create the run directory (mode 0700), or check that an existing one belongs to this user alone.
 
-    It lies below a directory that all users may write to, and holds the job's token: a directory that another user has
-    prepared is refused.
+    By default it lies below a directory that all users may write to, and it holds the job's token. So a directory that
+    another user has prepared is refused.
 
     Raises:
         ConfigError: it cannot be created, belongs to another user, or others may write to it or replace it.
@@ -63,8 +63,8 @@ def _is_shared(path: Path) -> bool:
 def allow_journal(run_dir: Path, *directories: Path | None) -> None:
     """Allow the controller of this host to write incident files below these directories.
 
-    Ranks of any host tell a controller their ``save_dir``. It writes only below directories that it was started with,
-    or that a process of its own host has named here: only the job's user can write to the run directory.
+    Ranks of any host tell a controller their ``save_dir``. The controller writes only below directories that it was
+    started with, or that are listed in the run directory of its own host, to which only the job's user can write.
 
     Raises:
         ConfigError: see ``prepare_run_dir``; or the list cannot be written.
@@ -83,7 +83,7 @@ def allow_journal(run_dir: Path, *directories: Path | None) -> None:
 
 
 def journals_allowed(run_dir: Path) -> frozenset[str]:
-    """Return the directories that ``allow_journal`` has allowed."""
+    """Return the directories that ``allow_journal`` has allowed; none if the list cannot be read."""
     try:
         text = (run_dir / JOURNALS_FILE).read_text("utf-8")
     except (OSError, UnicodeDecodeError):

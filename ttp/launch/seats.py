@@ -1,7 +1,9 @@
-"""Starts single workers of torch's agent beside those that go on in their processes; see ``ttp.processor.continuing``.
+"""Starts dead workers of torch's agent alone while the others go on in their processes (``TTP_CONTINUITY=keep``).
 
-Nothing here waits. What does not work, or not in time, ends in the start of all workers, as without it: a rank that
-goes on has begun no update, so it is killed, and the job's checkpoint is on disk since before it was told to go on.
+A *seat* is the place of one rank on this host. After a failure the survivors go on (``ttp.processor.continuing``), and
+this module starts a new worker in each seat whose worker has died. If that fails or takes too long, all workers are
+started anew. Nothing is lost then: ranks were told to go on only after the checkpoint was on disk, and a rank that goes
+on may be killed until it begins an update.
 """
 
 from __future__ import annotations
@@ -33,34 +35,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ttp.launch")
 
 LATE_S = 2.0
-"""Seconds by which the launcher sees later than a worker itself that the time is over."""
+"""Seconds that the launcher allows a worker beyond its deadline, which the worker itself watches."""
 
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 
 class Seats:
-    """The seats of this launcher's workers. One object for each launcher.
+    """Refills the seats of this launcher's workers. A launcher has one object.
 
     Args:
         agent: torch's agent.
-        host: what ttp does on this host.
-        config: says whether survivors go on, and how long that may take.
+        host: ttp's services for this host.
+        config: says whether survivors go on, how long that may take, and how often it may happen.
     """
 
     def __init__(self, agent: TtpAgent, host: Host, config: Config) -> None:
         self._agent, self._host = agent, host
         self._wanted, self._within_s = config.continuity == KEEP, config.continue_s
         self._patience_s = config.rescue_patience_s
-        self._most = config.continue_max  # each time leaves threads and descriptors of old connections behind
-        self._hosts: GoingOn | None = None  # the other hosts, if there are several
-        self._store: Any = None  # held: the server ends with its last reference
+        self._most = config.continue_max  # each continuation leaves threads and descriptors of old connections behind
+        self._hosts: GoingOn | None = None  # agreement with the other hosts; None: the job has one host
+        self._store: Any = None  # keeps the store's server running: it ends with the last reference
         self._next: NextLaunch | None = None
-        self._early: dict[int, Any] = {}  # torch's handlers of workers that wait, by rank
+        self._early: dict[int, Any] = {}  # torch's handlers of workers that were started early and wait, by rank
         host.seat = self._say
         self.begin()
 
     def begin(self) -> None:
-        """Reset: all workers were started anew."""
+        """Reset the state after all workers were started anew."""
         self._done, self._filling, self._failed, self._launch = 0, False, "", 0
         self._next_time()
 
@@ -70,7 +72,7 @@ class Seats:
         self._hosts = GoingOn(group, group.spec.rdzv_handler, self._done) if several else None
 
     def look(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Check, now and then, that no rank goes on for too long; let ranks go on where none of the host has died."""
+        """Fail if ranks take too long to go on. Let ranks go on if no rank of this host has died. Call it often."""
         self._settle(workers)
         if not self._filling:
             marks = self._marked(workers) if self._wanted else {}
@@ -82,7 +84,7 @@ class Seats:
             self.fail(workers, reason)
 
     def _settle(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Note if the workers that went on train again. They may have been released to go on once more since."""
+        """Note if the workers that went on train again. They may have been released once more since then."""
         if self._filling and not self._going(workers):
             self._filling = False
             self._next_time()
@@ -90,7 +92,7 @@ class Seats:
             logger.info("all ranks train again; those that did not die have kept their processes")
 
     def _say(self) -> str:
-        """Tell the controller, when a worker has died, whether it can be started alone."""
+        """Return, for a death report, ``SEAT_READY`` or the reason why the dead worker cannot be started alone."""
         try:
             return self.why_not(self._agent._workers()) or SEAT_READY
         except Exception as problem:
@@ -111,11 +113,11 @@ class Seats:
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     def start_early(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Start dead workers while the others save. The new workers wait until the others are released to go on."""
+        """Start dead workers already while the others save. The new workers wait until the others go on."""
         if not self._wanted:
             return
         dead = [rank for rank, worker in workers.items() if worker.poll() is not None]
-        killed = all((workers[rank].returncode or 0) < 0 for rank in dead)  # other ends are not continued
+        killed = all((workers[rank].returncode or 0) < 0 for rank in dead)  # after other exits ranks do not go on
         left = len(dead) < len(workers) or self._hosts is not None
         if not (killed and left) or self._early or self.why_not(workers):
             return
@@ -125,12 +127,12 @@ class Seats:
         logger.info("%d started while the others save, in case they go on", len(dead))
 
     def others_go_on(self, workers: Mapping[int, Popen[Any]]) -> bool:
-        """Return whether ranks of other hosts go on, if no rank of this one is left; waits while they save."""
+        """Return whether ranks of other hosts go on although all ranks of this host are dead. Waits while they save."""
         left = any(worker.poll() is None for worker in workers.values())
         return bool(self._early) and not left and self._hosts is not None and self._hosts.others_go(self._patience_s)
 
     def end(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Note that all workers are stopped now, for whatever reason."""
+        """Stop going on, because the launcher stops all workers now."""
         if self._hosts is not None:
             self._hosts.starts_anew()
         if self._going(workers):
@@ -138,7 +140,7 @@ class Seats:
         self.drop_early()
 
     def drop_early(self) -> None:
-        """End the workers that were started early: the others do not go on."""
+        """Kill the workers that were started early: the others do not go on."""
         early, self._early, self._next = self._early, {}, None
         for handler in early.values():
             with contextlib.suppress(ProcessLookupError):
@@ -146,13 +148,18 @@ class Seats:
             handler.proc.wait()
 
     def second_fault(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Note that a worker has failed: if others were still going on, all are started anew."""
+        """Handle the failure of a worker: if the ranks were still going on, all workers are started anew."""
         self._settle(workers)
         if self._filling:
             self.fail(workers, "another rank has failed meanwhile")
 
     def fail(self, workers: Mapping[int, Popen[Any]], why: str) -> None:
-        """Start all workers anew; that does not count as another restart."""
+        """Give up going on: all workers are started anew. That does not count as another restart.
+
+        Args:
+            workers: worker processes by global rank.
+            why: reason for the log.
+        """
         if not self._failed and self._filling:
             self._agent._worker_group.spec.max_restarts += 1
             self._agent._remaining_restarts += 1
@@ -163,7 +170,7 @@ class Seats:
         self._host.stop_going_on(workers, "" if told else why)
 
     def fill(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Start the dead workers alone, as the survivors go on."""
+        """Start the dead workers alone, because the survivors go on."""
         self._settle(workers)
         began_s = time.monotonic()
         dead = [rank for rank, worker in workers.items() if worker.poll() is not None]
@@ -180,7 +187,7 @@ class Seats:
             logger.warning("workers cannot be started alone", exc_info=True)
             self.fail(workers, repr(problem))
             return
-        finally:  # their difference is the number of the launch
+        finally:  # torch numbers the launch max_restarts - remaining_restarts
             self._agent._remaining_restarts -= bool(dead)
             self._agent._worker_group.spec.max_restarts += not dead
         self._next = None
@@ -197,7 +204,7 @@ class Seats:
             )
 
     def _meet(self, ranks: list[int]) -> NextLaunch:
-        """Announce where the ranks of the next launch will meet, and which ranks are started for it."""
+        """Announce the next launch: a new store where its ranks meet, and which ranks are started for it."""
         group: Any = self._agent._worker_group
         address = str(group.master_addr) if self._is_first else "127.0.0.1"
         self._store = _TCPStore(address, 0, is_master=True, wait_for_workers=False)
@@ -231,7 +238,7 @@ class Seats:
         agent = self._agent
         told = replace(self._next or self._meet(ranks), seats=tuple(ranks))
         self._launch = told.launch
-        self._host.again.announce(told)  # a rank that is started now looks for its seat
+        self._host.again.announce(told)  # before the ranks start: each of them looks for its seat there
         for worker in agent._worker_group.workers:
             if worker.global_rank in ranks:
                 handler = self._early.pop(worker.global_rank, None) or self._start(worker.global_rank)
@@ -240,7 +247,7 @@ class Seats:
                 worker.id = handler.proc.pid
         self._host.watch(agent._workers())
         told = self._agree(workers, told)
-        self._host.again.announce(replace(told, released=True))  # all have their marks, and deaths are seen
+        self._host.again.announce(replace(told, released=True))  # only now: all ranks are marked and watched
 
     def _start(self, rank: int) -> Any:
         make: Any = api
@@ -264,11 +271,11 @@ class Seats:
         return handler
 
     def _marked(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
-        """Return the deadlines of workers that have begun no update yet, by pid; some may have died meanwhile."""
+        """Return pid -> deadline of workers released to go on that have begun no update yet; some may be dead."""
         return self._of(workers, self._host.again.marks())
 
     def _going(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
-        """Return the deadlines of workers that go on to the launch whose seats were filled, by pid."""
+        """Return pid -> deadline of workers that still have to begin an update in the launch that is being filled."""
         return self._of(workers, self._host.again.marks(self._launch)) if self._filling else {}
 
     @staticmethod

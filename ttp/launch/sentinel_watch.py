@@ -1,4 +1,4 @@
-"""Tells the launcher of a worker's death before the kernel has freed its memory; a thread for each worker."""
+"""Watches the sentinels of workers, so that the launcher learns of a death before the kernel has freed the memory."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
 logger = logging.getLogger("ttp.launch")
 
 LOOK_S = 1.0
-"""Seconds between two searches for a worker's sentinel; a thread that is not needed ends within them."""
+"""Seconds between two searches for a worker's sentinel, and at most until a thread that is not needed has ended."""
 
 NEIGHBOURS_FIRST_S = 0.003
-"""Seconds for which the launcher leaves the news to a neighbour, which is woken at the same instant: a second report
-would only take the processor from the first. If no other worker lives it does not wait."""
+"""Seconds by which the launcher delays its report of a death while another worker lives. That neighbour is woken at the
+same instant and reports the death; a second report would only take CPU time from the first."""
 
 OnDeath = Callable[[int, int], None]
-"""Called on a watching thread with rank and pid. Must not block."""
+"""Called on a watching thread with rank and pid of a dead worker. Must not block."""
 
 
 class SentinelWatch:
-    """Watches the sentinels of the workers of this host, one group after the other; a thread for each worker.
+    """Watches the sentinels of one group of workers after the other, with one thread per worker.
 
-    Workers are recognised by pid and start time, so nothing has to be known of their job. If a worker has no sentinel
-    its thread looks in vain; ``WorkerWatch`` sees the end of the process in any case.
+    A worker's sentinel is recognised by pid and start time. If a worker has no sentinel, its thread searches without
+    result; ``WorkerWatch`` sees the end of the process in any case.
 
     Args:
         run_dir: run directory of the job on this host.
-        shared_memory: where directories in memory are made.
+        shared_memory: directory of the file system in memory (``/dev/shm``) that holds the sentinels.
         look_s: see ``LOOK_S``.
         neighbours_first_s: see ``NEIGHBOURS_FIRST_S``.
     """
@@ -48,7 +48,7 @@ class SentinelWatch:
         self._neighbours_first_s = neighbours_first_s
         self._over = threading.Event()
         self.living: set[int] = set()
-        """Workers whose sentinel is in place and shows that they live; each of them may watch another one."""
+        """Ranks whose sentinel shows that they live. Each of them may report the death of another rank."""
 
     def watch(self, workers: Mapping[int, int], on_death: OnDeath) -> None:
         """Watch these workers (pid by global rank) instead of the earlier ones."""
@@ -67,6 +67,7 @@ class SentinelWatch:
         self._over.set()
 
     def _run(self, rank: int, pid: int, on_death: OnDeath, over: threading.Event, living: set[int]) -> None:
+        """Watch one worker until it dies or ``over`` is set."""
         try:
             start = process_start(pid)
             while not over.is_set():

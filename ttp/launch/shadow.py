@@ -1,8 +1,8 @@
-"""Copies a checkpoint from the memory of this host to the storage, while the job trains on.
+"""Copies a held checkpoint from the memory of this host to the storage, while the job trains on.
 
 ``python -m ttp.launch.shadow`` runs this *writer* in a process and session of its own, which outlives ranks, launcher
-and controller. A rank that begins to write a checkpoint to memory starts the writer. The launcher starts it again if it
-was killed, and waits for it before it ends itself.
+and controller. A rank that begins to write a checkpoint to memory starts the writer. The launcher restarts a writer that
+was killed, and waits for the writer before it ends itself.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ log = logging.getLogger("ttp.launch")
 LOOK_S = 0.02
 """Seconds between two looks at the files in memory."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 5.0
-"""Shortest and longest pause in seconds after the storage has refused; it is doubled each time."""
+"""Shortest and longest pause in seconds after a copy has failed; the pause is doubled each time."""
 START_S = 10.0
 """Seconds that the writer may take to start."""
 AGAIN_S = 1.0
-"""Seconds between two looks of a launcher at whether the writer runs."""
+"""Seconds between two checks of a launcher whether the writer runs."""
 THREADS = 4
 CHUNK = 1 << 20
 FOLDER = "held"
-"""Folder in the run directory with a file for each directory in memory; the file holds the path of that directory."""
+"""Folder in the run directory with one file for each directory in memory; the file contains that directory's path."""
 
 
 class Bringer:
@@ -68,7 +68,11 @@ class Bringer:
         self._lock = threading.Lock()
 
     def run(self) -> bool:
-        """Copy until the ordered checkpoint is durable, or ``patience_s`` is over. Return whether nothing is left."""
+        """Copy until the ordered checkpoint is durable, or the order's ``patience_s`` is over.
+
+        Returns:
+            False if a checkpoint is still in memory only.
+        """
         until, pause_s, tries = time.monotonic() + self._order.patience_s, RETRY_MIN_S, 0
         if not self._held.unfinished():
             self._held.drop(but=self._order.draft)
@@ -98,7 +102,7 @@ class Bringer:
         return False
 
     def _is_late(self) -> bool:
-        """Return whether the storage has got the ordered version or a newer one in another way meanwhile."""
+        """Return whether the storage already has a whole checkpoint of the ordered version or a newer one."""
         draft = names.parse_draft_name(self._order.draft)
         with contextlib.suppress(CheckpointError, OSError):
             for place in self._places if draft is not None else ():
@@ -108,7 +112,15 @@ class Bringer:
         return False
 
     def _bring(self, held: Path, manifest: Manifest, place: Path) -> tuple[Path, int]:
-        """Copy a checkpoint to ``place`` unless that has one as new. Return path and size of the verified one."""
+        """Copy a checkpoint to ``place``, unless a checkpoint there is as new.
+
+        Returns:
+            Path and size in bytes of the newest checkpoint there, which was verified.
+
+        Raises:
+            CheckpointError: the checkpoint was damaged in memory or on the storage.
+            OSError: the storage refused a read or a write.
+        """
         self._mounts.check(place)
         make_directory(place)
         newest, _ = catalog.find_whole(place, deep=False, enough=1)
@@ -159,7 +171,7 @@ class Bringer:
                 raise CheckpointError(f"{held / piece.file} is damaged in memory: {found}")
 
     def _set_aside(self, path: Path, manifest: Manifest) -> None:
-        """Rename a checkpoint that the storage has damaged, so that it can be written again under its name."""
+        """Rename a checkpoint that was damaged on the storage, so that it can be written again under its name."""
         if path.name == names.checkpoint_name(manifest.version):
             with contextlib.suppress(OSError):
                 path.rename(path.with_name(names.removed_name(manifest.version, time.time_ns())))
@@ -206,14 +218,14 @@ class Bringer:
 
 
 def serve(held: Held, *, wait_s: float = START_S) -> None:
-    """Start a writer for a directory in memory, unless one is running.
+    """Start a writer process for a directory in memory, unless one is running.
 
     Args:
         held: the directory in memory.
         wait_s: seconds to wait until the writer runs; 0: do not wait.
 
     Raises:
-        OSError: The writer did not start within ``wait_s``.
+        OSError: the writer did not start within ``wait_s``.
     """
     if held.is_served():
         return
@@ -240,7 +252,7 @@ class Shadows:
         self._looked_s = 0.0
 
     def look(self) -> None:
-        """Start writers again that were killed. Call it often: it looks once in ``AGAIN_S`` seconds."""
+        """Restart writers that were killed. Call it often: it checks once in ``AGAIN_S`` seconds."""
         if time.monotonic() > self._looked_s + AGAIN_S:
             self._looked_s = time.monotonic()
             for held in self._unfinished():
@@ -283,7 +295,11 @@ class Shadows:
 
 
 def main(root: Path) -> int:
-    """Be the writer for the directory ``root`` in memory, in a child process. Return the exit code."""
+    """Run the writer for the directory ``root`` in memory, in a child process.
+
+    Returns:
+        The exit code: 1 if a checkpoint is still in memory only.
+    """
     if os.fork():
         return 0  # the parent ends, so that no process of the job has to wait for the writer
     os.setsid()

@@ -1,8 +1,8 @@
-"""The job's token, made on the first node and handed to the others through their rendezvous.
+"""Lets the launchers of a job agree on its token: the first node makes one and passes it on through the rendezvous.
 
-Launchers meet in a key-value store before they start workers. The first node leaves the token there; a node that was
-given one (``TTP_TOKEN_FILE``, ``TTP_TOKEN``) keeps it. A user's token is not put into the store: the store
-authenticates no client, as docs/security.md tells its users.
+Launchers meet in a key-value store before they start workers. The first node writes the token there. A node that was
+given a token (``TTP_TOKEN_FILE``, ``TTP_TOKEN``) keeps that one. A token given by the user is never put into the store,
+because the store authenticates no client (docs/security.md).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class SharedToken:
 
     @property
     def made_here(self) -> bool:
-        """True if the token is the launchers' own and not the user's."""
+        """True if the launchers make the token; False if the user gave one, or chose to have none."""
         return not self._given
 
     def agree(self, store: Any, *, first: bool) -> Config:
         """Return the settings with the job's token. Call it on all nodes each time they have met.
 
         Args:
-            store: torch's store, common to the launchers.
-            first: this is the first node.
+            store: torch's store, which the launchers share.
+            first: True on the first node.
 
         Raises:
-            ConfigError: the first node has a token that it was given, and this node has none.
+            ConfigError: this node has no token, and the first node passes none on.
         """
         if first:
             if not self._given and not self._config.token:
@@ -64,9 +64,10 @@ class SharedToken:
 
     @staticmethod
     def _hear(store: Any) -> str:
+        """Return the token that the first node wrote to the store."""
         try:
             store.wait([KEY], timedelta(seconds=WAIT_S))
-        except (RuntimeError, OSError, LookupError) as problem:  # torch's own kinds; no signal
+        except (RuntimeError, OSError, LookupError) as problem:  # what torch raises; not its SignalException
             raise ConfigError(
                 f"the first node has not handed over the job's token within {WAIT_S:g} s: is it started with this "
                 "version of ttp, too? Else set TTP_TOKEN_FILE on every node to a file of mode 0600 with the same secret"

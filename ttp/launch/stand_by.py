@@ -1,9 +1,9 @@
-"""Hosts that take the place of lost ones, under torch's dynamic rendezvous.
+"""Lets a spare host take the place of a lost one, under torch's dynamic rendezvous.
 
-A host that stands by (``ttp run --stand-by``) looks at the rendezvous once a second without being part of it. While
-hosts that have failed meet again, each of them is a participant, or waits for the next round; only the place of a host
-that is gone stays empty. A place that has been empty for ``VACANT_S`` while others wait is taken; from then on the host
-is like the others. The others wait ``TTP_RESCHEDULE_S`` for a host in the place of a lost one.
+A host that stands by (``ttp run --stand-by``) reads the state of the rendezvous once a second without joining it. While
+a job restarts, each of its hosts is in the rendezvous as a participant, or waits for the next round; only the place of a
+lost host stays empty. If a place has been empty for ``VACANT_S`` while other hosts wait, the host that stands by takes
+it, and from then on is like the others. The others wait ``TTP_RESCHEDULE_S`` for a host to take an empty place.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ logger = logging.getLogger("ttp.launch")
 
 LOOK_S = 1.0
 VACANT_S = 2.0
-"""Seconds a place has to be empty: hosts that restart leave the round and enter the next one at once."""
+"""Seconds for which a place has to be empty. Hosts that restart leave the round and enter the next one at once."""
 LATE_S = 10.0
+"""Seconds after which any host that stands by takes a place that is still empty, without waiting for its turn."""
 LEAVE_S = 5.0
 TURN_KEY = "ttp/turn"
-"""Key with the number of the round that is about to form: a host not needed in one round comes first in a later one."""
+"""Prefix of the key, one per round, that counts the hosts that want an empty place of that round."""
 
 
 class Rescheduling(WrappedRendezvous):
-    """Torch's dynamic rendezvous, for hosts that have to do without a lost one for a while.
+    """Torch's dynamic rendezvous, with a limit on how long a restart waits for a missing host.
 
     Args:
-        inner: torch's rendezvous; with the number of hosts of the job.
-        wait_s: seconds that hosts that meet again wait for a missing one; 0: as torch does.
+        inner: torch's rendezvous, made for the number of hosts of the job.
+        wait_s: seconds that a restart waits for a missing host; 0: as long as torch does.
     """
 
     def __init__(self, inner: Any, wait_s: float) -> None:
@@ -52,11 +53,11 @@ class Rescheduling(WrappedRendezvous):
         self._seated = self._left = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the others; from the second time on within the limit.
+        """Meet the other hosts; from the second meeting on within ``wait_s``.
 
         Raises:
             RendezvousTimeoutError: a host is missing.
-            ConfigError: a host that is waited for was refused.
+            ConfigError: another host refused its settings and closed the rendezvous (``ttp.launch.refusal``).
         """
         if self._seated and self._wait_s:
             self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
@@ -77,26 +78,26 @@ class Rescheduling(WrappedRendezvous):
         return info
 
     def leave(self) -> None:
-        """Give up this host's place; the rendezvous goes on without it."""
+        """Give up this host's place without closing the rendezvous for the other hosts."""
         self._left = True
         self._inner._stop_heartbeats()
         self._inner._op_executor.run(_RendezvousExitOp(), time.monotonic() + LEAVE_S)
 
     def shutdown(self) -> bool:
-        """See torch's ``RendezvousHandler.shutdown``. A host without a place does not end the others' rendezvous."""
+        """See torch's ``RendezvousHandler.shutdown``. A host without a place does not close the rendezvous."""
         return super().shutdown() if self._seated and not self._left else True
 
 
 class StandBy(Rescheduling):
-    """A ``Rescheduling`` rendezvous that is entered when a host of the job is missing.
+    """A ``Rescheduling`` rendezvous that waits outside and joins only when a host of the job is missing.
 
     Args:
-        inner: torch's rendezvous; with the number of hosts of the job.
+        inner: torch's rendezvous, made for the number of hosts of the job.
         wait_s: see ``Rescheduling``.
-        prepare: called now and then with a store that the hosts of the job share.
+        prepare: called once a second while this host waits, with a store that the hosts of the job share.
 
     Raises:
-        ConfigError: this kind of rendezvous lets no host in later.
+        ConfigError: this kind of rendezvous cannot be joined later.
     """
 
     def __init__(self, inner: Any, wait_s: float, prepare: Callable[[Any], None]) -> None:
@@ -110,15 +111,16 @@ class StandBy(Rescheduling):
         self._turn = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until a host is missing, if this one has no place yet; then meet the others.
+        """If this host has no place yet, wait until a host is missing. Then meet the others.
 
         Raises:
-            RendezvousGracefulExitError: the job has ended and did not need this host, or cannot be reached any more.
+            RendezvousGracefulExitError: the job has ended and did not need this host, or the rendezvous cannot be
+                reached any more.
         """
         if not self._seated:
             try:
                 self._wait()
-            except RendezvousConnectionError as problem:  # its host may be the first to leave a job that ended
+            except RendezvousConnectionError as problem:  # the host that serves it may leave first when the job ends
                 logger.warning("the rendezvous does not answer any more: this host stands by no longer. %s", problem)
                 raise RendezvousGracefulExitError from problem
         return super().next_rendezvous()
@@ -140,7 +142,10 @@ class StandBy(Rescheduling):
         raise RendezvousGracefulExitError
 
     def _may_enter(self, empty: int, for_s: float) -> bool:
-        """Return whether it is this host's turn: as many enter as places are empty. A late host is not waited for."""
+        """Return whether this host may take one of ``empty`` places, which have been empty for ``for_s`` seconds.
+
+        Hosts that stand by take turns: as many enter as places are empty, or any host after ``LATE_S``.
+        """
         if for_s < VACANT_S:
             self._turn = 0
             return False
@@ -151,7 +156,12 @@ class StandBy(Rescheduling):
 
 
 def pass_barrier(store: Any, hosts: int) -> None:
-    """Be counted where all hosts wait for each other at the end of the job, without waiting."""
+    """Pass the barrier at which torch's agents wait for each other at the end of the job, without waiting there.
+
+    Args:
+        store: the store of the launch.
+        hosts: number of hosts of the job.
+    """
     from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
     from torch.distributed.elastic.utils.store import _barrier_nonblocking
 
@@ -159,15 +169,17 @@ def pass_barrier(store: Any, hosts: int) -> None:
 
 
 def is_dynamic(rendezvous: Any) -> bool:
-    """Return whether hosts may enter torch's rendezvous later."""
+    """Return whether this is torch's dynamic rendezvous, which hosts may join later."""
     return hasattr(rendezvous, "_state_holder")
 
 
 def vacancies(state: Any, hosts: int) -> int:
-    """Return how many hosts are missing where the others of a job meet again; 0 before its first complete meeting.
+    """Return how many hosts are missing while the hosts of a restarting job meet; 0 if they do not meet now.
+
+    Before the job has formed for the first time the result is 0, too.
 
     Args:
-        state: state of torch's dynamic rendezvous; hosts that are silent there are not in it.
+        state: state of torch's dynamic rendezvous; torch removes silent hosts from it.
         hosts: number of hosts of the job.
     """
     there = len(set(state.participants) | set(state.wait_list))

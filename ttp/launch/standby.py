@@ -16,10 +16,11 @@ from ttp.wire.address import target
 
 PROBE_S = 1.0
 START_S = 20.0
-"""Seconds for a controller to start. It needs one; a host that is busy starting a job may need more."""
+"""Seconds that a controller may take to start. It usually needs one; more on a host that is busy starting a job."""
 ORPHAN_S = 15.0
-"""Seconds by which a standby controller outlives the rank that started it: others may be on their way to it."""
+"""Seconds for which a standby controller outlives the rank that started it: other ranks may be about to connect."""
 KEPT_S = 30 * 86400.0
+"""Seconds after which a standby controller to which no rank has come ends by itself."""
 
 ANY = ("", "0.0.0.0", "::")
 """Values of ``TTP_BIND`` that stand for every address."""
@@ -28,7 +29,15 @@ _HOST_ANSWERS = (errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 def own_address(config: Config, master_addr: str) -> str:
-    """Return the address of this host: ``TTP_ADDRESS``, else ``TTP_BIND``, else that on the way to the first node."""
+    """Return the address of this host: ``TTP_ADDRESS``, else ``TTP_BIND``, else that of the route to the first node.
+
+    Args:
+        config: settings.
+        master_addr: address of the first node.
+
+    Returns:
+        The address; empty: it cannot be found out.
+    """
     if config.address:
         return config.address
     if config.bind not in ANY:
@@ -36,14 +45,17 @@ def own_address(config: Config, master_addr: str) -> str:
     try:
         family, _, _, _, where = socket.getaddrinfo(master_addr, config.port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probing:
-            probing.connect(where)  # sends nothing: asks the routing table
+            probing.connect(where)  # sends no packet, only selects the route
             return str(probing.getsockname()[0])
     except OSError:
         return ""
 
 
 def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool, str]:
-    """Return whether a host answers, and why. An open port and a refused connection both show that its kernel runs."""
+    """Return whether a host answers, and a text with the reason.
+
+    An open port and a refused connection both show that the host's kernel runs.
+    """
     try:
         socket.create_connection((address, port), timeout_s).close()
     except OSError as problem:
@@ -82,7 +94,7 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
 
 
 def _free_port(bind: str, wanted: int | None) -> int:
-    """Return the job's own port if it is free, as firewalls may allow only that one, else any free port."""
+    """Return the job's own port if it is free, because firewalls may allow only that one, else any free port."""
     family, _, _, _, where = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     for port in (wanted or 0, 0):
         with socket.socket(family, socket.SOCK_STREAM) as probing:

@@ -41,11 +41,11 @@ def read_token(run_dir: Path) -> str | None:
 
 
 def secret_in(path: Path, named: str) -> str:
-    """Return the content of a secret file, without the end of the line.
+    """Return the content of a secret file, without white space at both ends.
 
     Args:
         path: a plain file of this user or of root that no other user may read.
-        named: its name in errors.
+        named: how error messages call the file.
 
     Raises:
         ConfigError: it cannot be read, is empty, or is not private; the text says what to do.

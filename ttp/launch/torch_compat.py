@@ -1,7 +1,7 @@
-"""Checks that this torch has what ttp relies on inside torch's elastic agent.
+"""Checks that the installed torch has the private names of torch's elastic agent that ttp uses.
 
-The agent is extended through names that are not public. If a torch differs, its launcher is left as it is: the job runs
-as under the stock launcher, with one warning.
+If this version of torch differs, its launcher is left as it is: the job runs as under the stock launcher, with one
+warning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ logger = logging.getLogger("ttp.launch")
 
 
 def differences() -> list[str]:
-    """Return what in torch is not as ttp expects it; empty: the agent can be extended."""
+    """Return the expectations of ttp that this torch does not meet; empty: the agent can be extended."""
     try:
         return [text for text, holds in _expectations() if not holds]
     except Exception as problem:
@@ -46,7 +46,7 @@ def _expectations() -> list[tuple[str, bool]]:
 
 
 def _names(function: Any) -> tuple[str, ...]:
-    """Return every global and attribute name in a function's code, below decorators."""
+    """Return all global and attribute names in the code of a function, without its decorators."""
     code = inspect.unwrap(function).__code__
     return code.co_names
 
@@ -56,10 +56,10 @@ def _accepts(function: Any, parameter: str) -> bool:
 
 
 def forgive_replies() -> None:
-    """Make torch treat a rank's error report that cannot be read as none, from now on.
+    """Make torch ignore a rank's error report that cannot be read, from now on.
 
-    A rank that is killed while it writes its report, or has no room for it, leaves half a file. Torch's launcher would
-    end at that, and not start the job again.
+    A rank that is killed while it writes its report, or that runs out of disk space, leaves an incomplete file. Torch's
+    launcher would end with an error when it reads that file, and not start the job again.
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 

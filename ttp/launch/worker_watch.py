@@ -16,11 +16,11 @@ from ttp.launch.deaths import ORDERLY_EXITS, SIGKILLED, DeathWatch, describe_exi
 logger = logging.getLogger("ttp.launch")
 
 TURN_S = 0.2
-"""Seconds until the thread notices new workers; deaths before that are seen then."""
+"""Seconds within which the thread notices new workers. It reports deaths in between then."""
 
 
 class Reporter(Protocol):
-    """Takes the reports. Must neither block nor raise."""
+    """Receives reports of deaths. Must neither block nor raise."""
 
     def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
         """Report that process ``pid`` of ``rank`` ended for ``reason``, with exit code ``code`` (0: not known)."""
@@ -52,7 +52,7 @@ class WorkerWatch:
             self._expected = set()
 
     def expect(self, pids: Iterable[int]) -> None:
-        """Report no deaths of these workers: the launcher is about to stop them."""
+        """Do not report the deaths of these workers: the launcher is about to stop them."""
         with self._lock:
             self._expected.update(pids)
 
@@ -97,12 +97,12 @@ class WorkerWatch:
 
 # -------------------------------------------------------------------------------------------------------- out of memory
 #
-# Tells kills by the out-of-memory killer from others, by the kernel's counters for each cgroup.
+# Recognises kills by the out-of-memory killer by the kernel's counter of each cgroup.
 #
-# SIGKILL does not tell its sender. But ``oom_kill`` in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1) of
-# the victim's own cgroup is raised before the signal is sent, whatever limit was hit. If that cgroup has no memory
-# controller, the nearest one above counts; if there is none, ``/proc/vmstat`` counts for the whole machine. So the
-# counter is read while the process lives and again after its death. Each counted kill explains one death.
+# SIGKILL does not tell its sender. But the kernel raises ``oom_kill`` in ``memory.events`` (cgroup v2) or
+# ``memory.oom_control`` (v1) of the victim's own cgroup before it sends the signal, whatever limit was hit. If that
+# cgroup has no memory controller, its nearest ancestor with one counts, else ``/proc/vmstat`` for the whole machine. So
+# the counter is read while the process lives and again after its death. Each counted kill explains one death.
 
 
 COUNTER = "oom_kill"
@@ -112,14 +112,14 @@ FILES = {1: "memory.oom_control", 2: "memory.events"}
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A counter of kills: ``name`` for the operator, ``file`` with lines of names and numbers."""
+    """A counter of kills: ``name`` is shown to the operator, ``file`` has lines of a name and a number."""
 
     name: str
     file: Path
 
 
 class OomWatch:
-    """Remembers the counters of the out-of-memory killer from when it was made. Never raises.
+    """Compares the counters of the out-of-memory killer with their values when this object was made. Never raises.
 
     Args:
         pids: live processes of this host.
@@ -133,13 +133,13 @@ class OomWatch:
         try:
             known = list(mounts(self._proc))
         except (OSError, ValueError, LookupError) as problem:  # a signal is an Exception, too, in torch's launcher
-            logger.debug("cgroups are not to be had: %s", problem)
+            logger.debug("cannot read the mounted cgroups: %s", problem)
             known = []
         for pid in pids:
             self._remember(pid, known)
 
     def explain(self, pid: int) -> str:
-        """Return a text if ``pid`` was killed for lack of memory, else empty. Ask once, after its death."""
+        """Return a text if the out-of-memory killer has killed ``pid``, else empty. Call it once, after its death."""
         place = self._place.get(pid)
         count = _read(place.file) if place is not None else None
         if place is None or count is None or count <= self._before[place.file]:
@@ -160,10 +160,11 @@ class OomWatch:
                     self._before.setdefault(place.file, count)
                     return
         except (OSError, ValueError, LookupError) as problem:  # a signal is an Exception, too, in torch's launcher
-            logger.debug("pid %d: its cgroup cannot be told: %s", pid, problem)
+            logger.debug("cannot find the cgroup of pid %d: %s", pid, problem)
 
 
 def _read(file: Path) -> int | None:
+    """Return the counter in a file; None: there is none."""
     try:
         lines = file.read_text().splitlines()
     except (OSError, ValueError):
