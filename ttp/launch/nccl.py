@@ -150,7 +150,7 @@ def objections(
 
 
 def heartbeat_s(config: Config) -> int:
-    """Return the seconds after which torch's monitor may end a rank: enough to notice a hang, freeze and save, and more."""
+    """Return the seconds after which the monitor may end a rank: to notice a hang, freeze and save, plus a minute."""
     noticed_s = 3 * (config.hang_s or 0.0)
     rescued_s = config.freeze_patience_s + config.answer_patience_s + config.rescue_patience_s
     goes_on_s = config.continue_s if goes_on(config) else 0.0

@@ -4,10 +4,10 @@ For scripts that start MindSpore's ranks themselves. Replaces ``reset_process.py
 
     python train.py & pids="$pids $!" ...; ttp reset-process -p $pids -r & wait
 
-The Ascend Device Plugin writes ``reset.json``: ``{"RankList": [{"RankId": 0, "Status": "unrecovered"}]}``. When this file
-lists a rank of the job, on any host, with a status other than ``recovered``, the ranks of this host are ended so that
-devices can be reset. When all listed ranks have ``recovered``, the ranks of this host are started again with the same
-command lines and environments.
+The Ascend Device Plugin writes ``reset.json``: ``{"RankList": [{"RankId": 0, "Status": "unrecovered"}]}``. When this
+file lists a rank of the job, on any host, with a status other than ``recovered``, the ranks of this host are ended so
+that devices can be reset. When all listed ranks have ``recovered``, the ranks of this host are started again with the
+same command lines and environments.
 """
 
 from __future__ import annotations

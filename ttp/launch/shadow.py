@@ -1,8 +1,8 @@
 """Copies a held checkpoint from the memory of this host to the storage, while the job trains on.
 
 ``python -m ttp.launch.shadow`` runs this *writer* in a process and session of its own, which outlives ranks, launcher
-and controller. A rank that begins to write a checkpoint to memory starts the writer. The launcher restarts a writer that
-was killed, and waits for the writer before it ends itself.
+and controller. A rank that begins to write a checkpoint to memory starts the writer. The launcher restarts a writer
+that was killed, and waits for the writer before it ends itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Lets a spare host take the place of a lost one, under torch's dynamic rendezvous.
 
 A host that stands by (``ttp run --stand-by``) reads the state of the rendezvous once a second without joining it. While
-a job restarts, each of its hosts is in the rendezvous as a participant, or waits for the next round; only the place of a
-lost host stays empty. If a place has been empty for ``VACANT_S`` while other hosts wait, the host that stands by takes
-it, and from then on is like the others. The others wait ``TTP_RESCHEDULE_S`` for a host to take an empty place.
+a job restarts, each of its hosts is in the rendezvous as a participant, or waits for the next round; only the place of
+a lost host stays empty. If a place has been empty for ``VACANT_S`` while other hosts wait, the host that stands by
+takes it, and from then on is like the others. The others wait ``TTP_RESCHEDULE_S`` for a host to take an empty place.
 """
 
 from __future__ import annotations
