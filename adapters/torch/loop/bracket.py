@@ -88,7 +88,7 @@ class Bracket:
 
     When ``step`` of a subclass calls ``super().step()``, the hooks fire twice: only the outermost call counts. An
     exception of ``step()`` leaves the bracket open, so the copy counts as torn, which is true. If the program catches
-    the exception and goes on, the log says so; docs/decisions/0028-the-bracket.md tells what becomes of the version.
+    the exception and goes on, the log says so; docs/decisions/0028-what-is-an-update.md tells what becomes of the version.
     """
 
     __slots__ = (
