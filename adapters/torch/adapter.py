@@ -1,4 +1,4 @@
-"""The adapter for one torch training, made by ``ttp.wrap_optimizer`` of model, optimizer and what goes with them."""
+"""The torch adapter: connects a model, its optimizers and what ``ttp.wrap_optimizer`` was given with the processor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ log = logging.getLogger("ttp.adapters.torch")
 
 _LISTED_MAX = 4
 _POLL_S = 5e-5
-"""Seconds between two looks at the gate of a training thread that waits until the job is thawed."""
+"""Seconds between two checks of the gate by a training thread that waits for it to open."""
 
 
 class TorchAdapter(Restoring):
@@ -60,18 +60,19 @@ class TorchAdapter(Restoring):
 
     Args:
         optimizer: the optimizer that updates the parameters of ``model``, or a list of several.
-        model: wrapped or not.
+        model: the model; it may be wrapped, for example in DistributedDataParallel.
         scheduler: the LR scheduler, or None, or a list of them.
         extra_state: see ``ttp.wrap_optimizer``.
         scaler: a GradScaler, or None.
         undo: ``"preimage"`` or None; see ``ttp.wrap_optimizer``.
-        layout: the replica groups, if the user gives them; None: they are found.
-        shard_of: the shard of a parameter in ``layout``, by its name; None: every rank holds one shard.
+        layout: the replica groups as the user gives them; None: find them from the model and the optimizer.
+        shard_of: returns the shard of a parameter in ``layout``, given its name; None: every rank holds one shard.
         buddy: see ``ttp.wrap_optimizer``.
 
     Raises:
-        ConfigError: an optimizer holds parameters that the model does not name, or that another one holds too.
-        UsageError: an extra state cannot be stored, or there is no optimizer.
+        ConfigError: the parameters of an optimizer are not in the model, or are in two optimizers; or an optimizer that
+            shards its state is given together with others.
+        UsageError: there is no optimizer, an extra state cannot be stored, or a scheduler changes unsaved param groups.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class TorchAdapter(Restoring):
         self._processor: Processor | None = None
         self._looked = False  # whether the optimizers were checked for state that cannot be saved
         self._followers: Followers | None = None
-        self._following: list[Tensor] = []  # parameters that no optimizer has and that the program moves
+        self._following: list[Tensor] = []  # parameters in no optimizer that the program changes after updates
         self._source.may_follow = lambda: self._followers is not None
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._resumed = False
         self.repeating: Repeating | None = None
-        """Follows the calls of a function that ``ttp.one_step`` decorates; None: not attached."""
+        """Tracks the calls of the function that ``ttp.one_step`` decorates; None before ``attach``."""
 
     @property
     def source(self) -> TorchSource:
@@ -120,13 +121,13 @@ class TorchAdapter(Restoring):
         return self._source
 
     def layout(self, world_size: int) -> Layout:
-        """Find the replica groups in the objects of the program. All ranks must call it at the same point.
+        """Find the replica groups from the model and the optimizer. Collective: all ranks call it at the same point.
 
         Args:
-            world_size: ranks of the job.
+            world_size: number of ranks of the job.
 
         Raises:
-            ConfigError: the state of this rank or of another one could not be saved; all ranks raise the same.
+            ConfigError: the state of some rank could not be saved; all ranks raise the same error.
         """
         if connected(world_size):
             gather_or_refuse(self._try)
@@ -135,7 +136,7 @@ class TorchAdapter(Restoring):
         return self.sharding(world_size).layout
 
     def _try(self) -> bytes:
-        """Try to write the state, and raise ConfigError if it cannot be saved. The result is empty; see ``trial``."""
+        """Raise ConfigError if the state of this rank could not be saved; see ``saving.trial``. Returns no bytes."""
         try_before_training(self._source.everything(), self._model, self._names, self._capture.skipped)
         if why := hook_refusal(ddps_of(self._model)):
             raise ConfigError(why)
@@ -146,18 +147,18 @@ class TorchAdapter(Restoring):
 
         Args:
             problem: the reason; it is raised on all ranks.
-            world_size: ranks of the job.
+            world_size: number of ranks of the job.
         """
         refuse_everywhere(problem, world_size)
 
     def sharding(self, world_size: int) -> Sharding:
-        """Return how the state is spread over the ranks. All ranks make the first call at the same point.
+        """Return how the state is sharded over the ranks. The first call is collective: all ranks make it together.
 
         Args:
-            world_size: ranks of the job.
+            world_size: number of ranks of the job.
 
         Raises:
-            ConfigError: the sharding cannot be found out, or cannot be saved; the text says what to do.
+            ConfigError: the sharding is not recognised, or cannot be saved; the text says what to do.
         """
         if self._sharding is None:
             modules = self._extra.modules
@@ -167,7 +168,7 @@ class TorchAdapter(Restoring):
         return self._sharding
 
     def attach(self, processor: Processor) -> None:
-        """Register the hooks with optimizer and model; updates are reported to ``processor`` from now on."""
+        """Register hooks on optimizer and model, and report updates to ``processor`` from now on."""
         self._processor, source = processor, self._source
         sharding = self.sharding(processor.env.world_size)
         for note in self._extra.notes() if processor.env.world_size > 1 else ():
@@ -221,7 +222,7 @@ class TorchAdapter(Restoring):
         return PreImage(optimizer, modules, runtimes, followers=self._following, reserve=reserve)
 
     def _followed(self, names: Sequence[str]) -> None:
-        """Remember parameters that no optimizer has and that the program changed after an update."""
+        """Record parameters in no optimizer that the program changed after an update: pre-images copy them too."""
         assert self._post_step is not None
         self._post_step.followed()
         known = set(map(id, self._following))
@@ -232,7 +233,7 @@ class TorchAdapter(Restoring):
         trial = Trial(members_of(self._optimizer), self._model, self._names, self._source.everything)
         buckets = self._buckets
         trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
-        if not is_sharded(self._optimizer):  # else the optimizer itself spreads new parameters over the ranks
+        if not is_sharded(self._optimizer):  # a sharding optimizer assigns new parameters to ranks itself
             mine = processor.layout.shards_of(Rank(processor.env.rank))
             trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
         return trial
@@ -241,7 +242,7 @@ class TorchAdapter(Restoring):
         """Return the functions to call around an update."""
         owners = [[owner for owner in members_of(self._optimizer) if owner in _owners(taker)] for taker in takers]
         if is_sharded(self._optimizer):
-            owners = [[]]  # the weights that it exchanges after the step could not be kept
+            owners = [[]]  # no copies: they would lack the weights that the ranks exchange after the step
         between = self._source.between = BetweenSteps(
             turns, owners, whole, lambda: self._make_preimage(self._optimizer, reserve=False)
         )
@@ -257,7 +258,7 @@ class TorchAdapter(Restoring):
             self._followers.at_gate()
         goes_on = None if self._processor is None else self._processor.goes_on
         if goes_on is not None and goes_on.runs:
-            goes_on.over()  # others may make this update while this rank stays here and alone holds its shards
+            goes_on.over()  # stop the clock: peers may make this update while this rank waits, alone with its shards
         if self._barrier is not None:
             self._barrier.wait()
         elif goes_on is not None:  # no update is queued behind a collective that may have to be aborted
@@ -282,11 +283,11 @@ class TorchAdapter(Restoring):
         if not self._looked:
             self._looked = True
             if (goes_on := current()) is not None:
-                goes_on.why_no_loop()  # the loop has begun, decorated or not, so stop listening
+                goes_on.why_no_loop()  # the loop has begun: stop recording collectives (see ``regroup.Groups``)
             refuse_unsaved(self._given, self._extra.objects)
 
     def _stay_redone(self) -> None:
-        """Wait after an update that was redone by order, so as not to enter an exchange with ranks that may be dead."""
+        """Wait after a redone update until the gate opens: the optimizer's exchange could hang on a dead rank."""
         assert self._processor is not None
         gate = self._processor.gate
         while gate.redone and gate.closed:
@@ -344,17 +345,17 @@ class TorchAdapter(Restoring):
             self._attachment.step_done()
 
     def settled(self) -> None:
-        """Note that what follows the last update is done; for adapters of frameworks that know it."""
+        """Note that scheduler, scaler and averages have followed the last update; for frameworks that tell when."""
         if self._attachment is not None:
             self._attachment.settled()
 
 
 def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the given optimizers without repetitions.
+    """Return the given optimizers as a list without repetitions.
 
     Raises:
-        UsageError: there is none.
-        ConfigError: an optimizer that shards its state stands beside others.
+        UsageError: no optimizer was given.
+        ConfigError: an optimizer that shards its state was given together with others.
     """
     given = list({id(each): each for each in listed(optimizer)}.values())
     if not given:
@@ -370,7 +371,7 @@ def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def _names(takers: Sequence[Sequence[Optimizer]]) -> list[str]:
-    """Return a name of each optimizer for messages."""
+    """Return a name for each optimizer, for messages."""
     return [f"optimizer {number} ({type(taker[0]).__name__})" for number, taker in enumerate(takers, 1)]
 
 
@@ -390,7 +391,7 @@ def _tell_forgotten(names: Sequence[str]) -> None:
 
 
 def _schedulers(given: Any) -> list[Any]:
-    """Return all schedulers, those inside a container (torchtitan's) in its place, because each state is saved."""
+    """Return a list of schedulers with containers (torchtitan's) replaced by their members, which are saved singly."""
     found: list[Any] = []
     for each in listed(given):
         inside = getattr(each, "schedulers", None)

@@ -1,14 +1,15 @@
-"""Exchanges the backends inside the process groups of a rank that goes on, so that code that holds a group can keep it.
+"""Exchanges the backends inside existing process groups after a rank has died, so that the group objects stay usable.
 
-A group is an object that asks a *backend* for each collective. A backend connects ranks, and cannot replace the
-connection to a process that has died. So all ranks make new backends, in a new store, and register them in the old
-groups. That needs three parts of torch that are not public; ``self_test`` tries them in a group of one rank.
+A process group of torch passes each collective on to a *backend*, which connects the ranks of the group and cannot
+replace the connection to a process that has died. So all ranks make new backends, which connect through a new store,
+and register them in the existing groups. That needs private parts of torch; ``self_test`` tries them in a group of one
+rank. Decision 61 has the reasons for NCCL.
 
-- *A survivor* may wait in a collective for as long as the group's timeout: its connections are broken, in the way of
-  each kind of backend (``transport.py``).
-- *A newcomer* makes its groups alone, with torch's backend "fake", which connects to no rank, because the others have
-  theirs already. It exchanges the backends together with the others when it enters ``train()``, or in
-  ``wrap_optimizer()`` if the others stay in their loops.
+- *A survivor* (a rank whose process lives on) may be blocked in a collective until the group's timeout. ``let_go``
+  breaks its connections, in a way that depends on the kind of backend (``transport.py``).
+- *A newcomer* (the process that replaces a dead one) makes its groups alone, with torch's backend "fake", which
+  connects to no rank, because the survivors have their groups already. It exchanges the backends together with the
+  survivors when it enters ``train()``, or in ``wrap_optimizer()`` if the survivors stay in their loops.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ _c10d: Any = c10d  # ttp uses private parts of it
 _dist: Any = dist
 _Type: Any = _dist.ProcessGroup.BackendType
 _TYPES_FROM = 16
-"""First type number that torch uses for no backend. A group keeps the old backend if it knows the number already."""
+"""First backend type number that torch does not use. Each exchange takes a new number: for a number that a group knows
+already, it keeps the old backend."""
 _MEMBER = "_rank_not_in_group"
-"""Name of the private function of torch that each collective calls first."""
+"""Name of the private function of torch that each collective calls first: replaced, it shows which are called."""
 _LOCAL = ("get_rank", "get_world_size", "get_backend", "get_backend_config")
-"""Functions of torch that call ``_MEMBER`` as collectives do, but need no other rank."""
+"""Functions of torch that call ``_MEMBER`` as collectives do, but communicate with no other rank."""
 _OF_C10D = (c10d.__name__, "torch.distributed.c10d_logger")
 """Modules of torch whose frames lie between a collective and the code that calls it."""
 _ALONE = "FakeProcessGroup"
@@ -47,11 +49,11 @@ _ALONE = "FakeProcessGroup"
 
 
 class Groups:
-    """The process groups of this process. Create this object before the first group.
+    """Tracks the process groups of this process and exchanges their backends. Create it before the first group.
 
     Args:
-        seat: True if this process takes the seat of a dead one, and therefore makes its groups alone.
-        with_nccl: exchange backends of NCCL too.
+        seat: True if this process is a newcomer, which makes its groups alone.
+        with_nccl: exchange backends of NCCL too, not only those of gloo.
     """
 
     def __init__(self, *, seat: bool, with_nccl: bool = False) -> None:
@@ -65,8 +67,8 @@ class Groups:
         self._before: list[Any] = []
         self._count = 0
         self._seat = seat
-        self._store: Any = None  # where the ranks of the next launch meet
-        self._wrapped: list[Any] | None = None  # the groups that existed in wrap_optimizer()
+        self._store: Any = None  # the store in which the ranks of the next launch meet
+        self._wrapped: list[Any] | None = None  # the groups that existed when wrap_optimizer() was called
         self._asked, self._deaf = "", True
         self._member: Any = None  # torch's function, while ``_note`` replaces it
         self._stock = _c10d._new_process_group_helper, _c10d._store_based_barrier
@@ -77,6 +79,7 @@ class Groups:
             _c10d._store_based_barrier = lambda *_, **__: None
 
     def _make(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a group, in place of torch's ``_new_process_group_helper``."""
         make = self._stock[0]
         if self._seat:
             return self._make_alone(make, *args, **kwargs)
@@ -97,18 +100,19 @@ class Groups:
     # ------------------------------------------------------------------------------------------------ at train()
 
     def enter(self) -> None:
-        """Count groups from now on as made by ``train()``. Call it before the first call of ``train()``."""
+        """Count groups that are made from now on as groups of ``train()``. Call it before the first ``train()``."""
         self._before, self._count = list(_c10d._world.pg_map), _c10d._world.group_count
         self.listen()
 
     def listen(self) -> None:
-        """Note the collectives that ``train()`` calls until ``in_loop``: no rank would answer a newcomer's."""
+        """Record, until ``in_loop``, whether ``train()`` calls a collective: survivors would not join a newcomer's."""
         self._asked, self._wrapped = "", None
         self._deaf = not hasattr(_c10d, _MEMBER)
         if self._member is None and not self._deaf:
             self._member, _c10d._rank_not_in_group = _c10d._rank_not_in_group, self._note
 
     def _note(self, group: Any) -> bool:
+        """Record the name of the collective that calls this, in place of torch's ``_rank_not_in_group``."""
         frame: FrameType | None = sys._getframe(1)
         name = "" if frame is None else frame.f_code.co_name
         while frame is not None and frame.f_globals.get("__name__") in _OF_C10D:
@@ -120,11 +124,15 @@ class Groups:
         return bool(self._member(group))
 
     def wrapped(self) -> None:
-        """Note that ``wrap_optimizer()`` was called, up to which a newcomer is alone."""
+        """Note that ``wrap_optimizer()`` is called. Until then the groups of a newcomer connect to no other rank."""
         self._wrapped = list(_c10d._world.pg_map)
 
     def in_loop(self) -> str:
-        """Note that the loop begins. Return why a newcomer cannot get there if others stay in it; empty: it can."""
+        """Note that the training loop begins, and stop recording collectives.
+
+        Returns:
+            Why a newcomer could not come as far as this while the survivors stay in their loops; empty: it could.
+        """
         if self._member is not None:
             _c10d._rank_not_in_group, self._member = self._member, None
         if self._deaf:
@@ -136,7 +144,7 @@ class Groups:
         return ""
 
     def why_not(self) -> str:
-        """Return why the backends of these groups cannot be exchanged; empty: they can."""
+        """Return why the backends of the groups of this process cannot be exchanged; empty: they can."""
         if self._unseen:
             return "process groups were made before @ttp_to_persist was met"
         if any(group not in _c10d._world.pg_map for group in self._before):
@@ -158,12 +166,12 @@ class Groups:
         return self._tried[name]
 
     def untouched(self) -> bool:
-        """Return whether the groups are those that existed before ``train()``."""
+        """Return whether the groups are still exactly those that existed before ``train()``."""
         return list(_c10d._world.pg_map) == self._before
 
     @property
     def aborts(self) -> bool:
-        """True if ``let_go`` ends kernels of a device, after which the device runs what is queued behind them."""
+        """True if ``let_go`` aborts kernels on a device, which then runs the work that is queued behind them."""
         return bool(self._backends("nccl"))
 
     def _backends(self, name: str) -> list[Any]:
@@ -176,7 +184,7 @@ class Groups:
         return found
 
     def let_go(self) -> None:
-        """Break the connections of all groups, on any thread: who waits in a collective gets an error or returns.
+        """Break the connections of all groups, so that threads blocked in a collective raise or return. Any thread.
 
         Raises:
             RuntimeError: Not all connections could be broken.
@@ -189,19 +197,19 @@ class Groups:
                 log.info("%d process groups of NCCL were aborted in %.3f s", len(backends), took_s)
 
     def meet(self, address: str, port: int, within_s: float, said: str) -> list[str]:
-        """Exchange a text with all ranks of the next launch. Call ``renew`` next.
+        """Connect to the store of the next launch, and exchange a text with all its ranks. Call ``renew`` next.
 
         Args:
-            address: address of a store that was not used before.
+            address: host of a TCPStore that was not used before.
             port: port of that store.
-            within_s: seconds that the store waits for the other ranks.
+            within_s: seconds to wait for the other ranks.
             said: text of this rank.
 
         Returns:
             The text of every rank, by rank.
 
         Raises:
-            RuntimeError: Other ranks do not come in time.
+            RuntimeError: Other ranks did not connect in time.
         """
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         wait = timedelta(seconds=within_s)
@@ -212,16 +220,17 @@ class Groups:
     def renew(self, launch: int, *, all_of_them: bool = False) -> None:
         """Exchange the backends of groups that were made before ``train()``, and destroy groups that ``train()`` made.
 
-        All ranks call it. Names of groups are numbers, and the count is set back to where it was before ``train()``:
-        groups that ``train()`` makes again have the same names on all ranks, and what is kept by name (a
-        ``DeviceMesh``) finds the new groups.
+        Collective: all ranks call it, after ``meet``. torch names groups by a counter, which is set back to its value
+        before ``train()``: so the groups that ``train()`` makes again have the same names on all ranks, and objects
+        that look a group up by name (a ``DeviceMesh``) find the new one.
 
         Args:
-            launch: number of this launch, which differs between all exchanges of a process.
-            all_of_them: exchange the groups of ``train()`` too, instead of destroying them: its loop is not left.
+            launch: number of this launch, different for each exchange in a process.
+            all_of_them: exchange the backends of the groups of ``train()`` too, instead of destroying these groups,
+                because the survivors stay in their loops.
 
         Raises:
-            RuntimeError: The ranks do not have the same groups, or do not come in time.
+            RuntimeError: The ranks do not have the same groups, or did not connect in time.
         """
         self._gloo.forget()
         if self._seat:
@@ -246,7 +255,11 @@ class Groups:
             self._exchange(group, store, launch)
 
     def _compare(self, store: Any) -> None:
-        """Check that all ranks have the same groups: else they would wait for ever when they connect them."""
+        """Check that all ranks have the same groups: otherwise the ranks would wait for each other forever.
+
+        Raises:
+            RuntimeError: They do not.
+        """
         rank, mine = _dist.get_rank(), self._names()
         store.set(f"ttp/groups/{rank}", json.dumps([_c10d._world.group_count, mine]))
         for other in range(_dist.get_world_size()):
@@ -256,6 +269,7 @@ class Groups:
                 raise RuntimeError(f"rank {other} has other process groups than rank {rank}")
 
     def _exchange(self, group: Any, store: Any, launch: int) -> None:
+        """Connect new backends for a group, and register them in place of the old ones."""
         world, name, desc, kinds = _c10d._world, _c10d._world.pg_names[group], group.group_desc, _kinds(group)
         new_store = _dist.PrefixStore(f"ttp/{name}/", store)
         alone, bound = group._get_backend_name() == "custom", group.bound_device_id
@@ -268,7 +282,7 @@ class Groups:
             register(group, transport.connect(place), transport.kind if alone else _fresh(number), devices)
         if alone:
             group._set_default_backend(self._transports["nccl" if "nccl" in kinds else "gloo"].kind)
-        group._set_group_name(name)  # name and description are kept by the backends
+        group._set_group_name(name)  # the backends keep name and description, so the new ones lack them
         group._set_group_desc(desc)
         world.pg_map[group] = (world.pg_map[group][0], new_store)
         if bound is not None and "nccl" in kinds:  # as torch does; all members are here, in the same order
@@ -276,7 +290,7 @@ class Groups:
 
     @staticmethod
     def _names() -> list[tuple[str, list[int]]]:
-        """Return name and members of each group that this rank is a member of, in order of creation."""
+        """Return the name and the members of each group that this rank belongs to, in order of creation."""
         world = _c10d._world
         return [(str(world.pg_names[group]), sorted(world.pg_group_ranks[group])) for group in world.pg_map]
 
@@ -286,8 +300,8 @@ def register(group: Any, backend: Any, kind: Any, devices: Sequence[str]) -> Non
 
     Args:
         group: the process group.
-        backend: a new backend.
-        kind: type of the backend. The group has to know no backend of this type: it would keep the old one.
+        backend: the new backend.
+        kind: type of the backend. It has to be a type that the group does not know: otherwise it keeps the old backend.
         devices: device types of the tensors for which the backend is used.
 
     Raises:
@@ -300,7 +314,7 @@ def register(group: Any, backend: Any, kind: Any, devices: Sequence[str]) -> Non
 
 
 def _fresh(number: int) -> Any:
-    """Return the type number for the ``number``-th exchanged backend, which torch uses for none."""
+    """Return a type number, which torch itself does not use, for the ``number``-th exchanged backend."""
     return _Type(_TYPES_FROM + number % (256 - _TYPES_FROM))
 
 
@@ -314,7 +328,7 @@ def _kinds(group: Any) -> dict[str, list[str]]:
 
 
 def _made_with(backend: Any) -> tuple[timedelta, Any]:
-    """Return the timeout and the options with which a backend was made; options None: it has none."""
+    """Return the timeout and the options with which a backend was made; options None: the backend has none."""
     options = getattr(backend, "options", None)
     found = getattr(options, "_timeout", None)
     return (found if isinstance(found, timedelta) else TIMEOUT), options

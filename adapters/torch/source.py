@@ -1,4 +1,4 @@
-"""Saves the state of a torch training for the processor: shards, rank-local pages, job state."""
+"""Writes the state that one rank of a torch training adds to a checkpoint: shards, rank-local pages, job state."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ _POST_STEP_OPEN = (
 
 
 class TorchSource(Standing):
-    """Writes what one rank can save. Made by ``TorchAdapter``; see ``StateSource`` for the contract.
+    """The ``StateSource`` of a torch training, made by ``TorchAdapter``: writes pieces of checkpoints for its rank.
 
     Args:
         model: the registered model.
-        names: the names of its tensors.
+        names: the names of the model's tensors.
         optimizer: the registered optimizer.
         capture: captures the rank-local state.
         extra: the user's objects of ``extra_state``.
-        devices: the devices on which the state lies; empty: it lies on the host.
+        devices: the devices on which the state is; empty: it is on the host.
     """
 
     framework = "torch"
@@ -89,20 +89,20 @@ class TorchSource(Standing):
         self._copying = threading.Lock()
         self._inspector: Inspector | None = None
         self.sharding: Sharding | None = None
-        self.stopped: Look | None = None  # what the state was when it was last compared with other replicas
-        self.exchanges = False  # after the update is finished, the optimizer's step() still exchanges weights
+        self.stopped: Look | None = None  # digests and marks of the state at the last ``inspect``
+        self.exchanges = False  # the optimizer's step() exchanges weights between ranks after the update is finished
         self.post_step: PostStepState | None = None
         self.buckets: LayoutWatch | None = None
 
     def connect(self, processor: Processor, attachment: Attachment, sharding: Sharding) -> None:
-        """Take the processor and the attached hooks.
+        """Take the processor and the attached hooks, and prepare for saves.
 
-        All memory is allocated and all kernels are loaded here: after a failure both may block.
+        All memory that a save needs is allocated here, and all kernels are loaded: after a failure both may block.
 
         Args:
             processor: the processor of this rank.
             attachment: the hooks.
-            sharding: how the state is spread over the ranks.
+            sharding: how the state is sharded over the ranks.
         """
         self._processor, self._attachment, self.sharding = processor, attachment, sharding
         self._copier = HostCopier(self.runtimes)
@@ -114,7 +114,7 @@ class TorchSource(Standing):
     def post_step_done(self) -> bool:
         """Return whether scheduler, scaler and averages have followed the last update.
 
-        If an exchange that may hang comes between the update and them, it is enough to know what will follow.
+        If an exchange of weights, which may hang, comes before them, it is enough to know which calls will follow.
         """
         return self.post_step is None or self.post_step.done() or (self.exchanges and self.post_step.foreseen())
 
@@ -138,13 +138,13 @@ class TorchSource(Standing):
         return looks, tuple(bad)
 
     def keep(self, incident: str) -> Kept:
-        """Return references to the state, for this rank when it goes on. For the training thread, outside of its loop.
+        """Return references to the state, for the next launch in this process. For the training thread, not in a loop.
 
         Args:
             incident: id of the incident in which the state was saved.
 
         Raises:
-            UnlikeError: the state may differ from what was saved in that incident, or cannot be kept; the text says
+            UnlikeError: the state may differ from the checkpoint of that incident, or cannot be kept; the text says
                 why.
         """
         assert self._processor is not None and self.sharding is not None
@@ -179,7 +179,7 @@ class TorchSource(Standing):
         if order.shards:
             self._check_stands(version, image)
         pages = self.read_pages(order.pages or (order.rank,), version)
-        # A rank that stopped before its update to this version adds its own pages, but has no schedule of this version.
+        # A rank that stopped before its update to this version can add its pages, but has no schedule of this version.
         job = self._job_state(version) if order.shards or order.job_state else None
         state = self._state(pages, job, image, order.shards) if job is not None and order.shards else {}
         with all_or_nothing(draft) as pieces:
@@ -211,16 +211,16 @@ class TorchSource(Standing):
     # ----------------------------------------------------------------------------------------------------- details
 
     def everything(self) -> dict[str, Any]:
-        """Return references to all state that this rank may have to write, as it is now. Any thread may call it."""
+        """Return references to all live state that this rank may have to write. Any thread may call it."""
         state = {"model": model_state(self._names, {}), "optim": optimizer_state(self._names, self._optimizer)}
         modules = self._extra.modules
         return state | {"extra": {name: _module_state(module, None) for name, module in modules.items()}}
 
     def _image(self, how: How, version: Version) -> Image | None:
-        """Return the copy that was kept of ``version`` if the order is to undo an update; None: use the live state.
+        """Return the copy of ``version`` if the order is to undo an update; None: use the live state.
 
         Raises:
-            CheckpointError: the update cannot be undone.
+            CheckpointError: there is no copy of that version.
         """
         if how is not How.UNDO:
             return None
@@ -230,13 +230,13 @@ class TorchSource(Standing):
         return preimage.image(version)
 
     def _check_stands(self, version: Version, image: Image | None) -> None:
-        """Check that the state is that of ``version``: before the first byte is read, and again after the last one.
+        """Check that the state is that of ``version``; called before the first byte is read and after the last one.
 
-        A device that hangs may go on when somebody aborts a communicator: queued kernels then write results computed
-        from whatever a collective has left behind.
+        A device that hangs in a collective goes on when its communicator is aborted: queued kernels then write results
+        that are computed from incomplete data.
 
         Raises:
-            MovedError: the state is no longer that of ``version``.
+            MovedError: the state is not, or no longer, that of ``version``.
         """
         assert self._processor is not None
         if image is not None:
@@ -295,7 +295,7 @@ class TorchSource(Standing):
         )
 
     def _agreed(self) -> Callable[[StatePath], bool]:
-        """Return a function that says whether replicas are known to hold equal values of an entry of a shard."""
+        """Return a function that tells whether all replicas are known to hold equal values of an entry of a shard."""
         return agreed_on(self._names)
 
     def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class TorchSource(Standing):
         return state_of(self.sharding, shard, state, self._names)
 
     def _leaves(self, shards: Sequence[Shard]) -> list[list[ComparedTensor]]:
-        """Return, for each of these shards, the tensors that have to be equal in all its replicas."""
+        """Return, for each of these shards, the tensors that have to be equal on all its replicas."""
         assert self.sharding is not None
         everything = replicated(self._names, self._optimizer)
         return [leaves_of(self.sharding, shard, everything, self._names) for shard in shards]
@@ -312,8 +312,8 @@ class TorchSource(Standing):
     def _state(self, pages: Pages, job: JobState, image: Image | None, shards: Sequence[Shard]) -> dict[str, Any]:
         """Return references to the live tensors, or to those of ``image``, to be written for these shards.
 
-        Buffers are as they were when the version was finished, and are those of the lowest replica whose page is at
-        hand: DistributedDataParallel broadcasts those of rank 0.
+        Buffers come from the page of the lowest rank in the replica group whose page was read, as they were when the
+        version was finished: DistributedDataParallel broadcasts the buffers of rank 0.
         """
         assert self._processor is not None
         groups = self._processor.layout.groups
@@ -339,12 +339,12 @@ class TorchSource(Standing):
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         assert self._copier is not None
-        with self._copying:  # a save may run beside one that was left behind, or beside a second copy that is given up
+        with self._copying:  # a save or second copy that was given up may still be copying on another thread
             return next(self._copier.copy_to_host([tensor]))
 
 
 def _marks(listed: Sequence[Sequence[ComparedTensor]]) -> tuple[Hashable, ...]:
-    """Return values that change when one of the tensors is replaced by another one or written to."""
+    """Return values that change when one of the tensors is replaced or written to, as far as torch counts writes."""
     found = ((leaf.name, leaf.tensor) for leaves in listed for leaf in leaves)
     return tuple((name, t.data_ptr(), t.shape, None if t.is_inference() else t._version) for name, t in found)
 

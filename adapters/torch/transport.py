@@ -1,11 +1,13 @@
-"""Breaks the connections of a process group and makes them again: sockets of gloo, communicators of NCCL.
+"""Breaks and makes the connections of process groups: sockets for gloo, communicators for NCCL.
 
-- *gloo.* A rank waits for data from sockets, so these are shut down. The sockets of a group are those that did not
-  exist before it was made. A listening socket is left alone: gloo ends the process if it is shut down.
-- *NCCL.* Communicators are aborted all at once, each on a thread of its own: aborts one after the other could wait for
-  other ranks that abort in another order. The deadline for aborts is set here, as torch's is the timeout of the group.
-  The device then runs what is queued behind the collective, on incomplete data: ``ttp.core.rank.letting_go`` decides
-  before whether and when a rank may abort. Aborted backends are left alone. This was never run on a GPU.
+- *gloo.* A rank that waits in a collective waits for data from sockets, so these are shut down. The sockets of a group
+  are found as those that did not exist before the group was made. Listening sockets are left open: gloo ends the
+  process if one is shut down.
+- *NCCL.* Communicators are aborted all at once, each on a thread of its own: aborted one after the other, in different
+  orders, ranks could wait for each other. ``ABORT_S`` limits the time, because torch's own limit is the timeout of the
+  group. After an abort the device runs the work that is queued behind the collective, on incomplete data, so
+  ``ttp.core.rank.letting_go`` decides beforehand whether a rank may abort. Aborted backends are not used again.
+  This has not been run on a GPU. See decision 61.
 """
 
 from __future__ import annotations
@@ -34,26 +36,27 @@ _c10d: Any = c10d  # ttp uses private parts of it
 _dist: Any = dist
 _Type: Any = _dist.ProcessGroup.BackendType
 TIMEOUT = timedelta(minutes=30)
+"""The timeout of a group for which none is known."""
 ABORT_S = 10.0
-"""Seconds for all aborts together. Reports of others name half a second, and 10 ms for each kernel that waits."""
+"""Seconds for all aborts together. Other projects report half a second, and 10 ms for each waiting kernel."""
 NCCL_MIN = (2, 26)
 """Oldest version of NCCL whose aborts are trusted: other projects that abort communicators require it."""
 Socket = tuple[int, int]
-"""Descriptor and inode of a socket: the descriptor alone may have been used again."""
+"""Descriptor and inode of a socket: the number of the descriptor may have been used again for another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The group of a new backend, and its place in it.
+    """Describes the group that a new backend is for, and the rank of this process in it.
 
     Args:
-        store: store of the group, in which its members meet.
-        rank: rank in the group.
+        store: store of the group, through which its members connect.
+        rank: rank of this process in the group.
         size: number of members.
         name: name of the group.
         members: the members' ranks in the job; empty: all ranks, as torch has it for the default group.
         timeout: timeout of collectives.
-        options: options of the backend that is replaced, or those that the program gave; None: none are known.
+        options: options of the old backend, or those that the program gave; None: none are known.
     """
 
     store: Any
@@ -74,17 +77,17 @@ class Transport(Protocol):
     """Class name of the backend."""
 
     def let_go(self, backends: Sequence[Any]) -> None:
-        """Break the connections of backends, on any thread: who waits in a collective gets an error or returns.
+        """Break the connections of backends, so that threads blocked in a collective raise or return. Any thread.
 
         Raises:
             RuntimeError: Not all connections could be broken.
         """
 
     def connect(self, place: Place) -> Any:
-        """Return a new backend. All members of the group call it.
+        """Return a new backend. Collective: all members of the group call it.
 
         Raises:
-            RuntimeError: Other members do not come in time.
+            RuntimeError: Other members did not connect in time.
         """
 
     def why_not(self) -> str:
@@ -101,7 +104,7 @@ class Gloo:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note connections that are made while the block runs as those of backends."""
+        """Record the connections that are made while the block runs as those of backends."""
         before = _sockets()
         try:
             yield
@@ -113,7 +116,7 @@ class Gloo:
         self._sockets = set()
 
     def let_go(self, backends: Sequence[Any]) -> None:
-        """See ``Transport.let_go``. Breaks all noted connections, whatever ``backends`` names."""
+        """See ``Transport.let_go``. Breaks all recorded connections, whatever ``backends`` holds."""
         for known in list(self._sockets):  # another thread may be making a group
             _connected(known, shut_down=True)
 
@@ -167,7 +170,7 @@ class Nccl:
             )
 
     def connect(self, place: Place) -> Any:
-        """See ``Transport.connect``. The members meet in the first collective, so the backend keeps the store."""
+        """See ``Transport.connect``. The members connect in the first collective, so the backend keeps the store."""
         options = _c10d.ProcessGroupNCCL.Options()
         with contextlib.suppress(AttributeError):  # an older NCCL has no config
             options.config = place.options.config
@@ -189,9 +192,9 @@ class Nccl:
 
 
 def of_names(*, with_nccl: bool) -> Mapping[str, Transport]:
-    """Return each transport by the name of its backend in torch, in the order in which connections are broken.
+    """Return the transports by the names that torch gives their backends, in the order in which they are let go.
 
-    NCCL comes first: an abort closes the sockets that NCCL has made, so ``Gloo`` shuts none of them down.
+    NCCL comes first: its abort closes the sockets that NCCL has made, so ``Gloo`` does not shut them down.
     """
     known: dict[str, Transport] = {"nccl": Nccl()} if with_nccl else {}
     return known | {"gloo": Gloo()}
@@ -205,7 +208,7 @@ def _nccl_version() -> tuple[int, ...]:
 
 
 class _LentStore(_dist.Store):  # type: ignore[misc,name-defined,unused-ignore] # of torch, which is Any here
-    """A store that a backend uses until it is connected to the others, and that loses its connection then.
+    """A store that is disconnected once the backend that uses it has connected to its peers.
 
     A group keeps its old backends, and they keep their stores, until the process ends: each would hold a connection.
     """
@@ -230,13 +233,13 @@ class _LentStore(_dist.Store):  # type: ignore[misc,name-defined,unused-ignore] 
         self.store.wait(keys, *timeout)
 
 
-_lent: list[_LentStore] = []  # kept here, as torch keeps the C++ object but not its Python part
+_lent: list[_LentStore] = []  # keeps the Python objects alive: torch keeps only their C++ parts
 
 
 def _sockets() -> set[Socket]:
-    """Return the sockets of this process; none where its descriptors cannot be listed.
+    """Return the sockets of this process; an empty set where its descriptors cannot be listed.
 
-    A process may have thousands, and this runs twice for each group: ``_connected`` is asked about new ones only.
+    A process may have thousands, and this runs twice for each group: ``_connected`` is called for new ones only.
     """
     try:
         with os.scandir("/proc/self/fd") as entries:
@@ -257,7 +260,7 @@ def _connected(known: Socket, *, shut_down: bool = False) -> bool:
 
     Args:
         known: a socket that this process had.
-        shut_down: end the connection if so.
+        shut_down: shut the connection down if it is one.
     """
     descriptor, inode = known
     with contextlib.suppress(OSError), second(descriptor) as found:
