@@ -1,1 +1,1 @@
-"""Follows the training loop by hooks: the bracket around an update, the barrier, post-steps. Start with ``hooks``."""
+"""Follows the training loop with hooks: the bracket around an update, the barrier, post-steps. Start with ``hooks``."""

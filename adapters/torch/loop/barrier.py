@@ -1,21 +1,22 @@
-"""A barrier of all ranks between the reduced gradient and the update, for layouts of several shards.
+"""Makes all ranks wait for each other between the reduced gradient and the update, in layouts of several shards.
 
-With one shard any replica will do, and no barrier is needed. With several, one shard's group could start an update
-whose gradient another group never gets; then no version is whole in every shard. After the barrier every rank holds
-its final gradient: ranks that were left behind can make the same update. Where updates can be undone, no barrier is
-needed either: the ranks ahead go back.
+With one shard no barrier is needed, because any replica can be saved. With several shards, one replica group could
+begin an update whose gradient another group never gets; then no version is whole in every shard. After the barrier
+every rank holds its final gradient, so a rank that has not made the update yet can still make it. Where updates can be
+undone no barrier is needed either: ranks that have made the update go back.
 
-A rank that is frozen in the barrier counts as standing at the gate, because it holds its gradient: it may be told to
-make the update without the others (redo). The same is true of a rank whose barrier broke because a peer died: it
-reports that, waits for the freeze, and raises only when none comes or the rescue is over.
+A rank that is frozen in the barrier counts as standing at the gate, because it holds its gradient: it may be ordered to
+make the update without the others (redo). So does a rank whose barrier broke because a peer died: it reports the
+broken barrier and waits for the freeze. It raises if no freeze comes within ``FREEZE_S``, or if the gate opens again
+without an order to redo.
 
-Ranks of a host meet in shared memory (``gate.meeting``); where there are several hosts, one thread of each host
-(``Courier``) meets those of the other hosts over gloo, in a group of its own. The training thread sleeps on a word of
-memory, and is woken when its gate is closed or a neighbour dies. Decision 33 says why this is sound.
+Ranks of a host meet in shared memory (``gate.meeting``). In a job of several hosts, one thread of each host
+(``Courier``) meets the couriers of the other hosts over gloo, in a process group of its own. The training thread sleeps
+on a word of memory, and is woken when its gate is closed or a neighbour dies. Decision 33 says why this is sound.
 
-The barrier runs on the host. Where the state is on a device, the host first waits for the gradient, because a host at
-the barrier says nothing about its device; so the host can no longer run ahead. ``TTP_STREAM_BARRIER=1`` makes the
-device wait instead (``stream_barrier.py``).
+The barrier runs on the host. Where the state is on a device, the host first waits until the device has the gradient,
+because the host's arrival says nothing about its device; so the host cannot run ahead of the device.
+``TTP_STREAM_BARRIER=1`` makes the device wait instead (``stream_barrier.py``).
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from ttp.processor.gate.meeting_place import find_place
 log = logging.getLogger("ttp.adapters.torch")
 
 FREEZE_S = 30.0
-"""How long, in seconds, a rank whose barrier broke waits to be frozen. Outlasts the loss of a controller."""
+"""Seconds that a rank whose barrier broke waits to be frozen: long enough to outlast the loss of a controller."""
 COMES_S = 1800.0
-"""Seconds after which a rank that does not come is an error; torch's own timeout for collectives."""
+"""Seconds that a rank waits for the others in the barrier; torch's own timeout for collectives."""
 
 
 class Frozen(Protocol):
@@ -65,30 +66,30 @@ class Frozen(Protocol):
 
 
 def needs_barrier(layout: Layout, undo: str | None) -> bool:
-    """Return whether an update of this layout has to wait until all ranks can make it.
+    """Return whether, in this layout, an update has to wait until all ranks have their gradients.
 
-    Shards that the same ranks hold are never at different versions: only distinct replica groups need to agree.
+    Shards that are held by the same ranks are always at the same version, so one replica group needs no barrier.
     """
     return len(set(layout.groups.values())) > 1 and undo is None
 
 
 class UpdateBarrier:
-    """The barrier before an update. All ranks construct it at the same point of their programs.
+    """The barrier before an update. The constructor is collective: all ranks call it at the same point.
 
-    The constructor communicates with the other ranks and, with several hosts, makes a process group.
+    With several hosts the constructor makes a process group.
 
     Args:
-        world_size: ranks of the job; all of them take part.
-        runtimes: the devices on which the state lives.
+        world_size: number of ranks of the job; all of them take part.
+        runtimes: the devices on which the state is.
         processor: the processor of this rank.
         reduced: called when the gradient is final, before this rank waits for others.
-        stream: two functions that return the device that is to wait instead of its host, and why it may not (see
-            ``StreamBarrier``); None: the host waits.
-        timeout: after which a rank that does not come is an error; None: torch's, half an hour, because ranks may wait
-            for each other for good reasons. The death of a rank is an error at once.
+        stream: two functions for ``StreamBarrier``: one returns the device that is to wait instead of its host, the
+            other returns why it may not; None: the host waits.
+        timeout: how long to wait for the other ranks before the barrier raises; None: torch's half an hour
+            (``COMES_S``), because ranks may have good reasons to be late. The death of a rank is an error at once.
 
     Raises:
-        ConfigError: there is no process group of this size yet.
+        ConfigError: torch.distributed has no default process group of ``world_size`` ranks.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class UpdateBarrier:
         """Wait until every rank holds its final gradient, or until this rank is ordered to make the update alone.
 
         Raises:
-            RuntimeError: a rank died or does not come; a collective of the program would raise the same.
+            RuntimeError: a rank died or did not come in time; a collective of the program raises the same type.
         """
         self._turn += 1
         gate, stream = self._processor.gate, self.stream
@@ -171,18 +172,18 @@ class UpdateBarrier:
             courier.close()
 
     def _ring(self) -> None:
-        """Wake the training thread if it waits in the barrier, so that it looks at the gate."""
+        """Wake all ranks that wait in the barrier, so that the training thread of this one checks its gate."""
         with contextlib.suppress(OSError):
             run(self.meeting.ring())
 
     def _warn(self) -> None:
-        """Tell the meeting that a neighbour has died."""
+        """Wake all ranks that wait in the barrier, so that they find out which neighbour has died."""
         with contextlib.suppress(OSError):
             run(self.meeting.warn())
 
     @staticmethod
     def _patience(gate: Gate, patience_s: float) -> Any:
-        """Return a function that says, when the thread is woken, whether to leave; it raises after ``patience_s``."""
+        """Return a function that tells a woken thread whether to leave the barrier; it raises after ``patience_s``."""
         deadline = time.monotonic() + patience_s
 
         async def leave() -> bool:
@@ -207,7 +208,7 @@ class UpdateBarrier:
 
 
 class Courier:
-    """A thread that meets the couriers of other hosts, on behalf of all ranks of this host.
+    """A thread that meets the couriers of the other hosts on behalf of all ranks of this host.
 
     Args:
         meeting: the meeting of the ranks of this host.
@@ -220,7 +221,7 @@ class Courier:
         threading.Thread(target=self._run, name="ttp-courier", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread after the meeting in which it is now; a meeting over gloo ends when all couriers have come."""
+        """End the thread after its current meeting. Does not interrupt a meeting over gloo."""
         self._closed = True
         run(self._meeting.ring_front())
 

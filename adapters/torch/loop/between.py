@@ -1,19 +1,21 @@
-"""Copies state so that a rank that stands between two steps of one version can go back to the version before.
+"""Copies state before optimizer steps, so that a rank between two steps of one version can go back to the last version.
 
-A GAN steps its critic, learns again, and steps its generator. If a rank is killed in that second pass, the others hold
-one network of version n + 1 and one of version n. Neither version can be saved then, and waiting does not help: they
-wait for the dead rank. So before each step but the last of a version, what it is going to change (parameters and
-optimizer state) is copied, as ``undo="preimage"`` does for everything; a rank between two steps goes back to version n.
+A GAN steps its critic, makes a second backward pass, and steps its generator. If a rank is killed in that second pass,
+the others hold one network of version n + 1 and one of version n. Then neither version can be saved, and waiting does
+not help, because they wait for the dead rank. So before each step of a version but the last, the parameters and the
+optimizer state that the step will change are copied, as ``undo="preimage"`` does for the whole state. A rank between
+two steps is saved from these copies, as version n.
 
-When the step that ends a version begins, the copies are worthless. That step is copied too in two cases: where ranks
-may have to go back from the finished version, because other shards may be unable to make it; and where the loop itself
-says when a version ends.
+The last step of a version needs no copies, and those made before it are dropped when it begins, except in two cases:
+where ranks may have to go back from the finished version because other shards cannot be brought to it, and where the
+loop itself declares the end of a version (``step_done()``). Then the last step is copied too.
 
-Two more kinds of loops are treated alike: a step that evaluates its closure after it may have written (LBFGS,
-sharpness-aware optimizers), inside of which a rank may stand; and one optimizer that steps several times before the
-loop says that a version is done (the epochs of PPO over its buffer).
+The same copies serve two more kinds of loops: a step that evaluates its closure after it may have written (LBFGS,
+sharpness-aware optimizers), so that a rank may have to stop inside of the step; and one optimizer that steps several
+times before the loop calls ``step_done()`` (the epochs of PPO over its buffer).
 
-Until it is known whether the loop learns between the steps, copies are made; if it does not, they are given up.
+Copies are made until the first version is over. If it had no backward pass between its steps, they are given up.
+See decision 27.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ log = logging.getLogger("ttp.adapters.torch")
 
 
 class BetweenSteps:
-    """Copies what is needed to go back to the last version between two steps of the next. For the training thread.
+    """Makes and drops the copies from which the last version can be saved. For the training thread.
 
     Args:
-        turns: says which optimizers step in a version, and in which order.
+        turns: knows which optimizers step in a version, and in which order.
         owners: for each of these optimizers, the optimizers that keep its state.
-        whole: whether the last step of a version is copied too.
-        make: returns a ``PreImage`` that has not allocated memory.
+        whole: whether to copy before the last step of a version too.
+        make: returns a ``PreImage`` that has not allocated memory yet.
     """
 
     def __init__(
@@ -47,12 +49,12 @@ class BetweenSteps:
         self._told = False
 
     def before_turn(self, version: int, number: int, within: bool) -> bool:
-        """Copy what this optimizer is about to change, in the update after ``version``. Never raises.
+        """Copy the state that an optimizer is about to change in the update after ``version``. Never raises.
 
         Args:
             version: finished updates.
             number: number of the optimizer, from 0.
-            within: training may also be interrupted inside of its step.
+            within: whether training may have to stop inside of its step too.
 
         Returns:
             Whether training can go back to ``version``.
@@ -68,7 +70,7 @@ class BetweenSteps:
         return not self.preimage.broken
 
     def after_update(self) -> None:
-        """Note that a version is finished, and drop the copies if the loop does not learn between its steps."""
+        """Note that a version is finished; drop the copies if the loop has no backward pass between its steps."""
         if not (self.turns.several or self.turns.interleaved):
             return
         if not self.turns.stands_between:

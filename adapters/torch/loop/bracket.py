@@ -1,4 +1,4 @@
-"""The bracket around an update: tells when the update begins and ends, and captures the rank-local state for it."""
+"""The bracket around an update: reports its beginning and its end, and captures the rank-local state for it."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ class Capture(Protocol):
 
 
 def _nothing(*_: object) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 def _no_way_back(_version: int, _number: int, _within: bool) -> bool:
-    """Return False: nothing was copied, so training cannot go back to the last version."""
+    """Return False: there are no copies, so training cannot go back to the last version."""
     return False
 
 
 class Calls(NamedTuple):
-    """Functions that are called around an update, all of them on the training thread.
+    """Functions that a ``Bracket`` calls around an update, all of them on the training thread.
 
     Args:
-        before_gate: called when the gradient is reduced; may block, and may raise like any collective.
-        before_update: called behind the gate, with the number of finished updates; may not raise.
-        before_turn: called behind the gate before a step after which, or in which, training may stand with the version
+        before_gate: called when the gradient is reduced, before the gate; may block, and may raise like any collective.
+        before_update: called after the gate, with the number of finished updates; may not raise.
+        before_turn: called after the gate, before a step in or after which training may stop with the version
             unfinished. Takes the number of finished updates, the number of the optimizer, and whether training may
-            stand inside of that step. Returns whether training can go back to the last version. May not raise.
-        after_update: called after each update; may not block.
-        after_end: called when the update was reported as finished, before ``step()`` returns; may block, and may raise
-            ``UsageError``.
+            stop inside of that step. Returns whether training can go back to the last version. May not raise.
+        after_update: called after each update, before it is reported as finished; may not block.
+        after_end: called after the update was reported as finished, before ``step()`` returns; may block, and may
+            raise ``UsageError``.
     """
 
     before_gate: Callable[[], None] = _nothing
@@ -84,11 +84,11 @@ class Calls(NamedTuple):
 
 
 class Bracket:
-    """Reports the beginning and the end of each update; see ``attach`` for its parts.
+    """Reports the beginning and the end of each update to the processor; see ``hooks.attach`` for the arguments.
 
-    When ``step`` of a subclass calls ``super().step()``, the hooks fire twice: only the outermost call counts. An
-    exception of ``step()`` leaves the bracket open, so the copy counts as torn, which is true. If the program catches
-    the exception and goes on, the log says so; docs/decisions/0028-what-is-an-update.md tells what becomes of the version.
+    When ``step`` of a subclass calls ``super().step()``, the hooks fire twice: only the outermost call counts. If
+    ``step()`` raises, the update stays unfinished, so the copy counts as torn, which it is. If the program catches the
+    exception and goes on, an error is logged. docs/decisions/0028-what-is-an-update.md says what becomes of the version.
     """
 
     __slots__ = (
@@ -138,20 +138,20 @@ class Bracket:
         self._version = version
         self._calls = calls
         self.redoable = False
-        """Whether the update at the gate needs nothing but the gradient: neither a closure nor ``step_done()``."""
+        """Whether the update at the gate needs only its gradient, and neither a closure nor ``step_done()``."""
         self._stepping = Stepping(())
-        self._begun = False
-        self._stands = False  # training may stand between the steps of the open update
-        self._between = False  # training stands there now, or in a closure that a step evaluates
-        self._way_back = False  # training can go back to where the step began that evaluates a closure
+        self._begun = False  # an update has begun and not ended
+        self._stands = False  # training may have to stop between the steps of the open update
+        self._between = False  # training is between steps of an update now, or in a closure that a step evaluates
+        self._way_back = False  # training can go back to the version before the step that evaluates a closure
         self._turns, self._untouched = turns, untouched
         self._numbers: dict[int, int] = {}  # number of each optimizer, by its identity
-        self._number = 0  # number of the optimizer whose turn it is
-        self._opened = False  # the optimizer whose turn it is may write
-        self._left = False  # the last update was left half made, and no other has begun since
-        self._again = False  # no gradient has come since that update was left
-        self._closures = 0  # closures that are running
-        self._ended = 0  # versions that this process has finished
+        self._number = 0  # number of the optimizer that steps now, or stepped last
+        self._opened = False  # that optimizer may write
+        self._left = False  # an exception left the last update half made, and no other update has begun since
+        self._again = False  # no new gradient has come since then: the next step repeats that update
+        self._closures = 0  # number of closures that are running
+        self._ended = 0  # number of versions that this process has finished
         self._mark = 0
         self._evaluating = False
         self._complained = False
@@ -159,9 +159,9 @@ class Bracket:
         self._no_sync = NoSync(nn.Module())
 
     def step_done(self) -> None:
-        """End the version: the user's loop says that its step is done. From now on only this call ends versions.
+        """End the version, because the user's loop declares its step done. From now on only this call ends versions.
 
-        Without an update since the last call (a skipped step) nothing happens.
+        If there was no update since the last call (a skipped step), nothing happens.
 
         Raises:
             UsageError: called from inside ``optimizer.step()``.
@@ -173,7 +173,7 @@ class Bracket:
         hand = self._turns.ends_by_hand(self._ended)
         if self._begun:
             self._end()
-        elif not hand:  # first call: the hooks have ended this version already, too early
+        elif not hand:  # at the first call the hooks have ended this version already, too early
             try:
                 self._post_step.step_done()
             except Exception:
@@ -181,7 +181,7 @@ class Bracket:
             self._capture.capture(self._version(), True)
 
     def settled(self) -> None:
-        """Note that all that follows the last finished update is done, for frameworks that know it."""
+        """Note that scheduler, scaler and averages have followed the last update; for frameworks that tell when."""
         try:
             self._post_step.at_gate()
         except Exception:
@@ -220,7 +220,7 @@ class Bracket:
         return with_closure(partial(self._evaluate if first else self._evaluate_again, closure), args, kwargs)
 
     def _take_turn(self, number: int) -> None:
-        """Note that the optimizer with this number begins its step; nothing of that step is done yet."""
+        """Note that the optimizer with this number is about to step; end the version first if that is overdue."""
         if self._left and not self._again:
             self._turns.forget()
         if self._turns.overdue(number):
@@ -229,7 +229,7 @@ class Bracket:
         self._number, self._opened = number, False
 
     def _evaluate(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a closure, then open the update: the gradient is final, and the step has written nothing yet."""
+        """Evaluate a closure, then open the update: now the gradient is final, and the step has not written yet."""
         self._closures += 1
         try:
             result = closure(*args, **kwargs)
@@ -241,10 +241,10 @@ class Bracket:
         return result
 
     def _evaluate_again(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a closure in a step that may have written weights already, and may write more afterwards.
+        """Evaluate a closure in a step that may write weights before and after it.
 
-        While the closure runs the copy stands still and belongs to no version, and the rank may wait in a collective
-        for a dead one. If there is a way back to the last version, the rank can be frozen there.
+        While the closure runs the state does not change but belongs to no version, and the rank may wait in a
+        collective for a dead peer. If training can go back to the last version, the rank can be frozen there.
         """
         if self._way_back:
             self._between = True
@@ -256,24 +256,24 @@ class Bracket:
         return result
 
     def _open(self, redoable: bool, *, within: bool = False) -> None:
-        """Begin an update or go on with the open one, because the optimizer whose turn it is is about to write.
+        """Begin an update, or continue the open one: the optimizer whose turn it is will write next.
 
         Args:
             redoable: see the attribute of that name.
-            within: training may stand inside of this step.
+            within: whether training may have to stop inside of this step.
         """
-        fresh, self._opened = not self._left, True  # nobody can go back to an update that was left half made
+        fresh, self._opened = not self._left, True  # after a half-made update there is no version to go back to
         begins = not self._begun
         if begins:
             self._begin(redoable)
         elif self._between:
             self._go_on()
         if self._stands or within:
-            known = fresh and (self._stands or begins)  # the optimizers that stepped before were copied too
+            known = fresh and (self._stands or begins)  # optimizers that stepped before in this version were copied too
             self._way_back = known and self._calls.before_turn(self._version(), self._number, within)
 
     def _go_on(self) -> None:
-        """Go on with the update in which training stood; wait here while the job is frozen, as before any update."""
+        """Continue an update after a stop between its steps; waits while the job is frozen, as before any update."""
         self._pass()
         self._capture.look_again(self._next_version())
         self._reporter.begin_update()
@@ -294,7 +294,7 @@ class Bracket:
             self._calls.before_gate()
         self._reporter.begin_update(again)
         self._begun = True
-        if not self._left:  # nobody can go back to an update that was left half made
+        if not self._left:  # else the state belongs to no version, so a copy of it would be of no use
             self._calls.before_update(self._version())
         self._left = self._again = False
 
@@ -315,7 +315,7 @@ class Bracket:
 
     def _end(self) -> None:
         if self._between:
-            self._reporter.begin_update()  # waits between two steps too while the job is frozen
+            self._reporter.begin_update()  # waits while the job is frozen, as between two steps
         turns, version = self._turns, self._version() + 1
         if not turns.simple:
             turns.over()
@@ -339,11 +339,11 @@ class Bracket:
         self._calls.after_end()
 
     def _next_version(self) -> int:
-        """Return the version that the next update makes; a half-made one used up its number unless it is repeated."""
+        """Return the version that the next update makes. A half-made update uses up a number unless it is repeated."""
         return self._version() + (2 if self._left and not self._again else 1)
 
     def _look_for_exception(self, *, entering: bool = False) -> None:
-        """Leave the update if the program has caught an exception of a ``step()`` that still seems to run."""
+        """Give up the open update if an exception has left its ``step()`` and the program has caught the exception."""
         if not self._closures and self._stepping.was_left(entering=entering) and self._begun:
             self._begun = self._between = False
             self._left = self._again = True
@@ -358,7 +358,7 @@ class Bracket:
         self._reporter.mark = self._mark
         if self._evaluating:
             self._evaluating = False
-            if self._reporter.activity == EVALUATING:  # else the user has set another activity since
+            if self._reporter.activity == EVALUATING:  # else the program has set another activity since
                 self._reporter.activity = ""
 
     def _say_once(self, text: str) -> None:
@@ -367,7 +367,7 @@ class Bracket:
             log.warning("%s", text)
 
     def _complain(self) -> None:
-        """Log, once, that code of ttp has raised."""
+        """Log the current exception, which code of ttp has raised; only the first one."""
         if not self._complained:
             self._complained = True
             log.warning("an error while ttp followed an update; training goes on", exc_info=True)

@@ -1,4 +1,7 @@
-"""Finds where the update begins in ``optimizer.step(closure)``, by reading the code of ``step()``."""
+"""Finds out, from the source of ``step()``, whether ``optimizer.step(closure)`` calls its closure before it writes.
+
+If it does, the update begins when the closure has returned; else the whole step counts as the update. See decision 28.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def with_closure(
 
 @functools.lru_cache(maxsize=64)
 def evaluates_first(kind: Any) -> bool:
-    """Return whether ``step()`` of this class of optimizers evaluates its closure once, before anything else."""
+    """Return whether ``step()`` of this optimizer class is known to call its closure once, before anything else."""
     if issubclass(kind, torch.optim.LBFGS):
         return False
     return _evaluates_first(kind.__mro__)
@@ -65,7 +68,7 @@ def _evaluates_first(classes: Sequence[type]) -> bool:
 
 
 class _Reader:
-    """Reads the code of a ``step()`` to find where its closure is evaluated.
+    """Reads the syntax tree of a ``step()`` to find where its closure is called.
 
     Args:
         name: name of the parameter that is the closure.
@@ -79,7 +82,7 @@ class _Reader:
         return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and self._is_use(node)]
 
     def before(self, statements: Sequence[ast.stmt]) -> bool | None:
-        """Return True if the statements call the closure first, False if maybe something else, None if nothing."""
+        """Return True if the statements call the closure first, False if perhaps something else, None if nothing."""
         for statement in statements:
             found = self._statement(statement)
             if found is not None:
@@ -131,7 +134,7 @@ class _Reader:
         return isinstance(call.func, ast.Call) and _name(call.func) in _GRADIENTS_ON
 
     def _is_about_it(self, test: ast.expr) -> bool:
-        """Return whether the condition only tests if there is a closure."""
+        """Return whether the condition tests only whether there is a closure."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=ast.Name(id=name)) | ast.Name(id=name):
                 return name == self._name
@@ -143,6 +146,6 @@ class _Reader:
 
 
 def _name(called: ast.expr) -> str:
-    """Return the last name of what is called: ``enable_grad`` of ``torch.enable_grad()``."""
+    """Return the last name in a call or a name: ``enable_grad`` for ``torch.enable_grad()``."""
     function = called.func if isinstance(called, ast.Call) else called
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

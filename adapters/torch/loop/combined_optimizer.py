@@ -1,7 +1,7 @@
 """Presents several optimizers as one, as torch's ``get_optimizer_state_dict(model, [one, two])`` does.
 
-Their states are merged by parameter, their param groups stand one behind the other. Everything that reads or writes a
-checkpoint sees one optimizer, whatever the number.
+Their states are merged by parameter, and their param groups are concatenated. So code that reads or writes checkpoints
+handles one optimizer only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CombinedOptimizer(Optimizer):
         self.defaults = {}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # an attribute of Optimizer: here a view
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # in Optimizer an attribute, here a view
         """The live param groups of all members."""
         return [group for member in self.members for group in member.param_groups]
 
@@ -42,6 +42,8 @@ class CombinedOptimizer(Optimizer):
 
 
 class _States(MutableMapping[Any, Any]):
+    """The states of several optimizers as one live mapping."""
+
     def __init__(self, members: Sequence[Optimizer]) -> None:
         self._members = members
         self._owners = {id(p): member for member in members for group in member.param_groups for p in group["params"]}
@@ -74,7 +76,7 @@ def combined(members: Sequence[Optimizer]) -> Optimizer:
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers that ``combined`` was given."""
+    """Return the optimizers that ``combined`` was given, or the optimizer itself if it is not a combined one."""
     return optimizer.members if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
 
@@ -100,7 +102,7 @@ def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
 
 
 def without_optimizer(optimizer: Optimizer, names: ModelNames) -> list[str]:
-    """Return the names of parameters that want gradients and that ``optimizer`` does not update."""
+    """Return the names of parameters that require gradients but that ``optimizer`` does not update."""
     updated = {id(parameter) for parameter in _parameters(optimizer)}
     return [name for name, p in names.parameters.items() if p.requires_grad and id(p) not in updated]
 

@@ -1,9 +1,9 @@
-"""Notices parameters that no optimizer has and that the program changes itself: a teacher, a target network.
+"""Finds parameters that are in no optimizer and that the program changes itself: a teacher, a target network.
 
-A change made right after ``optimizer.step()`` belongs to the version, as an average of the weights does. A change made
-in the forward pass, as some momentum encoders make it, does not: a checkpoint from the middle of an iteration would
-hold it already, and the resumed run would make it once more. No hook reports either, so these parameters are compared
-during the first updates. Changes before the first update are ignored: layers may still set themselves up.
+A change right after ``optimizer.step()`` belongs to the version, as an average of the weights does. A change in the
+forward pass, as some momentum encoders make it, does not: a checkpoint from the middle of an iteration would hold the
+change already, and the resumed run would make it once more. No hook reports such changes, so these parameters are
+compared during the first updates. Changes before the first update are ignored: layers may still initialise themselves.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ _LISTED_MAX = 3
 
 
 def unowned(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return the parameters that no optimizer has, by name."""
+    """Return the parameters that are in none of the optimizers, by name."""
     owned = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     return {name: p for name, p in parameters.items() if id(p) not in owned}
 
 
 class Followers:
-    """Watches parameters that no optimizer has during the first updates. For the training thread.
+    """Compares parameters that are in no optimizer during the first updates. For the training thread.
 
     Args:
-        model: the registered model; its next forward pass ends what follows an update.
-        parameters: those that no optimizer has, by name.
-        on_host: returns whether a tensor is on the host: only there it can be compared without waiting for a device.
+        model: the registered model; its next forward pass ends the post-step of an update.
+        parameters: the parameters that are in no optimizer, by name.
+        on_host: returns whether a tensor is on the host: only there can its values be compared without waiting for a
+            device.
         found: called with the names of parameters that changed between an update and the next forward pass.
     """
 
@@ -55,8 +56,8 @@ class Followers:
             if on_host(parameter) and (room := room - parameter.nbytes) >= 0:
                 self._copied.append(name)
         self._updates = 0
-        self._mark: dict[str, Any] | None = None  # the parameters when last looked at; None: they are not watched now
-        self._entered = False
+        self._mark: dict[str, Any] | None = None  # the parameters at the last look; None: they are not compared now
+        self._entered = False  # a forward pass has begun since the last update
         self._handles = [each.register_forward_pre_hook(Hook(self._forward)) for each in _called(model)]
 
     def updated(self) -> bool:
@@ -76,7 +77,7 @@ class Followers:
         """Check the parameters, just before the next update.
 
         Raises:
-            UsageError: parameters were moved since the last forward pass began.
+            UsageError: the program has changed parameters since the last forward pass began.
         """
         moved = self._moved()
         if moved and not self._entered:  # no forward pass was seen, so the change may have been made before it
@@ -91,7 +92,7 @@ class Followers:
             )
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop comparing, and remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._mark = [], None
@@ -126,7 +127,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """Return the modules that the loop calls: ``model``, or the parts of a container without a forward pass."""
+    """Return the modules that the loop calls: ``model``, or its parts if it is a container without a forward pass."""
     if type(model).forward is not nn.Module.forward:
         yield model
         return

@@ -12,16 +12,16 @@ import torch
 _compiler: Any = torch.compiler
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _tracer: Callable[[], Any] | None = getattr(_eval_frame, "get_eval_frame_callback", None)
-"""Returns the callback with which torch compiles functions called on this thread; None: this torch cannot tell."""
+"""Returns the callback by which torch compiles functions that this thread calls; None: this torch has no such call."""
 
 
 class Hook(partial[Any]):
-    """A hook that acts only for the object that it was registered on; in copies and pickles of it, it does nothing.
+    """A hook that acts only on the object it was registered on: in copies and pickles of that object it does nothing.
 
-    A copy of a model (an average of its weights, a checkpoint of the whole module) is not the model that is trained: it
-    may not report into the job, nor carry the job with it.
+    A copy of a model (an average of its weights, a checkpoint of the whole module) is not the trained model: its hooks
+    may not report to the processor, nor may a pickle contain the processor.
 
-    It is a ``partial`` without arguments, because those cost no call of their own.
+    It is a ``partial`` without arguments, because calling one costs no extra Python call.
 
     Args:
         call: the function to call.

@@ -1,24 +1,25 @@
-"""Registers hooks on optimizer, parameters and model, by which ttp follows the training loop.
+"""Registers hooks on optimizers, parameters and the model, through which ttp follows the training loop.
 
-::
+These happen at the points of the update from version n to n + 1::
 
-    forward        what follows the last update (scheduler, scaler) has been done by now
+    forward        the post-step of the last update (scheduler, scaler) is over
     backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
     step, before   capture of changes since then; a barrier if the layout needs one; the gate; a copy of n if asked for
     step, after    final capture of n + 1; the version is finished
 
-The provisional capture exists because a rank may die after it has given its gradients and before it has made the
+The provisional capture is needed because a rank may die after it has sent its gradients and before it has made the
 update: its peers will reach n + 1, so the rank-local state of the dead rank must exist for n + 1.
 
-One parameter is enough to notice a backward pass in time. DistributedDataParallel reduces a bucket when its own hooks
-have seen every parameter of it; a parameter's post-accumulate hook runs before them; and n + 1 needs every bucket.
-Where parameters may stay unused, and outside of DistributedDataParallel, all of them get the hook (0.3 us each). FSDP
-calls the hooks of its parameters after it has reduced their gradients: there, hooks on the outputs of the outermost
-module notice the backward pass.
+A hook on one parameter is enough to notice a backward pass in time. DistributedDataParallel reduces a bucket when its
+own hooks have seen every parameter of the bucket; a parameter's post-accumulate hook runs before them; and n + 1 needs
+every bucket. Where parameters may stay unused, and outside of DistributedDataParallel, all parameters get the hook
+(0.3 us each). FSDP calls the hooks of its parameters after it has reduced their gradients: there, hooks on the outputs
+of the outermost FSDP module notice the backward pass.
 
-Each of these points raises the mark of the step by one. Ranks run the same program, so they pass the same points in the
-same order, however often gradients are accumulated: the rank with the lower mark is behind. A forward pass without
-gradients is an evaluation, which perhaps only some ranks make: it raises no mark, but the rank's activity names it.
+Each of these points raises the mark of the running step by one. All ranks run the same program, so they pass the same
+points in the same order, however often gradients are accumulated: the rank with the lower mark is behind. A forward
+pass without gradients is an evaluation, which some ranks may skip: it does not raise the mark, but is reported as the
+rank's activity.
 """
 
 from __future__ import annotations
@@ -63,21 +64,22 @@ def attach(
     ddps: Sequence[Ddp] | None = None,
     calls: Calls | None = None,
 ) -> Attachment:
-    """Report every update of ``optimizers``, and capture what belongs to it.
+    """Register hooks that report every update of ``optimizers`` and capture the state that belongs to it.
 
     Args:
-        optimizers: one, or several that make one version together; of wrappers those inside too, as a list, of which
-            the outermost step counts.
+        optimizers: one optimizer, or several that make one version together. In place of a wrapper stands a list of the
+            wrapper and the optimizers inside of it, of whose nested steps the outermost counts.
         model: the outermost module that the loop calls.
-        reporter: is told of each update; its ``begin_update`` waits while the job is frozen.
+        reporter: gets a call for each update; its ``begin_update`` waits while the job is frozen.
         capture: captures the rank-local state.
         post_step: follows scheduler and scaler.
         fence: marks finished updates on the device.
         version: returns the number of finished updates, as the gate counts them.
-        untouched: notices a loop that changes weights outside of any step; None: nothing is checked.
-        turns: which steps make one version; None: each optimizer steps once, in the order given, without a pause.
+        turns: decides which steps make one version; None: each optimizer steps once, in the order given, with no
+            backward pass in between.
+        untouched: detects a loop that changes weights outside of any step; None: no such check.
         ddps: the DistributedDataParallel modules that reduce the gradients of ``model``; None: find them.
-        calls: further functions to call around an update.
+        calls: further functions to call around an update; None: none.
 
     Returns:
         The attachment; call it to remove the hooks.
@@ -91,7 +93,7 @@ def attach(
 
 
 class Attachment(Bracket):
-    """A ``Bracket`` whose hooks are registered in torch, with the hooks of forward and backward passes added."""
+    """A ``Bracket`` whose hooks are registered with torch, plus hooks for forward and backward passes."""
 
     __slots__ = ("_backward_begins", "_handles", "_strangers", "_task")
 
@@ -130,12 +132,12 @@ class Attachment(Bracket):
 
     # -------------------------------------------------------------------------------------------------------- hooks
     #
-    # Each of these runs in every step, mostly after its code and its objects have left the CPU's caches: so a plain
-    # loop takes a path with as little code and as few objects as possible.
+    # Each of these runs in every step, mostly after its code and objects have left the CPU's caches. So the path that
+    # a plain loop takes has as little code and as few objects as possible.
 
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
         if _is_compiling():
-            return  # traced, its changing numbers would become guards, and the model would be compiled in each step
+            return  # if traced, the numbers below would become guards, and the model would be recompiled in each step
         if self._stepping.depth:
             self._look_for_exception()
         learning = _learns()
@@ -149,7 +151,7 @@ class Attachment(Bracket):
             self._complain()
 
     def _on_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Hook the output tensors: a backward pass reaches them before any gradient inside of the module is reduced."""
+        """Hook the output tensors: a backward pass reaches them before gradients inside of the module are reduced."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in torch.utils._pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -164,7 +166,7 @@ class Attachment(Bracket):
 
     def _backward_enters(self) -> None:
         if capturing():
-            return  # a CUDA graph is being captured: hooks run once now, and in none of its replays
+            return  # a CUDA graph is being captured: hooks run once now, and not in its replays
         if self._stepping.depth:
             self._look_for_exception()
         self._again = False
@@ -179,15 +181,15 @@ class Attachment(Bracket):
 
 # ------------------------------------------------------------------------------------------------------------- triggers
 #
-# Objects whose hooks notice a backward pass in time: parameters whose gradients come last, and FSDP modules.
+# The objects to hook: parameters or FSDP modules whose hooks notice a backward pass before its gradients are reduced.
 
 
 def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
     """Return parameters whose gradient hooks notice every backward pass before its reduction can be complete.
 
-    Of each DistributedDataParallel that uses all its parameters in every pass this is the first parameter only: its
-    gradient is ready last, so the capture has what the backward pass changes (recomputed activations). All other
-    parameters are returned too, except those of ``gathering`` modules.
+    For each DistributedDataParallel that uses all its parameters in every pass this is the first parameter only: its
+    gradient is ready last, so the capture includes what the backward pass changes (random streams, where activations
+    are recomputed). Of the rest of the model all parameters are returned, except those of ``gathering`` modules.
     """
     chosen: list[Tensor] = []
     covered = {id(parameter) for module in gathering(model) for parameter in module.parameters()}

@@ -1,4 +1,4 @@
-"""Refuses ways of updating weights that cannot be protected, before they write anything."""
+"""Detects ways of updating weights that ttp cannot protect, and raises ``UsageError`` before they write anything."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _WAY_OUT = (
 
 
 def capturing() -> bool:
-    """Return whether work of this thread is recorded in a CUDA graph instead of being done."""
+    """Return whether work that this thread queues is recorded in a CUDA graph instead of being run."""
     return _CUDA_BUILT and bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
 
 
 def refuse_capture() -> None:
-    """Refuse an update that is about to be captured in a CUDA graph.
+    """Refuse an update that is being captured in a CUDA graph: ttp would not notice the updates of its replays.
 
     Raises:
-        UsageError: it is being captured: ttp would not notice the updates of the graph's replays.
+        UsageError: a graph is being captured.
     """
     if capturing():
         raise UsageError(
@@ -50,7 +50,7 @@ def refuse_in_backward(model: nn.Module) -> None:
     """Refuse, at the start, a model whose optimizers step in the backward pass.
 
     Raises:
-        UsageError: parameters have such optimizers.
+        UsageError: a parameter has such an optimizer.
     """
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_in_backward_optimizers", None):
@@ -69,19 +69,19 @@ def refuse_in_step(optimizer: Optimizer) -> NoReturn:
 
 
 class Strangers:
-    """Notices unregistered optimizers that are about to update the registered model, when they step.
+    """Detects steps of unregistered optimizers that have parameters of the registered model.
 
     Args:
         optimizers: the registered optimizers.
         model: the registered model.
-        updating: returns whether an update runs; a step that a registered optimizer makes in it is part of it.
+        updating: returns whether an update is running: a step of another optimizer inside of it is part of it.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module, updating: Callable[[], bool]) -> None:
         self._optimizers, self._model, self._updating = tuple(optimizers), model, updating
         self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
-        me = weakref.ref(self)  # the hook is global in the process: it may not keep this job's objects alive
-        registered = frozenset(map(id, optimizers))  # alive as long as this hook is
+        me = weakref.ref(self)  # the hook is global in the process, and may not keep this job's objects alive
+        registered = frozenset(map(id, optimizers))  # ids stay valid: the optimizers live as long as this hook
 
         def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             if id(optimizer) in registered:
@@ -93,7 +93,7 @@ class Strangers:
         self._handle = register_optimizer_step_pre_hook(Hook(before, traced=False))
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Remove the hook."""
         self._handle.remove()
 
     def _look_at(self, optimizer: Optimizer) -> None:
@@ -109,7 +109,7 @@ class Strangers:
         self._looked_at.add(optimizer)
 
     def _is_stranger(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` has parameters of the model and is no mere wrapper of a registered optimizer."""
+        """Return whether ``optimizer`` has parameters of the model and does not wrap a registered optimizer."""
         if any(thing is known for thing in _held_by(optimizer) for known in self._optimizers):
             return False
         own = set(map(id, self._model.parameters()))

@@ -3,9 +3,9 @@
 A provisional capture is needed before a rank's gradients can reach other ranks. Under ``no_sync`` a backward pass of
 DistributedDataParallel only adds to the local gradients, so no capture is needed there.
 
-The capture is left out only in programs whose last backward pass before an update was one that reduces. In others (all
-passes under ``no_sync`` and a reduction of their own; a forward pass outside of the ``no_sync`` of its backward pass)
-every backward pass gets its capture.
+The capture is left out only while the last backward pass before the last update was one that DistributedDataParallel
+reduced. In other programs (all passes under ``no_sync``, and a reduction of their own; a forward pass outside of the
+``no_sync`` of its backward pass) every backward pass gets its capture.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NoSync:
         self._reduced = False
 
     def withholds(self) -> bool:
-        """Return whether no gradient of the backward pass that begins now can leave this rank."""
+        """Return whether the gradients of the backward pass that begins now stay on this rank."""
         for ddp in self._reducing:
             if ddp.require_backward_grad_sync or ddp.require_forward_param_sync:
                 self._reduced = True
@@ -45,7 +45,7 @@ class NoSync:
 
 
 def _is_all_theirs(model: nn.Module, ddps: Sequence[Ddp]) -> bool:
-    """Return whether these modules reduce every gradient of the model."""
+    """Return whether these DistributedDataParallel modules reduce every gradient of the model."""
     theirs = {
         id(parameter)
         for ddp in ddps
