@@ -1,19 +1,19 @@
-"""Keeps the results of what a loop does between ``optimizer.step()`` and the next forward pass, as part of the version.
+"""Keeps the state of schedulers and scaler after each update's post-step, as part of the version.
 
-A version is finished when the optimizer's step is. The *post-step* calls follow: ``scheduler.step()``,
-``scaler.update()``, an average of the weights. After each update the state of scheduler and scaler, and the param
-groups that the scheduler writes into, are kept as they were when the last of these calls had returned.
+A version is finished when the optimizer's step is. The *post-step* follows, up to the next forward pass:
+``scheduler.step()``, ``scaler.update()``, an average of the weights. After each update the state of schedulers and
+scaler, and the param groups that the schedulers write into, are kept as they were after the last of these calls.
 
-Which calls a loop makes is learned from it. If it steps a scheduler once after each update, the post-step is done with
-that step. A scheduler that is stepped before the update (leading) is not part of it. For what does not show its steps
-(an average of the weights, a scheduler that is stepped now and then) the next forward pass, or standing at the gate, is
-the proof that the post-step is done. When a save comes earlier, the state says what was due.
+Which calls a loop makes is learned from the loop. If it steps a scheduler once after each update, the post-step is over
+with that step. A scheduler that is stepped before the update (*leading*) is not part of the post-step. Calls that leave
+no trace (an average of the weights) or are irregular (a scheduler that is stepped now and then) are known to be over
+when the next forward pass begins, or the thread waits at the gate. If a save comes earlier, the saved state names the
+calls that were still due.
 
 An iteration in which no optimizer steps makes no version (``GradScaler`` skips the step). It is repeated after a
-restore, so what it did to scheduler and scaler is not kept: only the first post-step after an update counts. An
-optimizer that takes the scale itself (``fused=True``) steps all the same, and its device decides that nothing is
-written: that is a version like any other, of which only the scale is new, and when the scaler's update is due the state
-says so.
+restore, so its changes to scheduler and scaler are not kept: only the first post-step after an update counts. An
+optimizer that applies the scale itself (``fused=True``) steps in such an iteration too, and its device decides to
+write nothing. That is a version like any other, in which only the scale differs from the version before.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class _Snapshot(NamedTuple):
     Args:
         version: finished updates.
         schedules: a reading of each scheduler.
-        scaler: the scaler's numbers; those of a device may still be on their way to the host. None: no scaler.
+        scaler: the scaler's numbers, some of which may still be on their way from a device; None: no scaler.
         groups: the hyperparameters of each optimizer.
-        scaling: an object of the scaler that its ``update()`` replaces, by which an update is noticed.
-        updated: whether the scaler was updated after the last update of this version.
+        scaling: an object of the scaler that ``scaler.update()`` replaces, which shows that it was called.
+        updated: whether ``scaler.update()`` was called after the update to this version.
     """
 
     version: int
@@ -61,15 +61,15 @@ class _Snapshot(NamedTuple):
 class PostStepState:
     """Follows the post-steps of one training loop.
 
-    Methods for the training thread write to memory only; others may run on any thread.
+    The methods for the training thread only write to memory. The others may be called on any thread.
 
     Args:
-        optimizers: whose param groups belong to the version.
-        scheduler: an LR scheduler, anything with ``step`` and ``state_dict``; or a list of them.
-        scaler: a ``GradScaler``.
-        averages: whether modules that follow the weights (EMA) are part of the post-step.
+        optimizers: the optimizers whose param groups belong to the version.
+        scheduler: an LR scheduler (anything with ``step`` and ``state_dict``), or a list of them; None: none.
+        scaler: a ``GradScaler``, or None.
+        averages: whether averages of the weights (EMA) are part of the post-step.
         may_follow: whether ``followed`` may be called later, which sets ``averages``.
-        version: finished updates now.
+        version: number of finished updates now.
         runtimes: the devices on which a scaler may have its numbers.
 
     Raises:
@@ -94,9 +94,9 @@ class PostStepState:
         self._averages, self._may_follow = averages, may_follow
         self._check()
         self._open = False  # scheduler steps and scaler updates that are made now belong to the last version
-        self._entered = True  # since the last update the next forward pass has begun, or the thread stands at the gate
-        self._ended = 0  # number of post-steps that were seen to their end
-        self._updates_expected = True
+        self._entered = True  # since the last update a forward pass has begun, or the thread has come to the gate
+        self._ended = 0  # number of post-steps whose end was seen
+        self._updates_expected = True  # scaler.update() was called in the last post-step
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
         self._snapshot = self._take(version)
 
@@ -108,7 +108,7 @@ class PostStepState:
     # --------------------------------------------------------------------------------------------- training thread
 
     def followed(self) -> None:
-        """Note that the program changes tensors after an update, as an average of the weights does."""
+        """Note that the program changes tensors after updates, as an average of the weights does."""
         self._averages = True
 
     def restored(self, version: int) -> None:
@@ -120,7 +120,7 @@ class PostStepState:
         self._open, self._entered = False, True
 
     def forward_entered(self, training: bool) -> None:
-        """Note that a forward pass begins. One for evaluation may come before the scheduler's step: it ends nothing."""
+        """Note that a forward pass begins. An evaluation may precede the scheduler's step: it ends no post-step."""
         if self._open and training:
             self._end_post_step()
         self._entered = True
@@ -135,19 +135,19 @@ class PostStepState:
         """Note that an update is finished.
 
         Args:
-            version: finished updates.
-            whole: the post-step is done too, because the user's loop says when a step is done.
+            version: number of finished updates.
+            whole: whether its post-step is over too, because the user's loop declares when a step is done.
         """
         last = self._snapshot
         self._older.append(last)
         now = self._snapshot = self._take(version, last)
-        if not (self._open or whole or self._scaler is not None):  # else it may be the step after a skipped update
+        if not (self._open or whole or self._scaler is not None):  # else the step may have followed a skipped update
             for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
                 habit.leading = habit.leading or before.moved(after)
         self._entered, self._open = whole, not whole
 
     def step_done(self) -> None:
-        """Note that the user has declared the step done, with all that follows the update."""
+        """Note that the user's loop has declared the step done, post-step included."""
         self._snapshot = self._after(self._snapshot, training=True)
         self._open, self._entered = False, True
 
@@ -158,14 +158,14 @@ class PostStepState:
             habit.post_step_ended(habit.steps_since(before, after))
         self._updates_expected = now.updated
         self._ended += 1
-        self._entered = True  # set first: a thread that reads the next snapshot finds that nothing is due on top of it
+        self._entered = True  # before the snapshot: a thread that reads the new snapshot must find no call due after it
         self._snapshot = now
         self._open = False
 
     # -------------------------------------------------------------------------------------------------- any thread
 
     def done(self) -> bool:
-        """Return whether all calls that follow the last update have returned."""
+        """Return whether the post-step of the last update is over."""
         if self._entered:
             return True
         last = self._snapshot
@@ -173,24 +173,24 @@ class PostStepState:
         return schedules and self._scaler_done(self._is_updated(last)) and not self._averages
 
     def foreseen(self) -> bool:
-        """Return whether it is known which calls follow an update: then a save can note them as due."""
+        """Return whether it is known which calls follow an update, so that a save can record them as due."""
         return not self._averages and all(habit.leading or habit.learned(self._ended) for habit in self._habits)
 
     def _scaler_done(self, updated: bool) -> bool:
         return self._scaler is None or updated or (self._ended > 0 and not self._updates_expected)
 
     def job_state(self, version: int) -> JobState:
-        """Return the states of scheduler and scaler that belong to ``version``, with the calls that were still due.
+        """Return the states of scheduler and scaler that belong to ``version``, with the calls that are still due.
 
         Raises:
-            CheckpointError: the version is not one of the last ones, or its numbers do not leave the device.
+            CheckpointError: the state of that version is not kept, or numbers did not arrive from the device.
         """
         entered = self._entered  # read before the snapshot, which may be replaced meanwhile
         found, due = self._read(version)
         open_ended = found.version == self._snapshot.version and not entered
         pending = open_ended and not self._scaler_done(found.updated)
         if self._scales_elsewhere and found.version == self._snapshot.version and not found.updated:
-            pending = pending or self._is_updated(found)  # the host has queued it: see ``_after``
+            pending = pending or self._is_updated(found)  # the host has queued the update: see ``_after``
         schedules = [Schedule(each.state, now) for each, now in zip(found.schedules, due, strict=True)]
         job = JobState.of(version, schedules, _scaler_state(found.scaler), pending)
         return replace(job, scaler_skipped=pending and _skipped(found.scaler))
@@ -198,11 +198,11 @@ class PostStepState:
     def param_groups(self, version: int, job: JobState | None = None) -> list[ParamGroups]:
         """Return the hyperparameters of ``version``, per optimizer.
 
-        The live ones may be newer: a leading scheduler has changed them already.
+        The live ones may be newer: a leading scheduler may have changed them already.
 
         Args:
-            version: finished updates.
-            job: what ``job_state`` has returned, to get the groups of the same moment; None: of this moment.
+            version: number of finished updates.
+            job: a result of ``job_state``, to get the groups of the same moment; None: those of this moment.
         """
         found = self._of(version)
         if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
@@ -210,10 +210,10 @@ class PostStepState:
         return self._read(version)[0].groups.groups()
 
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
-        """Return the snapshot of ``version``, and for each scheduler whether a step is due on top of it.
+        """Return the snapshot of ``version``, and for each scheduler whether a step is due after it.
 
-        While the post-step goes on, the training thread may be changing the objects that are read here. So the result
-        is either a reading that is known to be of one moment, or the snapshot that was kept when the update ended.
+        During the post-step the training thread may be changing the objects that are read here. So the result is either
+        a reading that is known to be of one moment, or the snapshot that was taken when the update ended.
         """
         for _ in range(_READS_MAX):
             last, entered, still_open = self._snapshot, self._entered, self._open
@@ -229,7 +229,7 @@ class PostStepState:
         return self._snapshot, [False] * len(self._habits)
 
     def _due(self, last: _Snapshot, entered: bool) -> list[bool]:
-        """Return for each scheduler whether a step is due on top of ``last``; all False: read them as they are now."""
+        """Return for each scheduler whether a step is due after ``last``; all False: they can be read as they are."""
         pairs = list(zip(self._habits, last.schedules, strict=True))
         began = [habit.began(before) for habit, before in pairs]
         half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
@@ -257,7 +257,7 @@ class PostStepState:
         )
 
     def _take(self, version: int, last: _Snapshot | None = None) -> _Snapshot:
-        """Return a snapshot of this moment; parts that have not changed are taken from ``last``."""
+        """Return a snapshot of this moment. Parts that have not changed are shared with ``last``."""
         if last is None:
             schedules, groups = tuple(map(Habit.look, self._habits)), Hyperparameters.of(self._optimizers)
         else:
@@ -269,10 +269,14 @@ class PostStepState:
         return _Snapshot(version, schedules, scaler, groups, getattr(self._scaler, _SCALING, None))
 
     def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
-        """Return ``last`` with what has followed it by now: the scaler's update, and the steps of the schedulers.
+        """Return ``last`` brought up to now: with the scaler's update and the schedulers' steps that followed it.
 
-        Numbers on a device are read on the training thread only, in the order of its work: another thread might read
-        those from before the update that the host has queued. So for other threads that update is still due.
+        Args:
+            last: the snapshot of the version.
+            schedules: whether to read the schedulers.
+            training: whether this is the training thread. Only there are numbers on a device read, in the order of its
+                work: another thread could read them as they were before the scaler's update that the host has queued.
+                So for other threads that update is still due.
         """
         news = self._scaler is not None and not last.updated and self._is_updated(last)
         if news and (training or not self._scales_elsewhere):
@@ -296,7 +300,7 @@ class PostStepState:
         return {key: self._numbers.bring(value) for key, value in numbers.items()}
 
     def _found_infs(self) -> dict[str, Any]:
-        """Return the flags by which fused optimizers were told to skip the step."""
+        """Return the flags by which the scaler has told fused optimizers to skip the step."""
         found = [told for opt in self._optimizers if (told := getattr(opt, "found_inf", None)) is not None]
         return {f"{_FOUND_INF}{number}": told for number, told in enumerate(found)}
 
@@ -309,7 +313,7 @@ class PostStepState:
 
 
 def listed(one_or_several: Any) -> list[Any]:
-    """Return the list of objects in an argument that may be one object, None, or a list."""
+    """Return as a list an argument that may be one object, None, or a list."""
     if isinstance(one_or_several, (list, tuple)):
         return [each for each in one_or_several if each is not None]
     return [] if one_or_several is None else [one_or_several]
@@ -326,7 +330,7 @@ def _scaler_numbers(scaler: Any) -> dict[str, Any]:
             "growth_interval": scaler._growth_interval,
             "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker,
         }
-    except AttributeError:  # another version of torch has other attributes
+    except AttributeError:  # this version of torch has other attributes
         return dict(scaler.state_dict())
 
 

@@ -1,11 +1,12 @@
-"""Puts back the state with which a call of a one-update function began, to repeat the call; see ``ttp.one_step``.
+"""Restores the state from the beginning of a call of a one-update function, to repeat it; see ``ttp.one_step``.
 
-When another rank's death breaks a call, half of a backward pass may be done. A restore puts the state of the version
-back, as in every rank that goes on. This module puts back what belongs to no version: random streams, buffers and
+When another rank's death breaks a call, half of a backward pass may be done. A restore brings back the state of the
+version, as on every rank. This module brings back the state that belongs to no version: random streams, buffers and
 ``extra_state`` as they were when the call began (the loop may have drawn a batch since the last update), gradients, the
-reducers of DistributedDataParallel, and what a GradScaler has noted of the call.
+reducers of DistributedDataParallel, and the per-step records of a GradScaler.
 
-Which gradients exist when a call begins is learnt in the first calls, as a trial, and not looked at in all of them.
+Which gradients exist when a call begins is learned in the first ``TRIALS`` calls, so that later calls need not examine
+them. See decision 55.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from ttp.adapters.torch.sharding.ddp_buckets import Ddp, renew_reducer, why_not_
 from ttp.core.layout import Layout, Version
 
 TRIALS = 2
-"""Number of calls in which gradients are looked at: the second one shows whether those of the first are kept."""
+"""Number of calls in which gradients are examined: the second call shows whether those of the first are kept."""
 
 
 class Repeating:
-    """Follows the calls of the one-update function, for one registration. For the training thread.
+    """Tracks the calls of the one-update function during one registration. For the training thread.
 
     Args:
-        model: wrapped or not.
-        optimizers: all that make an update.
+        model: the model; it may be wrapped.
+        optimizers: all optimizers that make an update.
         scaler: a GradScaler, or None.
         capture: captures and restores rank-local state.
         extra: the user's objects of ``extra_state``.
@@ -58,7 +59,7 @@ class Repeating:
         self._model, self._optimizers, self._scaler = model, list(optimizers), scaler
         self._capture, self._extra = capture, extra
         self._ddps, self._layout = ddps, layout
-        self._left_out = False  # the call before the last one has made no update
+        self._left_out = False  # the last call that returned has made no update
         self._image: bytes | None = None
         self._trials_left = TRIALS
         self._parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
@@ -70,14 +71,15 @@ class Repeating:
         self.why_not = ""
         """Why no call can be repeated; empty: no reason is known."""
         self.version = Version(0)
-        """Finished updates when the last call began."""
+        """Number of finished updates when the last call began."""
 
     def begin(self, version: Version, why_not: Callable[[], str]) -> None:
         """Note that a call begins, and keep an image of the rank-local state. Never raises.
 
         Args:
-            version: finished updates.
-            why_not: returns another reason against repeating calls, or nothing; called in the first call only.
+            version: number of finished updates.
+            why_not: returns a further reason why calls cannot be repeated, or an empty text; called in the first call
+                only.
         """
         self.version = version
         if self.why_not:
@@ -97,7 +99,7 @@ class Repeating:
         """Note that the call has returned.
 
         Args:
-            version: finished updates.
+            version: number of finished updates.
         """
         made = version - self.version
         if not self.why_not and (made > 1 or (made == 0 and self._scaler is None)):
@@ -108,7 +110,7 @@ class Repeating:
             self._look_no_more()
 
     def refusal(self) -> str:
-        """Return why the call that began last, and was broken, cannot be repeated; empty: it can."""
+        """Return why the last call, which was broken, cannot be repeated; empty: it can."""
         self._look_no_more()
         try:
             return self.why_not or self._refusal()
@@ -118,7 +120,7 @@ class Repeating:
     def _refusal(self) -> str:
         if self._trials_left:
             return f"the function had not been called {TRIALS} times"
-        if self._left_out:  # the scaler skipped its update; a rank that joins begins right after the last update
+        if self._left_out:  # the scaler skipped its update; a newcomer begins with the call after the last update
             return "the call before it made no update, so a newcomer would be one call behind"
         if self._image is None:
             return "not all of the state of this rank is captured, or some buffers or arrays in extra_state are large"
@@ -134,13 +136,13 @@ class Repeating:
         return b"".join(self._streams.capture())
 
     def set_streams(self, data: bytes) -> None:
-        """Set the random streams to a state that ``streams`` has returned."""
+        """Set the random streams to a state that ``streams`` returned."""
         self._streams.restore(data)
 
     # ---------------------------------------------------------------------------------------------- making it again
 
     def reset(self) -> None:
-        """Clear what the broken call left half done. Call it when all ranks stay in their loops, before registering."""
+        """Clear gradients, reducers and scaler records of the broken call. Call it before objects are registered."""
         for gradient in self._gradients:
             gradient.put_back()
         for ddp in self._ddps:
@@ -150,13 +152,13 @@ class Repeating:
         torch.clear_autocast_cache()
 
     def put_back(self, capture: LocalCapture) -> None:
-        """Put the rank-local state back into its objects as it was when the call began.
+        """Restore the rank-local state from the beginning of the call into its objects.
 
         Args:
             capture: the capture of the new registration.
 
         Raises:
-            CheckpointError: an object does not take its own state.
+            CheckpointError: an object does not accept its own state.
         """
         assert self._image is not None
         state, changed = decode(self._image), self._changed()
@@ -164,7 +166,7 @@ class Repeating:
         capture.restore(LocalState(state.rng, state.buffers, extra))
 
     def go_on_from(self, other: Repeating) -> None:
-        """Take over what the last registration of the same objects has learnt."""
+        """Take over what the last registration of the same objects has learned about gradients."""
         self._trials_left, self._gradients = other._trials_left, other._gradients
 
     # ------------------------------------------------------------------------------------------------------- private
@@ -176,6 +178,7 @@ class Repeating:
         return {name for name, data in then.items() if self._extra.capture(name)[0] != data}
 
     def _objection(self) -> str:
+        """Return why calls of this model can never be repeated; empty: no reason is known."""
         if len(ddps_of(self._model, self._ddps)) > len(self._ddps):
             return "a DistributedDataParallel was made behind wrap_optimizer(): a newcomer would make it alone"
         if gathering(self._model) or len(self._layout.groups) > 1 or any(map(is_sharded, self._optimizers)):
@@ -188,6 +191,7 @@ class Repeating:
         return ""
 
     def _try(self) -> None:
+        """Record the gradients that exist now, and check at the step whether the optimizer uses them."""
         self._gradients = [_Gradient(parameter) for parameter in self._parameters]
         for optimizer in self._optimizers:
             register: Any = optimizer.register_step_pre_hook
@@ -207,7 +211,7 @@ class Repeating:
 
 
 class _Gradient:
-    """The gradient of a parameter when a call begins: none, zeros, or an old one that the call is to drop."""
+    """The gradient of a parameter when a call begins: none, zeros, or an old one that the call has to drop."""
 
     __slots__ = ("_parameter", "_seen", "kind")
 

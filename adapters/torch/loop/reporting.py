@@ -1,4 +1,4 @@
-"""Reports updates to the processor where the state lies on devices."""
+"""Reports updates to the processor in jobs whose state is on devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("ttp.adapters.torch")
 
 
 class DeviceReporter:
-    """Passes reports on to the processor, and marks on the device where a gradient is reduced and an update begins."""
+    """Passes reports on to the processor, and queues marks on the device: gradient reduced, update begun."""
 
     def __init__(self, processor: Processor, source: TorchSource) -> None:
         self._processor, self._reduced, self._begun = processor, source.reduced, source.begun
@@ -56,6 +56,6 @@ class DeviceReporter:
         """See ``UpdateReporter``."""
         try:
             self._host_values.note(self._processor.gate.version + 1)
-        except Exception as problem:  # a save of this version will say so
+        except Exception as problem:  # a save of this version will raise and say so
             log.debug("what the optimizer keeps on the host is not noted: %s", problem)
         self._processor.end_update()

@@ -1,8 +1,8 @@
-"""Learns when a training loop steps one LR scheduler.
+"""Learns when a training loop steps an LR scheduler: before or after the update, and how often.
 
-No hook reports that a scheduler is stepped, and its class and methods must stay as they are. So its attributes are
-read. Schedulers of torch count their steps, and a step ends by making a new list of the rates that it has set. So a
-finished step can be told from one that still runs, or that raised.
+No hook reports the steps of a scheduler, and its class and methods must stay as they are. So its attributes are read.
+Schedulers of torch count their steps, and a step ends by making a new list of the rates that it has set (``_last_lr``).
+So a finished step can be told from one that still runs or that raised.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Reading(NamedTuple):
     """The state of a scheduler at one moment.
 
     Args:
-        state: its ``state_dict()``, containers copied.
-        counters: the numbers in which it counts its steps; empty: it does not count.
-        rates: the list of rates that its last step has made; None: it makes none.
+        state: its ``state_dict()``, with copies of the containers in it.
+        counters: the attributes in which it counts its steps; empty: it does not count them.
+        rates: the list of rates that its last step has made; None: it makes no such list.
     """
 
     state: dict[str, Any]
@@ -35,7 +35,9 @@ class Reading(NamedTuple):
 
 
 class Habit:
-    """Learns how a loop steps one scheduler. For one thread, except ``look``, ``began`` and ``through``.
+    """Learns how a loop steps one scheduler.
+
+    Only the training thread may call ``post_step_ended`` and set ``leading``; other methods may be called on any.
 
     Args:
         scheduler: anything with ``step`` and ``state_dict``.
@@ -48,14 +50,14 @@ class Habit:
         self._form: tuple[list[Any], list[type]] = [], []
         self._inner: list[Any] = []
         self.leading = False
-        """Whether the loop steps it before the update."""
+        """Whether the loop steps the scheduler before the update."""
         self.single_steps = 0
-        """Number of latest post-steps in a row that had exactly one step."""
+        """Number of post-steps in a row, up to the last one, that had exactly one step of the scheduler."""
         self.steps_expected = 0
-        """Number of steps that the last post-step had."""
+        """Number of steps of the scheduler in the last post-step."""
 
     def look(self, before: Reading | None = None) -> Reading:
-        """Read the scheduler. The state of ``before`` is used again if it has not been stepped since."""
+        """Read the scheduler. Returns ``before`` itself if counters and rates show no step since."""
         counters, rates = counters_of(self.scheduler), getattr(self.scheduler, "_last_lr", None)
         tells = bool(counters) or rates is not None
         if before is not None and tells and rates is before.rates and counters == before.counters:
@@ -77,7 +79,7 @@ class Habit:
         return found
 
     def steps_since(self, before: Reading, now: Reading | None = None) -> int:
-        """Return how many steps were made between ``before`` and ``now`` (None: this moment); 0 if not counted."""
+        """Return the number of steps between ``before`` and ``now`` (None: this moment); 0 if they are not counted."""
         if now is before:
             return 0
         counters = counters_of(self.scheduler) if now is None else now.counters
@@ -93,11 +95,11 @@ class Habit:
         return getattr(self.scheduler, "_last_lr", None) is not before.rates
 
     def is_at(self, reading: Reading) -> bool:
-        """Return whether the scheduler is still where it was at this reading."""
+        """Return whether no step has begun since this reading."""
         return not self.began(reading)
 
     def post_step_ended(self, steps: int) -> None:
-        """Note how many steps the loop has made after an update."""
+        """Note that a post-step is over, in which the loop has stepped the scheduler ``steps`` times."""
         self.leading = self.leading and not steps
         self.single_steps = self.single_steps + 1 if steps == 1 else 0
         self.steps_expected = steps
@@ -107,14 +109,18 @@ class Habit:
         return ended > 0 and self.single_steps >= min(2, ended)
 
     def done(self, before: Reading) -> bool:
-        """Return whether all steps that follow the last update, at which ``before`` was read, have been made."""
+        """Return whether the loop has made the scheduler's steps that follow an update.
+
+        Args:
+            before: the reading at the end of the last update.
+        """
         if self.began(before) and not self.through(before):
             return False
         return self.steps_since(before) >= self.steps_expected if self.steps_expected else self.leading
 
 
 def counters_of(scheduler: Any) -> tuple[int, ...]:
-    """Return the numbers in which a scheduler counts its steps; of a container of schedulers, those of the first."""
+    """Return the counters of a scheduler's steps; for a container of schedulers, those of the first one."""
     steps, epoch = getattr(scheduler, "_step_count", None), getattr(scheduler, "last_epoch", None)
     if type(steps) is int:
         return (steps, epoch) if type(epoch) is int else (steps,)
@@ -131,7 +137,7 @@ def counters_of(scheduler: Any) -> tuple[int, ...]:
 
 
 def _counts_samples(scheduler: Any) -> bool:
-    """Return whether the scheduler is Megatron's, whose count grows by the size of a batch."""
+    """Return whether the scheduler is Megatron's, whose counter grows by the batch size in each step."""
     return type(getattr(scheduler, "num_steps", None)) is int and not hasattr(scheduler, "last_epoch")
 
 

@@ -1,7 +1,7 @@
-"""Restores LR scheduler and gradient scaler, and makes the calls that were due when the checkpoint was made.
+"""Restores LR schedulers and the gradient scaler, and makes the calls that were due when the checkpoint was made.
 
-A version is finished when the step of the optimizer is. The scheduler's step and the scaler's update follow, and the
-rank may have been killed in between: then they are made here, because the resumed loop begins with the next step.
+A version is finished when the optimizer's step is. The scheduler's step and the scaler's update follow, and the rank
+may have been saved in between. Then these calls are made here, because the resumed loop begins with the next step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from ttp.adapters.torch.saving.job_state import JobState
 
 
 def load_scheduler(scheduler: Any, job: JobState) -> list[str]:
-    """Load the LR scheduler, or the list of them, and make the steps that were due.
+    """Load the LR schedulers, and make the steps that were due.
 
     Call it after the optimizer's param groups have been restored, because the steps change them.
 
+    Args:
+        scheduler: the registered scheduler, or a list of them, or None.
+        job: the job state of the checkpoint.
+
     Returns:
-        Notes on what could not be done, for the log.
+        Notes for the log on states that were not loaded and steps that were not made.
     """
     here, there = listed(scheduler), job.schedules
     if not here or not there:
@@ -47,7 +51,7 @@ def _make_due_step(scheduler: Any) -> list[str]:
 
 
 def load_scaler(scaler: Any, job: JobState) -> list[str]:
-    """Load the gradient scaler, updated if that was due. Returns notes on what could not be done, for the log."""
+    """Load the gradient scaler, with its update if that was due. Returns notes for the log if only one side has one."""
     if scaler is None or not job.scaler or not scaler.is_enabled():
         return _one_sided(
             "a gradient scaler", scaler if scaler is not None and scaler.is_enabled() else None, job.scaler
@@ -57,7 +61,7 @@ def load_scaler(scaler: Any, job: JobState) -> list[str]:
 
 
 def _updated(scaler: Mapping[str, Any], skipped: bool) -> dict[str, Any]:
-    """Return the scaler's state after the ``update()`` that follows a step, which may have been skipped."""
+    """Return the scaler's state after the ``update()`` that follows a step that was made, or was ``skipped``."""
     tracker = int(scaler["_growth_tracker"]) + 1
     if skipped:
         return dict(scaler) | {"_growth_tracker": 0, "scale": _in_float32(scaler["scale"] * scaler["backoff_factor"])}

@@ -1,4 +1,4 @@
-"""Tells whether ``optimizer.step()`` still runs. When it raises, torch calls no hook, so the stack is read."""
+"""Tells whether ``optimizer.step()`` still runs: if it raises, torch calls no post hook, so the stack is read."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from types import FrameType
 from torch.optim import Optimizer
 
 _WRAPPER = Optimizer.profile_hook_step(lambda _self: None).__code__
-"""The code that calls the hooks and ``step()``, the same for all classes; its variable ``self`` is the optimizer."""
+"""The code object of torch's wrapper, which calls the hooks and ``step()``: the same for all classes of optimizers. Its
+local variable ``self`` is the optimizer."""
 
 _USUAL = 3
-"""How many frames above ``entered`` the wrapper is when nothing is compiled: behind the hook and its caller."""
+"""Number of frames from ``entered`` up to the wrapper when nothing is compiled."""
 
 _NEAR = 8
-"""The most frames that may lie between the wrapper and the function that looks for it."""
+"""Number of frames in which the wrapper is looked for above a hook."""
 
 
 class Stepping:
-    """Counts the calls of ``step()`` that run: a subclass that calls ``super().step()`` fires the hooks twice.
+    """Counts the calls of ``step()`` that run; there are two when a subclass calls ``super().step()``.
 
     Args:
-        optimizers: whose calls are counted.
+        optimizers: the optimizers whose calls are counted.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = tuple(optimizers)
         self._thread = 0
-        self._shows = True  # the wrapper is seen on the stack; a compiled step() has another function there
+        self._shows = True  # whether the stack shows the wrapper; a compiled step() has another function there
         self.depth = 0
-        """Number of calls that have begun and not ended, as far as the hooks know."""
+        """Number of calls that have begun and not returned, as counted by the hooks."""
 
     def entered(self) -> None:
         """Note that ``step()`` begins."""
@@ -41,19 +42,20 @@ class Stepping:
         self.depth += 1
 
     def returned(self) -> int:
-        """Note that a call of ``step()`` has returned; returns how many calls still run."""
+        """Note that a call of ``step()`` has returned. Returns the number of calls that still run."""
         if self.depth:
             self.depth -= 1
         return self.depth
 
     def was_left(self, *, entering: bool = False) -> bool:
-        """Return whether calls were left by an exception; they are forgotten then. May be called on any thread.
+        """Return whether an exception has ended calls of ``step()``; if so, ``depth`` is corrected. Any thread.
 
-        The stack does not show a compiled ``step()``. Then another call of ``step()`` is taken for one inside of it,
-        and any other event, which ``step()`` itself does not cause, for a sign that the program has left it.
+        The stack does not show a compiled ``step()``. In that case a further call of ``step()`` (``entering``) counts
+        as one inside of the compiled one, and any other event, which ``step()`` cannot cause, as proof that it has
+        ended.
 
         Args:
-            entering: the caller is the hook of another call of ``step()``, which is on the stack already.
+            entering: the caller is the hook of a further call of ``step()``, which is on the stack already.
         """
         if not self.depth:
             return False
@@ -64,6 +66,7 @@ class Stepping:
         return True
 
     def _running(self) -> int:
+        """Return the number of calls of ``step()`` on the stack of the training thread."""
         frame: FrameType | None = sys._current_frames().get(self._thread)
         found = 0
         while frame is not None:

@@ -1,4 +1,9 @@
-"""The barrier before an update, made by the device: the training's stream waits, and the host runs ahead."""
+"""The barrier before an update, on the device: the training's stream waits for other ranks while the host runs ahead.
+
+Used with ``TTP_STREAM_BARRIER=1``; decision 33 has the theory. The host queues a mark behind the last gradient, and
+behind the mark a wait for a word in host memory. A thread waits for the mark, meets the other ranks, and writes the
+word.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,10 @@ from ttp.processor.gate.meeting import BrokenError, Meeting, run
 log = logging.getLogger("ttp.adapters.torch")
 
 LEAD_MAX = 2
-"""How many updates the host may have queued behind a barrier that is not over. The copies that are kept for a host
-that is ahead (``AHEAD_MAX``) last for some more."""
+"""Number of updates that the host may queue behind a barrier that is not over. It is less than ``AHEAD_MAX``, the
+number of versions of which copies are kept for a host that is ahead."""
 _WATCHED = range(2, 4)
-"""Updates in which ttp checks whether the optimizer waits for the device; the first one, which sets up, is left out."""
+"""Updates in which ttp checks whether the optimizer waits for the device. Not the first one, which makes its state."""
 _PROBE_S = 60.0
 _LOOK_S = 0.1
 
@@ -27,14 +32,19 @@ _Turn = tuple[int, int, Event]
 
 
 class StreamBarrier:
-    """Lets the host run ahead when it is known that a stream of this device can wait for the host.
+    """Makes the device wait for the other ranks instead of the host, once it is known that this is possible.
 
     Args:
         meeting: the meeting of this rank with the others.
         runtime: the device, with a side stream that is used for nothing else.
         why_not: called once, after the first updates; returns why the host has to wait; empty: the device may wait.
         closed: returns whether the gate is closed.
-        patience_s: seconds after which the log says that not all ranks have come.
+        patience_s: seconds to wait for the other ranks; then the device waits for an order.
+
+    Raises:
+        OSError: there is no driver that can make a stream wait for the host.
+        AttributeError: the driver is too old.
+        RuntimeError: the driver refuses, or a test shows that streams do not wait or do not go on.
     """
 
     def __init__(
@@ -53,14 +63,14 @@ class StreamBarrier:
         self._hold = runtime.hold()
         self._probe()
         self._changed = threading.Condition()
-        self._held: tuple[int, int] | None = None  # meeting and version of the update before which the device stands
-        self._admitted = -1  # the version that is to be made without the others
-        self._released = 0
-        self._problem = ""
+        self._held: tuple[int, int] | None = None  # meeting and version of the update before which the device waits
+        self._admitted = -1  # the last version that this rank was ordered to make without the others
+        self._released = 0  # number of the last meeting that is over
+        self._problem = ""  # why the thread has ended
         self._inbox: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
 
     def _probe(self) -> None:
-        """Check that the word in memory holds a stream up and lets it go on.
+        """Check that a stream waits for the word in memory, and goes on when it is written.
 
         Raises:
             RuntimeError: it does not.
@@ -76,7 +86,7 @@ class StreamBarrier:
     # ----------------------------------------------------------------------------------------------- training thread
 
     def ready(self, turn: int) -> bool:
-        """Return whether the device waits in the meeting of number ``turn``, so that the host need not."""
+        """Return whether the device waits for meeting ``turn``, so that the host need not."""
         self._watch.close()  # still open if the last update was left by an exception
         if self._on is None and self._waited:
             self._decide(f"optimizer.step() waits for the device ({self._waited[0]})")
@@ -86,7 +96,7 @@ class StreamBarrier:
         return bool(self._on)
 
     def watch(self, turn: int) -> None:
-        """Begin to check whether the optimizer waits for the device, in the update behind the meeting ``turn``."""
+        """Begin to check whether the optimizer waits for the device, if the update after ``turn`` is one to check."""
         if self._on is None and turn in _WATCHED:
             self._watch.enter_context(self._runtime.noticing(self._waited))
 
@@ -95,12 +105,12 @@ class StreamBarrier:
         self._watch.close()
 
     def queue(self, turn: int, version: int) -> None:
-        """Make the device wait before the update to ``version`` until all ranks have come to the meeting ``turn``.
+        """Make the device wait before the update to ``version`` until all ranks have come to meeting ``turn``.
 
         The host itself waits only while it is more than ``LEAD_MAX`` updates ahead.
 
         Raises:
-            RuntimeError: this rank does not meet the others any more.
+            RuntimeError: the thread of this object has ended with an error.
         """
         with self._changed:
             while turn - self._released > LEAD_MAX and not (self._problem or self._closed()):
@@ -122,7 +132,7 @@ class StreamBarrier:
     # ---------------------------------------------------------------------------------------------------- any thread
 
     def held(self, version: int) -> bool:
-        """Return whether the device waits before the update to ``version``, with its gradient."""
+        """Return whether the device, with its gradient, waits before the update to ``version``."""
         held = self._held
         return held is not None and held[1] == version
 
@@ -130,7 +140,7 @@ class StreamBarrier:
         """Let the device make the update to ``version`` without the other ranks.
 
         Returns:
-            Whether the device was waiting before it.
+            Whether the device was waiting before that update.
         """
         if not self.held(version):
             return False
@@ -144,7 +154,7 @@ class StreamBarrier:
         self._watch.close()
         self._inbox.put(None)
 
-    # ------------------------------------------------------------------------------------------------ the thread of it
+    # ----------------------------------------------------------------------------------------------- its own thread
 
     def _run(self) -> None:
         try:
@@ -166,7 +176,7 @@ class StreamBarrier:
             yield item
 
     def _meet(self, turn: int, version: int) -> None:
-        """Return when all ranks have come, or when this rank is to go on without them; else never return."""
+        """Return when all ranks have come, or when this rank is ordered to go on without them; else never return."""
         deadline = time.monotonic() + self._patience_s
 
         async def leave() -> bool:

@@ -1,6 +1,6 @@
-"""Makes a CUDA stream wait for a word in memory that the host writes: ``cuStreamWaitValue32`` of the driver.
+"""Makes a CUDA stream wait for a word in host memory, with ``cuStreamWaitValue32`` of the CUDA driver API.
 
-torch has no such call, so it is made in ``libcuda`` directly, which every process with a CUDA device has loaded.
+torch has no such function, so it is called in ``libcuda`` directly, which every process with a CUDA device has loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 _cuda: Any = torch.cuda
 _GREATER_OR_EQUAL = 0
-"""The stream goes on when the signed difference of the two words is not negative, so numbers may pass 32 bits."""
+"""``CU_STREAM_WAIT_VALUE_GEQ``: the stream goes on when the signed difference of word and number is not negative, so
+numbers may exceed 32 bits."""
 _SYNCHRONISES = "synchronizing CUDA operation"
 
 
@@ -27,7 +28,7 @@ class StreamHold:
 
     Raises:
         OSError: there is no CUDA driver.
-        AttributeError: the driver is too old to have the call.
+        AttributeError: the driver is too old to have the function.
         RuntimeError: the driver refuses the memory.
     """
 
@@ -39,7 +40,7 @@ class StreamHold:
         self._word = ctypes.c_uint32.from_address(self._memory.data_ptr())
         there = ctypes.c_uint64()
         with torch.cuda.device(device):
-            torch.cuda.current_stream(device)  # the context is there
+            torch.cuda.current_stream(device)  # makes sure that the device has a context
             locate = self._driver.cuMemHostGetDevicePointer_v2
             self._check(locate(ctypes.byref(there), ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_uint(0)))
         self._address = there.value

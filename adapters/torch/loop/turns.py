@@ -1,13 +1,14 @@
-"""Finds out which optimizer steps make one version, in a training with several optimizers.
+"""Decides which optimizer steps make one version, in a training with several optimizers.
 
 The first version shows the order: it ends when each optimizer has stepped once. From then on a version ends with the
-step of the optimizer that came last. A loop in which they step a different number of times (five steps of a critic for
-one of the generator) has no such order and must call ``step_done()`` at the end of its iterations. The first step that
-does not fit raises ``UsageError``, because versions that are counted wrongly are restored wrongly. A loop of several
-steps in an iteration raises it too, if each step was counted as a version before the first ``step_done()``.
+step of the optimizer that came last in it. A loop whose optimizers step a different number of times (five steps of a
+critic for one of the generator) has no such order, and must call ``step_done()`` at the end of its iterations. The
+first step that does not fit raises ``UsageError``, because versions that are counted wrongly are restored wrongly. A
+loop with several steps in an iteration raises it too, if its first ``step_done()`` comes so late that several of these
+steps were counted as versions.
 
-The module also learns whether there is a backward pass between the steps of one version. If there is, a rank may die,
-or wait for one that died, when only some of the steps are made: see ``between.py``.
+``Turns`` also learns whether there is a backward pass between the steps of one version. If there is, a rank may die, or
+wait for a dead peer, when only some of the steps are made: see ``between.py``. Decision 27 has the reasons.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from ttp.errors import UsageError
 
 _UNDECIDED_MAX = 1000
-"""So many steps without the end of the first version are an error: no loop makes so many in one iteration."""
+"""Number of steps after which the first version has to be over: no loop makes so many in one iteration."""
 
 
 _LATE = (
@@ -34,14 +35,14 @@ _HIDDEN = (
 
 
 class Turns:
-    """Follows the steps of one training loop. For the training thread.
+    """Follows the steps of one training loop, and decides where versions end. For the training thread.
 
     Args:
         names: names of the optimizers, for messages.
-        skipped: returns whether a gradient scaler skipped the last step that was due.
+        skipped: returns whether the gradient scaler skipped the last step.
         scaled: whether there is a gradient scaler, which may skip steps.
-        hidden: the class of a wrapper around an optimizer whose own step cannot be seen; empty: there is none.
-        chained: whether the optimizers are known to step in the order given, right after each other.
+        hidden: class name of a wrapper around an optimizer whose own step fires no hooks; empty: there is none.
+        chained: whether the optimizers are known to step in the order given, with no backward pass in between.
     """
 
     def __init__(
@@ -57,22 +58,22 @@ class Turns:
         self._names, self._skipped, self._scaled, self._chained = tuple(names), skipped, scaled, chained
         self._made: list[int] = []
         self.order: tuple[int, ...] | None = tuple(range(len(names))) if chained or len(names) == 1 else None
-        """The order in which the optimizers step, as numbers; None: not known yet."""
+        """The order in which the optimizers step, by their numbers; None: not known yet."""
         self.interleaved: bool | None = False if self.order is not None else None
         """Whether backward passes come between the steps of a version; None: not known yet."""
         self.by_hand = False
-        """Whether the loop says itself, by ``step_done()``, when a version ends. Set by ``ends_by_hand``."""
+        """Whether the loop declares the end of each version with ``step_done()``. Set by ``ends_by_hand``."""
         self.several = len(names) > 1
         """Whether there is more than one optimizer."""
-        self._early = 0  # versions that ended before the first step_done()
+        self._early = 0  # number of versions that ended before the first step_done()
         self.simple = len(names) == 1 and not hidden
-        """Whether each step makes a version: then no method of this object needs to be called."""
+        """Whether each step makes a version, so that no method of this object needs to be called."""
 
     def ends_by_hand(self, counted: int) -> bool:
-        """Note that from now on the loop says when a version ends. Returns whether it did so before.
+        """Note that from now on the loop declares the end of each version. Returns whether it did so before.
 
         Args:
-            counted: versions that have ended so far.
+            counted: number of versions that have ended so far.
         """
         before, self.by_hand, self.simple = self.by_hand, True, False
         if not before:
@@ -81,7 +82,7 @@ class Turns:
 
     @property
     def stands_between(self) -> bool:
-        """Whether training may have to wait in a collective between two steps of one version."""
+        """Whether training may have to stop between two steps of one version, in a backward pass there."""
         return (self.several or self.by_hand) and self.interleaved is not False
 
     def is_last(self, number: int) -> bool:
@@ -93,14 +94,14 @@ class Turns:
         return {*self._made, number} == set(range(len(self._names))) and len(set(self._made)) == len(self._made)
 
     def overdue(self, number: int) -> bool:
-        """Return whether the version should have ended before this step, because the scaler skipped its last step."""
+        """Return whether the version has to end before this step, because the scaler has skipped its last step."""
         return not (self.by_hand or self._hidden) and number in self._made and self._scaled and self._skipped()
 
     def begins(self, number: int) -> None:
         """Note that an optimizer is about to step.
 
         Raises:
-            UsageError: it is not this optimizer's turn, so ttp cannot tell where versions end.
+            UsageError: this step does not fit the order, so ttp cannot tell where versions end.
         """
         if self.by_hand:
             if self._early > 1 and number in self._made:
@@ -132,16 +133,16 @@ class Turns:
             self.interleaved = True
 
     def forget(self) -> None:
-        """Note that the version was abandoned, and that the loop begins another one."""
+        """Note that the open version was abandoned, and that the loop begins another one."""
         self._made = []
 
     def over(self) -> None:
         """Note that the version is finished."""
         made, self._made = tuple(self._made), []
         if self.by_hand:
-            self._early = 0  # the loop makes one step in an iteration, so versions were counted as it counts
+            self._early = 0  # an iteration has passed with one step, so the earlier versions were counted rightly
         if len(set(made)) < len(self._names):
-            return  # the scaler has skipped a step, or step_done() ended the version: the order cannot be learned
+            return  # the scaler has skipped a step, or step_done() ended the version: this one shows no order
         if self.order is None and not self.by_hand:
             self.order = made
         if self.interleaved is None:

@@ -1,9 +1,9 @@
-"""Notices a loop that writes to the weights between the backward passes of one iteration, outside of any step.
+"""Detects a loop that writes to the weights between the backward passes of one iteration, outside of any step.
 
-Sharpness-aware optimizers do this (SAM: ``first_step()`` moves the weights to where the second gradient is taken). No
-hook reports it, and a checkpoint made in between would hold weights of no version. So the weights are compared in a few
-iterations after the first one (in that one layers may still set themselves up), and in all iterations of an optimizer
-that has a ``first_step()`` and a ``second_step()``.
+Loops around sharpness-aware optimizers do this (SAM: ``first_step()`` moves the weights to where the second gradient is
+taken). No hook reports it, and a checkpoint made in between would hold weights of no version. So the weights are
+compared in a few iterations after the first one, in which layers may still initialise themselves; and in all
+iterations if an optimizer has a ``first_step()`` and a ``second_step()``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Untouched:
     """Compares the weights between the backward passes of one iteration. For the training thread.
 
     Args:
-        optimizers: as the user gave them; their parameters are compared.
-        on_host: returns whether a tensor is on the host: only there it can be compared without waiting for a device.
+        optimizers: the optimizers as the user gave them; their parameters are compared.
+        on_host: returns whether a tensor is on the host: only there can its values be compared without waiting for a
+            device.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_host: Callable[[Tensor], bool]) -> None:
@@ -45,7 +46,7 @@ class Untouched:
         """Note that a step has changed the weights.
 
         Returns:
-            Whether ``backward`` has to be called from now on.
+            Whether ``backward`` still has to be called from now on.
         """
         self._mark = None
         self._steps += 1
@@ -55,7 +56,7 @@ class Untouched:
         """Check the weights at the beginning of a backward pass outside of any step.
 
         Raises:
-            UsageError: the weights changed since the last backward pass, and no step came in between.
+            UsageError: the weights have changed since the last backward pass, with no step in between.
         """
         if self._steps not in _STEPS_WATCHED and not self._always:
             return

@@ -1,4 +1,4 @@
-"""Finds, in optimizers that wrap others, which of them keep the state and whose steps are the update."""
+"""Finds out, for optimizers that wrap others, which of them keep the state and whose steps make the update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ttp.errors import UsageError
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that makes the update and keeps the state; ``optimizer`` itself when there is no other."""
+    """Return the optimizer inside of a sharding one, which makes the update and keeps the state; others unchanged."""
     if isinstance(optimizer, ReplicatedOptimizer):
         return optimizer.inner
     if is_torch_zero(optimizer):
@@ -34,7 +34,7 @@ def is_torch_zero(optimizer: Any) -> bool:
 
 
 def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers in the attributes of ``optimizer`` that own its parameters; empty: it owns them itself."""
+    """Return the optimizers in the attributes of ``optimizer`` that update its parameters; empty: it does so itself."""
     if is_sharded(optimizer):
         return []
     found: dict[int, Optimizer] = {}
@@ -47,13 +47,13 @@ def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def owners_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers inside of wrappers and containers that keep the state of the parameters."""
+    """Return the optimizers that keep the state: those inside of wrappers and containers, or ``optimizer`` itself."""
     inside = wrapped_by(optimizer)
     return [owner for each in inside for owner in owners_of(each)] if inside else [optimizer]
 
 
 def wrappers_of(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Return the wrappers and containers around the owners of the state, the outermost first."""
+    """Yield the wrappers and containers around the optimizers that keep the state, the outermost first."""
     inside = wrapped_by(optimizer)
     if inside:
         yield optimizer
@@ -62,13 +62,13 @@ def wrappers_of(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def turn_takers(optimizer: Optimizer) -> list[list[Optimizer]]:
-    """Return, for each step that the loop makes, the optimizer that makes it and those inside of that one.
+    """Return, for each step that the loop makes, the optimizer that makes it and the optimizers inside of that one.
 
-    A wrapper whose own step can be seen takes one turn, together with all optimizers inside of it. If a wrapper hides
-    its step (it does not call ``Optimizer.__init__``), the optimizers inside of it take a turn each.
+    A wrapper whose step fires hooks takes one turn together with all optimizers inside of it. If the step of a wrapper
+    fires none (the wrapper does not call ``Optimizer.__init__``), each optimizer inside of it takes a turn.
 
     Raises:
-        UsageError: an optimizer without others inside of it hides its step.
+        UsageError: the step of an optimizer that wraps no other fires no hooks.
     """
     inside = wrapped_by(optimizer)
     if not inside and not is_sharded(optimizer) and not fires_hooks(optimizer):
@@ -84,21 +84,21 @@ def turn_takers(optimizer: Optimizer) -> list[list[Optimizer]]:
 
 
 def hides_its_step(optimizer: Optimizer) -> str:
-    """Return the class name of a wrapper whose own step, which may change the weights, cannot be seen; empty: none.
+    """Return the class name of a wrapper whose step fires no hooks and may change the weights; empty: there is none.
 
-    Accelerate's wrapper is no such one: it only passes calls on.
+    Accelerate's wrapper does not count: it only passes calls on.
     """
     for wrapper in wrappers_of(optimizer):
         passes_on = any(kind.__name__ == "AcceleratedOptimizer" for kind in type(wrapper).__mro__)
         if not passes_on and not fires_hooks(wrapper):
             return type(wrapper).__name__
         if not passes_on:
-            break  # its step is seen, and with it all that is inside
+            break  # the hooks of this wrapper cover its step and all steps inside of it
     return ""
 
 
 def fires_hooks(optimizer: Optimizer) -> bool:
-    """Return whether step hooks that are registered on ``optimizer`` are called."""
+    """Return whether torch calls step hooks that are registered on ``optimizer``."""
     step: Any = type(optimizer).step
     return bool(getattr(step, "hooked", False)) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
