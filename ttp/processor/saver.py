@@ -140,7 +140,7 @@ class Saver:
             self._look_again()  # so that the controller knows the state before it hears that the save failed
             return ev.WriteFailed(order.incident, order.generation, _words(problem), may_pass=True)
         except BaseException as problem:
-            log.exception("saving version %s failed", order.version)
+            _log_failure(f"version {order.version} was not saved", problem)
             return ev.WriteFailed(order.incident, order.generation, _words(problem), _of_storage(problem))
 
     def pieces(self, order: m.Save, draft: Path, cancelled: Callable[[], bool]) -> list[m.Piece]:
@@ -175,7 +175,7 @@ class Saver:
                 where = str(path)
             return ev.CommitDone(order.incident, order.generation, where, size)
         except BaseException as problem:
-            log.exception("committing version %s failed", order.version)
+            _log_failure(f"the checkpoint of version {order.version} was not committed", problem)
             return ev.CommitBroken(order.incident, order.generation, _words(problem), _of_storage(problem))
 
     def _make(self, order: m.Commit) -> tuple[Path, int]:
@@ -222,6 +222,11 @@ def make_checkpoint(
 def _of_storage(problem: BaseException) -> bool:
     """Return whether the storage refused, which may pass: space is freed, a server comes back. Other errors stay."""
     return isinstance(problem, OSError) or isinstance(problem.__cause__, OSError)
+
+
+def _log_failure(what: str, problem: BaseException) -> None:
+    """Log why an order failed; with a traceback, unless the storage refused: that is no fault of the code."""
+    log.error("%s: %s", what, _words(problem), exc_info=None if _of_storage(problem) else problem)
 
 
 def _words(problem: BaseException) -> str:
