@@ -1,1 +1,1 @@
-"""Support for accelerators: events, staging buffers, copies to the host that do not wait for the training's stream."""
+"""Accelerators: events, fences, staging buffers, and copies to the host that do not wait for the training's stream."""

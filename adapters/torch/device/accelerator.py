@@ -1,4 +1,8 @@
-"""Tells which version an accelerator has finished, and brings bytes to the host without stopping it."""
+"""Tells which version an accelerator has finished, and copies numbers from it to the host without stopping it.
+
+``Runtime`` lists the operations of a device that ttp needs, with streams and marks (events) as CUDA has them; tests use
+one that is made up. ``Fence`` tells the version of the state in the device's memory, which may be behind the host's.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,18 @@ log = logging.getLogger("ttp.adapters.torch")
 _cuda: Any = torch.cuda
 _POLL_S = 0.0002
 _PRIORITY = -2
-"""Priority of the streams made here. torch hands out a few dozen streams of each priority in turn, so that two users
-may share one. Communicators take theirs from the lowest and the highest priority; we must not share one that hangs."""
+"""Priority of the streams made here. torch hands out the few dozen streams of a priority in turn, so two users may
+share one. Communicators use the lowest and the highest priority, and ttp must not share a stream that hangs."""
 
 AHEAD_MAX = 8
 """Number of updates that a host may be ahead of its device before copies of the oldest version are dropped."""
 
 
 _NUMBERS, _NUMBER_BYTES = 512, 16
-"""How many single numbers are remembered, and bytes for each; a job with several scaled optimizers sends some dozens
-per update."""
+"""Number of single numbers for which there is pinned memory, and bytes for each. A job with several scaled optimizers
+sends some dozens per update."""
 _NUMBER_S = 5.0
+"""Seconds to wait for a single number from a device."""
 
 
 class Event(Protocol):
@@ -46,7 +51,7 @@ class Event(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Block until everything queued before the mark is done, without using the CPU; perhaps for ever.
+        """Block until everything queued before the mark is done, without using the CPU. There is no time limit.
 
         Raises:
             RuntimeError: the device is broken.
@@ -57,7 +62,7 @@ class Hold(Protocol):
     """A word in host memory for which streams of a device can wait."""
 
     def queue(self, number: int) -> None:
-        """Make work queued later on the current stream of this thread wait until the word has reached ``number``."""
+        """Make work that this thread queues later on its current stream wait until the word has reached ``number``."""
 
     def release(self, number: int) -> None:
         """Set the word to ``number``. May be called on any thread; does not wait."""
@@ -70,13 +75,10 @@ class Runtime(Protocol):
         """Return whether the memory of the tensor is on this device."""
 
     def capturing(self) -> bool:
-        """Return whether work that this thread queues becomes part of a CUDA graph.
-
-        ttp must then queue nothing, not even a mark.
-        """
+        """Return whether this thread captures a CUDA graph: then ttp must queue nothing, not even a mark."""
 
     def mark(self, *, side: bool) -> Event:
-        """Return a mark behind the work queued so far on the current stream of this thread, or on the side stream."""
+        """Queue and return a mark: on the side stream, or else on the current stream of this thread."""
 
     def side_waits_for(self, event: Event) -> None:
         """Make work queued later on the side stream run after the mark."""
@@ -85,17 +87,19 @@ class Runtime(Protocol):
         """Make work queued later on the current stream of this thread run after the mark."""
 
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager in whose block work is queued on the side stream."""
+        """Return a context manager in whose block this thread queues its work on the side stream."""
 
     def hold(self) -> Hold:
-        """Make a new word with the value 0. Call it at the start only.
+        """Make a new word with the value 0. Call it at the start only, because it allocates memory.
 
         Raises:
-            OSError, AttributeError, RuntimeError: this device or its driver cannot wait for a word.
+            OSError: there is no driver that can make a stream wait for a word.
+            AttributeError: the driver is too old for that.
+            RuntimeError: the driver refuses the word.
         """
 
     def noticing(self, found: list[str]) -> contextlib.AbstractContextManager[None]:
-        """Add to ``found`` the places where this thread waits for the device, while the block runs."""
+        """Return a context manager that adds to ``found`` the source lines at which its block waits for the device."""
 
     def pinned(self, size: int) -> Tensor:
         """Allocate ``size`` bytes of page-locked host memory. Call it at the start only."""
@@ -105,7 +109,7 @@ class Runtime(Protocol):
 
 
 class CudaRuntime:
-    """The ``Runtime`` of one CUDA device. Make it at the start, because it allocates memory."""
+    """The ``Runtime`` of one CUDA device, with a side stream of its own. Make it at the start: it allocates memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -162,15 +166,15 @@ def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
 
 
 def runtimes_on(devices: Iterable[torch.device]) -> tuple[Runtime, ...]:
-    """Return a new runtime for each of these devices; none for the host."""
+    """Return a new runtime for each CUDA device among these."""
     return tuple(CudaRuntime(device) for device in devices if device.type == "cuda")
 
 
 def holder(runtimes: Sequence[Runtime], tensor: Tensor) -> Runtime | None:
-    """Return the device that holds the tensor; None: the host does.
+    """Return the runtime of the device that holds the tensor; None: the tensor is on the host.
 
     Raises:
-        CheckpointError: a device that is none of ``runtimes`` holds it.
+        CheckpointError: the tensor is on a device that is none of ``runtimes``.
     """
     for runtime in runtimes:
         if runtime.holds(tensor):
@@ -200,13 +204,15 @@ class AllEvents:
 
 
 class Number:
-    """A single number that is being copied from the device to the host."""
+    """A single number on its way from a device to the host; made by ``Numbers``."""
 
     def __init__(self, numbers: Numbers, turn: int, slot: Tensor, event: Event) -> None:
         self._numbers, self._turn, self._slot, self._event = numbers, turn, slot, event
 
     def value(self) -> float | int:
-        """Return its value at the point of the training's work at which it was sent. Not for the training thread.
+        """Return the number as it was at the point of the training's stream at which it was queued.
+
+        May wait for ``_NUMBER_S`` seconds, so not for the training thread.
 
         Raises:
             CheckpointError: the number did not arrive in time, or its memory was used again.
@@ -220,12 +226,12 @@ class Number:
 
 
 class Numbers:
-    """Copies single numbers, like a loss scale, to the host, with their values in the order of the training's work.
+    """Copies single numbers, such as a loss scale, from devices to the host, in the order of the training's stream.
 
-    ``item()`` would wait for the device, and behind a hang for ever.
+    ``item()`` would wait for the device, and forever if the device hangs.
 
     Args:
-        runtimes: the devices; a little pinned memory is allocated in the constructor.
+        runtimes: the devices; the constructor allocates a little pinned memory.
     """
 
     def __init__(self, runtimes: Sequence[Runtime] = ()) -> None:
@@ -234,7 +240,10 @@ class Numbers:
         self.turn = 0
 
     def bring(self, value: Any) -> Any:
-        """Return a one-element tensor on a device as a ``Number``, other values as they are now. Training thread only.
+        """Begin to copy a number to the host. For the training thread; does not wait.
+
+        Returns:
+            A ``Number`` for a one-element tensor on a device, the item of one on the host, other values unchanged.
 
         Raises:
             CheckpointError: a CUDA graph is being captured.
@@ -258,10 +267,10 @@ class Numbers:
 
 
 def number(value: Any) -> Any:
-    """Return the value of a result of ``Numbers.bring``; waits for it a limited time.
+    """Return the value of a result of ``Numbers.bring``, waiting for it for a limited time.
 
     Raises:
-        CheckpointError: the number did not arrive in time.
+        CheckpointError: see ``Number.value``.
     """
     return value.value() if isinstance(value, Number) else value
 
@@ -270,20 +279,20 @@ def number(value: Any) -> Any:
 
 
 class Fence(Protocol):
-    """Tells which version the memory of the state holds: an older one on a device that is behind the host."""
+    """Tells how far a device has come in the training's work, by version; a device may be behind its host."""
 
     def record(self, version: int) -> None:
-        """Mark ``version``, whose last write has been queued. For the training thread; does not wait."""
+        """Queue the mark of ``version`` behind the work queued so far. For the training thread; does not wait."""
 
     def finished_version(self) -> int:
-        """Return the newest version whose writes are all done. For any thread; does not wait."""
+        """Return the newest version whose mark the device has reached. For any thread; does not wait."""
 
     def wait(self, version: int, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` until ``version`` is finished; return whether it is. Not for the training thread."""
+        """Wait up to ``timeout_s`` seconds for ``version``; return whether it came. Not for the training thread."""
 
 
 class HostFence:
-    """The fence for state on the CPU: a version is finished when the step returns."""
+    """The fence for state on the host: a version is finished when it is recorded."""
 
     def __init__(self, base: int = 0) -> None:
         self._finished = base
@@ -302,7 +311,7 @@ class HostFence:
 
 
 class DeviceFence:
-    """The fence for state on one device: a version is finished when the device has reached the mark behind it."""
+    """The fence for state on one device: a version is finished when the device has reached its mark."""
 
     def __init__(self, runtime: Runtime, base: int = 0) -> None:
         self._runtime = runtime
@@ -311,12 +320,12 @@ class DeviceFence:
         self._collecting = threading.Lock()
 
     def record(self, version: int) -> None:
-        """See ``Fence``. On a broken device no version is finished any more; the program finds that out itself."""
+        """See ``Fence``. Does not raise on a broken device, which finishes no more versions: the program will raise."""
         try:
             self._pending.append((version, self._runtime.mark(side=False)))
         except RuntimeError as problem:
             log.debug("the device takes no mark: %s", problem)
-        self.finished_version()  # so that nothing piles up when nobody asks
+        self.finished_version()  # drops reached marks, which would pile up otherwise
 
     def finished_version(self) -> int:
         """See ``Fence``."""
@@ -324,7 +333,7 @@ class DeviceFence:
             try:
                 while self._pending and self._pending[0][1].query():
                     self._finished = self._pending.popleft()[0]
-            except RuntimeError as problem:  # the device is gone: nothing after this is finished
+            except RuntimeError as problem:  # the device is broken, and finishes nothing more
                 log.debug("the device does not answer: %s", problem)
             return self._finished
 
@@ -334,11 +343,12 @@ class DeviceFence:
 
 
 class DevicesFence:
-    """The fence for state on several devices: the version that all have reached, or the newest that one has reached.
+    """The fence for state on several devices.
 
     Args:
         fences: the fence of each device.
-        newest: whether one device is enough, as for the beginning of an update.
+        newest: True: a version counts as reached when one device has reached it, as for the beginning of an update;
+            False: when all devices have.
     """
 
     def __init__(self, fences: Sequence[Fence], newest: bool) -> None:
@@ -363,8 +373,8 @@ def make_fence(runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = Fal
 
     Args:
         runtimes: the devices; empty: the state is on the host.
-        base: the version of the state now.
-        newest: whether one device is enough; see ``DevicesFence``.
+        base: the present version of the state.
+        newest: see ``DevicesFence``.
     """
     fences = [DeviceFence(runtime, base) for runtime in runtimes]
     if len(fences) > 1:
@@ -373,7 +383,7 @@ def make_fence(runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = Fal
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Call ``done`` until it returns True or ``timeout_s`` is over; return which. Driver waits have no limit."""
+    """Call ``done`` until it returns True or ``timeout_s`` is over; return which. The driver's waits have no limit."""
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
@@ -383,5 +393,5 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as a vector of bytes, without a copy."""
+    """Return a view of a contiguous tensor as a vector of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,4 +1,7 @@
-"""Keeps the numbers that an optimizer has on the host while its other state is on devices, such as counts of steps."""
+"""Keeps copies of the numbers that an optimizer has on the host, such as step counts, while its tensors are on devices.
+
+The host may be ahead of the devices, so these numbers may be of a newer version than the tensors that can be saved.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,24 @@ _SCANS = 3
 """Number of updates after which an optimizer has made all of its state."""
 
 _Values = dict[Any, Any]
+"""The state of one parameter."""
 _Entry = tuple[_Values, Any]
+"""The state of one parameter, and a key in it."""
 _Place = tuple[int, Any]
+"""The identity of the state of one parameter, and a key in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
+    """The numbers of one version.
+
+    Args:
+        version: number of finished updates.
+        places: where each number is: index of the stack (-1: ``numbers``), and index in it.
+        stacks: the scalar tensors, stacked by dtype.
+        numbers: the Python numbers.
+    """
+
     version: int
     places: Mapping[_Place, tuple[int, int]]
     stacks: list[Tensor]
@@ -30,7 +45,7 @@ class _Kept:
 
 
 class HostValues:
-    """Copies the optimizer's numbers on the host after each update, because the host may be ahead of the devices.
+    """Copies the numbers that an optimizer has on the host after each update, for the last ``AHEAD_MAX + 1`` versions.
 
     Args:
         state: returns the live state of the optimizer, by parameter.
@@ -46,7 +61,7 @@ class HostValues:
         self._places: dict[_Place, tuple[int, int]] = {}
 
     def note(self, version: int) -> None:
-        """Copy the numbers, which are those of ``version`` now. For the training thread."""
+        """Copy the numbers as those of ``version``. For the training thread, when it has finished that update."""
         state = self._state()
         if self._scans < _SCANS or len(state) != self._known:
             self._scan(state)
@@ -57,20 +72,24 @@ class HostValues:
             self._keep(version)
 
     def of(self, values: Any, version: int) -> Any:
-        """Return the optimizer state of one parameter, with the numbers of ``version``. May be called on any thread.
+        """Return the state of one parameter with the numbers of ``version``. May be called on any thread.
+
+        Args:
+            values: the live state of the parameter.
+            version: number of finished updates.
 
         Raises:
-            CheckpointError: the numbers of that version are not known.
+            CheckpointError: the numbers of that version are not kept.
         """
         if not isinstance(values, dict):
             return values
         return {key: self.value(values, key, version) for key in list(values)}
 
     def value(self, values: _Values, key: Any, version: int) -> Any:
-        """Return one value of that state: a number of ``version``, or a tensor on a device as it is.
+        """Return one value of a parameter's state: a number as it was at ``version``, a tensor on a device unchanged.
 
         Raises:
-            CheckpointError: the number of that version is not known.
+            CheckpointError: the number of that version is not kept.
         """
         value = values[key]
         there = isinstance(value, Tensor) and self._on_host(value)
@@ -91,6 +110,7 @@ class HostValues:
         self._kept.append(_Kept(version, self._places, stacks, [values[key] for values, key in self._plain]))
 
     def _scan(self, state: Mapping[Any, Any]) -> None:
+        """Find the scalar tensors on the host and the Python numbers in the state."""
         groups: dict[torch.dtype, list[_Entry]] = {}
         self._plain = []
         for values in list(state.values()):

@@ -1,4 +1,9 @@
-"""Copies a module's buffers from devices to the host while training goes on, and writes them to the rank's page."""
+"""Copies a module's buffers from devices to the host while training goes on, and has them written to the rank's page.
+
+The training's stream copies small buffers, packed, and large ones in chunks into memory on the device (a *twin*); the
+side stream copies that to pinned memory on the host. A thread waits for these copies and writes the page. See decision
+31.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +30,11 @@ _POOL = 12
 _COPIES_MAX = 4
 """Number of copies of one large buffer, in different states, that may be on their way."""
 _TWIN_BYTES = 8 << 20
+"""Size in bytes of a twin for large buffers, which are copied in chunks of this size."""
 _PATIENCE_S = 5.0
+"""Seconds to wait for memory to come free before the device counts as hanging."""
 _ALIGNMENT = 16
+"""Alignment in bytes of small buffers that are packed together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +58,7 @@ class Staged:
 
 @dataclass(slots=True)
 class _Twin:
-    """Memory on the device to which buffers are copied first; ``left`` is the mark behind the last copy from it."""
+    """Memory on the device to which buffers are copied first; ``left`` is the mark behind the last copy out of it."""
 
     memory: Tensor
     left: Event | None = None
@@ -61,7 +69,7 @@ class _Small:
     """The small buffers of one device, packed together."""
 
     runtime: Runtime
-    entries: list[int]  # places in the table
+    entries: list[int]  # positions of the buffers in ``BufferTable.small``
     spans: list[slice]
     twins: list[_Twin]
     slots: list[list[Tensor]]  # for each twin: views of it, one per buffer, in its dtype and shape
@@ -73,7 +81,7 @@ class _StagingBuffer:
 
     layout: Hashable
     pinned: list[Tensor]  # one for each device
-    parts: list[Buffer]  # views of it in the order of the table; empty where a buffer is on the host
+    parts: list[Buffer]  # views of ``pinned`` in the order of the table; empty for a buffer on the host
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +90,7 @@ class _Held:
 
     stamp: Hashable
     pinned: Tensor
-    home: list[Tensor]  # the list to which the memory returns when nobody uses it
+    home: list[Tensor]  # the list to which the memory returns when ``users`` is 0
     users: int = 1
 
 
@@ -97,11 +105,11 @@ class _Large:
 
 
 class DeviceBuffers:
-    """Captures all buffers of a module that lies, at least partly, on devices. Its memory is allocated at the start.
+    """Captures all buffers of a module that is on devices, at least partly. Allocates its memory at the start.
 
     Args:
         module: the module with the buffers.
-        runtimes: all devices, also those without buffers.
+        runtimes: all devices of the training, also those without buffers.
     """
 
     def __init__(self, module: nn.Module, runtimes: Sequence[Runtime]) -> None:
@@ -121,12 +129,11 @@ class DeviceBuffers:
     def capture(self) -> Staged | None:
         """Begin to copy the buffers, as they are after the work queued so far. For the training thread.
 
-        A host that is several updates ahead of its device waits here for memory: a version without a page would be
-        worse, and the device has work.
+        A host that is several updates ahead of its device waits here for memory to come free, up to ``_PATIENCE_S``
+        seconds. That costs no time, because the device has work meanwhile, and no version is left without a page.
 
         Returns:
-            The capture; None: no memory came free because the device hangs, or a CUDA graph is being captured, whose
-            work is not done now.
+            The capture; None: the device hangs, so no memory came free, or a CUDA graph is being captured.
         """
         if any(runtime.capturing() for runtime in self._runtimes):
             return None
@@ -157,13 +164,13 @@ class DeviceBuffers:
         return staged
 
     def release(self, staged: Staged) -> None:
-        """Give back the memory of a capture that was written or given up. May be called on any thread."""
+        """Return the memory of a capture that was written or given up. May be called on any thread."""
         self._returned.put(staged)
 
     # ------------------------------------------------------------------------------------------------------- memory
 
     def _until(self, there: Callable[[], object]) -> bool:
-        """Wait until memory has come back; returns whether it has. A device that hangs is waited for only once."""
+        """Take back memory until ``there()`` is true; returns whether it is. Waits for a hung device only once."""
         deadline = time.monotonic() + (0.0 if self._stuck else _PATIENCE_S)
         while not there():
             try:
@@ -184,7 +191,7 @@ class DeviceBuffers:
     # ----------------------------------------------------------------------------------------------------- bringing
 
     def _bring_small(self, small: _Small, pinned: Tensor) -> Event:
-        """Copy the small buffers of one device; returns a mark behind the copy, or behind the work so far if none."""
+        """Copy the small buffers of one device. Returns a mark behind the copy; without buffers, behind the work."""
         if not small.entries:
             return small.runtime.mark(side=False)
         twin, slots = small.twins[self._turn % 2], small.slots[self._turn % 2]
@@ -194,7 +201,15 @@ class DeviceBuffers:
         return self._leave(small.runtime, twin, [(pinned, twin.memory)])
 
     def _bring_large(self, entry: BufferEntry, events: list[Event]) -> _Held | None:
-        """Return a copy of a large buffer, begun now or earlier if it has not changed; None: no memory came free."""
+        """Return a copy of a large buffer: the last one if the buffer is unchanged, else a new one.
+
+        Args:
+            entry: the buffer.
+            events: the marks behind new copies are added to it.
+
+        Returns:
+            The copy; None: no memory came free.
+        """
         large, stamp = self._large[entry.info.name, entry.size], entry.stamp()
         newest = large.newest
         if newest is not None and stamp is not None and newest.stamp == stamp:
@@ -227,12 +242,13 @@ class DeviceBuffers:
 
     @staticmethod
     def _reuse(runtime: Runtime, twin: _Twin) -> None:
-        """Make the training's stream, not the host, wait until the twin's old content has been copied."""
+        """Make the training's stream (not the host) wait until the twin's old content has been copied out."""
         if twin.left is not None:
             runtime.training_waits_for(twin.left)
 
     @staticmethod
     def _leave(runtime: Runtime, twin: _Twin, copies: Sequence[tuple[Tensor, Tensor]]) -> Event:
+        """Queue copies (target, source) out of a twin on the side stream, behind the training's work so far."""
         runtime.side_waits_for(runtime.mark(side=False))
         with runtime.on_side():
             for target, source in copies:
@@ -243,7 +259,7 @@ class DeviceBuffers:
     # ------------------------------------------------------------------------------------------------------ building
 
     def _build(self) -> None:
-        """Allocate memory for the module's present buffers; none for a buffer that was replaced by one of its kind."""
+        """Allocate memory for the module's present buffers, using that of earlier buffers of the same form again."""
         places = [(holder(self._runtimes, entry.tensor), entry) for entry in self.table.small]
         layout = tuple((id(runtime), entry.info.dtype, entry.info.shape) for runtime, entry in places)
         if layout != self._layout or not self._built:
@@ -311,11 +327,11 @@ def _view(host: Tensor) -> memoryview:
 
 
 class ArrivalWriter:
-    """A thread that writes each capture when it has arrived, in order. It sleeps in the driver until then.
+    """A thread that writes captures to the page, in order, each when it has arrived. It sleeps in the driver meanwhile.
 
     Args:
-        write: writes a page, from version, final, the bytes before the buffers, and the capture.
-        release: takes the memory of a capture back.
+        write: writes a page, given version, final, the bytes that precede the buffers, and the capture.
+        release: takes back the memory of a capture.
     """
 
     def __init__(self, write: Callable[[int, bool, bytes, Staged], None], release: Callable[[Staged], None]) -> None:
@@ -344,6 +360,6 @@ class ArrivalWriter:
                     staged.ready.synchronize()
                 self.arrived += 1
                 self._write(*item)
-            except Exception as problem:  # the device is gone, and this capture with it
+            except Exception as problem:  # the device is broken, and the capture lost
                 log.debug("a capture of device buffers did not arrive: %s", problem)
             self._release(staged)

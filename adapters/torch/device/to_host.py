@@ -1,4 +1,7 @@
-"""Copies large tensors to the host on a side stream, so as not to wait for work that hangs on the device."""
+"""Copies large tensors from devices to the host for a save, on a side stream: the training's stream may hang.
+
+Kernels and memory are prepared at the start, because a device may refuse both while it hangs. See decision 31.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from torch import Tensor
 from ttp.adapters.torch.device.accelerator import Event, Runtime, flat_bytes, holder, poll
 
 RING_BYTES = 64 << 20
+"""Size in bytes of each pinned buffer."""
 PACK_BYTES = 8 << 20
-"""Bytes of device memory for slabs of tensors that are not dense, on each device."""
+"""Bytes of memory on each device in which tensors with gaps are packed, slab by slab."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 ONCE_BYTES = 256
 """Bytes of device memory that ``launch_once`` needs."""
 _START_S = 60.0
+"""Seconds that a device may take to load the kernels."""
 
 
 @dataclass(slots=True)
@@ -25,10 +30,10 @@ class _Flight:
     """A chunk that is being copied to the host.
 
     Args:
-        event: the mark behind the copy; None: the chunk has arrived.
-        staged: the pinned memory to which it is copied.
-        target: the memory to which it is moved from there.
-        completes: the tensor of which it is the last chunk; None: it is not the last one.
+        event: the mark behind the copy; None: the chunk is on the host already.
+        staged: the pinned memory to which it is copied first.
+        target: the memory to which it is copied from there.
+        completes: the tensor on the host whose last chunk this is; None: more chunks follow.
     """
 
     event: Event | None
@@ -38,14 +43,17 @@ class _Flight:
 
 
 class HostCopier:
-    """Copies tensors of devices to the host. For one thread at a time.
+    """Copies tensors from devices to the host. For one thread at a time.
 
     Args:
-        runtimes: the devices; empty: tensors are returned themselves.
+        runtimes: the devices; empty: all tensors are on the host, and are returned themselves.
         ring: number of pinned buffers, allocated in the constructor.
         buffer_bytes: size of each of these buffers.
-        pack_bytes: bytes of device memory for tensors that are not dense, allocated on each device in the constructor.
+        pack_bytes: bytes of memory for packing tensors with gaps, allocated on each device in the constructor.
         timeout_s: seconds that one chunk may take before the device counts as hanging.
+
+    Raises:
+        TimeoutError: a device does not respond.
     """
 
     def __init__(
@@ -66,13 +74,13 @@ class HostCopier:
             launch_once(runtime, self._packs[id(runtime)], self._ring[0])
 
     def copy_to_host(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the tensors in order, each as an ordinary CPU tensor of the same shape, dtype and strides.
+        """Yield the tensors in order, each as an ordinary CPU tensor of the same shape, dtype and memory format.
 
-        The caller has waited for the fence before. While one chunk is copied to a pinned buffer, the one before is
-        moved out of its buffer.
+        A tensor on the host is yielded itself. The caller has to wait for the fence before. While one chunk is copied
+        to a pinned buffer, the chunk before is moved out of its buffer.
 
         Raises:
-            TimeoutError: a chunk did not arrive.
+            TimeoutError: a chunk did not arrive within ``timeout_s``.
             CheckpointError: a tensor is on a device that is none of ``runtimes``.
         """
         flights: deque[_Flight] = deque()
@@ -112,9 +120,9 @@ class HostCopier:
             yield data[start : start + step]
 
     def _packed(self, runtime: Runtime, source: Tensor) -> Iterator[Tensor]:
-        """Yield the elements of a tensor with gaps in order, packed slab by slab in the memory set aside for that.
+        """Yield the elements of a tensor with gaps in order, packed slab by slab into one piece of device memory.
 
-        One memory is enough: the copy out of it is queued before the next slab, on the same stream.
+        One piece is enough: the copy out of it is queued before the next slab, on the same stream.
         """
         memory = self._packs[id(runtime)]
         room = min(memory.numel(), self._ring[0].numel())
@@ -139,7 +147,12 @@ def words(tensor: Tensor) -> Tensor:
 
 
 def launch_once(runtime: Runtime, memory: Tensor, pinned: Tensor) -> None:
-    """Load every kernel that copies tensors with gaps, by using it once, while nothing hangs.
+    """Load every kernel that copies tensors with gaps, by running it once, while nothing hangs.
+
+    Args:
+        runtime: the device.
+        memory: at least ``ONCE_BYTES`` bytes on the device, which are overwritten.
+        pinned: pinned memory, which is overwritten.
 
     Raises:
         TimeoutError: the device does not respond.
@@ -161,12 +174,12 @@ def launch_once(runtime: Runtime, memory: Tensor, pinned: Tensor) -> None:
 
 
 def _by_stride(tensor: Tensor) -> Tensor:
-    """Return a view with the dimensions in memory order, so that dense tensors (channels last) are contiguous."""
+    """Return a view with the dimensions in the order of memory: dense tensors, channels last too, are contiguous."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _back(tensor: Tensor, target: Tensor) -> Tensor:
-    """Return a view of ``target``, which has the form of ``_by_stride(tensor)``, with the dimensions of ``tensor``."""
+    """Return a view of ``target``, whose shape is that of ``_by_stride(tensor)``, in the dimensions of ``tensor``."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return target.permute(sorted(range(tensor.dim()), key=order.__getitem__))
 

@@ -1,1 +1,1 @@
-"""State that only one rank has: random streams, buffers, ``extra_state``. Start with ``capture``."""
+"""Captures and restores the state that only one rank has: random streams, buffers, ``extra_state``. See ``capture``."""

@@ -1,10 +1,11 @@
 """Captures and restores the buffers of a module as bytes: BatchNorm statistics, queues, masks and other buffers.
 
-Small buffers are captured every time, as live memory that the page copies once. Large buffers carry a stamp, and are
-copied again only when it changes: a causal mask of 48 MB costs nothing per step. The stamp consists of the identity of
-the tensor and its memory, and of torch's version counter. Two kinds of writes do not raise that counter: those of
-BatchNorm's kernels (such buffers count as small, whatever their size) and writes through ``.data``. Because of these
-the first captures compare bytes, and a buffer that changed under the same stamp is captured every time from then on.
+Small buffers are captured every time, as live memory that is copied once, into the page. Large buffers have a stamp,
+and are copied again only when the stamp changes: a causal mask of 48 MB costs nothing per step. The stamp is made of
+the identity of the tensor, its memory, and torch's version counter. Two kinds of writes do not raise that counter:
+those of BatchNorm's kernels (such buffers count as small, whatever their size), and writes through ``.data``. Because
+of the latter the first captures compare bytes, and a buffer that changed under the same stamp is captured every time
+from then on.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from ttp.errors import CheckpointError
 from ttp.processor.local_state.pages import Buffer, Kept
 
 LARGE_BYTES = 64 << 10
+"""Size in bytes from which on a buffer counts as large."""
 _LEARNING_CAPTURES = 8
-"""Number of captures that compare the bytes of large buffers: those of four updates."""
+"""Number of captures that compare the bytes of large buffers: those of the first four updates."""
 
 _serials = itertools.count(1)
 
@@ -48,7 +50,7 @@ class BufferInfo:
         """The size of the buffer in bytes.
 
         Raises:
-            CheckpointError: there is no such dtype or shape.
+            CheckpointError: dtype or shape are not valid.
         """
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or min(self.shape, default=0) < 0:
@@ -60,15 +62,15 @@ class BufferInfo:
 class BufferEntry:
     """A buffer of a module, as the last scan found it."""
 
-    owner: dict[str, Tensor | None]
+    owner: dict[str, Tensor | None]  # the dictionary of buffers that holds it
     key: str
     info: BufferInfo
     tensor: Tensor
     address: int
     serial: int
-    counted: bool  # every write to it raises its version counter, as far as is known
+    counted: bool  # every write to the buffer raises its version counter, as far as is known
     digest: int = 0
-    digest_of: Hashable = None
+    digest_of: Hashable = None  # the stamp under which ``digest`` was computed
 
     @property
     def size(self) -> int:
@@ -76,19 +78,19 @@ class BufferEntry:
         return self.tensor.numel() * self.tensor.element_size()
 
     def stamp(self) -> Hashable:
-        """Return a value that changes when the bytes do; None: only reading the bytes shows a change."""
+        """Return a value that changes when the bytes do; None: only a comparison of the bytes shows a change."""
         return (self.serial, self.tensor._version) if self.counted else None
 
 
 class BufferTable:
-    """The buffers of a module, by the names that checkpoints use."""
+    """Lists the buffers of a module, by the names that checkpoints use, and notices when they are replaced."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.skipped: list[str] = []
         """Names of buffers that are no plain memory (sparse, quantized, distributed), and so cannot be captured."""
         self.layout = 0
-        """A number that grows whenever ``infos`` may have changed."""
+        """A number that is raised whenever ``infos`` may have changed."""
         self.small: list[BufferEntry] = []
         self.large: list[BufferEntry] = []
         self._absent: list[tuple[dict[str, Tensor | None], str]] = []
@@ -108,9 +110,9 @@ class BufferTable:
         return tuple(entry.info for entry in (*self.small, *self.large))
 
     def is_current(self) -> bool:
-        """Return whether the module still has these tensors under these names, in the same memory, and no others.
+        """Return whether the buffers found by the last scan are still the same tensors in the same memory.
 
-        A ResNet has 160 buffers, so no Python code runs for each of them here.
+        A ResNet has 160 buffers, so no Python code runs here for each of them.
         """
         same = all(map(is_, map(dict.get, self._owners, self._keys), self._found))
         return same and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
@@ -121,7 +123,7 @@ class BufferTable:
             self.scan()
 
     def scan(self) -> None:
-        """Find the buffers of all modules anew."""
+        """Find the buffers of the module and its submodules anew."""
         self.small, self.large, self._absent, self.skipped = [], [], [], []
         self.layout += 1
         for _, prefix, owner in walk(self._module):
@@ -158,14 +160,14 @@ class BufferTable:
 
 
 class BufferSet:
-    """Captures all buffers of a module on the CPU."""
+    """Captures all buffers of a module on the CPU, without copying them."""
 
     def __init__(self, module: nn.Module) -> None:
         self.table = BufferTable(module)
         self._captures = 0
         self._viewed = 0
-        self._views: list[Buffer | None] = []  # of the small buffers; None: not contiguous, copied at each capture
-        self._plain: list[Buffer] = []  # those that are not None
+        self._views: list[Buffer | None] = []  # memory of the small buffers; None: not contiguous, copied each time
+        self._plain: list[Buffer] = []  # the views that are not None
         self._large_views: list[Buffer] = []
         self._kept: list[Kept] = []
 
@@ -173,8 +175,8 @@ class BufferSet:
         """Return the bytes of all buffers, mostly as live memory: copy them before the next forward pass.
 
         Returns:
-            The bytes of each small buffer; and the large buffers with their stamps, as the same list object as the last
-            time if none of them has changed.
+            The bytes of each small buffer, and a list of the large buffers with their stamps, which is the same object
+            as the last time if none of them has changed.
         """
         table = self.table
         table.refresh()
@@ -197,7 +199,7 @@ class BufferSet:
         return len(self._plain) == len(self.table.small)
 
     def capture_large(self) -> Sequence[Kept]:
-        """Return the second list of ``capture`` alone. Call it only if the buffers are still the same tensors."""
+        """Return only the second list of ``capture``. Call it only while ``table.is_current()``."""
         if not self.table.large:
             return ()
         if self._captures < _LEARNING_CAPTURES:
@@ -210,6 +212,7 @@ class BufferSet:
         return self._kept
 
     def _learn(self, entry: BufferEntry, view: Buffer) -> None:
+        """Compare the bytes of a large buffer with the last time, and distrust its stamp if only the bytes changed."""
         stamp = entry.stamp()
         if stamp is not None:
             digest = xxhash.xxh3_64_intdigest(view)
@@ -224,25 +227,25 @@ def _live(tensor: Tensor) -> memoryview:
     if size == 0:
         return memoryview(b"")
     memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    memory._tensor = tensor  # keeps the tensor alive, which may be a copy that nobody else holds
+    memory._tensor = tensor  # keeps the tensor alive, which may be a copy with no other reference to it
     return memoryview(memory).cast("B")
 
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
     """Copy saved buffers into those of ``module``.
 
-    A buffer that may take any shape is replaced by the saved one. A buffer that belongs into no checkpoint and has
-    another shape or dtype is a cache: it stays as this program has made it.
+    A buffer that may take any shape is replaced by the saved one. A non-persistent buffer that has another shape or
+    dtype than the saved one counts as a cache, and stays as this program has made it.
 
     Args:
         module: the registered model.
         saved: tensors by the names that checkpoints use.
 
     Returns:
-        Notes on buffers that only one side has, or that differ.
+        Notes for the log on buffers that only one side has, or that differ.
 
     Raises:
-        CheckpointError: a buffer that belongs into a checkpoint has another shape or dtype; nothing has been modified.
+        CheckpointError: a persistent buffer has another shape or dtype than the saved one; nothing has been modified.
     """
     live = [(prefix + key, owner, key) for _, prefix, owner in walk(module) for key in owner._buffers]
     wanted: list[tuple[nn.Module, str, Tensor]] = []
@@ -272,7 +275,7 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as in an expanded one: torch refuses to write to it."""
+    """Return whether elements of a tensor share memory, as in an expanded tensor, to which torch refuses to write."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

@@ -1,10 +1,10 @@
 """Writes the rank-local state of one version to the page of the rank: random streams, buffers, ``extra_state``.
 
-Nothing here raises into training: if a part fails, a warning is logged once, the part is left out from then on, and
-``problem`` says so in the manifest. The module ``image`` defines the layout of the bytes.
+No error reaches the training program: if a part cannot be captured, a warning is logged once, the part is left out from
+then on, and the manifest names it (``problem``). The module ``image`` defines the layout of the bytes.
 
-``capture`` asks every object for its state. ``look_again``, at the gate, asks only those whose state was seen to change
-between two captures of one version. An image that is in the page already is not written again. See decision 30.
+``capture`` reads the state of every object. ``look_again``, at the gate, reads only objects whose state was seen to
+change between two captures of one version. An image that the page holds already is not written again. See decision 30.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 log = logging.getLogger("ttp.adapters.torch")
 
 _LEARNING_UPDATES = 4
-"""In so many first updates every extra state is asked at the gate too, to learn which of them change before it."""
+"""Number of first updates in which every extra state is read at the gate too, to learn which change before it."""
 
 _Section = tuple[bytes, Sequence[Kept]]
 """An encoded extra state, and its large arrays."""
 
 _NOWHERE: tuple[int, bytes, Sequence[Kept]] = (-1, b"", ())
-"""In place of version, image and large parts of a provisional page: there is no such page."""
+"""Stands for version, image and large parts of a provisional page if there is none."""
 
 _GIVEN_UP: _Section = (b"", ())
+"""The section of an extra state that cannot be captured, or was not captured yet."""
 
 
 def _never() -> bool:
@@ -49,10 +50,10 @@ class LocalCapture:
     """Captures the rank-local state and writes it to the rank's page.
 
     Args:
-        module: the module whose buffers belong to the rank.
-        extra: the user's objects of ``extra_state``.
-        page: the page to write to; may be given later by ``open_page``. Without a page nothing is captured.
-        runtimes: the devices of the module, for this object alone; None: they are found.
+        module: the module whose buffers to capture.
+        extra: the user's objects of ``extra_state``; None: there are none.
+        page: the page to write to; may be given later with ``open_page``. Without a page nothing is captured.
+        runtimes: the devices of the module, used by this object only; None: find them.
     """
 
     def __init__(
@@ -81,15 +82,15 @@ class LocalCapture:
         self._kept: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())
         self._in_page = _NOWHERE
         self._parts: list[Buffer] = []  # the parts of the image, mostly live memory
-        self._has_kept = False
+        self._has_kept = False  # there are large buffers or arrays, which are not among the parts
         self._first_section = 0  # position of the first extra state among the parts
-        self._stands: Callable[[], bool] = _never  # whether the parts still describe all state, apart from buffers
-        self._buffers_stand: Callable[[], bool] = _never  # whether the parts still describe all buffers
+        self._stands: Callable[[], bool] = _never  # whether the parts still cover all state but the buffers
+        self._buffers_stand: Callable[[], bool] = _never  # whether the parts still cover all buffers
         self._moving: set[str] = set()  # extra states that were seen to change between the captures of one version
         self._updates = 0
         self._given_up: dict[str, str] = {}
         self.on_written: Callable[[int, bool], None] | None = None
-        """Called with version and final when a page was written, on the thread that wrote it; may not raise."""
+        """Called with version and final after each write of the page, on the thread that wrote it; may not raise."""
 
     # ------------------------------------------------------------------------------------------------ steady state
 
@@ -98,11 +99,11 @@ class LocalCapture:
         self._page = page
 
     def capture(self, version: int, final: bool) -> None:
-        """Write the state of this moment to the page as that of ``version``. Never raises.
+        """Write the present state to the page, as that of ``version``. Never raises.
 
         Args:
             version: the version that the state belongs to.
-            final: False before the update of that version, when the rank may still die in it.
+            final: False for a provisional capture, before the update to that version: the rank may die in the update.
         """
         if self._page is None:
             return
@@ -112,9 +113,12 @@ class LocalCapture:
         self._put(self._page, version, final)
 
     def look_again(self, version: int) -> None:
-        """Write what has changed since the provisional capture, just before the update of ``version``. Never raises.
+        """Write the page again if state has changed since the provisional capture. Called at the gate. Never raises.
 
-        Extra states that were never seen to change there are not asked again.
+        Extra states that were never seen to change between the two captures are not read again.
+
+        Args:
+            version: the version that the next update makes.
         """
         page = self._page
         if page is None:
@@ -127,7 +131,7 @@ class LocalCapture:
         self._put(page, version, final=False)
 
     def image(self) -> bytes | None:
-        """Return the state of this moment, for ``decode``; None: not all of it can be captured in one image."""
+        """Return the present state as an image (see ``image.decode``); None: it cannot all be captured in one image."""
         if self._host is None or self._page is None or self.problem:
             return None
         self._ask(self._names, compare=False)
@@ -136,11 +140,12 @@ class LocalCapture:
         return None if self._has_kept else b"".join(self._parts)
 
     def _ask(self, names: Collection[str], *, compare: bool) -> None:
+        """Read extra states; with ``compare``, remember which of them have changed since the last read."""
         for name in names:
             before = self._sections[name]
             section = self._sections[name] = self._capture_extra(name)
             if section[1] is not before[1] or len(section[0]) != len(before[0]):
-                self._stands = _never  # the image is laid out anew
+                self._stands = _never  # the layout of the image changes
             elif section[0] != before[0]:
                 if self._parts:
                     self._parts[self._first_section + self._names.index(name)] = section[0]
@@ -150,6 +155,7 @@ class LocalCapture:
                 self._moving.add(name)
 
     def _put(self, page: PageWriter, version: int, final: bool) -> None:
+        """Write the image to the page, or have it written when it arrives from a device. Never raises."""
         try:
             if self._device is not None:
                 self._stage(self._device, version, final)
@@ -175,14 +181,14 @@ class LocalCapture:
             self._give_up("buffers", "the model's buffers", problem)
 
     def _assemble(self) -> Sequence[Kept]:
-        """Collect all parts of the image anew. Returns the large buffers and arrays, which are kept apart from it.
+        """Collect all parts of the image anew. Returns the large buffers and arrays, which are not parts of it.
 
-        As long as all parts are live memory, or bytes that only ``_ask`` replaces, the next capture uses the same parts
-        with their new content.
+        As long as all parts are live memory, or bytes that only ``_ask`` replaces, the next capture can use the same
+        parts, whose content is then the new one.
         """
         parts, kept = self._host.capture() if self._host is not None else ([], ())
         kept = self._with_apart(kept)
-        small = self._small()  # after the capture, because it describes the buffers that were found
+        small = self._small()  # after the capture, because its header describes the buffers that were found
         self._first_section = len(small) - len(self._sections)
         self._parts = [*small, *parts]
         self._has_kept = bool(kept)
@@ -192,13 +198,13 @@ class LocalCapture:
         return kept
 
     def _small(self) -> list[Buffer]:
-        """Return the parts of the image before the buffers. Some of them are live memory."""
+        """Return the parts of the image that precede the buffers. Some of them are live memory."""
         rng = self._capture_rng()
         sections = [section for section, _ in self._sections.values()]
         return [self._described(), self._lengths.pack(sum(map(len, rng)), *map(len, sections)), *rng, *sections]
 
     def _with_apart(self, kept: Sequence[Kept]) -> Sequence[Kept]:
-        """Return large buffers and large arrays of extra states; the same list as before if nothing has changed."""
+        """Return large buffers and large arrays of extra states together; the same list as before if none changed."""
         lists = [kept, *(apart for _, apart in self._sections.values() if apart)]
         if len(lists) == 1:
             return kept
@@ -225,7 +231,7 @@ class LocalCapture:
         return _GIVEN_UP
 
     def _described(self) -> bytes:
-        """Return header and description of the image; made anew only when buffers or large arrays were replaced."""
+        """Return header and description of the image, made anew only if buffers or large arrays were replaced."""
         holder = self._host or self._device
         layout = holder.table.layout if holder is not None else 0
         apart = [len(kept) for _, kept in self._sections.values()]
@@ -238,11 +244,12 @@ class LocalCapture:
         return self._head[1]
 
     def _stage(self, device: DeviceBuffers, version: int, final: bool) -> None:
+        """Begin to copy the buffers from the device, and hand the rest of the image to the thread that writes it."""
         staged = device.capture()
         if staged is None:
-            return  # the device hangs, and so there will be no new version; or the device captures nothing at present
-        parts = self._small()  # after the capture, because it describes the buffers that were found
-        for _, apart in self._sections.values():  # live memory is copied now, because it is written later
+            return  # the device hangs, so it will finish no new version; or a CUDA graph is being captured
+        parts = self._small()  # after the capture, because its header describes the buffers that were found
+        for _, apart in self._sections.values():  # the page is written later, so live memory is copied now
             staged.kept += [(stamp, bytes(data)) for stamp, data in apart]
         if self._arrivals is None:
             self._arrivals = ArrivalWriter(self._write_arrived, device.release)
@@ -262,20 +269,20 @@ class LocalCapture:
 
     @property
     def arrived(self) -> int:
-        """Number of captures that have arrived from a device that is behind its host."""
+        """Number of captures that have arrived from the devices, which may be behind their host."""
         return 0 if self._arrivals is None else self._arrivals.arrived
 
     # ------------------------------------------------------------------------------------------------ save, restore
 
     @property
     def skipped(self) -> list[str]:
-        """The names of buffers that cannot be captured, because they are no plain memory."""
+        """The names of buffers that cannot be captured, because their content is no plain memory."""
         holder = self._host or self._device
         return [] if holder is None else holder.table.skipped
 
     @property
     def problem(self) -> str:
-        """Which state is not captured, and why, for the manifest; empty: everything is captured."""
+        """A text for the manifest: which state is not captured, and why; empty: everything is captured."""
         problems = list(self._given_up.values())
         page = self._page
         if page is not None and page.problem:
@@ -285,10 +292,10 @@ class LocalCapture:
         return "; ".join(problems)
 
     def restore(self, state: LocalState) -> list[str]:
-        """Restore all rank-local state, random streams last. Returns notes on state that only one side has.
+        """Restore all rank-local state, random streams last. Returns notes for the log on state that only one side has.
 
         Raises:
-            CheckpointError: the state does not fit this model or these objects.
+            CheckpointError: the state does not fit the registered model or the objects of ``extra_state``.
         """
         notes = restore_buffers(self._module, state.buffers)
         notes += self._extra.restore(state.extra)
@@ -299,7 +306,7 @@ class LocalCapture:
         return notes
 
     def close(self, unlink: bool = False) -> None:
-        """Stop capturing. With ``unlink`` the page is removed."""
+        """Stop capturing, and close the page; with ``unlink`` also remove it."""
         page, self._page = self._page, None
         if self._arrivals is not None:
             self._arrivals.close()

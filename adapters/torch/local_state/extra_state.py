@@ -1,10 +1,10 @@
-"""Saves and restores ``extra_state``, the objects that a user wants back besides model, optimizer and schedule.
+"""Saves and restores ``extra_state``: objects that the user wants restored besides model, optimizer and schedule.
 
 There are three kinds of objects:
 
 * an object with ``state_dict()`` and ``load_state_dict()`` belongs to one rank and is captured with each update;
-* an object that says ``ttp_constant = True`` changes seldom and at no particular moment, so it is asked only when a
-  checkpoint is written;
+* such an object with the attribute ``ttp_constant = True`` seldom changes, and not with the updates, so its state is
+  read only when a checkpoint is written;
 * an ``nn.Module`` (an average of the weights) is large and equal on every replica, and is read in place at save time.
 """
 
@@ -31,10 +31,10 @@ SINGLE = "extra_state"
 
 
 class ExtraState:
-    """The user's objects, by name and kind.
+    """Holds the user's objects by name and kind, and reads and restores their states.
 
     Args:
-        given: one object, or a dict of name to object; None: nothing.
+        given: one object, or a dict of names to objects; None: there are none.
 
     Raises:
         UsageError: an object lacks ``state_dict`` or ``load_state_dict``, or its state cannot be stored; the text
@@ -44,7 +44,7 @@ class ExtraState:
     def __init__(self, given: Any = None) -> None:
         named = _named(given)
         self.modules: dict[str, nn.Module] = {n: o for n, o in named.items() if isinstance(o, nn.Module)}
-        """The modules: replicated state, whose tensors go into the shard."""
+        """The objects that are modules, by name: replicated state, whose tensors are saved with the shard."""
         others = {n: o for n, o in named.items() if n not in self.modules}
         loaders = {n: o for n, o in others.items() if type(o).__module__.startswith("torchdata.")}
         self._late = [n for n, o in loaders.items() if hasattr(getattr(o, "sampler", None), "set_epoch")]
@@ -58,7 +58,7 @@ class ExtraState:
         self._memories = {name: ApartMemory() for name in self._changing}
 
     def notes(self) -> list[str]:
-        """Return warnings that matter in jobs with several ranks."""
+        """Return warnings about these objects for jobs with several ranks."""
         late = [
             f"{_path(name)} takes its place again in ttp.restore(), in the order of the epoch that its sampler then "
             "has: set_epoch() behind it is too late in mid-epoch. Give the sampler's epoch as extra_state too, before "
@@ -79,7 +79,7 @@ class ExtraState:
         return (*self.modules.values(), *self._changing.values(), *self._constant.values())
 
     def object(self, name: str) -> Any:
-        """Return the changing object of this name."""
+        """Return the object of this name, which is one of ``changing``."""
         return self._changing[name]
 
     @property
@@ -88,13 +88,16 @@ class ExtraState:
         return tuple(self._changing)
 
     def capture(self, name: str) -> tuple[bytes, Sequence[Kept]]:
-        """Ask a changing object for its state.
+        """Read and encode the state of one of the ``changing`` objects.
 
         Args:
             name: the name of the object.
 
         Returns:
             The encoded state without its large arrays, and these arrays as live memory with stamps.
+
+        Raises:
+            EncodingError: the state cannot be stored.
         """
         encoder = self._encoders[name]
         encoded = encoder.encode(self._changing[name].state_dict())
@@ -109,10 +112,10 @@ class ExtraState:
         return {name: _encoded(name, value) for name, value in self._constant.items()}
 
     def restore(self, saved: Mapping[str, bytes]) -> list[str]:
-        """Restore every object that is not a module. Returns notes on those that only one side has.
+        """Restore every object that is not a module. Returns notes for the log on objects that only one side has.
 
         Raises:
-            CheckpointError: a saved state cannot be read, or its object does not take it.
+            CheckpointError: a saved state cannot be read, or its object does not accept it.
         """
         objects = {**self._changing, **self._constant}
         states = {name: _decoded(name, data) for name, data in saved.items() if name in objects}
@@ -174,32 +177,32 @@ def _decoded(name: str, data: bytes) -> Any:
 
 # --------------------------------------------------------------------------------------------------------- large arrays
 #
-# Large arrays in the ``extra_state``: their memory, and whether it has changed since it was last looked at.
+# Large arrays in the ``extra_state``: finds their memory, and whether it has changed since the last look.
 #
-# An average of the weights that is no module is such a state: megabytes that change once a step. The arrays are copied
-# to the page as raw memory, once for each change. Torch's version counter tells a change if it was seen to do so
-# before: the counter moved while the memory stayed the same. Else, and for numpy, the bytes are compared by a digest,
+# An average of the weights that is not a module is an example: megabytes that change once a step. Such arrays are
+# copied to the page as raw memory, once for each change. Torch's version counter is trusted to show a change once it
+# was seen to do so ``_MOVES`` times for the same memory. Until then, and for numpy, the bytes are compared by a digest,
 # which costs a third of copying them.
 
 
 _MOVES = 2
-"""How often the counter of the same memory must have moved before it is trusted to show every change."""
+"""How often the version counter of the same memory must have moved before it is trusted to show every change."""
 
 _serials = itertools.count(1)
 
 
 @dataclass(slots=True)
 class _Place:
-    """One array of the state, as it was when last looked at.
+    """One array of the state, as it was at the last look.
 
     Args:
         array: the array; it is kept alive so that its memory is not reused.
         address: address of its memory.
-        version: torch's version counter; -1 for numpy.
+        version: torch's version counter; -1: there is none (numpy, inference tensors).
         view: its memory.
         stamp: a number that stays the same as long as the bytes do.
         digest: digest of the bytes; None: not known.
-        moves: how often the counter moved; -1: the bytes changed while the counter did not, so it is not trusted.
+        moves: how often the counter has moved; -1: the bytes changed while the counter did not, so it is never trusted.
     """
 
     array: Any
@@ -212,7 +215,7 @@ class _Place:
 
 
 class ApartMemory:
-    """The large arrays of one object's state, in their order."""
+    """Follows the large arrays in the state of one object, by their order."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
@@ -225,7 +228,7 @@ class ApartMemory:
             arrays: the large arrays of the state, always in the same order.
 
         Returns:
-            Pairs of stamp and memory, as the same list object as the last time if nothing has changed.
+            Pairs of stamp and memory; the same list object as the last time if nothing has changed.
         """
         if not arrays and not self._kept:
             return self._kept
@@ -251,7 +254,7 @@ def _placed(array: Any) -> _Place:
 
 
 def _has_changed(place: _Place, array: Any) -> bool:
-    """Return whether the bytes differ from the last time. Afterwards ``place`` describes ``array``."""
+    """Return whether the bytes differ from the last look. Makes ``place`` describe ``array``."""
     address, version, size = _facts(array)
     same = address == place.address and size == len(place.view)
     moved = version != place.version

@@ -1,8 +1,8 @@
 """Copies the hyperparameters of param groups as they are at one moment.
 
-A job may have a thousand groups, and they are copied twice in each step. So all values of an optimizer are copied to
-one list and compared as one. A dictionary for each group in each step would keep the garbage collector busy, so
-dictionaries are made only when a caller asks for them.
+A job may have a thousand groups, and they are copied twice in each step. So all values of an optimizer are copied into
+one list, which is compared as a whole. A dictionary for each group in each step would keep the garbage collector busy,
+so dictionaries are made only when a caller needs them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.loop.schedule_habit import PLAIN, copied
 
 _FEW = 4
+"""Number of groups up to which dictionaries are faster than lists."""
 _chained = chain.from_iterable
 
 ParamGroups = list[dict[str, Any]]
@@ -33,9 +34,9 @@ class _Columns:
         names: names of all values, group after group.
         values: all values, in the order of ``names``.
         types: types of the values.
-        others: positions of the values that are no plain values: the parameters, tuples.
-        copies: copies of the groups, if some values can change in place; None: all values can only be replaced.
-        few: the groups with their parameters, if there are few groups, which compare faster in this form; else None.
+        others: positions of the values that are not of a ``PLAIN`` type: the parameters, tuples, tensors.
+        copies: copies of the groups, if some values can change in place; None: values can only be replaced.
+        few: the groups with their parameters as dictionaries, which compare faster if there are few; else None.
     """
 
     lengths: list[int]
@@ -73,7 +74,7 @@ class Hyperparameters:
 
         Args:
             optimizers: the optimizers whose param groups are copied.
-            before: an earlier copy; parts of it that have not changed are used again. None: there is none.
+            before: an earlier copy, of which unchanged parts are used again; None: there is none.
         """
         if before is None:
             return Hyperparameters([_looked_at(each.param_groups, None) for each in optimizers])
@@ -86,6 +87,7 @@ class Hyperparameters:
 
 
 def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
+    """Copy the groups of one optimizer; returns ``last`` itself if nothing has changed."""
     if last is not None and last.few is not None and _equal(groups, last.few):
         return last
     lengths, names = [*map(len, groups)], [*_chained(groups)]
@@ -101,7 +103,7 @@ def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
 
 
 def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], values: list[Any]) -> _Columns:
-    """Copy all values; needed if types have changed, or if values can change in place."""
+    """Copy all values with their types; needed if types may have changed, or if values can change in place."""
     types = [*map(type, values)]
     others = [index for index, kind in enumerate(types) if kind not in PLAIN]
     copies = None

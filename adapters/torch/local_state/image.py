@@ -1,7 +1,8 @@
-"""Encodes and decodes the rank-local state of one version as an image, for pages and checkpoints.
+"""Encodes and decodes the rank-local state of one version as an image: the bytes in pages and checkpoints.
 
-An image consists of a header, a description of the buffers (msgpack), the length of each section, the sections (random
-streams, each object of ``extra_state``), the buffers, and the large arrays of ``extra_state``. It holds no pickle.
+An image consists of a header, a description of extra states and buffers (msgpack), the length of each section, the
+sections (random streams, each object of ``extra_state``), the buffers, and the large arrays of ``extra_state``. It
+contains no pickle.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class LocalState:
 
     Args:
         rng: the random streams, for ``RngState.restore``; empty: they could not be captured.
-        buffers: every buffer of the model, on the CPU.
-        extra: encoded states for ``ExtraState.restore``.
+        buffers: every captured buffer of the model by name, on the CPU.
+        extra: encoded states of objects by name, for ``ExtraState.restore``.
     """
 
     rng: bytes

@@ -1,8 +1,8 @@
-"""Captures and restores the random streams of one process: Python, numpy's global one, torch, the device.
+"""Captures and restores the global random streams of one process: Python's, numpy's, torch's, and those of devices.
 
-A capture costs a few microseconds: see ``ttp.processor.local_state.host_rng``. Torch's own stream is a Mersenne Twister
-too, and is captured as live memory, because its ``get_state()`` makes a tensor of twice the size. The position of that
-memory is found at the start on a private generator, and checked against ``get_state()``.
+A capture costs a few microseconds: see ``ttp.processor.local_state.host_rng``. Torch's stream on the CPU is a Mersenne
+Twister like the other two, and is captured as live memory, because ``get_state()`` makes a tensor of twice the size.
+The position of that memory is found at the start on a private generator, and checked against ``get_state()``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RngState:
     """Captures and restores all global random streams of this process.
 
     Args:
-        devices: CUDA devices whose streams the training uses; none: the current one's, where CUDA is in use.
+        devices: CUDA devices whose streams the training uses; empty: the current device, if CUDA is in use.
     """
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
@@ -44,7 +44,7 @@ class RngState:
         self._live = live_memory(self._torch)
 
     def capture(self) -> list[Buffer]:
-        """Return the state of every stream. Some parts are live memory: copy them before the next random number."""
+        """Return the state of every stream, in parts to join. Some are live memory: copy them before the next draw."""
         python, python_gauss, numpy, numpy_gauss = self._host.capture()
         host = self._live if self._live is not None else _tensor_bytes(self._torch.get_state())
         device = _capture_device(self._devices)
@@ -52,12 +52,13 @@ class RngState:
         return [_HEADER.pack(_MAGIC, *sizes), python, python_gauss, numpy, numpy_gauss, host, device]
 
     def standing(self) -> Callable[[], bool] | None:
-        """Return a function that tells whether the parts of the last ``capture`` still describe all streams.
+        """Return a function that tells whether the parts of the last ``capture`` still cover all streams.
 
-        Parts in live memory follow their streams, so the function returns False only when a stream was replaced.
+        Parts in live memory follow their streams, so the function returns False only if a stream was replaced, or CUDA
+        has come into use.
 
         Returns:
-            The function; None: a part is not live memory.
+            The function; None: some part is not live memory.
         """
         host = self._host.standing() if self._live is not None else None
         if host is None or not _backends.cuda.is_built():
@@ -65,7 +66,10 @@ class RngState:
         return None if _cuda.is_initialized() else lambda: host() and not _cuda.is_initialized()
 
     def restore(self, data: bytes) -> list[str]:
-        """Restore the streams from the joined parts of a ``capture``. Returns notes on streams that this process lacks.
+        """Restore the streams from the joined parts of a ``capture``.
+
+        Returns:
+            Notes for the log on streams that this process lacks.
 
         Raises:
             CheckpointError: the bytes are not captured streams.
@@ -104,17 +108,18 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 _WORDS = 624
 _LIVE = struct.Struct(f"<Qi?3xI{_WORDS}I4xf?3xd?7x")
-"""The layout in memory: seed, numbers left, seeded, next, words; spare normal numbers and whether there are any."""
+"""The layout in memory: seed, numbers left, seeded, next, words; then the spare normal numbers (float and double), each
+with whether there is one."""
 
 _OFFICIAL = struct.Struct(f"<QiiQ{_WORDS}QdddI4xf?3x")
 """The layout of ``get_state()``: words of eight bytes; three doubles, the second being the spare normal number."""
 
 _LOOKED_THROUGH = 512
-"""The stream begins within so many bytes of a generator, which has more than two thousand."""
+"""Number of bytes at the beginning of a generator in which its stream is looked for; it has more than two thousand."""
 
 
 def live_memory(generator: torch.Generator) -> memoryview | None:
-    """Return the memory of a CPU generator's state; None: this torch keeps it in another way."""
+    """Return the memory of a CPU generator's state; None: in this version of torch its layout is not known."""
     try:
         offset = _offset() if sys.byteorder == "little" else None
         found: Any = generator
@@ -125,7 +130,7 @@ def live_memory(generator: torch.Generator) -> memoryview | None:
 
 @functools.cache
 def _offset() -> int | None:
-    """Return the offset of the state in a generator, found and checked on a private generator; None: not found."""
+    """Return the offset of the state in a generator's memory, found and checked on a private one; None: not found."""
     probe: Any = torch.Generator()
     probe.manual_seed(20_11)
     begin = _OFFICIAL.unpack(_tensor_bytes(probe.get_state()))
@@ -150,14 +155,14 @@ def _offset() -> int | None:
 
 
 def _crafted(state: torch.Tensor, single: float, double: float) -> torch.Tensor:
-    """Return a state with spare normal numbers of both kinds."""
+    """Return ``state`` with spare normal numbers of both kinds, float and double."""
     fields = list(_OFFICIAL.unpack(_tensor_bytes(state)))
     fields[-5], fields[-3:] = double, [1, single, True]
     return torch.frombuffer(bytearray(_OFFICIAL.pack(*fields)), dtype=torch.uint8)
 
 
 def _torch_state(data: bytes) -> torch.Tensor:
-    """Convert a captured state of torch's stream, which may have the layout in memory, for ``set_state``.
+    """Convert a captured state of torch's stream, in the layout of memory or of ``get_state``, for ``set_state``.
 
     Raises:
         struct.error: the state cannot be converted.
@@ -179,8 +184,8 @@ def _generators(devices: Sequence[int]) -> list[torch.Generator]:
 def _capture_device(devices: Sequence[int]) -> bytes:
     """Return seeds and offsets of the CUDA generators, concatenated.
 
-    They live on the host, so nothing waits for a device. A CUDA graph keeps an offset on the device for its own
-    launches; the numbers that a launch uses up are added to the offset on the host when the graph is launched.
+    They are on the host, so nothing waits for a device. A CUDA graph has an offset of its own on the device; when the
+    graph is launched, the count of numbers that it uses is added to the offset on the host.
     """
     if not _cuda.is_initialized():
         return b""

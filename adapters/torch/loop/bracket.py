@@ -88,7 +88,7 @@ class Bracket:
 
     When ``step`` of a subclass calls ``super().step()``, the hooks fire twice: only the outermost call counts. If
     ``step()`` raises, the update stays unfinished, so the copy counts as torn, which it is. If the program catches the
-    exception and goes on, an error is logged. docs/decisions/0028-what-is-an-update.md says what becomes of the version.
+    exception and goes on, an error is logged; decision 28 says what becomes of the version.
     """
 
     __slots__ = (
