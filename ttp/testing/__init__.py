@@ -1,1 +1,1 @@
-"""Tools to test ttp and programs that use it: simulated jobs, small worlds in every state, disks that fail."""
+"""Tools that test ttp and programs that use it: the simulator of whole jobs, and ``kit``, which kills ranks."""

@@ -1,4 +1,4 @@
-"""Plays many simulated jobs, one for each seed, on several processes, and reads their faults from text."""
+"""Simulate many jobs, one per seed, in several processes, and parse the faults that ``ttp simulate --faults`` names."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from ttp.testing.scenario import (
 from ttp.testing.simulation import Simulation
 
 SEEDS_AT_ONCE = 100
-"""Seeds that a process is given at a time; the garbage of their runs is collected once."""
+"""Number of seeds that a process simulates per task; garbage is collected once per task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The options of the jobs to play. An option that is ``None`` is drawn by the seed.
+    """The options of the jobs to simulate. An option that is ``None`` is drawn from the seed.
 
     Args:
         shards: number of distinct shards.
         replicas: ranks that hold each shard.
         hosts: number of hosts; ranks are spread evenly.
         steps: updates until the training is over.
-        faults: see ``parse_faults``.
-        relays: whether every job has relays; else the seed decides.
-        transfers: see ``Scenario``.
-        shadow: likewise.
+        faults: text that ``parse_faults`` reads.
+        relays: whether every job has relays; otherwise the seed decides.
+        transfers: whether every job is one of ``with_transfers``.
+        shadow: whether every job is one of ``with_shadow``; then ``transfers`` changes nothing.
     """
 
     shards: int | None = None
@@ -65,7 +65,7 @@ class Wish:
         """Return the job of one seed.
 
         Raises:
-            UsageError: the options or faults make no sense.
+            UsageError: the options contradict each other, or the text of the faults cannot be parsed.
         """
         scenario = random_scenario(seed, self.shards, self.replicas)
         if self.shards is not None and self.replicas is not None:
@@ -90,17 +90,17 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of one run.
+    """The result of one run.
 
     Args:
-        seed: of the run.
-        problem: the invariant that was broken, in words; empty if none was.
-        exits: for every incarnation, how many ranks ended with which exit code; ``None`` stands for killed.
-        saved: versions of the checkpoints.
+        seed: the seed of the run.
+        problem: the broken invariant or the error, in words; empty if the run is good.
+        exits: per incarnation, the number of ranks by exit code; the code ``None`` means killed.
+        saved: versions of the committed checkpoints.
         events: number of calls that the clock made.
-        virtual_s: how long the run took in virtual time.
-        digest: of the trace.
-        trace: the text of the trace, if it was kept.
+        virtual_s: duration of the run in virtual seconds.
+        digest: digest of the trace.
+        trace: text of the trace; empty unless it was kept.
     """
 
     seed: int
@@ -114,7 +114,7 @@ class Outcome:
 
 
 def play(wish: Wish, seed: int, *, keep_trace: bool = False) -> Outcome:
-    """Play one run. An error in it becomes part of the outcome and is not raised."""
+    """Simulate the job of one seed. An error during the run is not raised but returned as ``Outcome.problem``."""
     simulation = Simulation(wish.scenario(seed), keep_trace=keep_trace)
     try:
         with no_collections():
@@ -129,15 +129,15 @@ def play(wish: Wish, seed: int, *, keep_trace: bool = False) -> Outcome:
 
 
 def play_many(wish: Wish, seeds: range, jobs: int) -> Iterator[Outcome]:
-    """Play one run for each seed, in order.
+    """Simulate one job per seed and yield the outcomes in the order of the seeds.
 
     Args:
         wish: the options of the jobs.
-        seeds: the seeds to play.
-        jobs: number of processes; 1 plays in this process.
+        seeds: the seeds.
+        jobs: number of worker processes; 1 simulates in this process.
 
     Raises:
-        TtpError: one of the processes was killed.
+        TtpError: a worker process was killed.
     """
     parts = [(wish, seeds[i : i + SEEDS_AT_ONCE]) for i in range(0, len(seeds), SEEDS_AT_ONCE)]
     if jobs == 1 or len(parts) == 1:
@@ -149,7 +149,7 @@ def play_many(wish: Wish, seeds: range, jobs: int) -> Iterator[Outcome]:
         for outcomes in pool.map(_play_part, parts):
             yield from outcomes
     except BrokenProcessPool:
-        raise TtpError("a process that played was killed, perhaps for its memory: try fewer --jobs") from None
+        raise TtpError("a worker process was killed, perhaps for lack of memory: try fewer --jobs") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -163,12 +163,12 @@ def _play_part(part: tuple[Wish, range]) -> list[Outcome]:
 
 
 def _begin_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
 
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Switch garbage collection off: in a large world it takes half the time and frees nothing."""
+    """Disable garbage collection: in a simulation of many ranks it takes half of the time and frees nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -178,19 +178,19 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-# ------------------------------------------------------------------------------------------------------ faults in words
-# The faults of a simulated job, as written on the command line:
+# ------------------------------------------------------------------------------------------------------ faults as text
+# The syntax of faults on the command line, KIND:TARGET@WHEN+LASTS, by example:
 #
 # ``kill:3@0.2``: rank 3 is killed 0.2 s after the launch
-# ``kill:1%@0.2``: so is one rank in a hundred, drawn by the seed; ``*`` is every rank
-# ``stop:2@0.2+1.5``: rank 2 is stopped for 1.5 s; ``+ever`` is for good
-# ``kill:0@in_update#2``: rank 0 is killed when it is in mid-update for the second time
+# ``kill:1%@0.2``: one rank in a hundred, drawn from the seed, is killed then; ``*`` means every rank
+# ``stop:2@0.2+1.5``: rank 2 is stopped for 1.5 s; ``+ever`` means for good
+# ``kill:0@in_update#2``: rank 0 is killed when it is in the middle of an update for the second time
 # ``raise:1@forward#3``: the third forward pass of rank 1 raises
-# ``partition:h1@0.25``: host h1 is cut off, for as long as the seed decides
+# ``partition:h1@0.25``: host h1 is cut off, for a time drawn from the seed
 # ``controller@0.3``: the controller is killed
-# ``kill=2``: two kills, drawn by the seed
+# ``kill=2``: two kills, drawn from the seed
 #
-# The seed draws what is left out. Several faults are separated by commas; they all happen in the first incarnation.
+# Parts that are left out are drawn from the seed. Faults are separated by commas and strike the first incarnation.
 
 
 _ITEM = re.compile(r"(?P<kind>[a-z_]+)(?::(?P<target>[^@+=]+))?(?:@(?P<when>[^@+=]+))?(?:\+(?P<lasts>[^@+=]+))?")
@@ -204,12 +204,12 @@ def parse_faults(text: str, seed: int, hosts: Sequence[str]) -> tuple[Fault, ...
     """Return the faults that ``text`` names.
 
     Args:
-        text: see the comment above; empty or ``none`` for no faults.
-        seed: draws what the text leaves out.
+        text: faults in the syntax of the comment above; empty or ``none`` for no faults.
+        seed: determines the parts that the text leaves out.
         hosts: name of the host of each rank.
 
     Raises:
-        UsageError: the text is not understood; the message says what would be right.
+        UsageError: the text cannot be parsed; the message says what would be right.
     """
     rng = random.Random(f"faults {seed}")
     items = [item.strip() for item in text.split(",") if item.strip()]
@@ -225,7 +225,7 @@ def _faults(item: str, rng: random.Random, hosts: Sequence[str]) -> Iterable[Fau
         return [random_fault(rng, len(hosts), kind) for _ in range(int(counted["count"]))]
     match = _ITEM.fullmatch(item)
     if match is None:
-        raise UsageError(f"{item!r} is no fault: write KIND:RANK@SECONDS+SECONDS, such as kill:3@0.2, or KIND=COUNT")
+        raise UsageError(f"{item!r} is not a fault: write KIND:RANK@SECONDS+SECONDS, such as kill:3@0.2, or KIND=COUNT")
     kind = _kind(match["kind"], item)
     ranks = _ranks(kind, match["target"], item, rng, hosts)
     drawn = random_fault(rng, len(hosts), kind)
@@ -238,7 +238,7 @@ def _kind(name: str, item: str) -> str:
     if name not in KINDS:
         close = difflib.get_close_matches(name, KINDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known kinds: {', '.join(KINDS)}"
-        raise UsageError(f"{item!r}: there is no fault {name!r}; {hint}")
+        raise UsageError(f"{item!r}: there is no kind of fault {name!r}; {hint}")
     return name
 
 
@@ -247,7 +247,7 @@ def _ranks(kind: str, target: str | None, item: str, rng: random.Random, hosts: 
     if target is None:
         return [Rank(rng.randrange(world))]
     if kind in _OF_NOBODY:
-        raise UsageError(f"{item!r}: {kind} hits nobody in particular; leave {target!r} out")
+        raise UsageError(f"{item!r}: {kind} takes no rank or host; leave out {target!r}")
     if target == "*":
         return [Rank(r) for r in range(world)]
     share = re.fullmatch(r"(\d+(?:\.\d+)?)%", target)
@@ -259,8 +259,8 @@ def _ranks(kind: str, target: str | None, item: str, rng: random.Random, hosts: 
     if target.isdecimal() and int(target) < world:
         return [Rank(int(target))]
     raise UsageError(
-        f"{item!r}: {target!r} is no rank from 0 to {world - 1}, no host from {hosts[0]} to {hosts[-1]}, no share like "
-        "1% and not *"
+        f"{item!r}: {target!r} is neither a rank from 0 to {world - 1}, a host from {hosts[0]} to {hosts[-1]}, "
+        "a share such as 1%, nor *"
     )
 
 
@@ -268,7 +268,7 @@ def _when(kind: str, when: str | None, item: str, drawn: Fault) -> tuple[float, 
     if when is None:
         return drawn.at, drawn.point
     if kind in _ALL_THE_TIME:
-        raise UsageError(f"{item!r}: {kind} holds all the time; leave {when!r} out")
+        raise UsageError(f"{item!r}: {kind} applies during the whole run; leave out {when!r}")
     name, _, times = when.partition("#")
     point = name.replace("_", " ")
     known = _RAISES if kind == "raise" else (*POINTS, *TRANSFER_POINTS)
@@ -281,14 +281,14 @@ def _when(kind: str, when: str | None, item: str, drawn: Fault) -> tuple[float, 
         seconds = -1.0
     if kind == "raise" or not 0 <= seconds < 1e6:
         points = ", ".join(p.replace(" ", "_") for p in known)
-        number = "" if kind == "raise" else "no number of seconds and "
-        raise UsageError(f"{item!r}: {when!r} is {number}none of the points {points}")
+        number = "not " if kind == "raise" else "neither a number of seconds nor "
+        raise UsageError(f"{item!r}: {when!r} is {number}one of the points {points}")
     return seconds, ""
 
 
 def _lasts_s(kind: str, lasts: str, item: str) -> float:
     if kind not in LASTS:
-        raise UsageError(f"{item!r}: {kind} does not last; leave +{lasts} out. What lasts: {', '.join(LASTS)}")
+        raise UsageError(f"{item!r}: {kind} has no duration; leave out +{lasts}. Kinds with one: {', '.join(LASTS)}")
     if lasts == "ever":
         return float("inf")
     try:
@@ -296,5 +296,5 @@ def _lasts_s(kind: str, lasts: str, item: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e6:
-        raise UsageError(f"{item!r}: {lasts!r} is no number of seconds; for good is +ever")
+        raise UsageError(f"{item!r}: {lasts!r} is not a number of seconds; write +ever for a fault without an end")
     return seconds

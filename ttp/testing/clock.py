@@ -1,4 +1,4 @@
-"""Virtual time: a queue of calls, and the trace of what they did."""
+"""The virtual clock of the simulator: a queue of calls ordered by time, and the trace of what they did."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 LINES_AT_ONCE = 256
-"""Lines of the trace that are hashed together."""
+"""Number of trace lines that are collected before they are hashed."""
 
 
 class Clock:
-    """A queue of calls, each with its time. Takes constant space for every call that is due.
+    """Makes queued calls in the order of their virtual time, and records the trace.
+
+    Memory grows with the number of pending calls only, unless the text of the trace is kept.
 
     Args:
         keep_trace: whether to keep the text of the trace; its digest is always computed.
@@ -30,15 +32,15 @@ class Clock:
         self._order = itertools.count()
 
     def at(self, when: float, what: Callable[..., None], *args: Any) -> None:
-        """Call ``what(*args)`` at ``when``. Calls due at the same time are made in the order of these calls."""
+        """Queue ``what(*args)`` for the time ``when`` (seconds). Calls for the same time are made in queueing order."""
         heapq.heappush(self._queue, (when, next(self._order), what, args))
 
     def after(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
-        """Call ``what(*args)`` after so many seconds."""
+        """Queue ``what(*args)`` for ``seconds`` from now."""
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), what, args))
 
     def step(self) -> bool:
-        """Make the next call. Return False if there is none."""
+        """Advance to the next call and make it. Return False if the queue is empty."""
         if not self._queue:
             return False
         self.now, _, what, args = heapq.heappop(self._queue)
@@ -47,24 +49,24 @@ class Clock:
         return True
 
     def run_until(self, when: float) -> None:
-        """Make all calls that are due by ``when``."""
+        """Make all calls that are due by ``when``, then set the time to ``when``."""
         while self._queue and self._queue[0][0] <= when:
             self.step()
         self.now = max(self.now, when)
 
     def trace(self, who: str, what: str) -> None:
-        """Add a line to the trace."""
+        """Add a line to the trace: the time, the actor ``who``, and the text ``what``."""
         self._fresh.append(f"{self.now:10.6f} {who:12} {what}\n")
         if len(self._fresh) >= LINES_AT_ONCE:
             self._absorb()
 
     def digest(self) -> str:
-        """Return the digest of the trace. It is equal for runs in which the same happened."""
+        """Return the SHA-256 of the trace so far, in hexadecimal. Runs with equal traces have equal digests."""
         self._absorb()
         return self._hash.hexdigest()
 
     def text(self) -> str:
-        """Return the text of the trace, if it was kept."""
+        """Return the text of the trace so far; empty unless it is kept."""
         self._absorb()
         return "".join(self.lines)
 

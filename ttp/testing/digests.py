@@ -10,8 +10,8 @@ from typing import Any
 def digest(state: Any) -> str:
     """Return the SHA-256 of nested mappings and lists of tensors and plain values, as 64 hexadecimal digits.
 
-    Mappings are taken in the order of their keys. Of a tensor, dtype, shape and every bit count; of a distributed
-    tensor, those of the local part. Tensors on a device have to be brought to the host first.
+    Mappings are hashed in the order of their keys. A tensor is hashed with its dtype, shape and bytes; a distributed
+    tensor with those of its local part. Tensors must be in host memory.
     """
     hashed = hashlib.sha256()
     for name, found in leaves(state):
@@ -25,7 +25,7 @@ def digest(state: Any) -> str:
 
 
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a nested state that is no container, with its path of keys."""
+    """Yield (path of keys, value) for every value of a nested state that is not a dict, list or tuple."""
     if isinstance(state, dict):
         for key in sorted(state, key=str):
             yield from leaves(state[key], f"{name}.{key}")

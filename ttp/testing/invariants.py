@@ -1,14 +1,14 @@
-"""The invariants I1 to I8, checked against the truth of a simulated world.
+"""Check the invariants I1 to I8 against the true state of a simulated job.
 
 ====  ==================================================================================================================
-I1    one (incarnation, version) per checkpoint, every shard exactly once (``toy.ToyStorage.commit``), and its bits
-I2    the version is the largest that Statement 1 allows, given the copies of the ranks that can be spoken to
-I3    no state is written to between the answer to a freeze and the thaw (``sim_rank``)
+I1    a checkpoint has one (incarnation, version), every shard exactly once (``toy.ToyStorage.commit``), and its bits
+I2    the saved version is the largest that Statement 1 allows for the copies of the ranks the controller can reach
+I3    a rank does not write to its state between its answer to a freeze and the thaw (``sim_rank``)
 I4    success is never declared with a torn, short or stale file (``toy.ToyStorage.commit``)
-I5    the previous checkpoint stays until the new one is there
-I6    a run ends; 70 only if Statement 1 has no plan; no healthy rank is killed by a launcher that lost patience
+I5    the previous checkpoint stays until the new one exists
+I6    every run ends; exit code 70 only if Statement 1 has no plan; launchers never have to kill healthy ranks
 I7    the resumed run equals the run without faults, bit for bit
-I8    ranks go on in their processes only from a checkpoint that exists, after deaths alone, and no rank that has raised
+I8    ranks continue in their processes only from a checkpoint that exists, only after deaths, and not if they raised
 ====  ==================================================================================================================
 """
 
@@ -38,15 +38,15 @@ def largest_version(
     written: Mapping[Shard, Version],
     kept: Collection[tuple[Shard, Version]] = (),
 ) -> Version | None:
-    """Return the largest version that Statement 1 allows, computed naively.
+    """Return the largest version that Statement 1 allows, computed by trying every version; None if there is none.
 
-    It is the largest version of which, for every shard, some rank holds, has written or can bring a copy.
+    It is the largest version of which every shard has a copy: in a rank, already written, or as a kept second copy.
 
     Args:
         layout: which ranks hold which shards.
         copies: the versions that each rank can write.
-        written: the version of each shard that is written already.
-        kept: second copies that ranks can bring.
+        written: the version of each shard that is already written.
+        kept: (shard, version) of the second copies that ranks can supply.
     """
     everything = {v for versions in copies.values() for v in versions} | {*written.values(), *(v for _, v in kept)}
     for version in sorted(everything, reverse=True):
@@ -61,28 +61,30 @@ def largest_version(
 
 
 class Judge:
-    """Checks the invariants on everything that happens in one simulation.
+    """Checks the invariants during one simulation.
 
     Args:
         world: the simulation.
+
+    The simulation calls the methods; they raise ``InvariantBroken``.
     """
 
     def __init__(self, world: Simulation) -> None:
         self.approximate = False
-        """Whether a rank-local page was lost with its host: from then on no bits are promised."""
+        """Whether a rank-local page was lost with its host; from then on equal bits are not promised."""
         self.saved: list[Version] = []
-        """Versions of the checkpoints, in the order in which they were committed."""
+        """Versions of the checkpoints, in the order of their commits."""
         self._world = world
         self._reference = [ToyState.initial(world.layout)]
         self._seen: dict[Version, Checkpoint] = {}
 
     @property
     def base(self) -> ToyState:
-        """The state that this incarnation started from."""
+        """The state from which this incarnation started."""
         return self._reference[0]
 
     def begin(self, start: ToyState) -> None:
-        """Begin an incarnation that starts from ``start``; its states without faults follow from that."""
+        """Begin an incarnation from the state ``start``; ``expected`` computes its later states from there."""
         self._reference = [start]
 
     def expected(self, version: Version) -> ToyState:
@@ -94,7 +96,7 @@ class Judge:
     # -------------------------------------------------------------------------------------------------------- decisions
 
     def controller_acted(self, machine: ControllerMachine, actions: list[Action]) -> None:
-        """Check what the controller has decided."""
+        """Check the decisions among the actions of a controller (I2, I4, I6, I8)."""
         records = [action for action in actions if isinstance(action, Record)]
         thaws = any(record.kind == "thawed" for record in records)
         for record in records:
@@ -109,7 +111,7 @@ class Judge:
             return
         match record.kind:
             case "nothing_new" if thaws and not incident.snapshot:
-                pass  # a false alarm: ranks that have not answered yet lose nothing
+                pass  # a false alarm: the ranks train on, so versions of ranks that have not answered are not lost
             case "plan" | "nothing_new":
                 best = self._best(machine, job, incident, aside=aside)
                 if best is not None and best > max(record.facts["version"], self.base.version):
@@ -117,7 +119,7 @@ class Judge:
             case "committed":
                 version = record.facts["version"]
                 if version not in self._world.storage.checkpoints or self._in_memory(version):
-                    raise InvariantBroken(f"I4: version {version} is called saved and does not exist")
+                    raise InvariantBroken(f"I4: version {version} is reported as committed but does not exist")
             case "released":
                 if aside:
                     raise InvariantBroken("I6: released by a controller that only stands in")
@@ -131,7 +133,7 @@ class Judge:
     def _released(self, machine: ControllerMachine, incident: Incident, exit_code: int, text: str) -> None:
         assert incident.plan is not None or exit_code in (64, 70)
         if machine.job.silent and "TTP_OT" not in text:
-            raise InvariantBroken(f"I6: released for a doubt: nothing comes from ranks {sorted(machine.job.silent)}")
+            raise InvariantBroken(f"I6: released while silent ranks {sorted(machine.job.silent)} are only in doubt")
         if exit_code == 75 or (exit_code == 64 and incident.saved):
             version = incident.saved
             if self._in_memory(version) and machine.job.live and not incident.again:
@@ -142,7 +144,7 @@ class Judge:
         best = self._best(machine, machine.job, incident)
         able = machine.job.live - incident.failures.keys() - _silent(incident)
         if best is not None and best > self.base.version and able and "TTP_OT" not in text:
-            raise InvariantBroken(f"I6: given up ({text}), version {best} was possible")
+            raise InvariantBroken(f"I6: given up ({text}) although version {best} was possible")
 
     def _in_memory(self, version: int) -> bool:
         memory = self._world.memory
@@ -150,28 +152,28 @@ class Judge:
 
     def _released_again(self, machine: ControllerMachine, incident: Incident) -> None:
         if incident.saved not in self._world.storage.checkpoints:
-            raise InvariantBroken(f"I8: ranks are to go on from step {incident.saved}, which does not exist")
-        # The release frees no seats of ranks of other launches.
+            raise InvariantBroken(f"I8: ranks are to continue from step {incident.saved}, which does not exist")
+        # The release asks for no replacements of ranks of other launches.
         launches = {member.hello.launch for member in machine.job.members.values()}
         processes = {r: p for r, p in self._world.ranks.items() if p.alive and p.hello.launch in launches}
         undead = sorted(processes.keys() - machine.job.live)
         if undead:
-            raise InvariantBroken(f"I8: the seats of ranks {undead} are to be filled, and they live")
+            raise InvariantBroken(f"I8: ranks {undead} are to be replaced although their processes live")
 
     def goes_on(self, rank: SimRank) -> None:
-        """Check that a rank that goes on in its process has not raised."""
+        """Check that a rank that continues in its process has not raised (I8)."""
         broken = rank.machine._state.broken
         if broken is not None and broken.kind is not m.FaultKind.COLLECTIVE:
-            raise InvariantBroken(f"I8: rank {rank.rank} goes on, and has raised: {broken.text}")
+            raise InvariantBroken(f"I8: rank {rank.rank} continues although it raised: {broken.text}")
 
     def _best(
         self, machine: ControllerMachine, job: Membership, incident: Incident, *, aside: bool = False
     ) -> Version | None:
-        """Return the best version by the true state of every rank that the controller can speak to and that has neither
-        failed nor kept silent; None if no version is possible.
+        """Return the largest version that could be saved, or None if there is none.
 
-        Updates are redone or undone only for a version that some rank has finished and that is not whole otherwise, and
-        only by ranks that have said that they can.
+        It follows from the true state of every rank that the controller can reach and that is neither failed nor
+        silent. Redo and undo count only for a version that some rank has finished and that is not whole without them,
+        and only on ranks that offered them in their answers.
         """
         plain: dict[Rank, set[Version]] = {}
         offered: dict[Rank, set[Version]] = {}
@@ -187,7 +189,7 @@ class Judge:
             whole = phase in (m.Phase.IDLE, m.Phase.DONE)
             answer = incident.answers.get(rank)
             if rank in incident.redoing and answer is not None and answer.version == version:
-                continue  # it is ordered to redo, and so to leave that version
+                continue  # the rank has the order to redo, so it will no longer hold this version
             if whole:
                 plain[rank] = {version}
             offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole)
@@ -201,10 +203,10 @@ class Judge:
         return full if best is None else max(best, best if full is None else full)
 
     def committed(self, version: Version) -> None:
-        """Check a checkpoint that was just committed, or that was there already."""
+        """Check the checkpoint of ``version``, which was committed now or before (I1, I5)."""
         there = self._world.storage.checkpoints
         if self._seen.keys() - there.keys() and len(there) < self._world.storage.keep:
-            raise InvariantBroken(f"I5: of the checkpoints {sorted(self._seen)} only {sorted(there)} are left")
+            raise InvariantBroken(f"I5: checkpoints were deleted: before {sorted(self._seen)}, now {sorted(there)}")
         checkpoint = there[version]
         if self._seen.get(version) is checkpoint:
             return
@@ -212,47 +214,47 @@ class Judge:
         self._seen = dict(there)
         expected = self.expected(version)
         if checkpoint.shards != expected.shards:
-            raise InvariantBroken(f"I1: the shards of step {version} are not those of version {version}")
+            raise InvariantBroken(f"I1: the shards in checkpoint {version} do not hold the bits of version {version}")
         for rank, word in checkpoint.random.items():
             if expected.random[rank] != word:
-                raise InvariantBroken(f"I1: the page of rank {rank} in step {version} is of another version")
+                raise InvariantBroken(f"I1: the page of rank {rank} in checkpoint {version} is of another version")
 
     # -------------------------------------------------------------------------------------------------------------- end
 
     def operator_came(self, controller: SimController | None, rank: SimRank) -> None:
-        """Check that the controller had no chance to notice the hang of a rank that an operator reports."""
+        """Check, when an operator reports a hanging rank, that the controller could not have noticed the hang (I6)."""
         heard = any(r.alive and not r.stopped for r in self._world.ranks.values())
         if controller is None or controller.machine.stage != "training" or not heard:
             return
         if any(member.done for member in controller.machine.job.members.values()):
-            return  # a rank that left its loop may wait for another's last evaluation: hangs are not looked for
+            return  # a rank that left its loop may wait for another rank's last evaluation: no hang detection then
         patience_s = controller.machine._parts.hangs.patience_s
         if patience_s is not None:
             raise InvariantBroken(
-                f"I6: rank {rank.rank} does not move, and nobody noticed; patience {patience_s:.3f} s"
+                f"I6: rank {rank.rank} hangs and the controller did not notice; patience {patience_s:.3f} s"
             )
 
     def needed_the_launcher(self, ranks: Sequence[SimRank]) -> None:
-        """Check that ranks left long after the first death are stopped or had trained nothing."""
+        """Check the ranks that are left long after the first death: they are stopped, or have trained nothing (I6)."""
         left = {r.rank: r.truth for r in ranks if r.alive and not r.stopped}
         if any(version > self.base.version for version, _ in left.values()):
             raise InvariantBroken(f"I6: ranks {left} are never released")
 
     def trained(self, ranks: Mapping[Rank, SimRank]) -> None:
-        """Check the end of a job in which every rank has ended with 0."""
+        """Check the final states of a job in which every rank ended with exit code 0 (I7)."""
         final = self.expected(Version(self._world.steps))
         if not self.approximate:
             state = ToyState.initial(self._world.layout)
             for _ in range(self._world.steps):
                 state = state.advanced(self._world.layout)
             if state != final:
-                raise InvariantBroken("I7: another end than that of a run without faults")
+                raise InvariantBroken("I7: the final state differs from that of a run without faults")
         for rank in ranks.values():
             trainer = rank.trainer
             if trainer.random != final.random[rank.rank] or any(
                 final.shards[s] != w for s, w in trainer.shards.items()
             ):
-                raise InvariantBroken(f"I7: rank {rank.rank} ends with other bits")
+                raise InvariantBroken(f"I7: the final state of rank {rank.rank} differs from the expected one")
 
 
 def _silent(incident: Incident) -> set[Rank]:
@@ -262,7 +264,7 @@ def _silent(incident: Incident) -> set[Rank]:
 def _kept(
     keepers: Mapping[Rank, Sequence[Shard]], answer: m.Frozen | None, there: Collection[tuple[Rank, Version]]
 ) -> set[tuple[Shard, Version]]:
-    """Return the second copies that a rank has said it can bring and that are still ``there``."""
+    """Return (shard, version) of the second copies that a rank offered in its answer and that still exist."""
     if answer is None or not (answer.final and answer.kept):
         return set()
     found = (copy for copy in answer.kept if (copy.of, copy.version) in there)
@@ -270,7 +272,7 @@ def _kept(
 
 
 def _offers(answer: m.Frozen | None, version: Version, whole: bool) -> set[Version]:
-    """Return the versions that a rank at ``version`` has said it can go to by redo or undo."""
+    """Return the versions that a rank at ``version`` offered to reach by redo or undo."""
     if answer is None or not answer.final or answer.version != version:
         return set()
     offers: set[Version] = set()

@@ -1,25 +1,25 @@
-"""Tests whether a training program comes back bit for bit, wherever one of its ranks is killed.
+"""Test that a training program resumes bit for bit after one of its ranks is killed.
 
-A job is described, and one of its ranks is killed in each phase of a step, each time in a life (launch) of its own; the
-next life resumes. The last life runs to the end and is compared with an unbroken run without ttp. ::
+``run`` launches the program once per planned kill and once more to the end; each launch is called a life and resumes
+from the checkpoint of the life before. The result is compared with that of an unbroken run without ttp. ::
 
     found = kit.run(kit.Job("my_program", kills=[kit.Kill("backward"), kit.Kill("on_log", rank=1, after=3)]), tmp_path)
     print(found)
     found.check()
 
-``my_program`` is a module, or the path of a file, with ``main(steps, save_dir, report)``. It trains for so many steps,
-protects itself with ``save_dir``, calls ``report(step, loss)`` at the end of each step, and returns a dict of what is
-to be compared: objects with ``state_dict()``, or plain values. The default process group, of gloo, exists when ``main``
-is called. Seeds differ between ranks and between lives, so that nothing is equal by chance. The phases are
+``my_program`` is a module, or the path of a file, with ``main(steps, save_dir, report)``. ``main`` trains for ``steps``
+steps, protects itself with ``save_dir``, calls ``report(step, loss)`` at the end of each step, and returns a dict of
+the values to compare: objects with ``state_dict()``, or plain values. The default process group (gloo) exists when
+``main`` is called. Seeds differ between ranks and between lives, so that nothing is equal by chance. The phases are
 
 ======== ==========================================================
-forward  inside of the model, behind its first layer
-backward when the gradient comes back to that layer
+forward  inside the model, after its first layer
+backward when the gradient arrives at that layer
 in_step  half of the parameters are updated (Adam, SGD)
-stepped  ``step()`` is about to return; schedulers, averages and whatever else a loop does then come after it
+stepped  ``step()`` is about to return; schedulers, averages and the rest of the step come after it
 ======== ==========================================================
 
-and those that the program names itself, by calling ``kit.at("on_log")`` in a callback of its own.
+and phases that the program names itself, by calling ``kit.at("on_log")`` in one of its callbacks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ttp.launch.ports import hold_port
 
 KILLED = -9
 WRITTEN_S = 20
-"""Seconds that a controller may take to write its records after the ranks have ended."""
+"""Seconds to wait, after the ranks have ended, for the controller to write the incident file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Kill:
     """The planned death of a rank by SIGKILL.
 
     Args:
-        phase: where; see the module's docstring.
+        phase: the phase in which the rank dies; see the module's docstring.
         rank: the rank that kills itself.
-        after: steps of the optimizer that this life makes first.
+        after: number of optimizer steps that this life finishes first.
     """
 
     phase: str
@@ -66,13 +66,14 @@ class Job:
     """The job to run.
 
     Args:
-        program: see the module's docstring.
+        program: module or path of the program; see the module's docstring.
         kills: one for each life but the last.
-        world_size: ranks.
+        world_size: number of ranks.
         steps: the ``steps`` that ``main`` gets.
-        launcher: ``""`` starts the ranks directly; ``"ttp"`` or ``"torchrun"``.
-        env: variables for the program.
-        may_lose: finished steps that may be made again after a kill, where a shard is on one rank only (``buddy``).
+        launcher: ``"ttp"`` or ``"torchrun"``; ``""`` starts the ranks directly.
+        env: environment variables for the program.
+        may_lose: number of finished steps that may be repeated after a kill, for programs with a shard that is on one
+            rank only (``buddy``).
     """
 
     program: str
@@ -90,10 +91,10 @@ class Row:
 
     Args:
         kill: the kill.
-        codes: exit codes of that life, by rank; of a launcher the one code of the job.
-        version: the version that was saved; None if none was.
-        lost: finished steps of a rank that the next life made again.
-        may_lose: of the job.
+        codes: exit codes of that life, by rank; with a launcher, its one exit code.
+        version: the saved version; None if none was saved.
+        lost: number of finished steps that the next life repeated.
+        may_lose: ``may_lose`` of the job.
     """
 
     kill: Kill
@@ -104,7 +105,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Return whether the rank was killed, a version saved, and no more steps lost than may be."""
+        """Whether the rank was killed, a version was saved, and at most ``may_lose`` steps were lost."""
         wanted = [EXIT_SAVED] * len(self.codes)
         if len(wanted) > 1:
             wanted[self.kill.rank] = KILLED
@@ -118,8 +119,8 @@ class Report:
 
     Args:
         rows: one for each kill.
-        differences: what differs from the unbroken run, in words.
-        story: the ends of all logs.
+        differences: the differences from the unbroken run, in words.
+        story: the last part of every log.
     """
 
     rows: tuple[Row, ...]
@@ -127,7 +128,7 @@ class Report:
     story: str
 
     def check(self) -> None:
-        """Raise an ``AssertionError`` that shows everything, unless all rows are good and nothing differs."""
+        """Raise an ``AssertionError`` with this report and the logs, unless all rows are good and nothing differs."""
         assert all(row.good for row in self.rows) and not self.differences, f"{self}\n{self.story}"
 
     def __str__(self) -> str:
@@ -140,7 +141,7 @@ class Report:
 
 
 class Process(Protocol):
-    """A started process, as ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that is used here."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code; minus the signal's number if a signal ended the process."""
@@ -150,24 +151,27 @@ class Process(Protocol):
 
 
 Start = Callable[[str, Sequence[object], dict[str, str], Path], Process]
-"""Starts ``python -m MODULE ARGUMENTS`` with a complete environment and a log file to append to."""
+"""A function (module, arguments, env, log) that starts ``python -m MODULE ARGUMENTS``.
+
+``env`` is the complete environment; the output is appended to the file ``log``.
+"""
 
 
 def start_python(module: str, arguments: Sequence[object], env: dict[str, str], log: Path) -> Process:
-    """See ``Start``."""
+    """Start a Python module as a subprocess in its own session; the default ``Start``."""
     with log.open("a") as said:
         command = [sys.executable, "-m", module, *map(str, arguments)]
         return subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
 
 
 def run(job: Job, directory: Path, *, start: Start = start_python, timeout_s: float = 150) -> Report:
-    """Run the job through all its kills, run it without faults, and compare.
+    """Run the job with all its kills, run it unbroken without ttp, and compare the two.
 
     Args:
         job: the job and its kills.
-        directory: holds all files of both runs.
-        start: starts a process.
-        timeout_s: seconds that each life may take.
+        directory: directory for all files of both runs.
+        start: function that starts a process.
+        timeout_s: largest duration of a life, in seconds.
     """
     with hold_port() as ours, hold_port() as masters:
         ports = int(ours.getsockname()[1]), int(masters.getsockname()[1])
@@ -203,7 +207,7 @@ def _differences(hurt: _Lives, whole: _Lives, logs: Sequence[Sequence[tuple[int,
 
 
 class _Lives:
-    """A job that is started again and again in one directory."""
+    """The launches of one job in one directory."""
 
     def __init__(
         self, job: Job, directory: Path, ports: tuple[int, int], start: Start, timeout_s: float, *, protected: bool
@@ -215,7 +219,7 @@ class _Lives:
         self.codes: list[tuple[int, ...]] = []
 
     def live_all(self, kills: Sequence[Kill]) -> None:
-        """Run a life for each kill, and one to the end; fewer if a life does not end as it should."""
+        """Run a life for each kill and one to the end; stop early if no rank of a killed life ends with 75."""
         if self._job.launcher:
             self.codes = [self._launch(len(kills))]
             return
@@ -242,7 +246,7 @@ class _Lives:
         codes = tuple(_ended(rank, deadline) for rank in ranks)
         written = time.monotonic() + WRITTEN_S if EXIT_SAVED in codes else 0
         while time.monotonic() < written and len(self.committed()) < life + 1:
-            time.sleep(0.02)  # the controller writes what became of the incident after the ranks have left
+            time.sleep(0.02)  # the controller writes the end of the incident after the ranks have left
         stop_controllers(self._directory)
         return codes
 
@@ -277,33 +281,33 @@ class _Lives:
         return base | job.env
 
     def committed(self) -> list[int]:
-        """Return the committed versions, in the order in which they were saved."""
+        """Return the committed versions, in the order of the incident files' names."""
         events: list[Any] = []
         for path in sorted((self._directory / "checkpoints" / "incidents").glob("*.jsonl")):
             events += map(json.loads, path.read_text().splitlines())
         return [event["version"] for event in events if event["kind"] == "committed"]
 
     def log(self, rank: int) -> list[tuple[int, int, str]]:
-        """Return life, step and text of each report of a rank."""
+        """Return (life, step, text) of each report of a rank."""
         path = self._directory / f"reported{rank}.log"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [(int(life), int(step), said) for life, step, said in (line.split(" ", 2) for line in lines)]
 
     def result(self, rank: int) -> dict[str, str]:
-        """Return the digests of what a rank ended with."""
+        """Return the digests of a rank's final values, by name."""
         path = self._directory / f"result{rank}.json"
         found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {"it": "did not end"}
         return found
 
     def story(self) -> str:
-        """Return the last lines of all ranks and controllers."""
+        """Return the last part of the logs of all ranks and controllers, and the newest incident file."""
         files = [*sorted(self._directory.glob("*.out")), *self._directory.glob("run*/controller.log")]
         files += sorted(self._directory.glob("checkpoints/incidents/*.jsonl"))[-1:]
         return "\n".join(f"--- {self.name}/{path.name}\n{path.read_text()[-5000:]}" for path in files)
 
 
 def _ended(process: Process, deadline: float) -> int:
-    """Return the exit code of a process, or -15 if it has not ended by ``deadline`` and is killed."""
+    """Return the exit code of a process; kill it and return -15 if it has not ended by ``deadline``."""
     try:
         return process.wait(max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -313,7 +317,7 @@ def _ended(process: Process, deadline: float) -> int:
 
 
 def stop_controllers(run_dir: Path) -> None:
-    """Kill the controllers whose run directory is inside this one. They would leave later by themselves."""
+    """Kill all processes whose ``TTP_RUN_DIR`` is inside ``run_dir``; controllers would end later by themselves."""
     for process in psutil.process_iter(["environ"]):
         if (process.info["environ"] or {}).get("TTP_RUN_DIR", "").startswith(str(run_dir)):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -321,13 +325,13 @@ def stop_controllers(run_dir: Path) -> None:
 
 
 def at(phase: str) -> None:
-    """Mark a phase of the program's own: this rank dies here if that is planned. Otherwise nothing happens."""
+    """Mark a phase that the program names: if a kill is planned here, this rank dies; otherwise nothing happens."""
     if _plan is not None:
         _plan(phase)
 
 
 _plan: Callable[[str], None] | None = None
-"""Set by ``kit_rank`` in a rank that is to die."""
+"""The function that ``at`` calls; ``kit_rank`` sets it in a rank that is to die."""
 
 
 def plan(kill: Callable[[str], None]) -> None:

@@ -1,6 +1,6 @@
-"""A rank of a job of ``kit``: it runs the program, dies at the planned point, and writes digests of what it ends with.
+"""A rank of a ``kit`` job: run the program, die at the planned point, and write digests of the final values.
 
-The program knows nothing of this: the points are found through torch's global hooks.
+The points are found through torch's global hooks, so the program needs no changes.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Killer:
                 _halve(library, f"_{kind}_{name}", self)
 
     def due(self, phase: str) -> bool:
-        """Return whether this is the planned point."""
+        """Return whether the kill is planned for this phase, now."""
         return bool(self._steps >= self._fault["after"] and self._fault["phase"] == phase)
 
     def at(self, phase: str) -> None:
-        """Die if this is the planned point."""
+        """Kill this process if the kill is planned for this phase, now."""
         if self.due(phase):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -56,7 +56,7 @@ class Killer:
         import torch
 
         if any(True for _ in module.children()) or not (isinstance(output, torch.Tensor) and output.requires_grad):
-            return  # only a layer of the trained model counts
+            return  # only layers of the trained model count
         self.at("forward")
         if self.due("backward"):
             hook: Any = output.register_hook
@@ -74,7 +74,7 @@ class Killer:
 
 
 def _halve(library: Any, name: str, killer: Killer) -> None:
-    """Make torch's own update of all parameters stop half-way if the kill is due in it."""
+    """Wrap a torch function that updates all parameters: if a kill is due in it, update half of them and die."""
     whole = getattr(library, name)
 
     def update(params: list[Tensor], *lists: Any, **settings: Any) -> None:
@@ -110,14 +110,14 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=os.environ.get("KIT_STORE"), rank=rank, world_size=world)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(100 * life + rank)  # no life begins with the numbers of another
+        seed(100 * life + rank)  # so that no two lives begin with the same random numbers
     fault = next((f for f in json.loads(os.environ["KIT_KILLS"])[life : life + 1] if f["rank"] == rank), None)
     if fault is not None:
         kit.plan(Killer(fault).at)
 
     def report(step: int, value: Any) -> None:
         said = value if isinstance(value, str) else float(value).hex()
-        with (place / f"reported{rank}.log").open("a") as log:  # one write each survives a SIGKILL
+        with (place / f"reported{rank}.log").open("a") as log:  # a report that was written survives a SIGKILL
             log.write(f"{life} {step} {said}\n")
 
     ended: dict[str, Any] = program.main(int(os.environ["KIT_STEPS"]), place / "checkpoints", report)

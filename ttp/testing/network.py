@@ -1,7 +1,7 @@
-"""Simulated gRPC streams: messages are delayed but in order, and a stream may break at any moment and lose messages.
+"""Simulated gRPC streams: messages arrive late but in order, and a stream may break at any moment and lose messages.
 
-While a stream lives its messages are neither lost nor reordered; different streams are independent, and the two ends
-learn of a break at different times. On request messages are repeated, at once or after their stream is gone.
+A stream that is open neither loses nor reorders messages. Streams are independent of each other, and the two ends of
+one learn of a break at different times. A share of the messages can be delivered twice, even after the stream ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ttp.testing.clock import Clock
 
 
 def apart(actions: Iterable[Action]) -> list[Action]:
-    """Split each order for several ranks into one order for each."""
+    """Replace each ``SendAlike``, an order for several ranks, by one ``Send`` per rank."""
     found: list[Action] = []
     for action in actions:
         if isinstance(action, SendAlike):
@@ -33,7 +33,7 @@ class RankEnd(Protocol):
     """The rank's end of a stream."""
 
     def on_order(self, stream: Stream, order: Any) -> None:
-        """Handle an order that has arrived."""
+        """Handle an order of the controller."""
 
     def on_down(self, stream: Stream | None) -> None:
         """Handle the end of the stream; None stands for a failed attempt to connect."""
@@ -45,20 +45,20 @@ class ControllerEnd(Protocol):
     machine: ControllerMachine
 
     def on_event(self, event: Received | StreamEnded) -> None:
-        """Handle a report that has arrived, or the end of a stream."""
+        """Handle a report of a rank, or the end of a stream."""
 
 
 class Stream:
-    """One bidirectional stream.
+    """A bidirectional stream between a rank (or relay) and a controller.
 
     Args:
-        clock: virtual time.
+        clock: the virtual clock.
         rng: draws delays and repeats.
         rank: the rank's end.
         controller: the controller's end.
         connection: the stream's number at the controller.
-        delay_s: largest usual delay of a message; one in twenty takes up to ten times as long.
-        repeats: share of the messages that arrive twice.
+        delay_s: largest usual delay of a message in seconds; one message in twenty takes up to ten times as long.
+        repeats: share of the messages that arrive twice, from 0 to 1.
     """
 
     __slots__ = (
@@ -99,18 +99,23 @@ class Stream:
             self._clock.at(self._last_down, self._obey, self._last_down, order)
 
     def end(self) -> None:
-        """End the stream in good order: everything that was sent arrives."""
+        """End the stream in good order: all messages that were sent arrive."""
         self._break(self._last_up, self._last_down, 0.0, 0.0)
 
     def cut(self, *, rank_learns_s: float, controller_learns_s: float) -> None:
-        """Break the stream now. Messages under way arrive up to a random point."""
+        """Break the stream now. Messages in flight arrive only up to a random time.
+
+        Args:
+            rank_learns_s: seconds after that time when the rank learns of the break.
+            controller_learns_s: likewise for the controller.
+        """
         now = self._clock.now
         up = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
         down = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
         self._break(up, down, rank_learns_s, controller_learns_s)
 
     def hold(self, until: float) -> None:
-        """Hold all messages until ``until``. They arrive then, as TCP repeats them, unless the stream is cut."""
+        """Hold all messages until the time ``until``, when TCP would deliver them; a cut before then loses them."""
         self._held_until = until
 
     def _break(self, up: float, down: float, rank_learns_s: float, controller_learns_s: float) -> None:
@@ -151,4 +156,4 @@ class Stream:
 
 
 ONCE = (m.Welcome, m.Refused, RestoreDecision)
-"""Orders that are never repeated: first and single answers, so a peer that repeats them breaks the protocol."""
+"""Orders that are never delivered twice: each is sent once per stream, so a repeat would break the protocol."""

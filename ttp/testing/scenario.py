@@ -1,4 +1,4 @@
-"""Simulated jobs and their faults, drawn from a seed."""
+"""The description of simulated jobs and their faults, and how both are drawn from a seed."""
 
 from __future__ import annotations
 
@@ -37,38 +37,38 @@ POINTS = (
     "before return",
     "after Hello",
 )
-"""Points of its step or of a rescue at which a rank can be hit, besides any moment."""
+"""Named points of a training step or of a rescue at which a fault can strike a rank."""
 TRANSFER_POINTS = ("verified", "said", "sending", "receiving", "received")
-"""Further points, for jobs with transfers: where ranks that go on get their state."""
+"""Further points, in jobs with transfers: while ranks that continue in their processes receive their state."""
 
 KINDS = {
     "kill": "SIGKILL of a rank",
-    "host": "the rank's host dies: every rank on it, its shared memory, a controller that runs there",
-    "power": "the same without a last word: its streams stay, and nothing comes on them until they are given up",
+    "host": "the rank's host dies with every rank on it, its shared memory, and a controller that runs there",
+    "power": "the rank's host loses power: as host, but its streams stay open and silent until a peer gives them up",
     "stop": "SIGSTOP of a rank, SIGCONT after LASTS",
-    "silent": "a rank does nothing for LASTS, and its connections stay alive (something holds the interpreter lock)",
-    "hang": "the training thread of a rank does not move for LASTS",
-    "relay": "SIGKILL of the relay on the rank's host, in a job that has relays; its ranks connect by themselves",
-    "flap": "the stream of a rank breaks; it cannot connect for LASTS",
-    "partition": "nobody on the rank's host reaches a controller elsewhere for LASTS, nor the other way round",
-    "silence": "the same, but no stream breaks: nothing passes on it for LASTS, or until it is given up",
+    "silent": "a rank does nothing for LASTS while its connections stay alive (a thread holds the interpreter lock)",
+    "hang": "the training thread of a rank stands still for LASTS",
+    "relay": "SIGKILL of the relay on the rank's host, in a job with relays; its ranks then connect by themselves",
+    "flap": "the stream of a rank breaks, and the rank cannot connect for LASTS",
+    "partition": "processes on the rank's host cannot reach those of other hosts for LASTS, and the other way round",
+    "silence": "as partition, but no stream breaks: streams are silent for LASTS, or until a peer gives them up",
     "split": "a second controller is alive: for LASTS some ranks reach only that one, the others only the first",
     "controller": "SIGKILL of the controller; a rank that misses it starts another one",
-    "controller_restart": "the same, and it is started again at once",
-    "controller_twice": "the same, its successor dies too, and that is started again at once",
-    "controller_stop": "SIGSTOP of the controller, SIGCONT after LASTS: it may find another one in its place",
-    "raise": "the training code of a rank raises; POINT is forward, update or refused (all leave with 64)",
+    "controller_restart": "SIGKILL of the controller, which is restarted at once",
+    "controller_twice": "SIGKILL of the controller and of its successor, whose successor is started at once",
+    "controller_stop": "SIGSTOP of the controller, SIGCONT after LASTS; another one may lead by then",
+    "raise": "the training code of a rank raises; POINT is forward, update or refused (all ranks exit with 64)",
     "sigterm": "SIGTERM to every rank",
-    "save": "somebody asks for a checkpoint",
-    "write": "the disk of a rank refuses to write pieces for LASTS after the first one",
-    "commit": "the disk of a rank refuses to commit for LASTS after the first time",
+    "save": "an operator asks for a checkpoint",
+    "write": "the disk of a rank refuses to write pieces for LASTS after the first write",
+    "commit": "the disk of a rank refuses to commit for LASTS after the first commit",
     "slow": "each file takes a rank LASTS longer",
-    "transfer": "each message of a state that the rank sends or receives when it goes on takes LASTS longer",
+    "transfer": "each message of state that the rank sends or receives to continue in its process takes LASTS longer",
 }
-"""Kinds of faults."""
+"""The kinds of faults and what they do."""
 
 LARGE = 64
-"""Ranks from which on a world has hosts of eight ranks."""
+"""World size from which on every host has eight ranks."""
 
 NEVER = float("inf")
 LASTS: dict[str, tuple[float, ...]] = {
@@ -85,17 +85,17 @@ LASTS: dict[str, tuple[float, ...]] = {
     "write": (0.01, 1.0, NEVER),
     "commit": (0.01, 1.0, NEVER),
 }
-"""Seconds that a fault lasts, for kinds that end; one is drawn."""
+"""Possible durations in seconds, for the kinds of faults that have one."""
 
 AT_POINTS = ("kill", "kill", "kill", "flap", "flap", "controller", "stop", "silent", "hang", "host", "partition",
              "power", "silence", "controller_twice", "controller_stop")  # fmt: skip
-"""Kinds of faults that strike when a rank is at a point; repeated kinds are likelier."""
+"""Kinds of faults to draw for a named point; a kind that is listed more often is likelier."""
 ANY_TIME = (
     "kill", "kill", "kill", "flap", "flap", "controller", "raise", "raise", "sigterm", "save", "save", "write", "write",
     "commit", "commit", "host", "power", "silence", "stop", "silent", "hang", "partition", "split",
     "controller_restart", "controller_stop", "slow",
 )  # fmt: skip
-"""Kinds of faults that strike at a random time; repeated kinds are likelier."""
+"""Kinds of faults to draw for a random time; a kind that is listed more often is likelier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,11 @@ class Fault:
 
     Args:
         kind: one of ``KINDS``.
-        at: virtual time in seconds after the launch; with a point: the number of the visit there, from 1.
-        rank: the rank that it hits, or whose host it hits.
-        point: one of ``POINTS``, where it strikes; for ``raise``: ``forward``, ``update`` or ``refused``.
-        lasts_s: seconds that it lasts.
+        at: virtual time in seconds after the launch; with a point, which visit of that point, from 1.
+        rank: the rank that the fault strikes, or whose host it strikes.
+        point: where the fault strikes, one of ``POINTS`` or ``TRANSFER_POINTS``; for ``raise``, ``forward``,
+            ``update`` or ``refused``.
+        lasts_s: duration in seconds.
     """
 
     kind: str
@@ -119,27 +120,28 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A job, and the faults of each of its incarnations; later incarnations have none.
+    """A simulated job, and the faults of each of its incarnations.
 
     Args:
-        seed: of everything that chance decides in the run.
+        seed: seed of all random choices in the run.
         layout: replica groups.
         hosts: name of the host of each rank; the job's address is on that of rank 0.
         steps: updates until the training is over.
-        delay_s: delay of a message.
+        delay_s: largest usual delay of a message in seconds; see ``network.Stream``.
         repeats: share of the messages that arrive twice.
-        faults: of each incarnation.
+        faults: the faults of each incarnation; later incarnations have none.
         undo: whether ranks keep the state before their last update.
         fallback: whether there is a second directory for checkpoints.
         mirror: whether rank-local pages are kept on another host too.
-        watched: whether hangs are looked for.
-        buddy: whether second copies are kept.
-        stripes: into how many parts shards are cut, as in ``TTP_STRIPES``.
-        uneven: the rank that deals the words of its shards out in another way than its replicas; None for no rank.
+        watched: whether the controller looks for hangs.
+        buddy: whether shards that only one rank holds have a second copy on another host.
+        stripes: number of parts that shards are cut into, as ``TTP_STRIPES``.
+        uneven: a rank that divides the words of its shards differently from its replicas; None for no such rank.
         relays: whether ranks speak to controllers through the relay of their host.
-        keep: whether survivors of a death may go on in their processes, and launchers can start the dead alone.
-        shadow: whether checkpoints may be held in memory first; all ranks are on one host.
-        transfers: whether ranks that go on keep their state or get it from each other; else they read the checkpoint.
+        keep: whether survivors of a death may continue in their processes while launchers start only the dead again.
+        transfers: whether ranks that continue keep their state or get it from each other, instead of reading the
+            checkpoint.
+        shadow: whether checkpoints may be held in memory before they are on the storage; all ranks are on one host.
     """
 
     seed: int
@@ -170,8 +172,8 @@ def grid(shards: int, replicas: int) -> Layout:
 
 
 def mixed(layout: Layout) -> Layout:
-    """Return the layout with two more shards, one that every rank holds and one with two holders, as dense and expert
-    groups have.
+    """Return the layout with two more shards, one held by every rank and one held by two, as dense and expert
+    parameters of a mixture-of-experts model are.
     """
     everybody = tuple(Rank(r) for r in range(layout.world_size))
     return Layout(layout.world_size, {**layout.groups, Shard("dense"): everybody, Shard("expert"): everybody[:2]})
@@ -181,7 +183,7 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
     """Draw a small job and up to three faults in each of its first two incarnations.
 
     Args:
-        seed: everything follows from it.
+        seed: determines the whole scenario.
         shards: number of distinct shards; drawn if not given.
         replicas: ranks that hold each shard; drawn if not given.
     """
@@ -218,7 +220,7 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
 
 
 def with_relays(scenario: Scenario) -> Scenario:
-    """Return the same job with relays, one of which may die at any point."""
+    """Return the same job with relays; often one of them dies."""
     rng = random.Random(f"relays {scenario.seed}")
     first, *others = scenario.faults
     if rng.random() < 0.6:
@@ -231,10 +233,10 @@ def with_relays(scenario: Scenario) -> Scenario:
 
 
 def with_transfers(scenario: Scenario) -> Scenario:
-    """Return the same job with ranks that go on after deaths, and faults while they get their state."""
+    """Return the same job with ranks that continue in their processes after deaths, and faults during transfers."""
     rng, world = random.Random(f"transfers {scenario.seed}"), scenario.layout.world_size
     first, *others = scenario.faults
-    if rng.random() < 0.8:  # else the drawn faults stay, after which perhaps no rank may go on
+    if rng.random() < 0.8:  # else the drawn faults stay, after which perhaps no rank may continue
         kills = range(rng.choice((1, 1, 1, 2)))
         first = tuple(
             Fault("kill", rng.randint(2, 4), Rank(rng.randrange(world)), rng.choice(POINTS[1:11])) for _ in kills
@@ -248,7 +250,10 @@ def with_transfers(scenario: Scenario) -> Scenario:
 
 
 def with_shadow(scenario: Scenario) -> Scenario:
-    """Return the same job, of one host, with ranks that go on from what is held in its memory, which is not lost."""
+    """Return the same job on one host whose ranks continue from checkpoints held in its memory.
+
+    Faults in which that memory would be lost, or the host divided, are left out.
+    """
     world = scenario.layout.world_size
     scenario = with_transfers(replace(scenario, hosts=("h0",) * world))
     faults = tuple(tuple(f for f in at if f.kind not in ("host", "power", "split")) for at in scenario.faults)
@@ -282,7 +287,7 @@ def _fault(rng: random.Random, world: int) -> Fault:
 
 
 def random_fault(rng: random.Random, world: int, kind: str) -> Fault:
-    """Draw a fault of this kind, at a random time on a random rank."""
+    """Draw a fault of kind ``kind`` for a random rank of ``world``, at a random time."""
     rank, at = Rank(rng.randrange(world)), 0.03 + rng.random() * 0.25
     if kind == "raise":
         return Fault(kind, rng.randint(1, 4), rank, rng.choice(("forward", "update")))
