@@ -95,6 +95,6 @@ def test_who_is_killed_on_its_way_must_have_nothing_to_lose(monkeypatch: pytest.
             self._start_anew(self._world.ranks)
 
     monkeypatch.setattr(sim_transfers.Transfers, "reached", reached)
-    with pytest.raises(InvariantBroken, match=r"I9: rank . is killed on its way, and others have made update 3"):
+    with pytest.raises(InvariantBroken, match=r"I9: rank . is killed before its first update; others finished 3"):
         for seed in range(10):
             run(shards=2, seed=seed)

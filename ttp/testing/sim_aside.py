@@ -1,4 +1,4 @@
-"""The second stream of a simulated rank; see ``ttp.core.rank.stand_in``."""
+"""The second stream of a simulated rank, to a controller that stands in; see ``ttp.core.rank.stand_in``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SimAside:
         self._attempt = 0
 
     def perform(self, action: act.LookAtController | act.ConnectAside | act.SendAside | act.CloseAside) -> None:
-        """Look whether a second stream is needed, open it, send on it or close it."""
+        """Carry out an action of the machine on the second stream: check the controller, open, send or close."""
         world = self.rank.world
         match action:
             case act.LookAtController():
@@ -44,11 +44,11 @@ class SimAside:
                     stream.end()
 
     def wanted(self, attempt: int) -> bool:
-        """Return whether the stream of this attempt is still wanted."""
+        """Return whether ``attempt`` is the latest attempt to connect and the rank lives."""
         return self.rank.alive and attempt == self._attempt
 
     def attached(self, stream: Stream | None, attempt: int) -> None:
-        """Take the result of an attempt to connect: a stream, or None if nobody answered."""
+        """Take the result of an attempt to connect: a stream, or None if no controller answered."""
         if not self.wanted(attempt):
             if stream is not None:
                 stream.end()

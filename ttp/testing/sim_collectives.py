@@ -1,4 +1,4 @@
-"""Simulated all-reduces and barriers: all ranks must come. If one dies, some leave and others hang."""
+"""Simulated all-reduces and barriers. When a rank dies in one, some ranks finish it, some fail and some hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 Told = Callable[[int | None], None]
-"""Called with the result; None: the collective failed."""
+"""A callback that gets the result of the collective; None if the collective failed."""
 
 
 class _Collective:
@@ -29,7 +29,7 @@ class _Collective:
 
 
 class Collectives:
-    """The collectives of one incarnation. Each arrival or death takes constant time.
+    """The collectives of one incarnation. Handling an arrival takes constant time.
 
     Args:
         world: the simulation.
@@ -41,7 +41,14 @@ class Collectives:
         self._somebody_died = False
 
     def arrive(self, rank: SimRank, name: tuple[str, int], part: int, told: Told) -> None:
-        """Let a rank bring its part of the sum and wait."""
+        """Let a rank join a collective.
+
+        Args:
+            rank: the rank.
+            name: name and number of the collective.
+            part: the rank's part of the sum.
+            told: is called with the sum, or with None if the collective fails.
+        """
         collective = self._open.get(name)
         if collective is None:
             collective = self._open[name] = _Collective()
@@ -64,13 +71,16 @@ class Collectives:
             self._ranks[rank].run(collective.told[rank], total)
 
     def broken_by(self, dead: Rank) -> None:
-        """Break the open collectives after a death: waiting ranks hang or fail; some with all they need leave."""
+        """Break the open collectives after a death.
+
+        Ranks that wait for others hang or fail. Where all ranks had arrived, some still leave with the result.
+        """
         self._somebody_died = True
         for collective in self._open.values():
             if not collective.complete:
                 self._fail_all(collective, sorted(collective.parts))
                 collective.parts.clear()
-            elif not collective.broken or len(collective.leaving) < 64:  # in a large world the first death is enough
+            elif not collective.broken or len(collective.leaving) < 64:  # in a large job only the first death counts
                 collective.broken = True
                 held = [r for r in sorted(collective.leaving) if self._world.rng.random() < 0.5]
                 collective.leaving.difference_update(held)
@@ -83,6 +93,6 @@ class Collectives:
                 self._fail(process, collective.told[rank])
 
     def _fail(self, rank: SimRank, told: Told) -> None:
-        if self._world.rng.random() < 0.5:  # else it hangs for ever
+        if self._world.rng.random() < 0.5:  # else the rank hangs for ever
             soon = self._world.rng.choice((0.0001, 0.01, 0.6)) * self._world.rng.random()
             self._world.after(soon, rank.run, told, None)

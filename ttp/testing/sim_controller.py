@@ -1,4 +1,4 @@
-"""A simulated controller: the real machine, streams in virtual time, and deaths between any two of its actions."""
+"""A simulated controller: the real machine on simulated streams. It may be killed between any two of its actions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 KEEPALIVE_S = 1.0
-"""Seconds without an answer after which gRPC takes a stream for dead. A stopped process gives none."""
+"""Seconds without an answer (a stopped process gives none) after which gRPC considers a stream dead."""
 
 
 class SimController:
@@ -45,15 +45,15 @@ class SimController:
     Args:
         world: the simulation.
         patience: the machine's timeouts.
-        host: where it runs.
-        name: for the trace, and in the ids of its incidents.
+        host: name of the host where the process runs.
+        name: name in the trace and in the ids of its incidents.
     """
 
     def __init__(self, world: Simulation, patience: ControllerTimeouts, host: str, name: str) -> None:
         self.alive = True
         self.host, self.name = host, name
         self.restarts = 0
-        """How often it is started again at once when it dies; its successor inherits the rest."""
+        """How often a dead controller is restarted at once; the successor gets this number less one."""
         self.machine = ControllerMachine(patience, lambda n: f"{name}-i{n}", world.now, host)
         self._world = world
         self._missed: list[Event] | None = None
@@ -76,7 +76,7 @@ class SimController:
         return stream
 
     def adopt(self, line: Line) -> ConnectionId:
-        """Accept a rank's line through the relay of its host. Return its number."""
+        """Accept a rank's line through the relay of its host. Return the line's connection number."""
         connection = self._world.roads.next_connection()
         self._streams[connection] = line
         return connection
@@ -106,7 +106,7 @@ class SimController:
         return self._missed is not None
 
     def stop(self, lasts_s: float) -> None:
-        """Stop the process (SIGSTOP), and let it go on ``lasts_s`` seconds later."""
+        """Stop the process (SIGSTOP), and continue it ``lasts_s`` seconds later (SIGCONT)."""
         if self.alive and self._missed is None:
             self._world.trace(self.name, f"does nothing for {lasts_s} s")
             self._missed = []
@@ -121,15 +121,20 @@ class SimController:
 
     def _cont(self) -> None:
         missed, self._missed = self._missed or [], None
-        for event in missed:  # all at once
+        for event in missed:  # all events that arrived meanwhile, at the same time
             self._world.after(0.0, self.on_event, event)
 
     def kill_in(self, events: int, actions: int) -> None:
-        """Kill the process at its ``events``-th event from now, after so many of that event's actions."""
+        """Kill the process at its ``events``-th event from now, after ``actions`` of that event's actions."""
         self._events_left, self._actions_left = events, actions
 
     def on_event(self, event: Event, *, more: bool = False) -> None:
-        """See ``ControllerEnd``; a second copy of a report arrives here too. ``more``: ``settle`` will be called."""
+        """Give an event to the machine; see ``ControllerEnd``. The event may be the repeat of a report.
+
+        Args:
+            event: the event.
+            more: whether other reports of the same frame, and then ``settle``, follow.
+        """
         if self._missed is not None:
             self._missed.append(event)
             return
@@ -142,7 +147,7 @@ class SimController:
         self._act(actions)
 
     def settle(self) -> None:
-        """Decide what follows once all reports of a frame were given to the machine."""
+        """Let the machine decide, after all reports of a frame were given to it."""
         if self.alive and not self.stopped:
             self._act(self.machine.settle(self._world.now))
 
@@ -190,7 +195,7 @@ class SimController:
                 stream.end()
 
     def _plan_timer(self) -> None:
-        """Keep one call due, at the machine's deadline or before."""
+        """Keep one call queued for the machine's deadline or an earlier time."""
         deadline = self.machine.deadline()
         if deadline is not None and deadline < self._timer_at and self.alive:
             self._timer_at = max(deadline, self._world.now)
@@ -211,11 +216,11 @@ class SimController:
         self.on_event(Tick())
         deadline = self.machine.deadline()
         if self.alive and not self.stopped and deadline is not None and deadline <= self._world.now:
-            raise InvariantBroken("I6: the controller's machine spins: its deadline does not move")
+            raise InvariantBroken("I6: a tick of the controller's machine does not advance its deadline")
 
 
 def _apart(actions: list[Action]) -> Iterator[Action]:
-    """Split orders for several ranks, because the controller may die when only some have got theirs."""
+    """Split orders for several ranks, because the controller may die when only some ranks have received theirs."""
     for action in actions:
         if isinstance(action, SendAlike):
             yield from (SendAlike((one,), action.order) for one in action.who)

@@ -1,6 +1,6 @@
-"""The second copies of a simulated rank: does in virtual time what ``ttp.processor.copies.copier`` does with threads.
+"""The second copies of a simulated rank: ``ttp.processor.copies.copier`` in virtual time, without threads.
 
-The state is copied at once; how long it takes to reach the host's memory and the buddy is drawn.
+The state is copied at once; the time until the copy is in the host's memory and at the buddy is random.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ EVERY = 2
 """Updates from one copy to the next."""
 
 Copy = tuple[dict[Shard, Words], int]
-"""Shards and random stream of a rank."""
+"""A copy: the shards of a rank that it keeps, and its random stream."""
 Copies = dict[tuple[Rank, Version], Copy]
 """The copies in the memory of a host, by rank and version."""
 
 
 class SimCopies:
-    """The copies that one rank makes, and those that its host keeps.
+    """Makes the second copies of one rank, and reads those that its host keeps.
 
     Args:
         rank: the rank that makes the copies.
@@ -83,7 +83,7 @@ class SimCopies:
             self._rank.put(ev.CopyMade(version, True))
 
     def settle(self, action: act.SettleCopy) -> None:
-        """Apply the controller's decision which copies stay."""
+        """Apply the controller's decision about a copy: whether it is whole, and so which older copy is deleted."""
         if self._rank.machine.incident:
             self._deferred.append(action)
             return
@@ -92,13 +92,13 @@ class SimCopies:
             self._world.copies(self._rank.host).pop((self._rank.rank, gone), None)
 
     def thaw(self) -> None:
-        """Apply the decisions that came while the job was frozen."""
+        """Apply the decisions that arrived while the job was frozen."""
         deferred, self._deferred = self._deferred, []
         for action in deferred:
             self.settle(action)
 
     def held(self) -> tuple[m.KeptCopy, ...]:
-        """Return the copies that this rank can bring."""
+        """Return the copies in the memory of this rank's host, which the rank can write."""
         return tuple(m.KeptCopy(of, version) for of, version in sorted(self._world.copies(self._rank.host)))
 
     def shard(self, shard: Shard, version: Version) -> Words | None:
@@ -108,6 +108,6 @@ class SimCopies:
         return None if copy is None else copy[0][shard]
 
     def page(self, of: Rank, version: Version) -> int | None:
-        """Return the page of a kept copy; None if there is none."""
+        """Return the page of rank ``of`` from a kept copy; None if there is no such copy."""
         found = self._world.copies(self._rank.host).get((of, version))
         return None if found is None else found[1]

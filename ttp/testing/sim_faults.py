@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 OPERATOR_S = 8.0
-"""Seconds after which an operator reports a rank that does not move; see ``ttp report-fault``."""
+"""Seconds after which an operator reports a rank that stands still; see ``ttp report-fault``."""
 OPERATOR_REPEATS_S, OPERATOR_TRIES = 2.0, 20
 """Seconds between the operator's reports, and their number before the operator ends the job by hand."""
 NEVER = float("inf")
 TINY_S = 1e-9
-"""Makes a disk that refuses for 0 s refuse once."""
+"""Added to the time for which a disk refuses, so that a fault of 0 s refuses once."""
 RESTARTS = {"controller": 0, "controller_restart": 1, "controller_twice": 2}
 
 
 class Faults:
-    """The faults of one incarnation.
+    """Injects the faults of one incarnation.
 
     Args:
-        world: the simulation; its ranks exist already.
+        world: the simulation, with its ranks.
         faults: the faults to inject.
     """
 
@@ -55,10 +55,10 @@ class Faults:
             case _:
                 self._world.after(fault.at, self._strike, fault)
 
-    # ------------------------------------------------------------------------------------------- asked by the processes
+    # -------------------------------------------------------------------------------------------- for ranks and savers
 
     def reached(self, point: str, rank: SimRank) -> None:
-        """Inject the faults that wait for this rank at this point."""
+        """Inject the faults that are planned for this visit of the rank to this point."""
         if self._at_points:
             for left, fault in self._at_points.get((point, rank.rank), ()):
                 left[0] -= 1
@@ -67,7 +67,7 @@ class Faults:
                     self._strike(fault)
 
     def raises(self, rank: SimRank, where: str) -> bool:
-        """Return whether the training code raises now."""
+        """Return whether the training code raises now, at ``where``."""
         if self._raises and self._raises[where, rank.rank]:
             self._raises[where, rank.rank] -= 1
             return not self._raises[where, rank.rank]
@@ -79,10 +79,10 @@ class Faults:
         return lasts_s is not None and now < self._heals_at.setdefault((kind, rank.rank), now + lasts_s) + TINY_S
 
     def extra_s(self, kind: str, rank: SimRank) -> float:
-        """Return the extra seconds that a file (``slow``) or a message of a ``transfer`` takes; infinite: for ever."""
+        """Return the extra seconds that a file (``slow``) or a message (``transfer``) takes; may be infinite."""
         return self._slow.get((kind, rank.rank), 0.0)
 
-    # ------------------------------------------------------------------------------------------------------ it happens
+    # -------------------------------------------------------------------------------------------------------- injection
 
     def _strike(self, fault: Fault) -> None:
         rank, world = self._ranks[fault.rank], self._world

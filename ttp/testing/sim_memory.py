@@ -1,4 +1,4 @@
-"""Checkpoints that a simulated host holds in memory until they are on the toy storage; see decision 63."""
+"""Checkpoints that a simulated host holds in memory until they are durable on the toy storage; see decision 63."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ class HostMemory:
         self._of: set[tuple[str, Version]] = set()
 
     def look(self) -> tuple[str, Version]:
-        """Return a frozen rank's answer: where it may hold a checkpoint (empty: nowhere) and what is held (0: none)."""
+        """Return what a frozen rank reports: the directory in memory for a checkpoint (empty while one is held), and
+        the newest held version (0 if there is none).
+        """
         return ("" if self.held else MEMORY), max(self.held, default=Version(0))
 
     def committed(self, order: m.Commit) -> None:
-        """Note a commit, to memory or to the storage."""
+        """Record a commit, to memory or to the storage."""
         version = order.version
         if order.directory != MEMORY:
             self.held = {held for held in self.held if held > version}
@@ -50,7 +52,7 @@ class HostMemory:
         self.held.discard(version)
 
     def brings(self, order: m.Commit) -> bool:
-        """Return whether this commit has to wait for the writer, because no rank writes its pieces to the storage."""
+        """Return whether this commit waits for the writer, because its pieces come from memory and not from ranks."""
         written = self._world.storage.drafts.get(f"{order.directory}/{order.draft}", {})
         if order.directory == MEMORY or (order.pieces and {piece.file for piece in order.pieces} <= written.keys()):
             return False

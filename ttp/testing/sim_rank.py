@@ -1,8 +1,8 @@
-"""A simulated rank: the real machine and the real gate, around a toy trainer and a toy saver.
+"""A simulated rank: the real machine and the real gate with a toy trainer and a toy saver.
 
-Events in virtual time do, in the same order, what ``ttp.processor.processor`` does with threads: there is an inbox
-in front of the machine, a saver (``sim_saver``), and a training thread that waits at the closed gate
-(``sim_trainer``). All their calls pass through ``run``, so that a process that is killed or stopped does nothing.
+Events in virtual time replace the threads of ``ttp.processor.processor``, in the same order: an inbox in front of the
+machine, a saver (``sim_saver``), and a training thread that waits at the closed gate (``sim_trainer``). All their calls
+pass through ``run``, so that a process that is killed or stopped does nothing.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 COMES_S = 0.05
-"""Seconds that a training thread in a barrier may take to come to the gate once it is closed."""
+"""Seconds that a training thread in a barrier may take to reach the gate once the gate is closed."""
 SHARD_BYTES = 8 * PART_BYTES_MIN
-"""Bytes that each shard is said to have: enough to be cut."""
+"""Size of each shard in bytes, as reported to the controller: large enough to be cut into parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The state that was seen while the gate was closed. ``closure``: how often the gate had been opened before."""
+    """A ``Quiet`` event that holds only while the gate stays closed: until ``closure`` of the gate changes."""
 
     closure: int
     quiet: ev.Quiet
 
 
 class Killed(Exception):  # noqa: N818 - not an error
-    """The process was killed: nothing of it runs on."""
+    """Ends the running call of a process that was killed."""
 
 
 class SimRank:
@@ -120,7 +120,7 @@ class SimRank:
         return self._missed is not None
 
     def stop(self, lasts_s: float) -> None:
-        """Stop the process (SIGSTOP), and let it go on ``lasts_s`` seconds later."""
+        """Stop the process (SIGSTOP), and continue it ``lasts_s`` seconds later (SIGCONT)."""
         if self.alive and self._missed is None:
             self._missed = []
             if lasts_s < NEVER:
@@ -128,7 +128,7 @@ class SimRank:
 
     def _cont(self) -> None:
         missed, self._missed = self._missed or [], None
-        for what, args in missed:  # all at once
+        for what, args in missed:  # all calls that were due meanwhile, at the same time
             self.world.after(0.0, self.run, what, *args)
 
     def preempt(self) -> None:
@@ -136,7 +136,7 @@ class SimRank:
         self.put(ev.Raised(m.FaultKind.PREEMPTED, f"rank {self.rank} was sent SIGTERM"))
 
     def exit(self, code: int | None) -> None:
-        """End the process with an exit code; ``None``: it is killed."""
+        """End the process with an exit code; ``None`` kills it."""
         if not self.alive:
             return
         self.alive, self.exit_code, self._missed = False, code, None
@@ -160,7 +160,7 @@ class SimRank:
         event = self._inbox.popleft()
         if not isinstance(event, _Look):
             self._feed(event)
-        elif event.closure == self.trainer.gate.state().closure:  # else the gate was open in between
+        elif event.closure == self.trainer.gate.state().closure:  # else the gate has been open since
             self._feed(event.quiet)
         if self._inbox and not self._pumping:
             self._pumping = True
@@ -172,7 +172,7 @@ class SimRank:
         self._plan_timer()
 
     def _plan_timer(self) -> None:
-        """Keep one call due, at the machine's deadline or before."""
+        """Keep one call queued for the machine's deadline or an earlier time."""
         deadline = self.machine.deadline()
         if deadline is not None and deadline < self._timer_at:
             self._timer_at = max(deadline, self.world.now)
@@ -187,7 +187,7 @@ class SimRank:
             self._feed(ev.Observed(*self.truth, self.trainer.mark, written=self.saver.written))
             deadline = self.machine.deadline()
             if deadline is not None and deadline <= now:
-                raise InvariantBroken(f"I6: the machine of {self.name} spins: its deadline does not move")
+                raise InvariantBroken(f"I6: an event does not advance the deadline of the machine of {self.name}")
         else:
             self._plan_timer()
 
@@ -224,7 +224,7 @@ class SimRank:
             case act.Exit(code, text):
                 self.world.trace(self.name, f"exits {code}: {text}")
                 self.exit(code)
-            case act.GoOn(text):  # this process ends; the rank begins as any other of the next launch
+            case act.GoOn(text):  # simulated as the end of this process and a new one in the next launch
                 self.world.judge.goes_on(self)
                 self.world.trace(self.name, f"goes on: {text}")
                 self.exit(EXIT_SAVED)
@@ -238,7 +238,7 @@ class SimRank:
             case act.SettleCopy():
                 self.copies.settle(action)
             case _:
-                pass  # leases and pages are handled outside of the machine
+                pass  # the simulation does without leases; it handles pages elsewhere
 
     def _serve(self, action: act.ProbeHost | act.StartStandby | act.TakeStack | act.KeepPage) -> None:
         world, soon = self.world, self._rng.random() * 0.01
@@ -255,7 +255,7 @@ class SimRank:
                 world.pages(self.host)[order.of, order.version % SLOTS] = page
 
     def mirror(self, version: Version, random: int) -> None:
-        """Send the page of this rank to its keeper, if that can be reached."""
+        """Send the page of this rank to its keeper, if the keeper's host can be reached."""
         keeper = self.world.ranks.get(self.keeper) if self.keeper is not None else None
         if keeper is not None and self.world.roads.hosts_speak(self.host, keeper.host):
             page = (version, random)
@@ -271,7 +271,7 @@ class SimRank:
         self.said(report, self.stream)
 
     def said(self, report: m.Report, stream: Stream | None) -> None:
-        """Send a report on a stream of this rank; the rank may be killed before or after that."""
+        """Send a report on a stream of this rank; faults may strike just before and just after it."""
         if isinstance(report, m.Frozen) and report.final:
             self.acked = True
         kind = type(report).__name__
@@ -284,12 +284,12 @@ class SimRank:
     # ------------------------------------------------------------------------------------------------------------ gate
 
     def on_quiet(self) -> None:
-        """Report the quiet state. The gate calls this when the state is quiet."""
+        """Report the state of a frozen rank. The gate calls this when no update runs any more."""
         if self.machine.incident:
             self._say_quiet(self.trainer.gate.state())
 
     def _say_quiet(self, state: GateState) -> None:
-        """Report the gate's state: at once while an update runs, else after a look at the rank's state."""
+        """Report the gate's state: at once while an update runs, otherwise after examining the rank's state."""
         if state.phase is m.Phase.UPDATING:
             self.put(_Look(state.closure, ev.Quiet(state.version, state.phase, state.parked, False)))
         else:

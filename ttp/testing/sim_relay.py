@@ -1,7 +1,7 @@
 """The relay of a simulated host: the real machines of ``ttp.core.relay`` between the streams of ranks and controllers.
 
-A rank's stream ends at the relay of its host, which holds one stream to each controller that its ranks speak to. If
-the relay dies all these streams break at once, and ranks connect without it.
+A rank's stream ends at the relay of its host; the relay has one stream to each controller that its ranks speak to. If
+the relay dies, all these streams break at once, and the ranks connect to controllers directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOOPBACK_S = 0.0001
 """Delay of messages on one host, in seconds."""
 CUT_SHORT = 0.2
-"""Share of the orders after which a message ends at once, so that the next order needs a message of its own."""
+"""Share of the orders that end a message, so that the next order is in a message of its own."""
 
 
 class SimRelay:
@@ -29,7 +29,7 @@ class SimRelay:
 
     Args:
         world: the simulation.
-        host: where it runs.
+        host: name of the host where the relay runs.
     """
 
     def __init__(self, world: Simulation, host: str) -> None:
@@ -49,7 +49,11 @@ class SimRelay:
         return [u.up for c, u in self._uplinks.items() if (self.host == host) != (c.host == host)]
 
     def kill(self, controller_learns_s: float) -> None:
-        """Kill the relay, by SIGKILL or with its host. Controllers elsewhere may learn of it late."""
+        """Kill the relay, by SIGKILL or with its host.
+
+        Args:
+            controller_learns_s: seconds until controllers learn of the broken stream.
+        """
         if self.alive:
             self.alive = False
             self.world.trace(f"relay of {self.host}", "is killed")
@@ -58,7 +62,9 @@ class SimRelay:
 
 
 class Uplink:
-    """The streams of a host's ranks to one controller, and their carrier: a ``ControllerEnd`` and ``RankEnd``.
+    """The streams of a host's ranks to one controller, and the relay's stream that carries them.
+
+    It is the ``ControllerEnd`` of the ranks' streams and the ``RankEnd`` of the relay's stream.
 
     Args:
         relay: the relay that holds the streams.
@@ -161,7 +167,7 @@ class _Port:
         self._orders: list[tuple[LineId, m.Order | None]] = []
 
     def on_event(self, event: Received | StreamEnded) -> None:
-        """Take a frame that has arrived, or the end of the stream."""
+        """Handle a frame of the relay, or the end of its stream."""
         if isinstance(event, StreamEnded):
             for line in list(self._lines.values()):
                 self._ended(line)
@@ -171,7 +177,7 @@ class _Port:
             if isinstance(report, m.Hello) and numbers[0] not in self._lines:
                 known = self._lines[numbers[0]] = Line(self, numbers[0], report.rank)
                 known.connection = self._controller.adopt(known)
-            lines = [self._lines[number] for number in numbers if number in self._lines]  # else it has ended
+            lines = [self._lines[number] for number in numbers if number in self._lines]  # others have ended
             who = tuple((line.connection, line.rank) for line in lines if line.open)
             if report is None:
                 for line in lines:
@@ -184,7 +190,7 @@ class _Port:
         self._controller.settle()
 
     def put(self, line: LineId, order: m.Order | None) -> None:
-        """Queue an order. Orders of one moment go down together, or in pieces: a controller may die in between."""
+        """Queue an order. Orders queued at one time share a message, or several: the controller may die in between."""
         self._orders.append((line, order))
         if self._world.rng.random() < CUT_SHORT:
             self._send()
@@ -209,12 +215,12 @@ class _Port:
 
 
 class Line:
-    """The line of one rank behind a relay, as its controller sees it; see ``Stream``.
+    """The line of one rank behind a relay, which the controller uses as it uses a ``Stream``.
 
     Args:
-        port: the end of the uplink that carries the line.
+        port: the controller's end of the uplink that carries the line.
         number: the line's number at the relay.
-        rank: the rank that has opened it.
+        rank: the rank that opened the line.
     """
 
     def __init__(self, port: _Port, number: LineId, rank: Rank) -> None:
@@ -234,5 +240,5 @@ class Line:
             self._port.end(self)
 
     def cut(self, *, rank_learns_s: float, controller_learns_s: float) -> None:
-        """Break the stream that carries this line, with all its lines."""
+        """Break the stream that carries this line, and so all lines on it."""
         self._port.up.cut(rank_learns_s=rank_learns_s, controller_learns_s=controller_learns_s)

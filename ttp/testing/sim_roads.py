@@ -1,8 +1,8 @@
-"""The connections of a simulated job: controllers, the streams to them, and faults of the network.
+"""The network of a simulated job: controllers, the streams to them, and faults of the network.
 
-A controller listens at an address: the job's own, on the host of rank 0, where ranks of that host start another
-controller if nobody answers; or that of a host where one stands by. Hosts can be cut off, ranks be blocked, and the
-network can split so that some ranks reach only the leading controller and the others only the rest.
+A controller listens at an address: the home address, on the host of rank 0, where ranks of that host start another
+controller if none answers; or the address of a host with a standby controller. Hosts can be cut off, ranks can be
+blocked, and the network can split, so that some ranks reach only the leading controller and the others only the rest.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 LEARNS_S = (0.0, 0.001, 0.01, 0.1)
-"""Seconds that an end may need to see that its stream is broken; one is drawn."""
+"""Possible seconds until an end of a stream learns that the stream is broken."""
 NEVER = float("inf")
 NO_ANSWER_S = 1.5
-"""Seconds after which an attempt to connect is given up if nobody answers."""
+"""Seconds after which a rank gives up an attempt to connect that no controller answers."""
 KNOCK_S = 0.05
 """Seconds between two tries of such an attempt."""
 GIVES_UP_S = 2.5
-"""Seconds after which gRPC takes a stream for dead on which nothing passes; in ``ttp.wire.channel`` it is 10."""
+"""Seconds after which gRPC considers a silent stream dead; in ``ttp.wire.channel`` they are 10."""
 RETRANSMIT_S = 0.2
-"""Seconds after which TCP repeats what was not acknowledged."""
+"""Seconds after which TCP first repeats data that were not acknowledged."""
 NO_STANDBY = 0.1
 """Share of the standby controllers that cannot be started."""
 
 
 def _said_again(lasts_s: float) -> float:
-    """Return the seconds until TCP's first repetition after such a silence; it waits twice as long each time."""
+    """Return the seconds from the begin of a silence of ``lasts_s`` to TCP's first repetition after it.
+
+    TCP doubles the wait before each repetition.
+    """
     again_s = RETRANSMIT_S
     while again_s < lasts_s < NEVER:
         again_s = 2 * again_s + RETRANSMIT_S
@@ -80,14 +83,14 @@ class Roads:
 
     @property
     def controller(self) -> SimController | None:
-        """The controller that commands from outside reach: the one that seems to lead, with the most ranks."""
+        """The controller that events from outside reach: of those that run, the one with the most live ranks."""
         alive = [c for c in self._at.values() if c.alive and not c.stopped]
         return max(alive, key=lambda c: len(c.machine.job.live), default=None)
 
     def nobody_to_ask(self, rank: SimRank) -> bool:
-        """Return whether every controller that this rank has heard of is gone and no rank at home could start one.
+        """Return whether no controller that this rank knows runs, and no rank on the home host could start one.
 
-        The rank may have been cut off when others were announced; then its launcher ends it with the rest of the job.
+        The rank may have been cut off when standby controllers were announced; then its launcher has to end it.
         """
         known = (self._at.get(address) for address in (HOME, *rank.machine._route.standbys))
         if any(controller is not None and controller.alive and not controller.stopped for controller in known):
@@ -111,16 +114,16 @@ class Roads:
         return controller
 
     def controller_died(self, dead: SimController) -> None:
-        """Start a successor of a controller that has died, if its supervisor does."""
+        """Start a successor of a dead controller, if its ``restarts`` are not used up."""
         if dead.restarts:
             address = next(a for a, c in self._at.items() if c is dead)
             self._world.after(self._world.rng.random() * 0.02, self._restart, dead, address)
 
     def _restart(self, dead: SimController, address: str) -> None:
         if self._at.get(address) is not dead:
-            return  # a rank started one first
+            return  # a rank started a controller at this address first
         successor, rng = self._start(dead.host, address), self._world.rng
-        successor.restarts = max(0, dead.restarts - 1)  # its host may have died since
+        successor.restarts = max(0, dead.restarts - 1)  # 0 if the host has died since
         if successor.restarts:
             successor.kill_in(events=rng.randint(1, 40), actions=rng.randint(0, 4))
 
@@ -134,7 +137,7 @@ class Roads:
     # ---------------------------------------------------------------------------------------------------------- streams
 
     def connect(self, rank: SimRank, wanted: act.Connect) -> None:
-        """Open a rank's stream to an address; at home the rank may start a controller if nobody listens."""
+        """Open a rank's stream to an address; at the home address the rank may start a controller if none listens."""
         self._world.after(self._world.delay(), self._connect, rank, wanted)
 
     def _connect(self, rank: SimRank, wanted: act.Connect) -> None:
@@ -195,12 +198,12 @@ class Roads:
         return relay if relay.alive else None
 
     def relay_dies(self, host: str) -> None:
-        """Kill a host's relay. If the host's power is gone its streams do not end at once."""
+        """Kill a host's relay. If the host has lost power, its streams end only when peers give them up."""
         if host in self._relays:
             self._relays[host].kill(self.gives_up_s if self._silent(host) else self._world.rng.choice(LEARNS_S))
 
     def given_up_after(self, host: str) -> float:
-        """Return the seconds that other hosts need to see that a process of ``host`` has ended."""
+        """Return the seconds until other hosts learn that a process on ``host`` has ended."""
         return self.gives_up_s if self._silent(host) else 0.0
 
     def _silent(self, host: str) -> bool:
@@ -212,7 +215,7 @@ class Roads:
         elif stream.open:
             rank.attached(stream)
         else:
-            rank.on_down(None)  # it broke before it could be used
+            rank.on_down(None)  # the stream broke before the rank got it
 
     def _road(self, rank: SimRank, controller: SimController) -> bool:
         if self._world.now < self._split_until and (rank.rank in self._beyond) == (controller is self._split_from):
@@ -220,13 +223,13 @@ class Roads:
         return self.hosts_speak(rank.host, controller.host)
 
     def hosts_speak(self, one: str, other: str) -> bool:
-        """Return whether messages pass between two hosts now."""
+        """Return whether messages pass between two hosts now; a host that is cut off reaches only itself."""
         if not self._cut_off_until or one == other:
             return True
         return all(self._cut_off_until.get(host, 0.0) <= self._world.now for host in (one, other))
 
     def reaches(self, rank: SimRank, host: str) -> bool:
-        """Return whether another host answers a rank. A host's cut may concern the controller's side only."""
+        """Return whether ``host`` answers a probe by a rank. A host that is cut off may still answer other ranks."""
         there = any(r.alive for r in self._world.ranks.values() if r.host == host)
         return there and (self.hosts_speak(rank.host, host) or self._world.rng.random() < 0.5)
 
@@ -240,7 +243,7 @@ class Roads:
             self._cut(stream)
 
     def cut_off(self, host: str, lasts_s: float) -> None:
-        """Cut ``host`` off: no rank there reaches a controller elsewhere, nor the other way round."""
+        """Cut ``host`` off from all other hosts for ``lasts_s`` seconds, and break its streams to them."""
         self._cut_off_until[host] = self._world.now + lasts_s
         self._world.trace(host, f"is cut off for {lasts_s} s")
         for stream in self._crossing(host):
@@ -258,7 +261,7 @@ class Roads:
                 yield from relay.crossing(host)
 
     def fall_silent(self, host: str, lasts_s: float) -> None:
-        """Cut ``host`` off without breaking streams: nothing passes on them until they are given up."""
+        """Cut ``host`` off without breaking its streams: they are silent for ``lasts_s`` or until given up."""
         world = self._world
         self._cut_off_until[host], self._silent_since[host] = world.now + lasts_s, world.now
         world.trace(host, f"falls silent for {lasts_s} s")
@@ -276,16 +279,18 @@ class Roads:
             stream.cut(rank_learns_s=self._world.rng.random() * 0.2, controller_learns_s=self._world.rng.random() * 0.2)
 
     def lose_power(self, host: str) -> None:
-        """Cut the power of a host: its streams do not end."""
+        """Mark a host as without power, so that its streams fall silent instead of ending."""
         self._silent_since[host], self._cut_off_until[host] = self._world.now, NEVER
 
     def learns_late(self, rank: SimRank) -> float:
-        """Return the seconds until a controller elsewhere learns that a dead rank's stream has ended; 0: at once."""
+        """Return the seconds until the controller learns that a dead rank's stream has ended; 0 unless its host lost
+        power or is silent and the controller is on another host.
+        """
         elsewhere = rank.stream is not None and getattr(rank.stream.controller, "host", "") != rank.host
         return self.gives_up_s if self._silent(rank.host) and elsewhere else 0.0
 
     def silent_s(self, controller: SimController, host: str) -> float:
-        """Return the seconds since a controller got any data or acknowledgement from the kernel of a host."""
+        """Return the seconds since a controller received data or an acknowledgement from the kernel of ``host``."""
         now, ends = self._world.now, (host, controller.host)
         since = [self._silent_since[h] for h in ends if h in self._silent_since and self._passes_at(h) > now]
         if controller.host == host or not since:
@@ -294,8 +299,8 @@ class Roads:
         return now - min(*since, max(seen, default=now))
 
     def unheard_s(self, rank: SimRank) -> float | None:
-        """Return the seconds since a rank, or its relay, got anything from the kernel of its controller's host; None if
-        it has no controller.
+        """Return the seconds since a rank, or its relay, received data or an acknowledgement from the kernel of its
+        controller's host; None if the rank has no controller.
         """
         there = rank.stream.controller if rank.stream is not None else None
         if isinstance(there, Uplink):
@@ -308,7 +313,7 @@ class Roads:
         ]
         if there.host == rank.host or not since:
             return 0.0
-        beat_s = self._world.timeouts.heartbeat_s  # its last message was acknowledged at another moment on each rank
+        beat_s = self._world.timeouts.heartbeat_s  # the last acknowledgement came at a different time on each rank
         return now - min(since) + (rank.rank * 0.37) % 1 * beat_s
 
     def _passes_at(self, host: str) -> float:
@@ -316,7 +321,10 @@ class Roads:
         return since + _said_again(self._cut_off_until[host] - since)
 
     def split(self, lasts_s: float) -> None:
-        """Split the network: some ranks lose the leading controller and reach all others; the rest reach only it."""
+        """Split the network for ``lasts_s`` seconds.
+
+        A random part of the ranks reaches every controller but the leading one; the rest reaches only the leading one.
+        """
         leader = self.controller
         if leader is None:
             return

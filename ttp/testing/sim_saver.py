@@ -1,4 +1,4 @@
-"""The saver thread of a simulated rank: carries out saves and commits on a toy storage."""
+"""The saver thread of a simulated rank, which carries out saves and commits on the toy storage."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NEVER = float("inf")
 
 
 class Saver:
-    """Carries out the orders of one rank.
+    """Carries out the saves and commits of one rank.
 
     Args:
-        rank: whose saver this is.
+        rank: the rank that the saver belongs to.
     """
 
     __slots__ = ("_cancelled", "_rank", "_world", "written")
@@ -48,12 +48,12 @@ class Saver:
         self._cancelled[0] = True
 
     def _submit(self, job: Job) -> None:
-        """Start a job. An unfinished job was cancelled, or hangs: it goes on, as on a thread that was left behind."""
+        """Start a job. An unfinished job, cancelled or hanging, runs on, as one on an abandoned thread would."""
         self.written = 0
         self._world.after(0.0001, self._rank.run, self._work, job)
 
     def _work(self, job: Job) -> None:
-        wait = next(job, NEVER)  # at the end, or in a system call that never returns
+        wait = next(job, NEVER)  # NEVER: the job has ended, or is in a system call that never returns
         if wait < NEVER:
             self._world.after(wait, self._rank.run, self._work, job)
 

@@ -1,9 +1,9 @@
-"""The training thread of a simulated rank: a toy step around the real gate.
+"""The training thread of a simulated rank: a toy training step with the real gate.
 
 A step waits for data, runs forward and backward, joins the all-reduce and, where there are several shards and updates
-cannot be undone, a barrier; then it updates. A rank that is frozen in the barrier, or left in a broken one, stops at
-the gate. Each shard is written word by word, so that a copy taken in between shows. The thread is a generator that
-yields the seconds that it takes, or ``None`` when it waits for others.
+cannot be undone, a barrier; then it updates. A rank that is frozen while it waits in the barrier, or whose barrier
+broke, stops at the gate. Each shard is written word by word, so that a copy taken during an update is seen to be torn.
+The thread is a generator that yields the seconds until its next move, or ``None`` when it waits for other ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FOR_EVER = float("inf")
 
 
 class Parked(Exception):  # noqa: N818 - not an error
-    """The training thread waits at the gate."""
+    """Raised where the training thread would block at the closed gate."""
 
 
 class Turnstile:
-    """Replaces the event on which the gate blocks: no thread can block in virtual time."""
+    """Replaces the ``threading.Event`` on which the gate blocks, because no thread can block in virtual time."""
 
     __slots__ = ("_opened",)
 
@@ -42,7 +42,7 @@ class Turnstile:
         """Do nothing: there is no state to reset."""
 
     def set(self) -> None:
-        """Tell that the gate has opened."""
+        """Call back, because the gate has opened."""
         self._opened()
 
     def wait(self) -> None:
@@ -54,7 +54,7 @@ class Trainer:
     """The training thread of one rank.
 
     Args:
-        rank: whose training thread this is.
+        rank: the rank that the thread belongs to.
     """
 
     __slots__ = (
@@ -90,14 +90,14 @@ class Trainer:
         self.hanging = False
         self.mark = 0
         self.received: dict[Shard, Words] | None = None
-        """The state that a rank that goes on has kept or got from another rank; None: the checkpoint is read."""
+        """The shards of a continuing rank, kept or received from another rank; None: it reads the checkpoint."""
         self.image: tuple[Version, dict[Shard, Words]] | None = None
         """The version and state before the last update."""
         self.redos = 0
-        """Updates that may be made though the gate is closed."""
+        """Number of updates that an order to redo allows although the job is frozen."""
         self._redoing = False
         self._barrier: bool | None = None
-        """Whether the barrier has let this rank go; False: it broke; None: other ranks have not come."""
+        """True: the barrier let this rank pass; False: it broke; None: it still waits for other ranks."""
         self._polling = False
         self._held: list[int | None] = []
         self._rank, self._world = rank, rank.world
@@ -108,7 +108,11 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ from outside
 
     def go_on(self, value: int | None = None) -> None:
-        """Run the thread until it waits. ``value``: the result of the collective that it waited for."""
+        """Run the thread until it waits again.
+
+        Args:
+            value: the result of the collective for which the thread waited, if it did; None if the collective failed.
+        """
         if self.hanging:
             self._held.append(value)
             return
@@ -120,7 +124,7 @@ class Trainer:
             self._world.after(wait, self._rank.run, self.go_on)
 
     def hang(self, lasts_s: float) -> None:
-        """Stop this thread where it is, for ``lasts_s`` seconds or for good. The rest of the process goes on."""
+        """Stop this thread for ``lasts_s`` seconds, or for good if that is infinite. The rest of the process runs."""
         self.hanging = True
         if lasts_s < FOR_EVER:
             self._world.after(lasts_s, self._rank.run, self._wake)
@@ -132,29 +136,29 @@ class Trainer:
             self.go_on(value)
 
     def decided(self, decision: RestoreDecision) -> None:
-        """Take the decision which version to restore."""
+        """Take the decision about the version to restore, and continue."""
         self._restored = decision
         self._world.after(0.0, self._rank.run, self.go_on)
 
     def barrier_over(self, passed: int | None) -> None:
-        """Take the end of the barrier; ``None``: it broke."""
+        """Take the result of the barrier; ``None`` means that it broke."""
         self._barrier = passed is not None
         self.look_up()
 
     def look_up(self) -> None:
-        """Let the thread, if it is in the barrier, look whether the barrier is over or the gate was closed."""
+        """If the thread waits in the barrier, let it check whether the barrier is over or the gate is closed."""
         if self._polling:
             self.go_on()
 
     def has_preimage(self) -> bool:
-        """Return whether the last update, torn or finished, can be undone."""
+        """Return whether the image allows undoing the last update, be it torn or finished."""
         state = self.gate.state()
         if self.image is None or state.phase is m.Phase.UPDATING:
             return False
         return self.image[0] == (state.version if state.phase is m.Phase.TORN else state.version - 1)
 
     def saved_state(self, version: Version) -> dict[Shard, Words]:
-        """Return the shards that a saver reads to write ``version``: those before the last update, or the live ones."""
+        """Return the shards that a saver reads to write ``version``: those of the image, or the live ones."""
         torn = self.gate.state().phase is m.Phase.TORN
         if self.image is not None and self.image[0] == version and (torn or version != self.gate.version):
             return self.image[1]
@@ -269,7 +273,7 @@ class Trainer:
             yield from self._raise("in a broken barrier", m.FaultKind.COLLECTIVE)
 
     def _meet(self) -> Generator[float | None, int | None, bool]:
-        """Wait in the barrier. Return whether the rank may pass: the barrier ended, or an order lets it go."""
+        """Wait in the barrier. Return True if the rank may update: the barrier is complete, or the gate admits it."""
         while not self._barrier:
             if self._barrier is False:
                 self._rank.put(ev.Raised(m.FaultKind.COLLECTIVE, f"rank {self._rank.rank}: the barrier broke"))

@@ -1,14 +1,14 @@
-"""How ranks that go on get their state in a simulated job: they have kept it, get it from another rank, or read it.
+"""How the ranks of a launch with survivors get their state: kept in memory, sent by another rank, or read from disk.
 
-As in ``ttp.adapters.torch.restoring.registered``, all ranks of such a launch meet after the decision what to restore:
-once when each has verified its share of the checkpoint, and once to say which ranks have a state. Then givers send
-theirs, in several messages. ``ttp.core.rank.kept_state`` decides what is kept, adopted and given. The messages are
-torch's collectives, so none of the machines sees them: if one end dies the other gets an error, or waits for ever.
+As in ``ttp.adapters.torch.restoring.registered``, all ranks of such a launch meet after the decision which version to
+restore: once when each has verified its share of the checkpoint, and once to exchange which ranks have a state. Then
+the givers send theirs, in several messages. ``ttp.core.rank.kept_state`` decides what is kept, adopted and given. The
+messages are torch's collectives, so the machines do not see them: if one end dies, the other gets an error or hangs.
 
-Until its first update such a rank is marked, and has ``CONTINUE_S`` to make it. A launcher kills a marked rank when
-another process of the launch ends, or when that time is over and the process does not leave by itself.
+Until its first update each rank of such a launch is marked, and has ``CONTINUE_S`` to make that update. The launcher
+kills marked ranks when another process of the launch ends, or when they have not left by themselves after that time.
 
-Not modelled: setting up the process groups, and messages that arrive damaged.
+Not modelled: the set-up of the process groups, and damaged messages.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 CONTINUE_S, LATE_S = 30.0, 0.5
-"""Seconds that a rank may take to its first update, and how many later its launcher ends it."""
+"""Seconds in which a marked rank has to make its first update, and seconds after that until its launcher kills it."""
 HAS_GRADIENT = 4
-"""Value of ``Trainer.mark`` from which on the gradient is reduced: in the barrier, or at the gate."""
+"""Value of ``Trainer.mark`` from which on the rank has the reduced gradient: it is in the barrier or at the gate."""
 MESSAGES = 4
-"""Messages of one transfer: what the state consists of, its tensors in two parts, and their digest."""
+"""Number of messages of one transfer: the description of the state, its tensors in two parts, and their digest."""
 State = tuple[Origin, Mapping[Shard, Words]]
+"""A kept state, and where it comes from."""
 
 
 class Transfers:
@@ -50,12 +51,16 @@ class Transfers:
         self._marked: dict[SimRank, float] = {}
         self._holders: set[Rank] = set()
         self._open: dict[tuple[Rank, Rank, int], SimRank] = {}
-        """Open messages (giver, taker, number), each with the rank that waits for the other end."""
+        """The rank that waits for its peer, by message (giver, taker, number)."""
         self.gone: list[SimRank] = []
-        """The ranks of this launch that were released to go on."""
+        """The ranks of this launch that were released to continue in their processes."""
 
     def begin(self, *, going_on: bool) -> None:
-        """Begin a launch. ``going_on``: survivors of the last launch are in it."""
+        """Begin a launch.
+
+        Args:
+            going_on: whether survivors of the last launch are in it.
+        """
         self._looks, self._marked, self._open = {}, {}, {}
         self._holders, self.gone = set(), []
         if not going_on:
@@ -67,7 +72,7 @@ class Transfers:
             self._world.after(CONTINUE_S + LATE_S, self._end_late, rank)
 
     def goes_on(self, rank: SimRank) -> None:
-        """Let a rank that left its loop keep its state, if the state is still the one of the freeze."""
+        """Let a released rank keep its state, if the state has not changed since the freeze."""
         self.gone.append(rank)
         if self._world.rng.random() < 0.1:  # the program has written to its state since the freeze
             shard, (word, other) = next(iter(rank.trainer.shards.items()))
@@ -77,7 +82,7 @@ class Transfers:
             self._kept[rank.rank] = Origin(version, rank.machine.incident), dict(rank.trainer.shards)
 
     def reached(self, point: str, rank: SimRank) -> None:
-        """Note that a rank is at a point of its step."""
+        """Take note that a rank is at a point of its step."""
         if point == "after Frozen" and rank.acked:
             self._looks[rank] = _look(rank)
         elif point in ("in barrier", "before update") and rank in self._marked:
@@ -86,14 +91,17 @@ class Transfers:
     def _begins(self, rank: SimRank) -> None:
         base, version = self._world.judge.base, rank.trainer.gate.version
         if version != base.version or any(base.shards[s] != words for s, words in rank.trainer.shards.items()):
-            raise InvariantBroken(f"I9: rank {rank.rank} trains on with another state than that of step {base.version}")
+            raise InvariantBroken(f"I9: rank {rank.rank} trains on with a state other than that of step {base.version}")
         if self._world.now > self._marked.pop(rank) + CONTINUE_S + LATE_S:
-            raise InvariantBroken(f"I9: rank {rank.rank} goes on after its time")
+            raise InvariantBroken(f"I9: rank {rank.rank} makes its first update after its time limit")
 
     # ---------------------------------------------------------------------------------------------- the training thread
 
     def state(self, rank: SimRank, version: Version) -> Thread:
-        """Get the state of ``version`` for a rank that goes on, into ``trainer.received``; None there: it reads it."""
+        """Put the state of ``version`` for a marked rank into ``trainer.received``: the one that it kept, or a giver's.
+
+        It stays None if there is neither; then the rank reads the checkpoint.
+        """
         rank.trainer.received = None
         if rank not in self._marked:
             return
@@ -121,7 +129,7 @@ class Transfers:
         yield from self._wait(rank)
 
     def _send(self, rank: SimRank, other: SimRank, point: str) -> Thread:
-        """Run one end of a transfer."""
+        """Run one end of the transfer between ``rank`` and ``other``; ``point`` says which, sending or receiving."""
         world = self._world
         giver, taker = (rank, other) if point == "sending" else (other, rank)
         for number in range(MESSAGES):
@@ -129,7 +137,7 @@ class Transfers:
             place = giver.rank, taker.rank, number
             if self._open.pop(place, None) is not None:
                 takes_s = world.delay() + world.transfer_extra_s(rank) + world.transfer_extra_s(other)
-                if takes_s < float("inf"):  # else it hangs
+                if takes_s < float("inf"):  # else both ends hang
                     for end, peer in ((rank, other), (other, rank)):
                         world.after(takes_s * (1 + world.rng.random()), end.run, self._arrives, end, peer)
             else:
@@ -145,7 +153,7 @@ class Transfers:
             self._fail(rank)
 
     def _wait(self, rank: SimRank) -> Thread:
-        """Wait for the other ranks; leave with 75 on an error."""
+        """Wait for the other ranks; exit with 75 on an error."""
         given = yield None
         if given is None:
             self._leave(rank, "has met an error on its way")
@@ -153,12 +161,12 @@ class Transfers:
     def _leave(self, rank: SimRank, why: str) -> None:
         self._world.trace(rank.name, why)
         rank.exit(EXIT_SAVED)
-        self._world.reached("", rank)  # raises Killed: nothing of the process runs on
+        self._world.reached("", rank)  # raises Killed, which ends the running call of the process
 
-    # -------------------------------------------------------------------------------------------------------- its ends
+    # ------------------------------------------------------------------------------------------ the ends of processes
 
     def ended(self, rank: SimRank) -> None:
-        """Handle the end of a process: ranks that wait for it hang or fail, and its launcher starts all ranks anew."""
+        """Handle the end of a process: its peers in transfers hang or fail, and the launcher restarts all ranks."""
         self._marked.pop(rank, None)
         for place in [place for place in self._open if rank.rank in place[:2] and self._open[place] is not rank]:
             self._broken(place)
@@ -169,7 +177,7 @@ class Transfers:
         self._fail(self._open.pop(place))
 
     def _fail(self, rank: SimRank) -> None:
-        if self._world.rng.random() < 0.5:  # else it hangs for ever
+        if self._world.rng.random() < 0.5:  # else the rank hangs for ever
             self._world.after(self._world.rng.random() * 0.01, rank.run, rank.trainer.go_on, None)
 
     def _over(self, rank: SimRank) -> None:
@@ -185,14 +193,14 @@ class Transfers:
             self._kill(rank)
 
     def _kill(self, rank: SimRank) -> None:
-        """Kill a rank that has not made its first update, after a check that the job loses nothing by it."""
+        """Kill a rank that has not made its first update, after a check that no finished version is lost thereby."""
         world = self._world
         held = {r: {each.trainer.gate.version} for r, each in world.ranks.items() if each.alive and each is not rank}
         newest = max((v for versions in held.values() for v in versions), default=Version(0))
         able = {newest} if rank.trainer.mark >= HAS_GRADIENT else set()
         wanted = largest_version(world.layout, held | {rank.rank: able}, {}) == newest > world.judge.base.version
         if wanted and largest_version(world.layout, held, {}) != newest:
-            raise InvariantBroken(f"I9: rank {rank.rank} is killed on its way, and others have made update {newest}")
+            raise InvariantBroken(f"I9: rank {rank.rank} is killed before its first update; others finished {newest}")
         world.trace(rank.name, "is on its way, and all are started anew")
         rank.exit(None)
 

@@ -1,18 +1,18 @@
-"""Plays a whole job in one thread and in virtual time: the real machines, a toy trainer, and faults.
+"""Simulate a whole job in one thread and in virtual time: the real machines, a toy trainer, and faults.
 
-One seed is one run: ``ttp simulate --seed 7 --trace`` repeats it and prints its trace. A run ends well if the job was
-trained to the end, through as many restarts as its faults cause, every invariant of ``ttp.testing.invariants`` held at
-every moment, and the bits are those of a run without faults.
+One seed is one run: ``ttp simulate --seed 7 --trace`` repeats it and prints its trace. A run is good if the job trains
+to the end, through as many restarts as its faults cause, every invariant of ``ttp.testing.invariants`` holds all the
+time, and the bits are those of a run without faults.
 
-Modelled are: a network that delays, breaks streams and repeats messages (``network``), hosts that are cut off, two
-controllers at a time (``sim_roads``); ranks that die at any point, raise, stand still, get SIGTERM (``sim_rank``);
-collectives that some ranks leave and others do not when one dies (``sim_collectives``); controllers that die between
-two actions of one event and are replaced; savers and committers that fail or take for ever; redo and undo of updates,
-with a barrier where that is needed; snapshots; on request, how ranks that go on get their state (``sim_transfers``).
-Not modelled are: threads, disks (``tests/store`` cuts the power there), several jobs on one port
-(``tests/core/test_admission.py``).
+Modelled are: a network that delays and repeats messages and breaks streams (``network``); hosts that are cut off, and
+two controllers at a time (``sim_roads``); ranks that die at any point, raise, stand still, get SIGTERM (``sim_rank``);
+collectives that some ranks finish and others do not when a rank dies (``sim_collectives``); controllers that die
+between two actions of one event and are replaced; savers and committers that fail or hang; redo and undo of updates,
+with a barrier where that is needed; snapshots; on request, how ranks that continue in their processes get their state
+(``sim_transfers``). Not modelled are: threads, disks (``tests/store`` simulates power cuts), and several jobs on one
+port (``tests/core/test_admission.py``).
 
-Every event takes constant time, so worlds of 10^5 ranks can be played.
+Every event takes constant time, so jobs of 10^5 ranks can be simulated.
 """
 
 from __future__ import annotations
@@ -77,27 +77,27 @@ RANK_TIMEOUTS = RankTimeouts(
     doubt_s=1.0,
 )
 WATCHED_BEAT_S, WATCHED_FLOOR_S = 0.02, 0.1
-"""Heartbeat and patience, in seconds, of jobs in which hangs are looked for: they end before the usual heartbeat."""
+"""Heartbeat and least patience, in seconds, of jobs with hang detection, which end before a usual heartbeat is due."""
 EVENTS_MAX, EVENTS_PER_RANK_MAX = 40_000, 4_000
-"""Most events of one incarnation, and more for each rank: beyond them it is a live-lock."""
+"""Largest number of events of an incarnation: a fixed part, and a part per rank. More events mean a live-lock."""
 PATIENCE_OF_LAUNCHER_S = 30.0
-"""Seconds that a launcher waits after a process ended badly before it kills the others. It never has to."""
+"""Seconds from the first bad end of a process until the launcher kills the others; a good run never needs it."""
 INCARNATIONS_MAX = 8
 
 
 @dataclass(slots=True)
 class Result:
-    """The end of a run.
+    """The result of a run that broke no invariant.
 
     Args:
         incarnations: number of launches of the job.
         events: number of calls that the clock made.
-        exits: exit codes of all ranks of each incarnation; ``None`` stands for killed.
-        saved: versions of the checkpoints that were committed, in that order.
-        digest: of the trace.
-        trace: the text of the trace, if it was kept.
+        exits: exit codes of all ranks of each incarnation; ``None`` means killed.
+        saved: versions of the checkpoints, in the order of their commits.
+        digest: digest of the trace.
+        trace: text of the trace; empty unless it was kept.
         points: how often ranks were at each point of ``scenario.POINTS``.
-        virtual_s: how long the run took in virtual time.
+        virtual_s: duration of the run in virtual seconds.
     """
 
     incarnations: int
@@ -111,14 +111,14 @@ class Result:
 
 
 class Simulation(Clock):
-    """One simulated job.
+    """One simulated job, and its clock.
 
     Args:
         scenario: the job and its faults.
         keep_trace: whether to keep the text of the trace; its digest is always computed.
-        patience: the timeouts of every controller; usually a fraction of those of real jobs.
+        patience: the timeouts of every controller; the defaults are a fraction of those of real jobs.
         timeouts: the timeouts of every rank; likewise.
-        keepalive_s: seconds without an answer from the other end after which gRPC takes a stream for dead.
+        keepalive_s: seconds without an answer from the other end after which gRPC considers a stream dead.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Simulation(Clock):
         self.rng = random.Random(f"run {scenario.seed}")
         self.storage = ToyStorage(self.layout)
         self.keepers = keepers(self.layout)
-        """The ranks that keep copies of shards; equal on all ranks, so computed once for all of them here."""
+        """The ranks that keep second copies, with their shards; equal on all ranks, so computed once here."""
         self.judge = Judge(self)
         self.patience, self.timeouts = patience, timeouts
         if scenario.watched:
@@ -148,9 +148,9 @@ class Simulation(Clock):
         self.points: Counter[str] = Counter()
         self._faults = Faults(self, ())
         self.parts = in_parts(self.layout)
-        """The layout in parts, as a controller that asks for it is told."""
+        """The layout in parts, as ranks send it to a controller that asks for it."""
         self._early: dict[Rank, SimRank] = {}
-        """Ranks of the next launch that go on in their processes; other ranks may not know of that launch yet."""
+        """Ranks of the next launch that continued in their processes while ranks of this launch still run."""
         self.transfers = Transfers(self) if scenario.transfers else None
         self.memory = HostMemory(self) if scenario.shadow else None
         self._skipped = 0  # launches cut off because the launcher started all ranks anew
@@ -165,10 +165,10 @@ class Simulation(Clock):
     # ------------------------------------------------------------------------------------------------------------- run
 
     def run(self) -> Result:
-        """Play the job until it has trained to the end.
+        """Simulate the job until it has trained to the end.
 
         Raises:
-            InvariantBroken: an invariant was broken; the text names the seed.
+            InvariantBroken: an invariant was broken; the text names the seed and the virtual time.
         """
         exits: list[list[int | None]] = []
         try:
@@ -188,7 +188,7 @@ class Simulation(Clock):
         budget = self.events + EVENTS_MAX + EVENTS_PER_RANK_MAX * self.layout.world_size
         while self._alive:
             if not self.step():
-                raise InvariantBroken("I6: nothing happens any more")
+                raise InvariantBroken("I6: ranks are alive but no event is due")
             if self.events > budget:
                 raise InvariantBroken("I6: it never ends")
         self.run_until(self.now + self.rng.choice((0.001, 0.05, 1.0)))
@@ -214,7 +214,7 @@ class Simulation(Clock):
         self._faults = Faults(self, faults[launch] if launch < len(faults) else ())
 
     def goes_on(self, rank: SimRank) -> None:
-        """Let a rank go on in its process. It may say hello before other ranks have heard of their release."""
+        """Let a rank continue in its process. It may connect before other ranks have received their release."""
         if self.transfers is not None:
             self.transfers.goes_on(rank)
         if not self.scenario.relays:
@@ -225,7 +225,7 @@ class Simulation(Clock):
             self._early[old.rank] = SimRank(self, self._hello(old.rank, old.hello.launch + 1), self.timeouts)
 
     def _early_of(self, launch: int) -> dict[Rank, SimRank]:
-        """Return the ranks of the next launch that are there already; none if the launcher starts all anew."""
+        """Return the ranks of the next launch that run already; none if the launcher restarts all ranks."""
         for rank in self.transfers.gone if self.transfers is not None else ():
             self._rejoin(rank)
         early, self._early = self._early, {}
@@ -254,10 +254,10 @@ class Simulation(Clock):
             can_continue=self.scenario.keep,
         )
 
-    # -------------------------------------------------------------------------------------------- the launcher, people
+    # ------------------------------------------------------------------------------------------ launcher and operators
 
     def ended(self, rank: SimRank) -> None:
-        """Handle the end of a process: its stream ends, and peers may see the death."""
+        """Handle the end of a process: its streams end, and neighbours and the launcher may report the death."""
         early = self.ranks.get(rank.rank) is not rank
         self._alive -= not early
         if rank.stream is not None:
@@ -275,7 +275,7 @@ class Simulation(Clock):
                 self.after(PATIENCE_OF_LAUNCHER_S, self._kill_what_is_left, self.ranks)
             self._neighbours_see(rank)
             told = 0.9 if self.scenario.keep else 0.4
-            if self.rng.random() < told and not self.roads.learns_late(rank):  # a launcher without power tells nothing
+            if self.rng.random() < told and not self.roads.learns_late(rank):  # else the launcher reports nothing
                 seat = SEAT_READY if self.scenario.keep else ""
                 accused = Accused((rank.rank,), m.FaultKind.EXITED, "exited", (rank.hello.pid,), seat=seat)
                 self.after(self.rng.random() * 0.1, self.tell_controller, accused)
@@ -283,7 +283,7 @@ class Simulation(Clock):
             self.collectives.broken_by(rank.rank)
 
     def _neighbours_see(self, dead: SimRank) -> None:
-        """Let another process of the host see the death, perhaps before anybody else."""
+        """Let another rank of the host see the death, possibly as the first one."""
         if self.rng.random() < 0.5:
             for r in range(dead.rank + 1, dead.rank + 8):
                 other = self.ranks[Rank(r % self.layout.world_size)]
@@ -293,18 +293,18 @@ class Simulation(Clock):
                     return
 
     def _kill_what_is_left(self, ranks: dict[Rank, SimRank]) -> None:
-        """End a launch long after its first death; only a job that has not trained yet may need that."""
+        """End a launch long after its first death; only a job that has not trained yet may need this."""
         if ranks is self.ranks:
             self.end_by_hand()
 
     def end_by_hand(self) -> None:
-        """End all ranks by hand."""
+        """Kill all ranks, as an operator would, after a check that this was necessary."""
         self.judge.needed_the_launcher([r for r in self.ranks.values() if not self.roads.nobody_to_ask(r)])
         for rank in self.ranks.values():
             rank.exit(None)
 
     def tell_controller(self, event: Accused | SaveRequested) -> None:
-        """Send an event from outside to the controller."""
+        """Give an event from outside the job to the controller, if one lives."""
         controller = self.roads.controller
         if controller is not None:
             controller.on_event(event)
@@ -330,7 +330,7 @@ class Simulation(Clock):
         return self.scenario.delay_s * (0.5 + self.rng.random())
 
     def reached(self, point: str, rank: SimRank) -> None:
-        """Note that a rank is at a point of ``scenario.POINTS``. Raises ``Killed`` if it dies there."""
+        """Take note that a rank is at a point of ``scenario.POINTS``. Raises ``Killed`` if the rank is dead then."""
         self.points[point] += 1
         self._faults.reached(point, rank)
         if self.transfers is not None and rank.alive:
@@ -345,7 +345,7 @@ class Simulation(Clock):
     # ---------------------------------------------------------------------------------------------------------- storage
 
     def state_at(self, version: Version) -> ToyState:
-        """Return the state that ranks restore. A rank whose page was lost gets a new random stream."""
+        """Return the state of ``version`` that ranks restore. A rank whose page was lost gets a new random stream."""
         if version == self.judge.base.version:
             return self.judge.base
         found = self.storage.checkpoints[version]
@@ -378,14 +378,14 @@ class Simulation(Clock):
         return self._faults.refuses("commit", rank)
 
     def disk_extra_s(self, rank: SimRank) -> float:
-        """Return the extra seconds that a file takes."""
+        """Return the extra seconds that a file of this rank takes."""
         return self._faults.extra_s("slow", rank)
 
     def transfer_extra_s(self, rank: SimRank) -> float:
-        """Return the extra seconds that each message of a state takes that the rank sends or receives."""
+        """Return the extra seconds of each message in a transfer that this rank sends or receives."""
         return self._faults.extra_s("transfer", rank)
 
 
 def run_seed(seed: int, *, keep_trace: bool = False, shards: int | None = None, replicas: int | None = None) -> Result:
-    """Run a random scenario."""
+    """Simulate the random scenario of ``seed``."""
     return Simulation(random_scenario(seed, shards, replicas), keep_trace=keep_trace).run()

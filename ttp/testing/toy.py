@@ -1,8 +1,8 @@
-"""A training job small enough to know every bit of, and a storage on which unfinished files are torn.
+"""The toy training state of simulated jobs, and the toy storage, on which an unfinished file has no content.
 
-The state of a shard is two words that an update writes one after the other, so that a copy taken in mid-update shows. A
-rank has a word of its own, its random stream, which each forward pass consumes. The gradient depends on every word of
-every rank, so a resume that is wrong anywhere ends with other bits.
+The state of a shard is two words that an update writes one after the other, so that a copy taken during an update is
+seen to be torn. Each rank has one more word, its random stream, which each forward pass advances. The gradient depends
+on every word of every rank, so a resume that is wrong anywhere leads to other bits in the end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ttp.core.stripes import Part, base_of, lacking
 
 Words = tuple[int, int]
 Pages = dict[tuple[Rank, int], tuple[Version, int]]
-"""The pages in the shared memory of one host: (rank, slot) -> (version, random)."""
+"""The pages in the shared memory of one host: (rank, slot) -> (version, random stream)."""
 SLOTS = 3
-"""Page slots: a rank may write version n + 1 while a neighbour is still at n - 1."""
+"""Slots of a page: a rank may write version n + 1 while a neighbour is still at n - 1."""
 
 
 class InvariantBroken(AssertionError):  # noqa: N818 - it is what it says
@@ -28,7 +28,7 @@ class InvariantBroken(AssertionError):  # noqa: N818 - it is what it says
 
 
 def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
-    """Return the greeting of a rank that starts in a made-up job. ``more``: fields in which it differs."""
+    """Return the ``Hello`` of a rank that starts in a made-up job, with the fields ``more`` replaced."""
     facts: dict[str, Any] = {
         "protocol_major": m.PROTOCOL_MAJOR, "protocol_minor": m.PROTOCOL_MINOR, "ttp_version": "0", "run_id": "job",
         "launch": 0, "incarnation": 0, "nonce": f"n{rank}", "world_size": layout.world_size,
@@ -40,7 +40,7 @@ def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
 
 
 def mix(*words: int | str) -> int:
-    """Return a well spread 32-bit word that depends on every argument and is equal on every machine."""
+    """Return a 32-bit hash of the arguments; it is the same on every machine."""
     return zlib.crc32(repr(words).encode())
 
 
@@ -59,7 +59,7 @@ class ToyState:
         return cls(Version(0), shards, {Rank(r): mix("rng", r) for r in range(layout.world_size)})
 
     def advanced(self, layout: Layout) -> ToyState:
-        """Return the state one update later, computed without any of ttp."""
+        """Return the state one update later, computed without ttp."""
         drawn = {r: draw(word) for r, word in self.random.items()}
         parts = (contribution([self.shards[s] for s in layout.shards_of(r)], drawn[r]) for r in self.random)
         gradient = reduce(parts)
@@ -68,31 +68,34 @@ class ToyState:
 
 
 def dealt(words: Words, part: Part, *, uneven: bool = False) -> tuple[tuple[int, int], ...]:
-    """Return the words of a shard that are in a part of it, with their places.
+    """Return the words of a shard that belong to one part of it, as (place, word).
 
-    ``uneven``: deal them in reverse order, unlike the other replicas.
+    Args:
+        words: the words of the shard.
+        part: the part.
+        uneven: divide the words in reverse order, unlike other replicas.
     """
     placed = list(enumerate(words))
     return tuple(placed[::-1] if uneven else placed)[part.index - 1 :: part.count]
 
 
 def draw(random: int) -> int:
-    """Return the random stream after a forward pass has consumed a number."""
+    """Return the random stream after a forward pass."""
     return mix("draw", random)
 
 
 def contribution(words: list[Words], random: int) -> int:
-    """Return what one rank contributes to the all-reduce."""
+    """Return one rank's part of the all-reduce: a hash of its shards' words and its random stream."""
     return mix(*(w for pair in words for w in pair), random)
 
 
 def reduce(parts: Iterable[int]) -> int:
-    """Return the result of the all-reduce: a sum, so order does not matter."""
+    """Return the result of the all-reduce: a 32-bit sum, so the order does not matter."""
     return sum(parts) & 0xFFFFFFFF
 
 
 def update(word: int, gradient: int) -> int:
-    """Return one word of a shard, one update later."""
+    """Return a word of a shard after an update with ``gradient``."""
     return mix(word, gradient)
 
 
@@ -109,7 +112,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class File:
-    """A file of a draft; it has no content until its writer has synced it."""
+    """A file of a draft; ``content`` is None until its writer has synced it."""
 
     writer: Rank
     content: tuple[object, ...] | None = None
@@ -117,11 +120,13 @@ class File:
 
 @dataclass(slots=True)
 class ToyStorage:
-    """Drafts and checkpoints, in all directories. Raises ``InvariantBroken`` if a promise of the store is broken.
+    """The drafts and checkpoints in all directories. Methods raise ``InvariantBroken`` on a breach of I1 or I4.
 
     Args:
-        layout: each of its shards has to be in a checkpoint exactly once.
-        keep: whole checkpoints that retention leaves.
+        layout: each of its shards must be in a checkpoint exactly once.
+        keep: number of checkpoints that retention keeps.
+        drafts: the files of each draft, by name.
+        checkpoints: the committed checkpoints.
     """
 
     layout: Layout
@@ -144,14 +149,14 @@ class ToyStorage:
         """Commit a draft. Raises ``InvariantBroken`` where a real store would make a bad checkpoint."""
         there = self.checkpoints.get(order.version)
         if there is not None and (there.incident, there.incarnation) == (order.incident, order.incarnation):
-            return  # done before, by this rank or another
+            return  # this rank or another one has committed it before
         words: dict[Shard, dict[int, int]] = {}
         random: dict[Rank, int] = {}
         files = self.drafts.get(f"{order.directory}/{order.draft}", {})
         for piece in order.pieces:
             file = files.get(piece.file)
             if file is None or file.content is None or piece.digest != digest(file.content):
-                raise InvariantBroken(f"I4: {order.draft}/{piece.file} is torn, short or not what was promised")
+                raise InvariantBroken(f"I4: {order.draft}/{piece.file} is unfinished or differs from its digest")
             self._take(piece, file.content, words, random)
         absent_shards = lacking(self.layout.groups.keys(), {Shard(piece.shard) for piece in order.pieces})
         if absent_shards or any(set(places) != {0, 1} for places in words.values()):
@@ -159,7 +164,7 @@ class ToyStorage:
         shards = {shard: (words[shard][0], words[shard][1]) for shard in self.layout.groups}
         absent = {Rank(r) for r in range(self.layout.world_size)} - set(random)
         if not absent >= set(order.missing_pages):
-            raise InvariantBroken(f"I1: pages {order.missing_pages} are called missing, {sorted(absent)} are")
+            raise InvariantBroken(f"I1: the order calls pages {order.missing_pages} missing, but {sorted(absent)} are")
         if there is not None and there.incarnation > order.incarnation:
             raise InvariantBroken(f"I1: version {order.version} of a later incarnation is replaced by an earlier one")
         checkpoint = Checkpoint(order.version, order.incident, order.incarnation, shards, random)
@@ -178,7 +183,7 @@ class ToyStorage:
             places.update(entries)
             return
         for rank, word in entries:
-            if random.get(rank, word) != word:  # a page and its mirror may both be there
+            if random.get(rank, word) != word:  # a page and its mirror may both be in the checkpoint
                 raise InvariantBroken(f"I1: two different pages of rank {rank} are in the checkpoint")
             random[rank] = word
 
