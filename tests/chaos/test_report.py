@@ -76,7 +76,7 @@ def test_phases_are_in_the_order_of_a_step() -> None:
 def test_findings_say_which_job_and_what() -> None:
     text = findings([*RESULTS, result(missed=("r1 second: there is no saver to kill",))])
     assert "- kill a rank, data, `job-003`: 2 finished steps are lost" in text
-    assert "In 1 runs a later fault was not done" in text
+    assert "In 1 runs a later fault was not injected" in text
     assert findings([result()]) == "None."
 
 

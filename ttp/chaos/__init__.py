@@ -1,1 +1,1 @@
-"""Chaos: injects faults into real jobs, by a script or a drawn campaign, and checks each job after every incident."""
+"""``ttp chaos``: inject faults into real jobs, from a script or a random campaign, and check each job afterwards."""

@@ -1,7 +1,7 @@
-"""Drives one script: starts the job, injects faults where the script says, and judges each run before the next.
+"""The driver of one script: start the job, inject the faults of the script, and judge each run before the next begins.
 
-One thread owns everything here; ranks and observers put entries into its inbox. All ranks are held before the first
-step of a run until the run before is over: its incident is closed, the job trains again, nothing is pending.
+One thread owns all state here; ranks and observers put entries into its inbox. All ranks are held before the first step
+of a run until the run before is over: its incident is closed, the job trains again, and no timer is pending.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from ttp.inbox import Inbox
 LOOK_S = 0.05
 RUN_S_MAX = 300.0
 LAUNCHES_MAX = 3
-"""Maximum number of launches in one run."""
+"""Largest number of launches of the job in one run."""
 END_S = 120.0
 READY_S = 60.0
 SETTLE_S = 0.15
-"""Seconds, longer than an observer needs to see that a controller is gone."""
+"""Seconds to wait after an injection: longer than an observer needs to see that a controller is gone."""
 
 Reference = Mapping[int, Mapping[int, Digests]]
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A finished run, with its judgement."""
+    """A finished run and its judgement."""
 
     record: Record
     judgement: Judgement
 
 
 class AbortedError(Exception):
-    """The job cannot be used any more; the text says why."""
+    """Raised when the job cannot be used for further runs; the text says why."""
 
 
 class Driver:
-    """Drives one job.
+    """Drives one job through its script.
 
     Args:
-        script: what to do.
-        folder: the job's own folder for logs, notes and checkpoints.
-        place: where the job runs.
-        reference: digests of the unbroken run.
-        tell: called with every finished run.
+        script: the job and its runs.
+        folder: the job's folder for logs, notes and checkpoints.
+        place: hosts, disk and port of the job.
+        reference: digests of the unbroken run, by rank and version.
+        tell: is called with every finished run.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Driver:
         self._reasons = 0
 
     def run(self) -> None:
-        """Run the whole script. If something goes wrong, the last judgement says what."""
+        """Run the whole script. If the job or the driver fails, the last judgement is ``stuck`` and says why."""
         self._switchboard.open()
         try:
             self._launches.start()
@@ -100,7 +100,7 @@ class Driver:
             self._finish()
         except AbortedError as problem:
             self._abort(str(problem))
-        except Exception as problem:  # one job that goes wrong here does not end a campaign
+        except Exception as problem:  # an error in the driver of one job does not end the campaign
             (self.folder / "driver-error.log").write_text(traceback.format_exc())
             self._abort(f"the driver of the job failed: {problem!r}")
         finally:
@@ -120,7 +120,7 @@ class Driver:
         self._maybe_next_run()
         if time.monotonic() > self._began_s + RUN_S_MAX:
             stages = sorted({stage for stage, _ in self._stages.values() if stage}) or ["without controller"]
-            raise AbortedError(f"nothing came of it within {RUN_S_MAX:g} s; the job is {' or '.join(stages)}")
+            raise AbortedError(f"the run did not end within {RUN_S_MAX:g} s; the job is {' or '.join(stages)}")
 
     def _take(self, entry: Any) -> None:
         match entry:
@@ -163,7 +163,7 @@ class Driver:
 
     def _rank_waits(self, rank_process: RankProcess, step: int, phase: str) -> None:
         if self._is_barrier(step, phase):
-            return  # held until all ranks are there
+            return  # held until all ranks wait here
         for fault in list(self._pending):
             here = fault.phase == phase and (fault.step == step if fault.step is not None else self._armed(fault))
             if here and rank_process.rank in fault.watchers:
@@ -175,7 +175,7 @@ class Driver:
         self._let_go(rank_process)
 
     def _let_go(self, rank_process: RankProcess) -> None:
-        """Let a rank go on, unless a fault waits for other ranks to come to the same point."""
+        """Let a waiting rank continue, unless a fault still waits for other ranks to reach the same point."""
         waits = any(
             rank_process.rank in self._arrived.get(fault.name, ()) and not fault.seconds for fault in self._pending
         )
@@ -200,10 +200,10 @@ class Driver:
                 else:
                     self._inject(fault)
 
-    # -------------------------------------------------------------------------------------------------------- striking
+    # -------------------------------------------------------------------------------------------------------- injection
 
     def _armed(self, fault: Fault) -> bool:
-        """Return whether all faults before it in the script have been injected."""
+        """Return whether all earlier faults of the run have left the list of pending faults."""
         assert self._record is not None
         before = self._record.run.faults[: self._record.run.faults.index(fault)]
         return not any(earlier in self._pending for earlier in before)
@@ -220,7 +220,7 @@ class Driver:
                 self._inject(entry[1])
 
     def _inject(self, fault: Fault) -> None:
-        """Inject a fault, record it, and let the ranks go on that waited for it."""
+        """Inject a fault, record it, and let the ranks that waited for it continue."""
         assert self._record is not None
         if fault in self._pending:
             self._pending.remove(fault)
@@ -240,7 +240,7 @@ class Driver:
             self._start_timer(follower)
 
     def _give_orders(self, fault: Fault) -> set[int]:
-        """Tell ranks what to do to themselves, as the answer that they wait for. Returns the ranks that were told."""
+        """For a fault that ranks carry out themselves, order it in the answers they wait for. Return these ranks."""
         if fault.what not in ("raise", "exit", "hang", "hang-gil"):
             return set()
         told = set()
@@ -253,7 +253,10 @@ class Driver:
         return told
 
     def _life(self, fault: Fault) -> LifeKey:
-        """Return the life of the ranks that a fault hurts; ranks that go on are in the next life before others."""
+        """Return the life of the ranks that a fault hurts.
+
+        Ranks that continue in their processes are in the next life before other ranks.
+        """
         there = self._job.rank_processes
         hurt = [there[rank] for rank in fault.who.numbers if rank in there] if fault.who.kind == "ranks" else []
         return max((rank_process.life for rank_process in hurt or there.values()), default=self._record_life())
@@ -265,7 +268,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------------- runs
 
     def _maybe_next_run(self) -> None:
-        """Judge the last run and begin the next one, if all ranks are held."""
+        """If all ranks are held and the last run is over, judge it and begin the next one."""
         waiting_at = {rank_process.waiting_at for rank_process in self._job.rank_processes.values()}
         if len(self._job.rank_processes) < self.script.world_size or len(waiting_at) != 1:
             return
@@ -293,7 +296,7 @@ class Driver:
         return phase == HOLD and nxt < len(self.script.runs) and self.script.runs[nxt].step == step
 
     def _quiet(self) -> bool:
-        """Return whether nothing is pending and a controller sees the job train."""
+        """Return whether the run is over: no timer is pending, the job trains, and all requests are answered."""
         since = max((at_s for stage, at_s in self._stages.values() if stage == "training"), default=None)
         if self._timers or since is None:
             return False
@@ -309,9 +312,9 @@ class Driver:
         return len(answered) >= len(record.injected("save", "again"))
 
     def _is_ready(self) -> bool:
-        """Return whether the job is as one that has run a while; waits at most ``READY_S``.
+        """Return whether the next run may begin: the standby controllers run, and the templates are ready if needed.
 
-        That is: its standby controllers run, and there is a process to fork ranks from if the job is about restarts.
+        After ``READY_S`` it begins in any case.
         """
         config = Config.from_env(dict(self.script.env))
         assert self._held_since is not None
@@ -356,7 +359,7 @@ class Driver:
         self._tell(judged)
 
     def _abort(self, why: str) -> None:
-        """Judge the running run as stuck, for the reason ``why``; later runs are not begun."""
+        """Judge the current run as stuck, for the reason ``why``."""
         if self._record is None:
             self._index = max(self._index, 0)
             self._record = Record(self.script.runs[self._index]) if self.script.runs else None
@@ -365,12 +368,12 @@ class Driver:
             self._close_run(judge(self._evidence(self._record)))
 
     def _look_after_launchers(self) -> None:
-        """Start the launchers again when all of them have left, as a scheduler does."""
+        """Start the launchers again when all of them have ended, as a scheduler does."""
         if not self._launches.over():
             return
         codes = self._launches.codes()
         if self._record is None:
-            raise AbortedError(f"the job ended before it began: exit codes {codes}")
+            raise AbortedError(f"the job ended before its first run: exit codes {codes}")
         if set(codes) == {0}:
             raise AbortedError("the job ended before all runs were done")
         if self._launches.of_run >= LAUNCHES_MAX:
@@ -379,7 +382,7 @@ class Driver:
         self._launches.again()
 
     def _finish(self) -> None:
-        """Wait until the job has ended, after all ranks have passed the end, and look for what it has left behind."""
+        """Wait until the job has ended after its last step, and check what it has left behind."""
         if not self._launches.wait(END_S):
             self.closing.append(f"the job had not ended {END_S:g} s after its last step")
         codes = self._launches.codes()

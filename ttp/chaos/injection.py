@@ -1,4 +1,4 @@
-"""Fault injection: resolves the target of a fault to processes, hosts and disks, and hurts them."""
+"""Fault injection: resolve the target of a fault to processes, hosts or the disk, and carry out the fault on it."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _TEMPLATE = "ttp.launch.warm.template"
 
 
 class MissedError(Exception):
-    """The fault cannot be injected now; the text says why."""
+    """Raised when a fault cannot be injected now; the text says why."""
 
 
 @dataclass(slots=True)
 class HurtJob:
-    """The job under test, and what is known of it now. The driver keeps it up to date.
+    """The job under test and its current state, which the driver keeps up to date.
 
     Args:
-        script: the job.
-        hosts: the hosts on which it runs.
-        disk: the file system that it saves to, if that is one of its own.
-        rank_processes: connected ranks.
-        launchers: the launchers' processes by host.
-        observers: processes in the hosts' networks that talk to the controller.
+        script: the script of the job.
+        hosts: the hosts on which the job runs.
+        disk: the job's own file system for checkpoints, if it has one.
+        rank_processes: the connected process of each rank.
+        launchers: the launcher process of each host.
+        observers: for each host, the process in its network that talks to the controller.
         latest: facts of the newest event of each kind in this run.
         cut: hosts that are cut off now.
-        stopped: processes that are stopped now.
+        stopped: ids of processes that are stopped now.
         hurt: ranks that were killed since the last start.
         dead: hosts that were killed since the last start.
         leader: host of the controller that leads.
@@ -75,8 +75,8 @@ class Done:
 
     Args:
         who: the target, in words.
-        unreadable: ranks whose state cannot be read any more.
-        cut_off: ranks on the other side of a cut network.
+        unreadable: ranks whose state can no longer be read.
+        cut_off: ranks on a host that was cut off.
     """
 
     who: str
@@ -88,7 +88,7 @@ def inject(fault: Fault, job: HurtJob) -> Done:
     """Inject ``fault`` into ``job`` now.
 
     Raises:
-        MissedError: its target is not there, or the system refuses.
+        MissedError: the target does not exist now, or the operating system refuses.
     """
     try:
         match fault.who.kind:
@@ -105,7 +105,7 @@ def inject(fault: Fault, job: HurtJob) -> Done:
 
 
 def heal_all(job: HurtJob) -> None:
-    """Undo what can be undone: cut networks, full disks, stopped processes."""
+    """Undo all faults that can be undone: reconnect hosts, free the disk, continue stopped processes."""
     for host in list(job.cut):
         job.hosts.join(host)
     job.cut.clear()
@@ -126,12 +126,13 @@ def leading_controller(job: HurtJob) -> list[psutil.Process]:
 
 
 def targets(fault: Fault, job: HurtJob) -> tuple[int, ...]:
-    """Return the ranks that a fault is meant for.
+    """Return the ranks that are the target of a fault.
 
     Raises:
-        MissedError: there is no such rank now.
+        MissedError: the target names no rank that is connected now.
     """
-    first = min((process.life for process in job.rank_processes.values()), default=None)  # others wait for a seat
+    # Processes of a later life wait to replace dead ranks.
+    first = min((process.life for process in job.rank_processes.values()), default=None)
     there = [r for r, p in sorted(job.rank_processes.items()) if r not in job.hurt and p.life == first]
     match fault.who.kind:
         case "ranks":
@@ -159,7 +160,7 @@ def _ranks(fault: Fault, job: HurtJob) -> Done:
     elif fault.what in SIGNALS or fault.what == "disk-quota":
         pids = {rank: job.rank_processes[rank].pid for rank in ranks if rank in job.rank_processes}
         if not pids:
-            raise MissedError(f"{who} is not there")
+            raise MissedError(f"{who} is not connected")
         for pid in pids.values():
             if fault.what == "disk-quota":
                 disks.limit(pid)
@@ -195,7 +196,7 @@ def _service(fault: Fault, job: HurtJob) -> Done:
 
 
 def _launchers(job: HurtJob) -> list[psutil.Process]:
-    """Return the launchers themselves; in a namespace they are children of the ``nsenter`` that started them."""
+    """Return the launcher processes; in a namespace each is the child of the ``nsenter`` that started it."""
     found = []
     for process in job.launchers.values():
         with contextlib.suppress(psutil.Error):
@@ -205,7 +206,7 @@ def _launchers(job: HurtJob) -> list[psutil.Process]:
 
 
 def _templates(job: HurtJob) -> list[psutil.Process]:
-    """Return the processes that ranks are forked from."""
+    """Return the template processes, from which launchers fork ranks."""
     return [child for launcher in _launchers(job) for child in launcher.children() if _is_template(child)]
 
 
@@ -217,7 +218,7 @@ def _is_template(process: psutil.Process) -> bool:
 
 
 def _wake_carriers(job: HurtJob) -> None:
-    """Wake ``nsenter``, which stops itself when the launcher that it has started stops: nothing else wakes it."""
+    """Continue the ``nsenter`` processes: each stops itself when its launcher stops, and nothing else continues it."""
     for process in job.launchers.values():
         _signal(process.pid, signal.SIGCONT)
 

@@ -1,4 +1,4 @@
-"""The scheduler of a job under test: starts its launchers, again when all have left, and listens to its controller."""
+"""The scheduler of a job under test: start its launchers, restart them when all have ended, and observe controllers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ttp.launch.warm.starter import STATUS_FILE
 
 _REASON = re.compile(r"((?:restarts are cold|ranks do not go on in their processes): .*)")
 GIVE_UP_S = 5.0
-"""Seconds for launchers to leave after one of them has; then their hosts are taken away."""
+"""Seconds for the launchers to end after the first one has ended; then their hosts are taken away."""
 
 
 class Launches:
-    """Starts and restarts of one job.
+    """Starts and restarts one job.
 
     Args:
-        script: the job.
-        folder: folder of the job.
-        place: where it runs.
+        script: the script of the job.
+        folder: the folder of the job.
+        place: hosts, disk and port of the job.
         job: gets the processes of launchers and observers.
-        socket_path: socket to which ranks connect.
-        inbox: gets what observers report.
+        socket_path: the socket to which ranks connect.
+        inbox: gets the lines of the observers.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Launches:
         inbox: Inbox[Any],
     ) -> None:
         self.of_run = 0
-        """Starts since the current run began."""
+        """Number of launches since the current run began."""
         self._script, self._folder, self._place, self._job = script, folder, place, job
         self._socket_path, self._inbox = socket_path, inbox
         self._token = secrets.token_hex(16)
@@ -65,7 +65,7 @@ class Launches:
         return [self.save_dir, self._folder / launching.FALLBACK]
 
     def can_fork(self) -> bool:
-        """Return whether every host has a process to fork ranks from."""
+        """Return whether the template process of every host is ready to fork ranks."""
         with contextlib.suppress(OSError, ValueError, LookupError):
             states = [json.loads((self._run_dir(n) / STATUS_FILE).read_text()) for n in range(self._script.hosts)]
             return all(state["state"] == "ready" for state in states)
@@ -75,7 +75,7 @@ class Launches:
         return self._folder / f"run-{host}"
 
     def start(self) -> None:
-        """Start the launchers on all hosts; hosts that were taken away are replaced."""
+        """Start the launchers on all hosts; hosts that were taken away are replaced first."""
         script, hosts = self._script, self._place.hosts
         env = launching.environment(
             script,
@@ -100,7 +100,7 @@ class Launches:
         self._count, self.of_run, self._left_at = self._count + 1, self.of_run + 1, None
 
     def again(self) -> None:
-        """Start the job once more. If there are several hosts they are replaced: some may be out of reach."""
+        """Start the job once more. Several hosts are all replaced, because some may be out of reach."""
         if self._script.hosts > 1:
             for host in range(self._script.hosts):
                 self._place.hosts.power_off(host)
@@ -109,7 +109,7 @@ class Launches:
         self.start()
 
     def over(self) -> bool:
-        """Return whether all launchers have left, or have had the time to."""
+        """Return whether all launchers have ended, or ``GIVE_UP_S`` have passed since the first one ended."""
         running = [host for host, process in self._job.launchers.items() if process.poll() is None]
         if not running:
             return True
@@ -120,7 +120,7 @@ class Launches:
         return time.monotonic() > self._left_at + GIVE_UP_S
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds for all launchers to leave; returns whether they have."""
+        """Wait up to ``timeout_s`` seconds for all launchers to end, and return whether they have."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(subprocess.TimeoutExpired):
             for process in self._job.launchers.values():
@@ -129,18 +129,18 @@ class Launches:
         return False
 
     def reasons(self) -> list[str]:
-        """Return the reasons that launchers have logged so far for starting ranks as new interpreters, or all anew."""
+        """Return the reasons that launchers have logged for starting ranks as new interpreters, or all ranks anew."""
         logs = [self._folder / f"launcher-{host}.log" for host in range(self._script.hosts)]
         return [line[1] for log in logs if log.exists() for line in _REASON.finditer(log.read_text(errors="replace"))]
 
     def codes(self) -> list[int | None]:
-        """Return exit codes of the launchers by host; None: it still runs."""
+        """Return the exit code of each host's launcher; None while it runs."""
         return [process.poll() for process in self._job.launchers.values()]
 
     # -------------------------------------------------------------------------------------------------------- observers
 
     def _observe(self, host: int) -> None:
-        """Listen to the controller on a host: the one that leads, or a standby."""
+        """Start an observer of the controller on a host, which may lead or stand by."""
         command = [sys.executable, "-m", "ttp.chaos.observe", "127.0.0.1", str(self._place.port)]
         env = launching.clean_environment() | {"TTP_TOKEN": self._token, "GRPC_VERBOSITY": "NONE"}
         observer = self._place.hosts.listen(host, command, env)
@@ -153,7 +153,7 @@ class Launches:
             self._inbox.put({**json.loads(line), "host": host})
 
     def close(self) -> None:
-        """End the observers. The launchers end with their hosts."""
+        """Kill the observers. The launchers end with their hosts."""
         for observer in self._job.observers.values():
             observer.kill()
             observer.wait()

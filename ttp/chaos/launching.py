@@ -1,4 +1,4 @@
-"""Starts the job under test: command, environment and host."""
+"""The command line and the environment of the launchers of a job under test."""
 
 from __future__ import annotations
 
@@ -14,23 +14,33 @@ MASTER_PORT = 29500
 CONTROLLER_PORT = 23456
 MAX_RESTARTS = 1000
 FALLBACK = "fallback"
-"""Folder below the job's for its TTP_FALLBACK_DIR, if the script has one."""
+"""Name of the directory for ``TTP_FALLBACK_DIR`` in the job's folder, if the script has one."""
 _FOREIGN = ("TTP_", "TORCHELASTIC", "PET_", "CHAOS_")
 _FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 PATIENCE = {"TTP_OT": "60", "TTP_ANSWER_S": "2"}
-"""Shorter patience: a run that waits for the usual six minutes teaches nothing more."""
+"""Settings with shorter timeouts than the defaults, so that runs end sooner."""
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment of this process, without the variables that are meant for another job."""
+    """Return the environment of this process without the variables of ttp, torchrun and chaos."""
     return {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
 
 
 def environment(
     script: Script, folder: Path, save_dir: Path, socket_path: Path, launch: int, *, port: int, token: str
 ) -> dict[str, str]:
-    """Return the environment of the launchers on all hosts. ``on_host`` adds what differs between hosts."""
+    """Return the environment of the launchers on all hosts; ``on_host`` adds the variables that differ between hosts.
+
+    Args:
+        script: the script of the job.
+        folder: the job's folder.
+        save_dir: directory for checkpoints.
+        socket_path: the socket to which ranks connect.
+        launch: number of launches before this one.
+        port: the controller's port.
+        token: the controller's token.
+    """
     fallback = {"TTP_FALLBACK_DIR": str(folder / FALLBACK)} if script.fallback else {}
     return {
         **clean_environment(),
@@ -58,7 +68,7 @@ def command(script: Script, host: int, address: str) -> list[str]:
     """Return the command line of the launcher on one host.
 
     Args:
-        script: the job.
+        script: the script of the job.
         host: number of the host.
         address: address of the first host.
     """
@@ -73,14 +83,14 @@ def command(script: Script, host: int, address: str) -> list[str]:
 
 
 def unbroken(script: Script, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return command and environment of the same training on one host, without ttp and without faults."""
+    """Return the command and the environment of the same training on one host, without ttp and without faults."""
     plain = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(script.world_size)]
     env = clean_environment() | _of_job(script, folder, folder / "checkpoints")
     return [sys.executable, *plain, "-m", "ttp.chaos.job"], env
 
 
 def _of_job(script: Script, folder: Path, save_dir: Path) -> dict[str, str]:
-    """Return the variables that ``ttp.chaos.job`` reads, however it is started."""
+    """Return the variables that ``ttp.chaos.job`` reads with and without ttp."""
     return {
         "CHAOS_DIR": str(folder),
         "CHAOS_SAVE_DIR": str(save_dir),

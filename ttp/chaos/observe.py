@@ -1,8 +1,9 @@
-"""``python -m ttp.chaos.observe ADDRESS PORT``: a controller's events as JSON lines on stdout; orders on stdin.
+"""``python -m ttp.chaos.observe ADDRESS PORT``: print a controller's events to stdout, and carry out orders from stdin.
 
-A process of its own, because it has to run in the network of a host. Lines: ``{"event": kind, ...}``, ``{"stage": ...,
-"live": n}`` whenever that changes (``stage`` is empty while there is no controller), ``{"answer": order, ...}``.
-Orders: ``{"order": "save"}`` or ``again``, ``{"order": "report", "ranks": [2]}``.
+It is a separate process because it has to run in the network of a host. It prints JSON lines: ``{"event": kind, ...}``;
+``{"stage": ..., "live": n}`` whenever these change (``stage`` is empty while there is no controller); ``{"answer":
+order, ...}``. Orders are JSON lines too: ``{"order": "save"}``, ``{"order": "again"}`` (save and let the ranks continue
+in their processes), ``{"order": "report", "ranks": [2]}``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _lock = threading.Lock()
 
 
 def say(**words: Any) -> None:
-    """Print one line of JSON on stdout. Ends the process when stdout is closed."""
+    """Print one line of JSON on stdout. End the process if stdout is closed."""
     try:
         with _lock:
             sys.stdout.write(json.dumps(words) + "\n")
@@ -38,7 +39,7 @@ def say(**words: Any) -> None:
 
 
 def watch(address: str, port: int, token: str) -> None:
-    """Print every event of the controllers at this address, once each; reconnect when a controller ends."""
+    """Print every event of the controllers at this address once; reconnect when a controller ends. Never returns."""
     seen: set[tuple[int, float]] = set()
     while True:
         try:
@@ -55,7 +56,7 @@ def watch(address: str, port: int, token: str) -> None:
 
 
 def look(address: str, port: int, token: str) -> None:
-    """Print the stage of the job and the number of live ranks whenever they change."""
+    """Print the stage of the job and the number of live ranks whenever one of them changes. Never returns."""
     last: tuple[str, int, int] | None = None
     while True:
         with contextlib.suppress(grpc.RpcError), open_channel(address, port) as channel:
@@ -63,7 +64,7 @@ def look(address: str, port: int, token: str) -> None:
                 status = stub(channel).GetStatus(pb.GetStatusRequest(), timeout=2, metadata=metadata(token))
                 last = _tell((status.stage, sum(r.state == "live" for r in status.ranks), status.pid), last)
                 time.sleep(LOOK_S)
-        last = _tell(("", 0, 0), last)  # a new channel for the next try: an old one would wait before it tries again
+        last = _tell(("", 0, 0), last)  # the next try opens a new channel: an old one would wait before it reconnects
         time.sleep(LOOK_S)
 
 
@@ -74,7 +75,7 @@ def _tell(now: tuple[str, int, int], last: tuple[str, int, int] | None) -> tuple
 
 
 def obey(order: dict[str, Any], address: str, port: int, token: str) -> None:
-    """Carry out one order, and print its answer."""
+    """Carry out one order, and print the controller's answer."""
     words: dict[str, Any] = {"answer": order["order"]}
     try:
         with open_channel(address, port) as channel:
@@ -91,7 +92,7 @@ def obey(order: dict[str, Any], address: str, port: int, token: str) -> None:
 
 
 def main() -> int:
-    """Observe, and carry out orders, until stdin ends."""
+    """Print events and carry out orders until stdin ends."""
     where = (sys.argv[1], int(sys.argv[2]), os.environ.get("TTP_TOKEN", ""))
     for work in (watch, look):
         threading.Thread(target=work, args=where, daemon=True).start()

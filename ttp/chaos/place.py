@@ -1,4 +1,4 @@
-"""The place of a job: its hosts, its disk where it needs one of its own, its port. All is taken down in the end."""
+"""The place of a job: its hosts, its own disk if it needs one, and its port; made for a job and removed after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ttp.launch.ports import hold_port
 
 BYTES_PER_WIDTH = 1_000
 CHECKPOINTS = 6
-"""Number of checkpoints that a disk has room for: kept ones, drafts and the one that is being written."""
+"""Number of checkpoints that a disk has room for: those that retention keeps, drafts, and one being written."""
 SPARE_BYTES = 16 << 20
 
 
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(slots=True)
 class Places:
-    """Makes places for jobs that run at the same time: no two share a network or a port."""
+    """Makes places for jobs that run at the same time, so that no two share a network or a port."""
 
     _free: set[int] = field(default_factory=lambda: set(range(1, 255)))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -45,7 +45,7 @@ class Places:
         """Yield a place for one job, whose files go to ``folder``.
 
         Raises:
-            ConfigError: this machine cannot offer what the script needs.
+            ConfigError: this machine cannot provide what the script needs.
         """
         if not world.inside():
             with contextlib.closing(_this_machine(script)) as machine, hold_port() as holding:
@@ -62,14 +62,17 @@ class Places:
 
 
 def missing(script: Script) -> str:
-    """Return what the script needs and only a chaos world can offer, in words; empty: nothing."""
+    """Return, in words, the needs of the script that only a chaos world meets; empty if there are none."""
     words = {"hosts": "several hosts", "mount": "a disk that can be filled"}
     return " and ".join(words[need] for need in sorted(script.needs))
 
 
 def _this_machine(script: Script) -> ThisMachine:
     if script.needs:
-        raise ConfigError(f"{missing(script)} cannot be made here: {world.obstacle() or 'namespaces are not wanted'}")
+        raise ConfigError(
+            f"this script needs {missing(script)}, and so namespaces, which are not used here: "
+            f"{world.obstacle() or '--plain switches them off'}"
+        )
     remove_abandoned()
     return ThisMachine(new_tag())
 

@@ -1,7 +1,7 @@
-"""A rank's connection to the driver of its job: a socket, one JSON text per line.
+"""A rank's connection to the driver of its job: a Unix socket with one JSON text per line.
 
-A rank reports the steps and phases that it was told to report, and waits there for an answer. Faults from outside are
-injected meanwhile. Without ``CHAOS_SOCKET`` in the environment there is no connection, and nothing is reported.
+The driver names steps and phases; the rank reports when it reaches one, and waits for an answer. The driver injects
+faults while the rank waits. Without ``CHAOS_SOCKET`` in the environment there is no connection and no report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 SOCKET = "CHAOS_SOCKET"
 LAUNCH = "CHAOS_LAUNCH"
-"""Variable: how often the scheduler has started the job."""
+"""Environment variable: the number of launches by the scheduler before this one."""
 
 HOLD, END = "hold", "end"
 """Phases outside a step: ``hold`` before a run begins, ``end`` after the last step of the job."""
@@ -42,7 +42,11 @@ class RankConnection:
             self._phases = set(told["phases"])
 
     def at(self, step: int, phase: str) -> str:
-        """Report that this rank has come to ``phase`` of ``step``; returns what to do to itself, ``go`` for nothing."""
+        """Report that this rank has reached ``phase`` of ``step``, if the driver wants to know.
+
+        Returns:
+            The fault that the rank has to carry out on itself, or ``go``.
+        """
         if (step, phase) not in self._points and phase not in self._phases:
             return "go"
         return str(self._ask({"step": step, "phase": phase})["do"])
@@ -53,10 +57,7 @@ class RankConnection:
             self._file.close()
 
     def _ask(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Send one line and wait for the answer.
-
-        If the driver is gone, this process ends: nobody needs its job any more.
-        """
+        """Send one line and return the answer. If the driver is gone, end this process."""
         try:
             self._file.write(json.dumps(said) + "\n")
             self._file.flush()

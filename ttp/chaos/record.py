@@ -1,4 +1,4 @@
-"""The facts about one finished run: the injected faults, the controller's events, the checkpoints on disk."""
+"""The facts about one run, from which it is judged: injected faults, events of controllers, checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ttp.chaos.script import Run, Script
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One event that a controller recorded. ``at_s``: seconds of this machine's monotonic clock."""
+    """An event of a controller. ``at_s``: seconds of this machine's monotonic clock."""
 
     kind: str
     at_s: float
@@ -23,16 +23,16 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """One fault that was injected.
+    """A fault that was injected.
 
     Args:
         name: name of the fault.
-        what: the word for its kind.
+        what: its kind, a word of ``FAULT_WORDS``.
         who: the target, in words; ranks by number.
         at_s: time of the injection, in seconds of the monotonic clock.
         life: life of the job at that time.
-        unreadable: ranks whose state cannot be read any more in that life.
-        cut_off: ranks that cannot be reached by the others; either side may be the one that goes on.
+        unreadable: ranks whose state can no longer be read in that life.
+        cut_off: ranks that the others cannot reach; the job may continue from either side.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Injection:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint on the disk: its version, what is wrong with it, and the ranks whose own state is not in it."""
+    """A checkpoint on disk: its version, the problems found in it, and the ranks whose rank-local state it lacks."""
 
     version: int
     problems: tuple[str, ...] = ()
@@ -55,21 +55,21 @@ class Found:
 
 @dataclass(slots=True)
 class Record:
-    """One run of a job. Filled while it goes on.
+    """The facts about one run of a job, filled while it lasts.
 
     Args:
-        run: what was planned.
-        lives: lives of the job while the run lasted, in order; the first is the one that was hurt.
+        run: the planned run.
+        lives: lives of the job during the run, in order; the run began in the first.
         injections: the faults that were injected.
-        missed: faults whose moment never came, with the reason.
-        seen: events that controllers sent meanwhile.
-        found: checkpoints after the run.
+        missed: the faults that were not injected, with the reason.
+        seen: the events of controllers during the run.
+        found: the checkpoints after the run.
         answers: answers of the controller to requests.
-        exits: exit codes of launchers that ended meanwhile.
-        processes: of each life, by rank: process id, and whether it was forked.
-        reasons: why launchers started ranks as new interpreters, or all of them anew, in their words.
-        trouble: what made the run end before it was over; empty: nothing.
-        back_s: when the job was seen training again, monotonic; None: never.
+        exits: exit codes of launchers that ended during the run.
+        processes: by life and rank: the process id, and whether the process was forked.
+        reasons: logged reasons of launchers for starting ranks as new interpreters, or all ranks anew.
+        trouble: why the run was aborted; empty if it was not.
+        back_s: when the job was seen training again, in seconds of the monotonic clock; None if it was not.
     """
 
     run: Run
@@ -86,7 +86,7 @@ class Record:
     back_s: float | None = None
 
     def injected(self, *words: str) -> list[Injection]:
-        """Return the injected faults with one of these words."""
+        """Return the injected faults of these kinds."""
         return [injection for injection in self.injections if injection.what in words]
 
     def told(self, kind: str) -> list[Seen]:
@@ -96,15 +96,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A record with what it is judged against.
+    """All facts from which a run is judged.
 
     Args:
-        script: the job.
-        record: the run.
-        notes: notes of all ranks.
+        script: the script of the job.
+        record: the facts about the run.
+        notes: the notes of all ranks.
         reference: digests of an unbroken run, by rank and version.
-        cold: a launcher has said in an earlier run of this job that it starts ranks as new interpreters.
-        diverged: an earlier run of this job has lost rank-local state: later bits cannot be the reference's.
+        diverged: whether an earlier run of this job lost rank-local state, so that bits cannot be compared.
+        cold: whether a launcher logged in an earlier run of this job that it starts ranks as new interpreters.
     """
 
     script: Script

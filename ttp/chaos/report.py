@@ -1,4 +1,4 @@
-"""The report of a campaign, as a page of Markdown. Every number comes from its results."""
+"""The report of a campaign, as a page of Markdown. Every number is computed from the campaign's results."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ OUTCOMES = ("saved", "kept", "unhurt", "gone", "refused", "lost", "stuck")
 MOMENTS = ("detect_ms", "commit_ms")
 
 _MEANING = """\
-A *run* is one incident with its checks; several runs follow one another in one job, each in the life that the one
-before has left. After every run: every checkpoint is read and its digests are recomputed; the version that the job goes
-on from is at least the newest that a rank which could still be read had finished, and at most the newest that anybody
-had begun; after the restart and in every later step, weights, moments, schedule, random streams, BatchNorm statistics
-and the loss curve of every rank have the bits of an unbroken run. After every job: `ttp verify`, its exit code, and
-that no process and no file in shared memory is left behind. Where all ranks of a host are lost, their random streams
-are, too (unless mirrored): weights and moments are compared then, and the job's later bits have no reference.
+A *run* is one incident with its checks. Several runs follow one another in one job; each begins with the ranks that
+the run before left. Checks after every run: every checkpoint is read and its digests are recomputed; the job resumed
+from a version that is at least the newest one finished by a rank whose state could still be read, and at most the
+newest one that any rank had begun; after the restart and in every later step, weights, moments, schedule, random
+streams, BatchNorm statistics and the loss curve of every rank have the bits of an unbroken run. Checks after every job:
+`ttp verify`, the exit code, and that no process and no file in shared memory is left. When all ranks of a host are
+lost, their random streams are lost too, unless they are mirrored: then only weights and moments are compared at the
+restart, and no bits in later steps.
 
-- **saved**: restarted from a new checkpoint, no finished step lost. **kept**: restarted, and nothing newer than what
-  was on disk could be lost. **unhurt**: never restarted. **gone**: no rank was left that had anything newer than what
-  was on disk. **refused**: steps were lost, and ttp said why it could not save. **lost**: steps were lost without a
-  word. **stuck**: it did not get anywhere.
-- **detected**: from the fault to the open incident. **committed**: from the fault to the durable checkpoint; of several
-  faults from the first that a job cannot survive. Both include what the machine did meanwhile."""
+- **saved**: restarted from a new checkpoint, no finished step lost. **kept**: restarted from the checkpoint on disk; no
+  newer step existed. **unhurt**: never restarted. **gone**: restarted from the checkpoint on disk, because no rank with
+  a newer step was left. **refused**: steps were lost, and ttp reported why it could not save. **lost**: steps were
+  lost, and ttp did not report it. **stuck**: the run did not come to its end.
+- **detected**: time from the fault to the opened incident. **committed**: time from the fault to the durable
+  checkpoint. With several faults, both start at the first one that ends a launch. Both include the effects of other
+  work on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """The campaign that the page reports.
+    """How the reported campaign was run.
 
     Args:
-        command: command that repeats it.
-        machine: the machine it ran on.
-        took_s: its duration in seconds.
+        command: the command that repeats the campaign.
+        machine: description of the machine.
+        took_s: duration in seconds.
     """
 
     command: str
@@ -51,7 +53,7 @@ class Occasion:
 
 
 def machine() -> str:
-    """Return what this machine is, without a name."""
+    """Return a description of this machine without its name: cores, memory, kernel."""
     memory = round(psutil.virtual_memory().total / 2**30)
     cores = len(os.sched_getaffinity(0))
     return f"{cores} cores ({platform.machine()}), {memory} GiB, Linux {platform.release().split('-')[0]}"
@@ -81,9 +83,9 @@ def _summary(results: Sequence[Result], occasion: Occasion) -> str:
     share = f"{covered / coverable:.3f}" if coverable else "none drawn"
     versions = f"ttp {__version__}, Python {platform.python_version()}, torch {_torch()}, gloo"
     return f"""\
-Real jobs, hurt on purpose: `{occasion.command}`. {len(results)} runs in {jobs} jobs, {occasion.took_s / 60:.0f} minutes
-on {occasion.machine}; {versions}.
-The same seed draws the same runs; moments differ.
+Real jobs in which faults were injected: `{occasion.command}`.
+{len(results)} runs in {jobs} jobs, {occasion.took_s / 60:.0f} minutes on {occasion.machine}; {versions}.
+The same seed draws the same runs; the exact times of the faults differ.
 
 | | |
 |---|---|
@@ -95,7 +97,7 @@ The same seed draws the same runs; moments differ.
 
 
 def coverage(results: Iterable[Result]) -> tuple[int, int]:
-    """Return the number of runs that had to be saved and were, and of all runs that had to be saved."""
+    """Return two numbers: the runs that had to be saved and were, and all runs that had to be saved."""
     coverable = [result for result in results if result.expect == "saved"]
     return sum(result.outcome in COVERED for result in coverable), len(coverable)
 
@@ -105,7 +107,7 @@ def _restarted(results: Iterable[Result]) -> int:
 
 
 def by_title(results: Sequence[Result]) -> str:
-    """Return a table of outcomes and times of every kind of run."""
+    """Return a Markdown table with the outcomes and times of every kind of run."""
     present = [o for o in OUTCOMES if any(result.outcome == o for result in results)]
     head = ["fault", "runs", *present, "detected, ms: median / p99 / max", "committed, ms: median / p99 / max"]
     rows = []
@@ -123,7 +125,7 @@ def _row(name: str, results: Sequence[Result], outcomes: Sequence[str]) -> list[
 
 
 def manner(result: Result) -> str:
-    """Return the kind of sign that a fault gives: signs of one kind are noticed in about the same time."""
+    """Return the group of faults that a run belongs to; faults of a group take about the same time to detect."""
     done = {fault.split()[0] for fault in result.faults}
     if done & {"partition", "unplug"} or any(fault.startswith("kill host") for fault in result.faults):
         return "all silent hosts"
@@ -131,7 +133,7 @@ def manner(result: Result) -> str:
 
 
 def by_phase(results: Sequence[Result]) -> str:
-    """Return a table of faults by phase, with outcomes: ``3 saved`` for three runs."""
+    """Return a Markdown table of the outcomes by kind of run and phase, such as ``3 saved`` for three runs."""
     phases = sorted({result.phase for result in results}, key=_phase_order)
     rows = []
     for title in sorted({result.title for result in results}):
@@ -150,8 +152,8 @@ def findings(results: Sequence[Result]) -> str:
     lines = [f"- {r.title}, {r.phase}, `{r.folder}`: {'; '.join(r.findings)}" for r in bad] or ["None."]
     if missed:
         lines.append(
-            f"\nIn {missed} runs a later fault was not done: the event that it waited for did not come, or nobody was "
-            "there any more. They count as what they were without it."
+            f"\nIn {missed} runs a later fault was not injected: the event that it waited for did not come, or its "
+            "target was gone. These runs are judged without that fault."
         )
     return "\n".join(lines)
 

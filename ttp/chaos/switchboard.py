@@ -1,4 +1,4 @@
-"""The driver's end of the connections to the ranks. One thread per rank puts its messages into the driver's inbox."""
+"""The driver's end of the connections to the ranks: one thread per rank puts its messages into the driver's inbox."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(slots=True, eq=False)
 class RankProcess:
-    """One connected process of one rank.
+    """The connected process of a rank.
 
     Args:
-        rank: its number.
-        life: the start of the job to which it belongs.
-        pid: its process id, as the driver sees it.
-        forked: forked from the process that its launcher keeps for that; False: started.
-        reply: sends it an answer.
-        waiting_at: step and phase at which it waits for an answer; None: it does not wait.
+        rank: number of the rank.
+        life: the start of the job to which the process belongs.
+        pid: process id, as the driver sees it.
+        forked: whether it was forked from the launcher's template process; otherwise it is a new interpreter.
+        reply: function that sends an answer to the process.
+        waiting_at: step and phase at which the process waits for an answer; None if it does not wait.
     """
 
     rank: int
@@ -46,14 +46,14 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class RankStarted:
-    """A rank has started, and waits to be told at which steps and phases it has to stop."""
+    """A rank has connected, and waits for the list of steps and phases at which it has to stop."""
 
     rank_process: RankProcess
 
 
 @dataclass(frozen=True, slots=True)
 class RankWaits:
-    """A rank has come to a phase of a step, and waits for an answer. ``at_s`` is the monotonic clock."""
+    """A rank has reached a phase of a step, and waits for an answer. ``at_s``: seconds of the monotonic clock."""
 
     rank_process: RankProcess
     step: int
@@ -63,7 +63,7 @@ class RankWaits:
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """The process of a rank has ended."""
+    """The connection of a rank's process has ended."""
 
     rank_process: RankProcess
 
@@ -73,12 +73,12 @@ NAME = "line"
 
 
 def _place() -> Path | None:
-    """Return the directory for sockets; None: that of temporary files."""
+    """Return the directory for sockets; None for the directory of temporary files."""
     return world.SOCKETS if world.inside() else None
 
 
 def remove_abandoned() -> list[Path]:
-    """Remove the socket directories of drivers that were killed. Returns the paths that were removed."""
+    """Remove the socket directories of drivers that were killed, and return their paths."""
     found = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if not _listens(path / NAME)]
     for path in found:
         shutil.rmtree(path, ignore_errors=True)
@@ -99,7 +99,9 @@ Call = RankStarted | RankWaits | RankEnded
 
 @dataclass(slots=True)
 class RankSwitchboard:
-    """Accepts the connections of ranks, on a socket in a directory of its own: paths of sockets have to be short.
+    """Accepts the connections of ranks on a Unix socket.
+
+    The socket is in a temporary directory of its own, because socket paths have to be short.
 
     Args:
         inbox: gets a ``Call`` for each message of a rank.
@@ -115,13 +117,13 @@ class RankSwitchboard:
         return self._folder / NAME
 
     def open(self) -> None:
-        """Listen from now on."""
+        """Start to listen, on a thread."""
         self._server.bind(str(self.path))
         self._server.listen(128)
         threading.Thread(target=self._accept, name="chaos-switchboard", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening. Ranks that are still connected notice at their next message."""
+        """Stop listening and remove the socket. Ranks that are still connected notice at their next message."""
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()

@@ -1,9 +1,9 @@
-"""A world for ``ttp chaos``: all of it runs inside namespaces, so that nothing can be left behind.
+"""The chaos world: Linux namespaces in which ``ttp chaos`` and its jobs run, so that nothing can be left behind.
 
 Network, mounts and processes of the tested jobs belong to one tree of namespaces. When its first process ends, for
-whatever reason, the kernel ends all others, takes down the network and unmounts the file systems. The first process
-dies with the one that the user started. This needs Linux, ``iproute2`` and ``util-linux``, and root, or a system that
-lets users make namespaces.
+whatever reason, the kernel ends all others, removes the network and unmounts the file systems. The first process dies
+with the process that the user started. This needs Linux, ``iproute2`` and ``util-linux``, and root or a system that
+lets users create namespaces.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NAMESPACES = ("--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-
 
 
 def inside() -> bool:
-    """Return whether this process is in a world already."""
+    """Return whether this process runs in a chaos world."""
     return os.environ.get(INSIDE) == "1"
 
 
 def obstacle() -> str:
-    """Return why there can be no world here, in words; empty: there can."""
+    """Return why no chaos world can be created here, in words; empty if one can."""
     if not sys.platform.startswith("linux"):
         return "namespaces are a feature of Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -41,21 +41,21 @@ def obstacle() -> str:
     trial = subprocess.run(_command(["sh", "-c", bridge]), capture_output=True, text=True, check=False)
     if trial.returncode:
         said = (trial.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return f"this user may not make namespaces ({said}); root may"
+        return f"this user may not create namespaces ({said}); root may"
     return ""
 
 
 def enter(arguments: Sequence[str], module: str = "ttp") -> int:
-    """Run ``python -m MODULE ARGUMENTS`` inside a new world and return its exit code.
+    """Run ``python -m MODULE ARGUMENTS`` inside a new chaos world and return its exit code.
 
-    Nothing of the world is left then.
+    When this function returns, the world and all its processes are gone.
     """
     command = _command([sys.executable, "-m", module, *arguments])
     process = subprocess.Popen(command, env={**os.environ, INSIDE: "1"})
     signal.signal(signal.SIGTERM, _interrupted)
     try:
         return process.wait()
-    except KeyboardInterrupt:  # the child was told too, by the terminal or by the line below
+    except KeyboardInterrupt:  # the terminal has interrupted the child too; otherwise it is killed below
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         return 128 + signal.SIGINT
@@ -74,17 +74,17 @@ def _command(command: Sequence[str]) -> list[str]:
 
 
 def settle() -> None:
-    """Make a new world habitable: it has no network yet, and its names are unknown."""
+    """Set up a new world from inside: its loopback interface, a directory for sockets, and SIGTERM handling."""
     run("ip", "link", "set", "lo", "up")
     run("mount", "-t", "tmpfs", "chaos", str(SOCKETS))
-    signal.signal(signal.SIGTERM, _interrupted)  # the first process of a world gets only signals that it handles
+    signal.signal(signal.SIGTERM, _interrupted)  # the first process of a PID namespace gets only signals it handles
 
 
 def run(*command: str, timeout_s: float = 20) -> str:
-    """Run a tool; returns its output.
+    """Run a command and return its standard output.
 
     Raises:
-        OSError: it failed; with the tool's own message.
+        OSError: the command failed; the text has its error output.
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:
