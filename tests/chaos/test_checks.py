@@ -86,7 +86,7 @@ def never_restart(story: Story) -> None:
 
 
 def get_stuck(story: Story) -> None:
-    story.trouble = "nothing came of it"
+    story.trouble = "the run did not end within 300 s"
 
 
 def forget_a_request(story: Story) -> None:
@@ -104,7 +104,7 @@ def leave_with_another_code(story: Story) -> None:
 
 TAMPERINGS: list[tuple[Callable[[Story], None], str]] = [
     (lose_a_step, "3 finished steps are lost"),
-    (resume_from_the_future, "nobody had begun a newer one than 6"),
+    (resume_from_the_future, "no rank had begun a newer one than 6"),
     (resume_from_nowhere, "the whole checkpoints are [2]"),
     (resume_differently, "resumed from different versions"),
     (break_the_checkpoint, "the checkpoint of version 5 is not whole: piece __0_0.distcp is damaged"),
@@ -116,8 +116,8 @@ TAMPERINGS: list[tuple[Callable[[Story], None], str]] = [
     (lose_a_page, "rank-local state of ranks [1] was not saved"),
     (restart_a_healthy_job, "a healthy job was restarted"),
     (never_restart, "should have been saved and restarted"),
-    (get_stuck, "nothing came of it"),
-    (forget_a_request, "version 4 was said to be saved and is not there"),
+    (get_stuck, "the run did not end within 300 s"),
+    (forget_a_request, "version 4 was reported as saved, but there is no such checkpoint"),
     (leave_with_another_code, "exit codes [1, -9], and none of them is 75"),
     (forget_the_errno, "a save failed without its errno"),
 ]

@@ -83,7 +83,7 @@ def test_a_random_target_is_the_same_every_time() -> None:
     ("wrong", "right", "said"),
     [
         ("host = 2", "hosts = 2", "'host' is not a key; did you mean 'hosts'?"),
-        ("hosts = 0", "hosts = 2", "hosts = 0: at least 1"),
+        ("hosts = 0", "hosts = 2", "hosts = 0: it has to be at least 1"),
         ("hosts = true", "hosts = 2", "hosts = True has to be a whole number"),
         ('steps = "20"', "steps = 20", "steps = '20' has to be a whole number"),
         ('launcher = "torchrn"\nsteps = 20', "steps = 20", "did you mean 'torchrun'?"),
@@ -95,7 +95,7 @@ def test_a_random_target_is_the_same_every_time() -> None:
         ('what = "kil"', 'what = "kill"', "did you mean 'kill'?"),
         ('who = "rank 4"', 'who = "rank 3"', "fault 1: there is no rank 4"),
         ('who = "host 2"', 'who = "host 1"', "fault 3: there is no host 2"),
-        ('who = "hosts 0 1"', 'who = "host 1"', "'hosts 0 1' is nobody"),
+        ('who = "hosts 0 1"', 'who = "host 1"', "'hosts 0 1' is not a target"),
         ('who = "disk"', 'who = "host 1"', "partition cannot be done to disk, only to host"),
         ('what = "raise"', 'what = "stop"', "raise cannot be done to saver"),
         ("hosts = 1\nranks_per_host = 4", "hosts = 2\nranks_per_host = 2", "partition needs several hosts"),
@@ -111,7 +111,7 @@ def test_a_random_target_is_the_same_every_time() -> None:
         ('expect = "fine"', 'expect = "any"', "'fine' is not an outcome"),
         ('event = "plan"\nrun = "x"', 'event = "plan"', "run belong to the first fault of a run"),
         ("[[falt]]", "[[fault]]", "did you mean 'fault'?"),
-        ("hosts = ", "hosts = 2", "is no TOML"),
+        ("hosts = ", "hosts = 2", "is not valid TOML"),
     ],
 )
 def test_mistakes_are_named(wrong: str, right: str, said: str) -> None:

@@ -58,8 +58,8 @@ BAD = [
     (evidence(KEPT, released(again=True), COMMITTED), "before a checkpoint was committed"),
     (evidence(KEPT, replace(COMMITTED, incident="another"), released(again=True)), "before a checkpoint was committed"),
     (evidence(FORKED, COMMITTED, released(again=False)), "the incident does not say why"),
-    (evidence(FORKED), "no launcher says why"),
-    (evidence(STARTED, COMMITTED, released(again=False, why="x")), "as new interpreters, and no launcher says why"),
+    (evidence(FORKED), "no launcher logged why"),
+    (evidence(STARTED, COMMITTED, released(again=False, why="x")), "as new interpreters, and no launcher logged why"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Draws a campaign from a seed: which runs, in which jobs. Pure: the same arguments draw the same scripts."""
+"""Draw a campaign from a seed: which runs, in which jobs. The same arguments give the same scripts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Shape:
     """A kind of job.
 
     Args:
-        script: the job, without runs.
-        weight: how often it is drawn, relative to other shapes that can bear the same run.
-        features: features of ``--include``; all of them have to be asked for.
-        apart: minimum number of steps between two runs; the maximum is one more.
+        script: the script of the job, without runs.
+        weight: relative frequency among the shapes that a run can be part of.
+        features: features of ``--include`` that have to be asked for.
+        apart: smallest number of steps from one run to the next; the largest is one more.
     """
 
     script: Script
@@ -59,7 +59,7 @@ SHAPES = {
     "warm, torchrun": Shape(Script(1, 3, launcher="torchrun", env=_WARM), 1, frozenset({"warm"})),
     "mirrored": Shape(Script(2, 2, restart="scheduler", env=_MIRRORED), 1, frozenset({"mirror"})),
 }
-"""Jobs that runs are drawn for, by name."""
+"""The kinds of jobs, by name."""
 
 KINDS: tuple[Kind, ...] = (*of_saves.KINDS, *COMEBACKS)
 """All kinds of runs."""
@@ -71,11 +71,11 @@ def draw(
     """Return the scripts of a campaign.
 
     Args:
-        seed: seed of everything that is drawn.
+        seed: determines the campaign.
         runs: number of runs.
-        include: features that are off otherwise; see ``FEATURES``.
-        offers: which of ``hosts`` and ``mount`` this machine has.
-        match: draw only kinds with this in their title.
+        include: features to include; see ``vocabulary.FEATURES``.
+        offers: which of ``hosts`` and ``mount`` this machine provides.
+        match: draw only kinds whose title contains this text.
     """
     chance = random.Random(f"chaos {seed}")
     shapes = {name: s for name, s in SHAPES.items() if s.features <= set(include) and s.script.needs <= set(offers)}
@@ -98,12 +98,12 @@ def draw(
 
 
 def _bearing(kind: Kind, shapes: Iterable[str]) -> list[str]:
-    """Return the names of the shapes that can bear the kind."""
+    """Return the names of the shapes whose jobs can have runs of this kind."""
     return [name for name in shapes if name in kind.shapes]
 
 
 def _chosen(kinds: Sequence[Kind], runs: int, chance: random.Random) -> list[Kind]:
-    """Choose kinds by weight, as evenly as whole numbers allow; every kind at least once if there are enough runs."""
+    """Choose a kind for each run: every kind once if there are enough runs, then in proportion to the weights."""
     pool = [kind for kind in kinds for _ in range(kind.weight)]
     first = chance.sample(kinds, min(runs, len(kinds)))
     rest: list[Kind] = []
@@ -113,7 +113,7 @@ def _chosen(kinds: Sequence[Kind], runs: int, chance: random.Random) -> list[Kin
 
 
 def _jobs(kinds: Sequence[Kind]) -> list[list[Kind]]:
-    """Group runs into jobs. Runs that lose rank-local state come last in a job: later bits have no reference."""
+    """Group runs into jobs. A run that ``diverges`` is the last of its job."""
     last = [kind for kind in kinds if kind.diverges]
     others = [kind for kind in kinds if not kind.diverges]
     jobs = max(len(last), -(-len(kinds) // RUNS_PER_JOB))
@@ -127,7 +127,7 @@ def _script(
     job: Script, kinds: Sequence[Kind], phases: Mapping[str, Iterator[str]], chance: random.Random, apart: int
 ) -> Script:
     runs: list[Run] = []
-    # ranks list their imports, and the template imports them before the first run
+    # Before the first run, ranks write the list of their imports and the template imports these modules.
     first = AFTER_UPDATES if job.forks else 0
     step = chance.randint(first, first + 3) if apart == APART else apart
     for kind in kinds:

@@ -1,9 +1,9 @@
-"""Checks one run. Pure: a record goes in, an outcome and findings come out.
+"""Judge one run: from the evidence, compute its outcome and findings. The functions are pure.
 
-Outcomes: ``saved`` (restarted from a new checkpoint, no finished step lost), ``kept`` (restarted, and nothing newer
-existed than what was on disk), ``gone`` (restarted from what was on disk: no rank was left that had anything newer),
-``unhurt`` (never restarted), ``refused`` (steps were lost, and ttp said why it could not save), ``lost`` (steps were
-lost, and ttp did not say so), ``stuck`` (the run did not come to its end).
+Outcomes: ``saved`` (restarted from a new checkpoint, no finished step lost), ``kept`` (restarted from the checkpoint on
+disk; no newer step existed), ``gone`` (restarted from the checkpoint on disk, because no rank with a newer step was
+left), ``unhurt`` (never restarted), ``refused`` (steps were lost, and ttp reported why it could not save), ``lost``
+(steps were lost, and ttp did not report it), ``stuck`` (the run did not come to its end).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 COVERED = ("saved", "kept")
 _DISK = ("disk-full", "disk-ro")
 _DEADLY = ("kill", "segv", "exit", "raise", "term", "report", "partition", "unplug")
-"""Faults that end a launch. Times are measured from the first of these, if there is one."""
+"""Faults that end a launch. Times are measured from the first of these in a run, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,14 @@ class Judgement:
 
     Args:
         outcome: see the module.
-        findings: what is wrong, in words; empty: nothing.
-        version: version from which the job went on; None: it was not restarted.
-        lost_steps: steps that readable ranks had finished, and that are not in the checkpoint.
-        detect_ms: milliseconds from the first fault to the open incident; None: there was none.
-        commit_ms: milliseconds from the first fault to the first commit of the newest saved version; None: no commit.
-        back_ms: milliseconds from the first fault until the job trained again.
-        diverged: rank-local state was lost for good, so the bits of later steps cannot be compared.
+        findings: everything that was wrong, in words; empty if the run is good.
+        version: version from which the job resumed; None if it was not restarted.
+        lost_steps: number of steps that readable ranks had finished and that the checkpoint lacks.
+        detect_ms: milliseconds from the first fault to the opened incident; None if there was none.
+        commit_ms: milliseconds from the first fault to the first commit of the newest saved version; None if there
+            was no commit.
+        back_ms: milliseconds from the first fault until the job trained again; None if it did not.
+        diverged: whether rank-local state was lost for good, so that the bits of later steps cannot be compared.
     """
 
     outcome: str
@@ -50,7 +51,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The versions that a restart may resume from.
+    """The range of versions from which a restart may resume.
 
     Args:
         lower: the newest version that a readable rank had finished.
@@ -62,7 +63,7 @@ class Bounds:
 
 
 def judge(evidence: Evidence) -> Judgement:
-    """Check one run: its versions, its checkpoints, its bits, its exit codes."""
+    """Judge one run by its versions, checkpoints, bits and exit codes."""
     record = evidence.record
     if record.trouble:
         return Judgement("stuck", (record.trouble,), None, 0, None, None, None, evidence.diverged)
@@ -82,7 +83,7 @@ def judge(evidence: Evidence) -> Judgement:
 
 
 def trained(evidence: Evidence) -> list[LifeKey]:
-    """Return the lives in which at least one rank began to train, in order."""
+    """Return, in order, the lives of the run in which at least one rank was restored."""
 
     def began(life: LifeKey) -> bool:
         return any(life in lives and lives[life].start is not None for lives in evidence.notes.values())
@@ -94,7 +95,10 @@ def trained(evidence: Evidence) -> list[LifeKey]:
 
 
 def bounds(evidence: Evidence, life: LifeKey) -> Bounds:
-    """Return the bounds for one replica group (statement 1): any readable rank will do, on either side of a cut."""
+    """Return the bounds after a life of a job with one replica group (Statement 1).
+
+    Any readable rank can save. If the network was cut, the job may continue from either side of the cut.
+    """
     gone, far = unreadable(evidence, life), _far_side(evidence, life)
     there = {r: lives[life] for r, lives in evidence.notes.items() if life in lives and lives[life].start is not None}
     base = max((rank_life.start or 0 for rank_life in there.values()), default=0)
@@ -109,12 +113,12 @@ def _far_side(evidence: Evidence, life: LifeKey) -> frozenset[int]:
 
 
 def unreadable(evidence: Evidence, life: LifeKey) -> frozenset[int]:
-    """Return the ranks whose copy could not be read any more in this life."""
+    """Return the ranks whose state could no longer be read in this life."""
     return frozenset(r for s in evidence.record.injections if s.life == life for r in s.unreadable)
 
 
 def _resumed(evidence: Evidence, before: LifeKey, after: LifeKey) -> tuple[int, int, list[str]]:
-    """Return version, lost steps and findings of one restart."""
+    """Return the version, the number of lost steps and the findings of one restart."""
     starts = {r: lives[after].start for r, lives in evidence.notes.items() if after in lives}
     known = {start for start in starts.values() if start is not None}
     if len(known) != 1:
@@ -123,22 +127,22 @@ def _resumed(evidence: Evidence, before: LifeKey, after: LifeKey) -> tuple[int, 
     limits = bounds(evidence, before)
     findings = []
     if version > limits.upper:
-        findings.append(f"resumed from version {version}, and nobody had begun a newer one than {limits.upper}")
+        findings.append(f"resumed from version {version}, but no rank had begun a newer one than {limits.upper}")
     on_disk = {found.version for found in evidence.record.found if not found.problems}
     if version and version not in on_disk:
-        findings.append(f"resumed from version {version}, and the whole checkpoints are {sorted(on_disk)}")
+        findings.append(f"resumed from version {version}, but the whole checkpoints are {sorted(on_disk)}")
     return version, max(0, limits.lower - version), findings
 
 
 def _disk_findings(evidence: Evidence) -> Iterator[str]:
-    """Yield findings about the disk: every checkpoint is whole, and nothing was committed that no rank had begun."""
+    """Yield findings about the disk: checkpoints not whole or newer than any update, and failures without errno."""
     for found in evidence.record.found:
         for problem in found.problems:
             yield f"the checkpoint of version {found.version} is not whole: {problem}"
     most = max((bounds(evidence, life).upper for life in trained(evidence)), default=0)
     for seen in evidence.record.told("committed"):
         if int(seen.facts["version"]) > most:
-            yield f"version {seen.facts['version']} was committed, and nobody had begun a newer one than {most}"
+            yield f"version {seen.facts['version']} was committed, but no rank had begun a newer one than {most}"
     failures = [*evidence.record.told("save_failed"), *evidence.record.told("commit_failed")]
     if evidence.record.injected(*_DISK, "disk-quota"):
         for seen in failures:
@@ -147,15 +151,15 @@ def _disk_findings(evidence: Evidence) -> Iterator[str]:
 
 
 def _request_findings(evidence: Evidence) -> Iterator[str]:
-    """Yield requests for a checkpoint that were not fulfilled."""
+    """Yield a finding for each requested checkpoint that was not written."""
     for answer in evidence.record.answers:
         if answer["answer"] not in ("save", "again"):
             continue
         if not answer.get("saved"):
             if not _fatal(evidence.record):
-                yield f"a checkpoint was asked for and not written: {answer.get('text')}"
+                yield f"a requested checkpoint was not written: {answer.get('text')}"
         elif answer["version"] not in {found.version for found in evidence.record.found}:
-            yield f"version {answer['version']} was said to be saved and is not there"
+            yield f"version {answer['version']} was reported as saved, but there is no such checkpoint"
 
 
 def _fatal(record: Record) -> bool:
@@ -166,7 +170,7 @@ def _fatal(record: Record) -> bool:
 
 
 def bit_findings(evidence: Evidence, lives: list[LifeKey]) -> list[str]:
-    """Check that the state after every restart, and every step of this run, has the bits of the unbroken run."""
+    """Return findings where the state after a restart or a step has other bits than in the unbroken run."""
     if evidence.diverged:
         return []
     found: list[str] = []
@@ -181,7 +185,7 @@ def bit_findings(evidence: Evidence, lives: list[LifeKey]) -> list[str]:
 
 
 def _without_pages(evidence: Evidence, life: LifeKey) -> frozenset[int]:
-    """Return the ranks whose own state is not in the checkpoint from which this life was restored."""
+    """Return the ranks whose own state is missing in the checkpoint from which this life was restored."""
     starts = {lives[life].start for lives in evidence.notes.values() if life in lives}
     return frozenset(r for found in evidence.record.found if found.version in starts for r in found.missing_pages)
 
@@ -191,16 +195,16 @@ def _rank_bits(evidence: Evidence, rank: int, life: RankLife, lacking: frozenset
     if life.start is not None and life.start_digests is not None:
         shard, own = known[life.start]
         if life.start_digests[0] != shard:
-            yield f"rank {rank}: weights or moments restored for version {life.start} are not the unbroken run's"
+            yield f"rank {rank}: weights or moments restored for version {life.start} differ from the unbroken run's"
         if rank not in lacking and life.start_digests[1] != own:
-            yield f"rank {rank}: its own state restored for version {life.start} is not the unbroken run's"
+            yield f"rank {rank}: its own state restored for version {life.start} differs from the unbroken run's"
     wrong = [version for version, digests in life.states.items() if digests != known[version]]
     if wrong and not lacking:
-        yield f"rank {rank}: from version {min(wrong)} on its bits are not the unbroken run's"
+        yield f"rank {rank}: from version {min(wrong)} on its bits differ from the unbroken run's"
 
 
 def _missing_pages(evidence: Evidence, before: LifeKey, after: LifeKey) -> Iterator[str]:
-    """Yield a finding if rank-local state is missing of a host of which a rank was left."""
+    """Yield a finding if a checkpoint lacks the rank-local state of a rank whose pages could be reached."""
     missing = _without_pages(evidence, after)
     started = {lives[before].start for lives in evidence.notes.values() if before in lives}
     new = started != {lives[after].start for lives in evidence.notes.values() if after in lives}
@@ -209,7 +213,7 @@ def _missing_pages(evidence: Evidence, before: LifeKey, after: LifeKey) -> Itera
 
 
 def alone(evidence: Evidence, life: LifeKey) -> frozenset[int]:
-    """Return the ranks whose pages could not be reached: no rank of their host was left, or it was cut off."""
+    """Return the ranks whose pages may be lost: no rank of their host was left, or the network was cut."""
     script, gone = evidence.script, unreadable(evidence, life)
     hosts = [host for host in range(script.hosts) if gone.issuperset(script.ranks_of(host))]
     if script.mirrored and len(hosts) == 1:
@@ -235,15 +239,18 @@ def _outcome(evidence: Evidence, lives: list[LifeKey], version: int | None, lost
 
 
 def _exit_findings(evidence: Evidence, outcome: str) -> Iterator[str]:
-    """Yield a finding if ttp's launchers left with other codes than the outcome's: schedulers go by 75 and 70."""
+    """Yield a finding if no ``ttp run`` ended with the outcome's exit code, 75 or 70, which schedulers rely on."""
     wanted = {"saved": EXIT_SAVED, "refused": EXIT_NOT_SAVED}.get(outcome)
     exits = evidence.record.exits
     if wanted is not None and exits and evidence.script.launcher == "ttp" and wanted not in exits:
-        yield f"the launchers left with exit codes {exits}, and none of them is {wanted}"
+        yield f"the launchers ended with exit codes {exits}, and none of them is {wanted}"
 
 
 def expected(record: Record) -> str:
-    """Return the expected outcome, given what was really injected: a missed fault saves and ends nothing."""
+    """Return the expected outcome, given the faults that were really injected.
+
+    If faults were missed and no injected fault ends a launch, the run is not expected to be saved.
+    """
     wanted = record.run.expect
     if (
         wanted != "saved"
@@ -257,22 +264,22 @@ def expected(record: Record) -> str:
 def _expectation(evidence: Evidence, outcome: str, lost: int) -> Iterator[str]:
     wanted = expected(evidence.record)
     if wanted == "saved" and outcome not in COVERED:
-        yield f"{lost} finished steps are lost" if lost else "the job should have been saved and restarted, and was not"
+        yield f"{lost} finished steps are lost" if lost else "the job should have been saved and restarted but was not"
     if wanted == "unhurt" and outcome != "unhurt":
         yield "a healthy job was restarted"
     if wanted == "refused" and outcome not in ("refused", "kept", "gone"):
-        yield f"nothing could be saved, and the outcome is {outcome!r}"
+        yield f"no checkpoint could be saved, but the outcome is {outcome!r}"
     if wanted == "any" and outcome == "lost" and _should_speak(evidence):
-        yield f"{lost} finished steps are lost, and nothing was said"
+        yield f"{lost} finished steps are lost, and ttp did not report it"
 
 
 def _should_speak(evidence: Evidence) -> bool:
-    """Return whether a process was left that could say why nothing was saved."""
+    """Return whether a process was left that could report why no checkpoint was saved."""
     return bool(evidence.record.injected(*_DISK)) and not evidence.record.injected("term")
 
 
 def _times(record: Record) -> tuple[float | None, float | None, float | None]:
-    """Return the milliseconds from the first relevant injection to incident, newest commit and training."""
+    """Return ``detect_ms``, ``commit_ms`` and ``back_ms``, measured from the first relevant injection."""
     injections = [s for s in record.injections if s.what not in ("cont", "heal", "disk-heal")]
     deadly = [s for s in injections if s.what in _DEADLY and s.who != "controller"]
     since = min((injection.at_s for injection in deadly or injections), default=None)

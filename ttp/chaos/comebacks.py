@@ -1,4 +1,4 @@
-"""Kinds of runs of jobs that are about how their ranks come back: survivors that go on, ranks that are forked."""
+"""Kinds of runs that test how ranks come back: survivors that continue in their processes, and forked ranks."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ TEMPLATE = Target("template")
 _HOSTS = ("two hosts, going on",)
 EVERYWHERE = (*STEP_PHASES, *CALLED_PHASES)
 IN_TRAIN = ("entered", "joined", "restored")
-"""Points of a start at which a rank can do something to itself."""
+"""Phases of a start at which a rank can carry out a fault itself."""
 
 
 def _two(s: RunDraw) -> tuple[int, int]:
-    """Draw a rank that dies, and one that lives."""
+    """Draw two different ranks: one that dies, and one that lives."""
     one, two = s.chance.sample(range(s.job.world_size), 2)
     return one, two
 
 
 def _then_at(stage: str, what: str = "kill") -> Draw:
-    """Return a draw: kill a rank; at a point of going on, hurt another rank, or the one that takes the seat."""
+    """Return a draw: kill a rank; at a phase of the next start, ``what`` strikes another rank or the replacement."""
 
     def draw(s: RunDraw) -> tuple[Fault, ...]:
         dead, other = _two(s)
@@ -73,7 +73,7 @@ def _controller_at_event(s: RunDraw) -> tuple[Fault, ...]:
 
 
 def _then_soon(what: str, who: Callable[[RunDraw], Target]) -> Draw:
-    """Return a draw: kill a rank; hurt something else within the time that going on takes."""
+    """Return a draw: kill a rank; within 0.6 s, ``what`` strikes another target."""
     return lambda s: (s.here("kill", ranks(s.rank)), s.later(s.seconds(0, 0.6), what, who(s)))
 
 
@@ -151,4 +151,4 @@ COMEBACKS: tuple[Kind, ...] = (
     _warm("what is forked from dies meanwhile", _template_dies_meanwhile, last=True),
     _warm("what is forked from stands still meanwhile", _template_stops_meanwhile, last=True),
 )
-"""Kinds drawn with ``--include keep`` and ``--include warm``."""
+"""The kinds that are drawn with ``--include keep`` and ``--include warm``."""

@@ -1,4 +1,4 @@
-"""The file system that a tested job saves to: one of its own, so that it can be filled and made read-only."""
+"""The disk of a job under test: a file system for this job only, so that it can be filled and made read-only."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ttp.chaos.world import run
 
 BALLAST = ".ballast"
 QUOTA_BYTES = 1 << 20
-"""Bytes that a rank may write with ``disk-quota``: enough for notes and logs, too few for a piece of a wide model."""
+"""Largest file in bytes under ``disk-quota``: enough for notes and logs, too small for a piece of a wide model."""
 RETRY_S = 2.0
 
 
 class Disk:
-    """A file system in memory, mounted at ``path``. Mount it before the hosts are made: they inherit it.
+    """A file system in memory, mounted at ``path``. Create it before the hosts, which inherit the mount.
 
     Args:
-        path: mount point; created.
-        size: bytes.
+        path: the mount point, which is created.
+        size: size in bytes.
 
     Raises:
-        OSError: it cannot be mounted.
+        OSError: the file system cannot be mounted.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -46,10 +46,10 @@ class Disk:
             os.close(ballast)
 
     def protect(self) -> None:
-        """Make it read-only, as soon as no process has a file open for writing.
+        """Make the file system read-only, as soon as no process has a file open for writing.
 
         Raises:
-            OSError: some process always has.
+            OSError: processes had files open for writing for ``RETRY_S`` seconds.
         """
         deadline = time.monotonic() + RETRY_S
         while True:
@@ -67,12 +67,12 @@ class Disk:
         (self.path / BALLAST).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount it. Everything saved on it is lost."""
+        """Unmount the file system. Its content is lost."""
         with contextlib.suppress(OSError):
             run("umount", "--lazy", str(self.path))
 
 
 def limit(pid: int) -> None:
-    """Let a process write no file larger than ``QUOTA_BYTES`` from now on."""
+    """Limit the files that a process can write to ``QUOTA_BYTES``, from now on."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (QUOTA_BYTES, hard))

@@ -1,4 +1,4 @@
-"""The hosts of one job, as its driver sees them."""
+"""The hosts of a job: their interface, and the implementation that uses this machine as the only host."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ class Hosts(Protocol):
     names: list[str]
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Run ``command`` on a host; its output is appended to ``log``."""
+        """Start ``command`` on a host; its output is appended to ``log``."""
 
     def listen(self, host: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-        """Run ``command`` in a host's network only, with pipes; it outlives the host."""
+        """Start ``command`` in the network of a host, with pipes. The process outlives the host."""
 
     def processes(self, host: int) -> list[psutil.Process]:
         """Return all processes of the job on a host."""
 
     def power_off(self, host: int) -> None:
-        """Take a host away at once: nothing more is heard from it."""
+        """Take a host away: its processes are killed and it sends nothing more."""
 
     def power_on(self, host: int) -> None:
-        """Put a new host in the place of one that is gone; reconnect a host that is there."""
+        """Create a new host in place of one that was taken away; reconnect one that exists."""
 
     def cut(self, host: int, *, carrier: bool) -> None:
-        """Cut a host off from the others; without ``carrier`` its cable is out, too."""
+        """Cut a host off from the others. ``carrier``: whether its network interface still reports a link."""
 
     def join(self, host: int) -> None:
         """Undo ``cut``."""
 
     def leftovers(self, host: int) -> list[str]:
-        """Return what a finished job has left on a host: processes, and files in shared memory."""
+        """Return the processes and the files in shared memory that a finished job has left on a host."""
 
     def close(self) -> None:
         """End everything that runs on the hosts."""
 
 
 def commands(processes: Sequence[psutil.Process]) -> list[str]:
-    """Return the command lines of processes, for people; zombies do not count."""
+    """Return the command lines of processes, cut to 200 characters; zombies are left out."""
     texts = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -59,25 +59,25 @@ def commands(processes: Sequence[psutil.Process]) -> list[str]:
 
 
 def piped(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Run ``command`` with pipes for lines; its stderr is dropped."""
+    """Start ``command`` with line-buffered pipes for stdin and stdout; its stderr is dropped."""
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(command, env=dict(env), text=True, bufsize=1, stdin=pipe, stdout=pipe, stderr=null)
 
 
 # --------------------------------------------------------------------------------------------------------- this machine
 #
-# This machine as the only host of a job, where namespaces cannot be made.
+# This machine as the only host of a job, where namespaces cannot be created.
 
 
 JOB_TAG = "CHAOS_JOB"
-"""Variable in the environment of every process of a job; the value names the job."""
+"""Environment variable of every process of a job; its value is the tag of the job (``new_tag``)."""
 
 
 class ThisMachine:
-    """One host that shares network, disk and processes with this machine.
+    """This machine as the only host of a job, without namespaces.
 
     Args:
-        tag: name of the job, by which its processes are found.
+        tag: tag of the job, by which its processes are found.
     """
 
     def __init__(self, tag: str) -> None:
@@ -116,17 +116,17 @@ class ThisMachine:
             psutil.wait_procs(found, timeout=1)
 
     def power_on(self, host: int) -> None:
-        """See ``Hosts.power_on``. Does nothing: this machine is always there."""
+        """See ``Hosts.power_on``. Does nothing: this machine is always on."""
 
     def cut(self, host: int, *, carrier: bool) -> None:
-        """See ``Hosts.cut``. Raises ``OSError``: the only host cannot be cut off."""
+        """See ``Hosts.cut``. Always raises ``OSError``."""
         raise OSError("the only host cannot be cut off")
 
     def join(self, host: int) -> None:
         """See ``Hosts.join``. Does nothing."""
 
     def leftovers(self, host: int) -> list[str]:
-        """See ``Hosts.leftovers``. Shared memory is not looked at: other jobs of this user may use it."""
+        """See ``Hosts.leftovers``. Shared memory is not checked, because other jobs of this user may use it."""
         return commands(self.processes(host))
 
     def close(self) -> None:
@@ -135,13 +135,13 @@ class ThisMachine:
 
 
 def new_tag() -> str:
-    """Return a name for a job that tells which process drives it: ``PID:START:NUMBER``."""
+    """Return a tag for a job that identifies the process that drives it: ``PID:START:NUMBER``."""
     me = psutil.Process()
     return f"{me.pid}:{me.create_time():.2f}:{time.monotonic_ns()}"
 
 
 def end_orphans() -> list[int]:
-    """Kill processes that an earlier ``ttp chaos``, killed itself, has left running; returns their ids."""
+    """Kill the job processes of ``ttp chaos`` runs that were killed themselves, and return their ids."""
     ended = []
     for process, tag in _tagged():
         pid, start, _ = (*tag.split(":"), "", "")[:3]

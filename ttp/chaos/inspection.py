@@ -1,4 +1,4 @@
-"""Examines what a finished job has left: its checkpoints, and processes and files that should be gone."""
+"""Check what a job has left behind: its checkpoints, and processes and files that should be gone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ttp.store.manifest import Manifest
 from ttp.store.verify import verify_checkpoint
 
 LEAVE_S = 20.0
-"""Seconds: a controller answers questions for a moment after the job's end; a standby takes a little longer."""
+"""Seconds in which processes may end after the job: controllers stay a while to answer requests, standbys longer."""
 
 
 def checkpoints(save_dirs: Sequence[Path]) -> list[Found]:
-    """Return every checkpoint in these directories, read in full; sorted by version."""
+    """Read and verify every checkpoint in these directories, and return them sorted by version."""
     found = []
     for path in (path for save_dir in save_dirs if save_dir.is_dir() for path in sorted(save_dir.iterdir())):
         version = names.parse_checkpoint_name(path.name)
@@ -38,7 +38,7 @@ def _missing_pages(path: Path) -> tuple[int, ...]:
 
 
 def closing_words(save_dirs: Sequence[Path], hosts: Hosts, numbers: Iterable[int]) -> list[str]:
-    """Return what is wrong with a finished job: the findings of ``ttp verify``, running processes, left files."""
+    """Return the findings about a finished job: those of ``ttp verify``, running processes, left files."""
     words = []
     for save_dir in (save_dir for save_dir in save_dirs if checkpoints([save_dir])):
         command = [sys.executable, "-m", "ttp", "verify", str(save_dir)]

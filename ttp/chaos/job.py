@@ -1,8 +1,8 @@
 """The job under test: a small, deterministic DDP training, ``python -m ttp.chaos.job``.
 
-Its ranks differ in everything that ranks differ in: dropout, data, BatchNorm statistics, the random streams of Python
-and numpy. After each step and after a restore every rank writes down, with one write that survives a SIGKILL, a digest
-of the state that is equal on all ranks and one of its own state.
+Its ranks differ in all that differs between real ranks: dropout, data, BatchNorm statistics, the random streams of
+Python and numpy. After each step and after a restore, every rank appends to its notes, in one write that survives a
+SIGKILL, a digest of the state that is equal on all ranks and one of its own state.
 
 Environment: ``CHAOS_DIR`` (for notes), ``CHAOS_SAVE_DIR``, ``CHAOS_STEPS``, ``CHAOS_WIDTH``, ``CHAOS_STEP_MS``, and
 what ``ttp.chaos.rank_connection`` reads.
@@ -35,12 +35,12 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def life() -> tuple[int, int]:
-    """Return which start of the job, and of its ranks, this is. A process that goes on has several lives."""
+    """Return the current life (``notes.LifeKey``). A process that continues after a failure has several lives."""
     return int(os.environ.get(LAUNCH, "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Here:
-    """The position of this rank in its life, and its connection to the driver, which can hurt it there."""
+    """The current step of this rank, and its connection to the driver, in one life."""
 
     _now: ClassVar[Here | None] = None
 
@@ -51,7 +51,7 @@ class Here:
 
     @classmethod
     def now(cls) -> Here:
-        """Return the object of the present life: a process that goes on after a failure has one after the other."""
+        """Return the object of the current life; a process that continues after a failure gets a new one."""
         before = cls._now
         if before is None or before.life != life():
             cls._now = Here()
@@ -61,7 +61,7 @@ class Here:
         return cls._now
 
     def at(self, phase: str) -> None:
-        """Come to ``phase`` of the current step, and do what the driver orders there."""
+        """Report ``phase`` of the current step to the driver, and carry out the fault that the driver orders."""
         match self.line.at(self.step, phase):
             case "raise":
                 raise ValueError("a wrong turn in the training loop")
@@ -75,20 +75,20 @@ class Here:
 
 def deadlock() -> None:
     """Wait forever with the interpreter lock held, in a call that no signal ends."""
-    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)  # unlike CDLL it keeps the lock
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)  # PyDLL keeps the interpreter lock
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
 
 
 class Watched(nn.Module):
-    """A module that passes tensors through; its forward and backward are points of the step."""
+    """An identity module that reports the phases ``forward`` and ``backward``."""
 
     def __init__(self, here: Here) -> None:
         super().__init__()
         self._here = here
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``; the forward pass and, by a hook, the backward pass come to their points here."""
+        """Return ``x``, report ``forward``, and report ``backward`` from a hook on the gradient."""
         if self.training:
             self._here.at("forward")
         if x.requires_grad:
@@ -98,7 +98,7 @@ class Watched(nn.Module):
 
 
 class TwoHalves(torch.optim.AdamW):
-    """AdamW with a point half-way through its update."""
+    """AdamW that reports the phase ``in_step`` half-way through its update."""
 
     here: Here
 
@@ -118,10 +118,10 @@ class TwoHalves(torch.optim.AdamW):
 
 
 class Schedule(torch.optim.lr_scheduler.LambdaLR):
-    """A schedule with a point in its step."""
+    """A learning rate schedule that reports the phase ``scheduler`` in its step."""
 
     here: ClassVar[Here | None] = None
-    """Kept on the class: attributes of an instance belong to its state."""
+    """A class attribute, because instance attributes belong to the schedule's ``state_dict``."""
 
     def step(self, epoch: int | None = None) -> None:
         """Set the next learning rate."""
@@ -131,7 +131,7 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
 
 
 class Losses:
-    """The loss curve, as extra state."""
+    """The loss curve, an ``extra_state`` that reports the phase ``extra_state``."""
 
     here: ClassVar[Here | None] = None
     """See ``Schedule.here``."""
@@ -140,18 +140,18 @@ class Losses:
         self.values: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the state."""
         if Losses.here is not None:
             Losses.here.at("extra_state")
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a checkpoint."""
+        """Load the state."""
         self.values = list(state["values"])
 
 
 class Training:
-    """Model, optimizer, schedule and streams of one rank."""
+    """Model, optimizer, schedule, losses and random streams of one rank."""
 
     def __init__(self, here: Here, width: int) -> None:
         self.here = here
@@ -164,7 +164,7 @@ class Training:
         self.optimizer = TwoHalves(self.model.parameters(), lr=1e-2)
         self.optimizer.here = here
         self.schedule = Schedule(self.optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
-        Schedule.here = Losses.here = here  # from now on: making a schedule is a step of it
+        Schedule.here = Losses.here = here  # only now: the constructor of a schedule calls its step()
         self.losses = Losses()
         torch.manual_seed(100 + RANK)  # every rank has its own dropout stream
         random.seed(200 + RANK)
@@ -180,7 +180,7 @@ class Training:
             total += float(loss.detach())
             if self.model.require_backward_grad_sync:
                 self.here.at("loss")
-                self.losses.values.append(total)  # before the gradients leave this rank: it may die right after
+                self.losses.values.append(total)  # before the all-reduce: the rank may die right after it
             loss.backward()  # type: ignore[no-untyped-call]
         self.here.at("allreduced")
         note("update", step + 1)
@@ -230,7 +230,7 @@ def digest(parts: Iterable[Any], last: bytes) -> str:
 
 
 def note(kind: str, value: int, *more: str) -> None:
-    """Append to this rank's notes with one write."""
+    """Append a line to this rank's notes: time, life, kind, value and digests. One write survives a SIGKILL."""
     words = (f"{time.monotonic():.6f}", "{}.{}".format(*life()), kind, str(value), *more)
     with (Path(os.environ["CHAOS_DIR"]) / f"rank{RANK}.log").open("a") as log:
         log.write(" ".join(words) + "\n")
@@ -238,7 +238,7 @@ def note(kind: str, value: int, *more: str) -> None:
 
 @ttp.ttp_to_persist
 def train(steps: int, width: int) -> None:
-    """Train: the loop of a user, with the three lines of ttp."""
+    """Train as a user's program does, with the three lines of ttp."""
     here = Here.now()
     here.at("entered")
     training = Training(here, width)
@@ -267,7 +267,7 @@ def train(steps: int, width: int) -> None:
 
 
 def meet_where_it_goes_on() -> None:
-    """Add points where a rank goes on in its process after a failure, or takes the seat of a dead one."""
+    """Report the phases of ``START_PHASES`` in which a rank continues in its process or replaces a dead rank."""
     goes_on: Any = continuing.current()
     if goes_on is None:
         return

@@ -1,4 +1,4 @@
-"""The kinds of runs that a campaign draws from."""
+"""The kinds of runs that a campaign draws from, and the functions that draw their faults."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ INCIDENT = ("opened", "answer", "plan", "saved", "commit", "committed")
 
 @dataclass(slots=True)
 class RunDraw:
-    """The place that a run is drawn for: one job, one step, one phase.
+    """Draws the faults of one run: for one job, at one step and phase.
 
     Args:
-        job: the script, without runs.
+        job: the script of the job, without runs.
         step: step of the first fault.
         phase: phase of that step.
         prefix: prefix of the names of the faults.
-        chance: the random numbers.
+        chance: the random number generator.
     """
 
     job: Script
@@ -40,16 +40,16 @@ class RunDraw:
         return self.chance.randrange(self.job.world_size)
 
     def several(self, least: int, most: int) -> tuple[int, ...]:
-        """Draw from ``least`` to ``most`` random ranks."""
+        """Draw between ``least`` and ``most`` different ranks."""
         count = self.chance.randint(least, most)
         return tuple(sorted(self.chance.sample(range(self.job.world_size), count)))
 
     def seconds(self, least: float, most: float) -> float:
-        """Draw a random time in seconds."""
+        """Draw a duration between ``least`` and ``most`` seconds."""
         return round(self.chance.uniform(least, most), 3)
 
     def here(self, what: str, who: Target, name: str = "first", seconds: float = 0.0) -> Fault:
-        """Make a fault at this step and phase."""
+        """Return a fault at this step and phase."""
         seen_by = None if who.kind == "ranks" else self._rank_on_another_host(who)
         return Fault(f"{self.prefix} {name}", what, who, self.step, self.phase, seen_by, seconds=seconds)
 
@@ -58,15 +58,15 @@ class RunDraw:
         return self.chance.choice(others)
 
     def at_event(self, event: str, what: str, who: Target, name: str = "second") -> Fault:
-        """Make a fault at an event of the controller."""
+        """Return a fault at an event of the controller."""
         return Fault(f"{self.prefix} {name}", what, who, event=event)
 
     def later(self, seconds: float, what: str, who: Target, name: str = "second", after: str = "first") -> Fault:
-        """Make a fault some seconds after another one."""
+        """Return a fault ``seconds`` after the fault named ``after``."""
         return Fault(f"{self.prefix} {name}", what, who, after=f"{self.prefix} {after}", seconds=seconds)
 
     def next_start(self, phase: str, what: str, who: Target, name: str = "second", seen_by: int | None = None) -> Fault:
-        """Make a fault at the next start of the job."""
+        """Return a fault at a phase of the job's next start."""
         return Fault(f"{self.prefix} {name}", what, who, phase=phase, seen_by=seen_by)
 
 
@@ -76,15 +76,15 @@ class Kind:
 
     Args:
         title: its name in the report.
-        faults: draws its faults.
-        expect: the outcome that it has to have.
-        weight: how often it is drawn.
-        phases: phases of a step at which it may begin.
-        shapes: names of the jobs that it can be drawn for.
-        needs: what the machine has to offer for it.
-        features: features of ``--include``.
-        diverges: it comes last in its job: rank-local state is lost in it, so that later bits cannot be compared, or
-            ranks do not come back as before.
+        faults: function that draws the faults.
+        expect: the expected outcome.
+        weight: relative frequency.
+        phases: phases of a step at which the run may begin.
+        shapes: names of the jobs (``campaign.SHAPES``) that the run can be part of.
+        needs: what the machine has to provide: ``hosts``, ``mount``.
+        features: features of ``--include`` that have to be asked for.
+        diverges: whether the run has to be the last of its job: rank-local state is lost in it, so that later bits
+            cannot be compared, or later restarts differ.
     """
 
     title: str
@@ -214,7 +214,7 @@ def _disk_for_a_moment(s: RunDraw) -> tuple[Fault, ...]:
 
 
 def _host(what: str, number: int | None = None) -> Callable[[RunDraw], tuple[Fault, ...]]:
-    """Return a draw: hurt host ``number``, or (None) any but the first, on which the controller is."""
+    """Return a draw: a fault of host ``number``; None means a random host without the controller (not host 0)."""
 
     def draw(s: RunDraw) -> tuple[Fault, ...]:
         host = s.chance.randrange(1, s.job.hosts) if number is None else number
@@ -346,4 +346,4 @@ KINDS += (
     ),
     Kind("kill a host, mirrored", _host("kill"), weight=2, shapes=("mirrored",), features=_MIRROR),
 )
-"""Kinds of runs; those of jobs that are about how ranks come back are in ``ttp.chaos.comebacks``."""
+"""The kinds of runs, except those that test how ranks come back, which are in ``ttp.chaos.comebacks``."""

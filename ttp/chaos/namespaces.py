@@ -1,4 +1,4 @@
-"""Hosts made of namespaces: addresses, processes, shared memory and a name of their own, behind one switch."""
+"""Hosts made of Linux namespaces: each has its own address, processes, shared memory and name, on a common bridge."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _INIT = (
 
 
 class Namespaces:
-    """Several hosts inside this world. Process numbers are those of this world, not the hosts' own.
+    """The hosts of a job inside this chaos world. Process ids are those of the world, not those inside the hosts.
 
     Args:
-        network: number of the job; no two that run at the same time may share it.
+        network: number of the job's network, unique among the running jobs.
         count: number of hosts.
-        folder: folder for the file of their names.
+        folder: folder for the hosts' ``/etc/hosts`` and log.
     """
 
     def __init__(self, network: int, count: int, folder: Path) -> None:
@@ -68,7 +68,7 @@ class Namespaces:
         return [p for p in found if p.pid != self._pids[host]]
 
     def power_off(self, host: int) -> None:
-        """See ``Hosts.power_off``. The cable goes first: a host without power sends nothing more."""
+        """See ``Hosts.power_off``. The link goes down first, because a host without power sends nothing more."""
         with contextlib.suppress(OSError):
             run("ip", "link", "set", self._ports[host], "down")
         init = self._inits[host]
@@ -99,7 +99,7 @@ class Namespaces:
         with init.stdout:
             said = init.stdout.readline()
         if said != "up\n":
-            raise OSError(f"host {host} of a chaos job could not be made; see {self._log}")
+            raise OSError(f"host {host} of a chaos job could not be created; see {self._log}")
         self._inits[host], self._pids[host] = init, psutil.Process(init.pid).children()[0].pid
         self._plug_in(host)
 
@@ -138,7 +138,7 @@ class Namespaces:
             run("ip", "link", "del", self._bridge)
 
     def enter(self, host: int, *which: str) -> list[str]:
-        """Return the words that run a command in these namespaces of a host (options of ``nsenter``)."""
+        """Return the ``nsenter`` command that enters these namespaces of a host; the command to run follows it."""
         return ["nsenter", "--target", str(self._pids[host]), *which]
 
 

@@ -1,4 +1,4 @@
-"""The notes of the ranks: which versions they began and finished, and with which bits."""
+"""The notes of the ranks of a job under test: the versions they began and finished, and the digests of their state."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LifeKey = tuple[int, int]
-"""A start of the job: number of launches by the scheduler, and of restarts by the launcher since."""
+"""A life, that is one start of the job: the number of launches by the scheduler, and of restarts by the launcher."""
 
 Digests = tuple[str, str]
-"""Digests of the state that is equal on all ranks, and of a rank's own state."""
+"""Two digests: of the state that is equal on all ranks, and of a rank's own state."""
 
 
 @dataclass(slots=True)
 class RankLife:
-    """One rank between two restarts. ``start`` is None if it died before it was restored."""
+    """The notes of one rank in one life. ``start`` is the restored version; None if the rank died before that."""
 
     start: int | None = None
     start_digests: Digests | None = None
     begun: int = 0
-    """The newest version whose update it began; the start if none."""
+    """The newest version whose update the rank began; ``start`` if none."""
     finished: int = 0
-    """The newest version that it finished; the start if none."""
+    """The newest version that the rank finished; ``start`` if none."""
     states: dict[int, Digests] = field(default_factory=dict)
     """Digests at the end of each step, by version."""
 
@@ -32,7 +32,7 @@ Notes = Mapping[int, Mapping[LifeKey, RankLife]]
 
 
 def read(folder: Path, ranks: int) -> Notes:
-    """Return the notes of all ranks of a job."""
+    """Read the notes of all ``ranks`` ranks of a job from its folder."""
     return {rank: parse(_lines(folder / f"rank{rank}.log")) for rank in range(ranks)}
 
 

@@ -1,4 +1,4 @@
-"""Parses the text of a script to a ``Script``; every mistake is named, with what was probably meant."""
+"""Parse the TOML text of a script to a ``Script``. Errors name the place, and the closest known word."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ else:
 
 
 def _plain(kind: type) -> dict[str, type]:
-    """Return the fields of a dataclass that are numbers or texts, or may be None, with their types."""
+    """Return the fields of a dataclass that are booleans, numbers or texts, perhaps optional, with their types."""
     hints = {name: (get_args(hint) or (hint,))[0] for name, hint in get_type_hints(kind).items()}
     return {name: hint for name, hint in hints.items() if hint in (bool, float, int, str)}
 
@@ -55,7 +55,7 @@ def read(path: Path) -> Script:
     """Read the script in a file.
 
     Raises:
-        ConfigError: the file cannot be read, is no TOML, or makes no sense; the text names the place.
+        ConfigError: the file cannot be read, is not TOML, or is not a valid script; the text names the place.
     """
     try:
         return parse(path.read_text(encoding="utf-8"), str(path))
@@ -64,11 +64,11 @@ def read(path: Path) -> Script:
 
 
 def parse(text: str, name: str = "script") -> Script:
-    """Parse a script; ``name`` names it in errors. Raises as ``read``."""
+    """Parse a script; ``name`` is its name in errors. Raises the same errors as ``read``."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"{name} is no TOML: {problem}") from None
+        raise ConfigError(f"{name} is not valid TOML: {problem}") from None
     try:
         return _script(content)
     except ConfigError as problem:
@@ -102,27 +102,27 @@ def _env(table: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 def _check_job(script: Script) -> None:
     for key in ("hosts", "ranks_per_host", "steps", "width"):
         if getattr(script, key) < 1:
-            raise ConfigError(f"{key} = {getattr(script, key)}: at least 1 is wanted")
+            raise ConfigError(f"{key} = {getattr(script, key)}: it has to be at least 1")
     if not 0 <= script.step_ms <= 60_000:
-        raise ConfigError(f"step_ms = {script.step_ms}: from 0 to 60000 is wanted")
+        raise ConfigError(f"step_ms = {script.step_ms}: it has to be from 0 to 60000")
     if script.world_size > WORLD_MAX or script.hosts > 16:
         raise ConfigError(f"{script.hosts} hosts with {script.ranks_per_host} ranks each are too many for one machine")
     check_known(script.launcher, LAUNCHERS, "a launcher", "launcher")
-    check_known(script.restart, RESTARTS, "who starts the job again", "restart")
+    check_known(script.restart, RESTARTS, "a way to restart the job", "restart")
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
 
 def _fault(table: Any, index: int, script: Script) -> tuple[Fault, dict[str, str]]:
-    """Return a fault, and what its table says about its run."""
+    """Return the fault in a table, and the keys ``run`` and ``expect`` of the table, which are about its run."""
     where = f"fault {index + 1}"
     if not isinstance(table, dict):
         raise ConfigError(f"{where} has to be a table: [[fault]]")
     _check_keys(table, FAULT_KEYS, where)
     for key in ("who", "what"):
         if key not in table and not (key == "who" and str(table.get("what", "")).startswith("disk-")):
-            raise ConfigError(f"{where} does not say {key}")
+            raise ConfigError(f"{where} has no key '{key}'")
     words: dict[str, Any] = {key: table[key] for key in table if key not in ("who", "run", "expect")}
     target = _target(table.get("who", "disk"), where)
     fault = Fault(**{"name": f"fault {index + 1}"} | words, who=target)
@@ -138,25 +138,25 @@ def _target(text: str, where: str) -> Target:
         examples = (
             "rank 2, ranks 0 3, host 1, all, bystander, committer, controller, disk, launcher, random, saver, template"
         )
-        raise ConfigError(f"{where}: who = {text!r} is nobody; known: {examples}")
+        raise ConfigError(f"{where}: who = {text!r} is not a target; examples: {examples}")
     return target
 
 
 def _check_words(fault: Fault, where: str) -> None:
-    check_known(fault.what, FAULT_WORDS, "something that can be done", f"{where}: what")
+    check_known(fault.what, FAULT_WORDS, "a kind of fault", f"{where}: what")
     if fault.phase:
         check_known(fault.phase, (*_OF_STEPS, *START_PHASES), "a phase", f"{where}: phase")
     if fault.event:
         check_known(fault.event, EVENTS, "an event", f"{where}: event")
     told = [bool(fault.phase) or fault.step is not None, bool(fault.event), bool(fault.after)]
     if sum(told) != 1:
-        raise ConfigError(f"{where} has to say when by exactly one of: step with phase, event, after")
+        raise ConfigError(f"{where} needs exactly one of these to say when it happens: step with phase, event, after")
     if fault.step is not None and fault.phase not in _OF_STEPS:
         raise ConfigError(f"{where}: a step needs a phase, one of {', '.join(_OF_STEPS)}")
     if fault.phase in _OF_STEPS and fault.step is None:
         raise ConfigError(f"{where}: phase {fault.phase!r} needs a step")
     if not 0 <= fault.seconds <= 600:
-        raise ConfigError(f"{where}: seconds = {fault.seconds:g}: from 0 to 600 is wanted")
+        raise ConfigError(f"{where}: seconds = {fault.seconds:g}: it has to be from 0 to 600")
 
 
 def _check_target(fault: Fault, script: Script, where: str) -> None:
@@ -164,9 +164,9 @@ def _check_target(fault: Fault, script: Script, where: str) -> None:
     if fault.who.kind not in known.targets:
         raise ConfigError(f"{where}: {fault.what} cannot be done to {fault.who}, only to {', '.join(known.targets)}")
     if known.inside and (not fault.phase or fault.seconds):
-        raise ConfigError(f"{where}: a rank does {fault.what!r} itself, so it needs a phase, and no seconds")
+        raise ConfigError(f"{where}: a rank carries out {fault.what!r} itself, so it needs a phase, and no seconds")
     if known.needs == "hosts" and script.hosts < 2:
-        raise ConfigError(f"{where}: {fault.what} needs several hosts, and hosts = {script.hosts}")
+        raise ConfigError(f"{where}: {fault.what} needs several hosts, but hosts = {script.hosts}")
     most = script.hosts if fault.who.kind == "host" else script.world_size
     for number in (*fault.who.numbers, *([] if fault.seen_by is None else [fault.seen_by])):
         limit = most if number in fault.who.numbers else script.world_size
@@ -205,11 +205,11 @@ def _check_runs(script: Script) -> None:
     for run in script.runs:
         if run.step < last + 2:
             raise ConfigError(
-                f"step {run.step} comes too soon after {last}: runs begin in ascending order, 2 steps apart"
+                f"step {run.step} comes too soon after {last}: each run has to begin at least 2 steps after the last"
             )
         if run.step > script.steps - 2:
             raise ConfigError(
-                f"step {run.step} is too late: after it there has to be another of the {script.steps} steps"
+                f"step {run.step} is too late: at least one more of the {script.steps} steps has to follow it"
             )
         last = run.step
         earlier: set[str] = set()
@@ -232,7 +232,7 @@ def _check_keys(table: Mapping[str, Any], known: Mapping[str, type], where: str)
 
 
 def check_known(word: str, known: Collection[str], kind: str, where: str) -> None:
-    """Raise ``ConfigError`` unless ``word`` is one of ``known``; name the nearest."""
+    """Raise ``ConfigError`` unless ``word`` is one of ``known``; the text names the closest known word."""
     if word in known:
         return
     close = difflib.get_close_matches(word, known, n=1)

@@ -1,4 +1,4 @@
-"""The lasting result of a run: one line of JSON, enough for the report and to repeat it."""
+"""The result of a run as a line of JSON: everything that the report needs."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Result:
     """The result of one run.
 
     Args:
-        job: number of the job that it belonged to.
+        job: number of the job.
         folder: name of the job's folder.
-        title: the kind of run.
+        title: title of the kind of run.
         phase: phase of the first fault.
         step: step of the first fault.
-        faults: what was done, in words.
-        world: like ``1x3``: hosts, ranks on each.
+        faults: the injected faults, in words.
+        world: number of hosts and of ranks on each, such as ``1x3``.
         launcher: launcher of the job.
-        expect: see ``ttp.chaos.vocabulary.OUTCOMES``.
-        outcome: see ``ttp.chaos.checks``.
-        findings: what is wrong; empty: nothing.
-        missed: faults whose moment never came.
-        version: version from which the job went on; None: it was not restarted.
+        expect: expected outcome; see ``ttp.chaos.vocabulary.OUTCOMES``.
+        outcome: outcome; see ``ttp.chaos.checks``.
+        findings: everything that was wrong, in words; empty if the run is good.
+        missed: the faults that were not injected, with the reason.
+        version: version from which the job resumed; None if it was not restarted.
         lost_steps: see ``Judgement``.
         detect_ms: see ``Judgement``.
         commit_ms: see ``Judgement``.
         back_ms: see ``Judgement``.
-        freezes: number of incidents, thawed ones too.
-        ways: how each restart came about, and why not in a better way; see ``ttp.chaos.ways``.
-        kept_processes: how often the survivors went on in their processes.
+        freezes: number of incidents, including those that were thawed.
+        kept_processes: how often the survivors continued in their processes.
+        ways: how the ranks came back at each restart, and the reasons; see ``ttp.chaos.ways``.
     """
 
     job: int
@@ -68,7 +68,7 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """True if nothing was wrong."""
+        """Whether there are no findings."""
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def read(path: Path) -> list[Result]:
     """Read all lines of a file of results.
 
     Raises:
-        ConfigError: the file cannot be read, or is something else.
+        ConfigError: the file cannot be read, or does not hold results.
     """
     try:
         return list(_results(path.read_text().splitlines()))

@@ -1,4 +1,4 @@
-"""Runs scripts one after the other or side by side, each in a folder of its own and against an unbroken run."""
+"""Run scripts, several at a time, each in its own folder, and compare each with an unbroken run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Runner:
     """Runs scripts.
 
     Args:
-        folder: folder for everything that is written.
-        tell: called with every result, from the thread of its job.
-        keep: keep checkpoints of jobs without findings, too.
+        folder: folder for all files.
+        tell: is called with every result, on the thread of its job.
+        keep: whether to keep the checkpoints of jobs without findings too.
     """
 
     folder: Path
@@ -40,7 +40,13 @@ class Runner:
     _places: Places = field(default_factory=Places)
 
     def run(self, scripts: Sequence[Script], jobs: int, first: int = 0) -> None:
-        """Run all scripts, ``jobs`` at a time; returns when the last is over. ``first``: number of the first."""
+        """Run all scripts, ``jobs`` at a time, and return when the last one is over.
+
+        Args:
+            scripts: the scripts.
+            jobs: number of jobs that run at the same time.
+            first: number of the first job, for the names of folders.
+        """
         pool = ThreadPoolExecutor(jobs, thread_name_prefix="chaos")
         try:
             steps = {kind: max(s.steps for s in scripts if _kind(s) == kind) for kind in map(_kind, scripts)}
@@ -54,7 +60,7 @@ class Runner:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _job(self, index: int, script: Script, reference_steps: int) -> None:
-        """Run one script. If its job is lost, the remaining runs are done by another job."""
+        """Run one script. If its job has to be aborted, a new job does the remaining runs."""
         reference = self._reference(replace(script, steps=reference_steps))
         attempt = 0
         while script.runs:
@@ -64,7 +70,7 @@ class Runner:
             attempt += 1
 
     def _attempt(self, index: int, script: Script, folder: Path, reference: Reference) -> int:
-        """Run a script until its job ends; returns the number of finished runs, at least one."""
+        """Run a script until its job ends, and return the number of judged runs, at least one."""
         folder.mkdir(parents=True)
         (folder / SCRIPT_FILE).write_text(to_toml(script))
         results: list[Result] = []
@@ -72,7 +78,7 @@ class Runner:
         def tell(judged: Judged) -> None:
             if results:
                 self._tell(results[-1])
-            results.append(result_of(index, script, folder, judged))  # told when it is known how the job ends
+            results.append(result_of(index, script, folder, judged))  # the last result is told after the job's end
 
         with self._places.place(script, folder) as place:
             driver = Driver(script, folder, place, reference, tell)
@@ -93,7 +99,7 @@ class Runner:
     # -------------------------------------------------------------------------------------------------------- reference
 
     def _reference(self, script: Script) -> Reference:
-        """Return the unbroken run of the same training; each kind of training is run once."""
+        """Return the digests of an unbroken run of the same training; each kind of training is run once."""
         with self._reference_lock:
             if _kind(script) not in self._references:
                 self._references[_kind(script)] = self._unbroken(script)
@@ -108,10 +114,10 @@ class Runner:
             told = {"stdout": out, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
             done = subprocess.run(command, env=env, timeout=REFERENCE_S_MAX, check=False, **told)  # type: ignore[call-overload]
         if done.returncode:
-            raise ConfigError(f"the training fails without anybody hurting it; see {log}")
+            raise ConfigError(f"the training fails although no fault was injected; see {log}")
         return notes.reference(notes.read(folder, script.world_size))
 
 
 def _kind(script: Script) -> tuple[int, int]:
-    """Return the kind of a job's training. Jobs of one kind train the same; later steps do not change earlier ones."""
+    """Return the key of a job's training: equal keys mean equal bits in equal steps, for any number of steps."""
     return script.world_size, script.width

@@ -1,9 +1,9 @@
-"""A chaos script: one job, and which faults it gets when. Read from TOML, checked, and written as TOML.
+"""A chaos script: one job, and the faults to inject into it. ``ttp.chaos.reading`` parses scripts from TOML.
 
-A fault says when, ``who`` and ``what``. When is one of: ``step`` and ``phase``; ``phase`` alone, such as ``joined`` or
-``restored``, at the next start; ``event``, when the controller sends it; ``after`` another fault. Each can have
-``seconds`` of delay. A fault with a ``step`` of its own begins a *run*: one incident with its checks. The faults that
-follow it belong to the same run, up to the next one with another step.
+A fault has a target (``who``), a kind (``what``) and a time, which is one of: ``step`` and ``phase``; ``phase`` alone,
+such as ``joined`` or ``restored``, at the next start; ``event``, when the controller sends it; ``after`` another fault.
+Each can have ``seconds`` of delay. A fault with a new ``step`` begins a *run*: one incident with its checks. The faults
+that follow belong to the same run, up to the next one with another step.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ttp.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault that is injected into the job; see the module.
+    """One fault to inject into the job; see the module.
 
     Args:
-        name: for ``after``, and for the report.
-        what: a word of ``FAULT_WORDS``.
+        name: name, for ``after`` and for the report.
+        what: kind of the fault, a word of ``FAULT_WORDS``.
         who: the target.
-        step: counted from 0; None: not bound to a step.
-        phase: one of ``STEP_PHASES`` or ``START_PHASES``; empty: not bound to one.
-        seen_by: the rank whose arrival at the phase counts, where the target is no rank; None: the lowest one.
-        event: an event of the controller; empty: not bound to an event.
-        after: name of the fault that this one follows; empty: none.
-        seconds: delay. The rank that reached the phase does not wait for it.
+        step: the step, counted from 0; None if the fault is not bound to a step.
+        phase: one of ``STEP_PHASES``, ``CALLED_PHASES`` or ``START_PHASES``; empty if not bound to a phase.
+        seen_by: if the target is not a set of ranks, the rank whose arrival at the phase counts; None for rank 0.
+        event: an event of the controller; empty if the fault is not bound to an event.
+        after: name of the fault that this one follows; empty if it follows none.
+        seconds: delay in seconds. Ranks that reached the phase do not wait for it.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Fault:
 
     @property
     def watchers(self) -> tuple[int, ...]:
-        """The ranks that have to be at the phase."""
+        """The ranks that have to reach the phase before the fault is injected."""
         if self.who.kind == "ranks":
             return self.who.numbers
         return (self.seen_by or 0,)
 
     @property
     def moment(self) -> str:
-        """The moment of the fault, in a word or two, for tables."""
+        """The time of the fault in a word or two, for tables."""
         if self.event:
             return f"at {self.event}"
         if self.after:
@@ -64,9 +64,9 @@ class Run:
     """One incident with its checks.
 
     Args:
-        title: the kind of run, for the report.
-        faults: in the order in which they are armed.
-        expect: one of ``OUTCOMES``.
+        title: title of the kind of run, for the report.
+        faults: the faults, in their order.
+        expect: the expected outcome, one of ``OUTCOMES``.
     """
 
     title: str
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The step before which the job is held until the run before is over."""
+        """The step before which all ranks are held until the run before is over."""
         assert self.faults[0].step is not None
         return self.faults[0].step
 
@@ -85,17 +85,17 @@ class Script:
     """A job and its runs.
 
     Args:
-        hosts: number of hosts, each with an address of its own if there are several.
+        hosts: number of hosts; several hosts have an address each.
         ranks_per_host: number of ranks on each host.
         steps: number of steps of the training.
         launcher: ``ttp`` (run) or ``torchrun``.
-        restart: what starts the job again: ``agent`` (in place) or ``scheduler``.
+        restart: what restarts the job, one of ``RESTARTS``.
         step_ms: milliseconds of sleep after each step.
         width: width of the model's wide layer; weights and moments take about ``0.6 kB * width``.
         fallback: whether the job has a second directory to save to.
-        seed: for targets that are ``random``.
+        seed: seed for targets that are ``random``.
         env: ``TTP_*`` settings of the job, as pairs.
-        runs: by ascending steps.
+        runs: the runs, by ascending steps.
     """
 
     hosts: int = 1
@@ -122,18 +122,18 @@ class Script:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which of ``hosts`` and ``mount`` this machine has to offer."""
+        """Which of ``hosts`` and ``mount`` the machine has to provide."""
         wanted = {FAULT_WORDS[fault.what].needs for fault in self.faults} | {"hosts" if self.hosts > 1 else ""}
         return frozenset(wanted - {""})
 
     @property
     def forks(self) -> bool:
-        """True if the job is about how ranks come back: then a process to fork them from is waited for."""
+        """Whether the job tests how ranks come back (``TTP_CONTINUITY`` is set): runs then wait for the templates."""
         return dict(self.env).get("TTP_CONTINUITY", "off") != "off"
 
     @property
     def mirrored(self) -> bool:
-        """True if rank-local state is kept on another host, too."""
+        """Whether rank-local state is also kept on another host (``TTP_MIRROR``)."""
         return Config.from_env(dict(self.env)).mirror
 
     def host_of(self, rank: int) -> int:
@@ -150,7 +150,7 @@ class Script:
 
 
 def settled(fault: Fault, seed: int, index: int, world_size: int) -> Fault:
-    """Return ``fault`` with a random target drawn; the same seed draws the same."""
+    """Return ``fault`` with a target that is ``random`` replaced by a rank; the same seed gives the same rank."""
     if fault.who.kind != "random":
         return fault
     return replace(fault, who=Target("ranks", (random.Random(f"{seed}/{index}").randrange(world_size),)))
@@ -186,7 +186,7 @@ def _value(value: Any) -> str:
 
 
 def usual_outcome(faults: tuple[Fault, ...], ranks: int) -> str:
-    """Return the default expectation of a run: ``saved`` if a rank is left to save, and so on."""
+    """Return the outcome that a run is expected to have if its script does not say so."""
     done = {fault.what for fault in faults}
     if {"disk-full", "disk-ro"} & done:
         return "any"

@@ -16,17 +16,18 @@ STEP_PHASES = (
     "scheduler",
     "scheduled",
 )
-"""Points of a step at which a rank can be met, in their order; ``in_step``: half-way through ``optimizer.step()``."""
+"""Phases of a step, in their order; ``in_step`` is half-way through ``optimizer.step()``."""
 
 CALLED_PHASES = ("extra_state", "evaluation")
-"""Points outside the training itself: while ``extra_state`` is asked for its state, and during an evaluation."""
+"""Phases outside the training itself: while ``extra_state`` returns its state, and during an evaluation."""
 
 START_PHASES = ("leaving", "seated", "regrouping", "entered", "joined", "restored", "updating")
-"""Points of a start, in their order.
+"""Phases of a start, in their order.
 
-For ranks that go on in their processes, or take the seat of a dead one: out of ``train()``, waiting for the others, and
-before the process groups are exchanged. For every rank: in ``train()``, after ``wrap_optimizer()``, after
-``restore()``. ``updating``: where a rank that goes on begins its first update.
+The first three are for ranks that continue in their processes and for ranks that replace dead ones: ``leaving`` (out
+of ``train()``), ``seated`` (waiting for the others), ``regrouping`` (before the process groups are exchanged). The next
+three are for every rank: ``entered`` (in ``train()``), ``joined`` (after ``wrap_optimizer()``), ``restored`` (after
+``restore()``). ``updating`` is where a rank that continues begins its first update.
 """
 
 EVENTS = (
@@ -73,13 +74,13 @@ EVENTS = (
 
 LAUNCHERS = ("ttp", "torchrun")
 RESTARTS = ("agent", "scheduler")
-"""What starts a job again: the launcher, in place; or the scheduler, after the launchers have left."""
+"""What restarts a job: ``agent``, the launcher, which keeps running; ``scheduler``, after the launchers have ended."""
 
 OUTCOMES = ("saved", "unhurt", "refused", "any")
-"""Outcomes that a script may expect of a run; see ``ttp.chaos.checks``."""
+"""Outcomes that a script may expect of a run (see ``ttp.chaos.checks``); ``any`` accepts all."""
 
 FEATURES = ("fallback", "hang", "keep", "mirror", "soak", "standby", "warm")
-"""Features that are drawn only if asked for with ``--include``."""
+"""Features of jobs and runs that are drawn only with ``--include``."""
 
 _PROCESSES = ("ranks", "all", "saver", "committer", "bystander")
 
@@ -89,9 +90,9 @@ class FaultWord:
     """One kind of fault.
 
     Args:
-        targets: the kinds of target that it can be done to.
-        inside: done by the rank itself, at a phase.
-        needs: ``hosts`` (several of them), ``mount`` (a file system of the job's own), or nothing.
+        targets: the kinds of targets that it can strike.
+        inside: whether the rank carries it out itself, at a phase.
+        needs: ``hosts`` (several hosts), ``mount`` (a file system for this job only), or empty.
     """
 
     targets: tuple[str, ...]
@@ -120,15 +121,15 @@ FAULT_WORDS: dict[str, FaultWord] = {
     "again": FaultWord(("controller",)),
     "report": FaultWord(_PROCESSES),
 }
-"""All words for ``what``."""
+"""The kinds of faults, by the word that a script uses in ``what``."""
 
 ALONE = ("all", "bystander", "committer", "controller", "disk", "launcher", "random", "saver", "template")
-"""Words for ``who`` that need no number."""
+"""Words for ``who`` without a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of a fault. ``numbers``: of ranks (kind ``ranks``) or of the one host (kind ``host``); else empty."""
+    """The target of a fault. ``numbers``: the ranks (kind ``ranks``), or the one host (kind ``host``); else empty."""
 
     kind: str
     numbers: tuple[int, ...] = ()
@@ -144,7 +145,7 @@ _NUMBERED = re.compile(r"(ranks?|host)((?:[ ,]+\d+)+)")
 
 
 def parse_target(text: str) -> Target | None:
-    """Parse ``rank 2``, ``ranks 0 3``, ``host 1``, or one of ``ALONE``; None for anything else."""
+    """Parse ``rank 2``, ``ranks 0 3``, ``host 1``, or one of ``ALONE``; return None for any other text."""
     if text in ALONE:
         return Target(text)
     match = _NUMBERED.fullmatch(text)

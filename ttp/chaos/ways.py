@@ -1,7 +1,7 @@
-"""Tells how the ranks of a job came back, and whether a reason is logged if they could have come back faster. Pure.
+"""How the ranks of a job came back after a restart, and whether a reason is logged where a faster way was possible.
 
-Ways, from the best: ``kept`` (survivors went on in their processes), ``forked`` (all were forked from a process that
-had their imports), ``started`` (as new interpreters).
+Ways, from the fastest: ``kept`` (survivors continued in their processes), ``forked`` (all ranks were forked from a
+template that had imported their modules), ``started`` (ranks are new interpreters). The functions are pure.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ COLD, _ANEW = "restarts are cold: ", "ranks do not go on in their processes: "
 
 
 def ways(record: Record) -> tuple[str, ...]:
-    """Return one word for each life after the first; then every reason that was told."""
+    """Return the way of each life after the first, followed by all reasons that incidents and launchers gave."""
     whys = [str(seen.facts["why_not_again"]) for seen in record.told("released") if seen.facts.get("why_not_again")]
     return (*(way(record, life) for life in _later(record)), *whys, *record.reasons)
 
 
 def way(record: Record, life: LifeKey) -> str:
-    """Return how the ranks of this life came about; see the module."""
+    """Return the way in which the ranks of this life came about; see the module."""
     lives = sorted(record.processes)
     before = {item for other in lives[: lives.index(life)] for item in _pids(record, other)}
     if before & _pids(record, life):
@@ -31,7 +31,7 @@ def way(record: Record, life: LifeKey) -> str:
 
 
 def way_findings(evidence: Evidence) -> Iterator[str]:
-    """Yield a finding for each rank released before the checkpoint or back in a worse way without a logged reason."""
+    """Yield a finding where ranks were released before the commit, or came back in a slower way without a reason."""
     record = evidence.record
     yield from _early(record)
     if not evidence.script.forks or evidence.script.restart != "agent":
@@ -39,26 +39,26 @@ def way_findings(evidence: Evidence) -> Iterator[str]:
     told = " ".join(record.reasons)
     later = [way(record, life) for life in _later(record)]
     if "started" in later and COLD not in told and not evidence.cold:
-        yield "ranks were started as new interpreters, and no launcher says why"
+        yield "ranks were started as new interpreters, and no launcher logged why"
     if Config.from_env(dict(evidence.script.env)).continuity != KEEP:
         return
     released = record.told("released")
     went_on = [seen for seen in released if seen.facts.get("again")]
     for seen in released:
         if not seen.facts.get("again") and "again" in seen.facts and not seen.facts.get("why_not_again"):
-            yield f"{seen.incident}: all ranks were started anew, and the incident does not say why"
+            yield f"{seen.incident}: all ranks were restarted, and the incident does not say why"
     if len(went_on) > later.count("kept") and _ANEW not in told and COLD not in told:
-        yield "survivors were to go on in their processes and were started anew, and no launcher says why"
+        yield "survivors were released to continue in their processes but were restarted, and no launcher logged why"
 
 
 def _early(record: Record) -> Iterator[str]:
-    """Yield a finding if ranks were released to go on before the checkpoint was committed."""
+    """Yield a finding if ranks were released to continue before the checkpoint was committed."""
     committed: set[str] = set()
     for seen in record.seen:
         if seen.kind == "committed":
             committed.add(seen.incident)
         elif seen.kind == "released" and seen.facts.get("again") and seen.incident not in committed:
-            yield f"{seen.incident}: ranks were released to go on before a checkpoint was committed"
+            yield f"{seen.incident}: ranks were released to continue before a checkpoint was committed"
 
 
 def _later(record: Record) -> list[LifeKey]:
