@@ -240,4 +240,4 @@ class TestWhatNeverCame:
         story = self.story()
         story.injections += Story().injections
         assert expected(story.evidence().record) == "saved"
-        assert "the job should have been saved and restarted, and was not" in verdict(story).findings
+        assert "the job should have been saved and restarted but was not" in verdict(story).findings
