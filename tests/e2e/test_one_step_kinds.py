@@ -89,7 +89,7 @@ def test_an_update_that_the_scaler_leaves_out(
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("static", "DistributedDataParallel with static_graph cannot be brought back to its beginning"),
+        ("static", "the reducer of DistributedDataParallel with static_graph cannot be reset"),
         ("plain", "the function had not been called 2 times"),
         ("late", "a DistributedDataParallel was made behind wrap_optimizer()"),
     ],

@@ -1,9 +1,9 @@
-"""Finds the DistributedDataParallel modules that reduce the gradients of a model, and follows their bucket layouts.
+"""Finds the DistributedDataParallel modules that reduce the gradients of a model, and tracks their bucket layouts.
 
-``model=`` may be a DistributedDataParallel, contain some (a GAN has two), or be the module inside of one: torch leaves
-no trace of the wrapper in the module inside. So if a model does not contain the modules that reduce its gradients, all
-objects of the process are searched, once at each of a few moments of the start. A wrapper counts if it reduces a
-parameter of the model, wherever it stands.
+``model=`` may be a DistributedDataParallel, contain some (a GAN has two), or be the module inside of one. The module
+inside has no reference to its wrapper. So if a model does not contain the wrappers that reduce its gradients, all
+objects of the process are searched, at a few points of the start. Every wrapper that reduces a parameter of the model
+counts, inside or outside of the model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,22 @@ from ttp.adapters.torch.sharding.names import ModelNames
 _log = logging.getLogger("ttp.adapters.torch")
 
 Layouts = str | dict[str, str]
-"""The bucket layout of the only DistributedDataParallel, as ``bucket_layout`` returns it; of several the known layouts,
-by the name of each module's first parameter."""
+"""The bucket layout of the only DistributedDataParallel, as ``bucket_layout`` returns it. If there are several: their
+known layouts, by the name of each module's first parameter."""
 
 
 def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
-    """Find every DistributedDataParallel inside of ``model``, around it, or around a part of it, in the model's order.
+    """Find every DistributedDataParallel inside of ``model``, around it, or around a part of it.
 
-    This is too slow for every step: if those inside and the ``known`` ones do not reduce all of the model, all objects
+    Too slow for every step: if some parameters are reduced neither by the modules inside nor by ``known``, all objects
     of the process are searched.
+
+    Args:
+        model: the registered model, wrapped or not.
+        known: modules that were found before.
+
+    Returns:
+        The modules, in the order of their parameters in the model.
     """
     inside = [*known, *(module for module in model.modules() if isinstance(module, DistributedDataParallel))]
     inside = list({id(ddp): ddp for ddp in inside}.values())
@@ -50,10 +57,10 @@ def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
 
 
 def not_replicated(ddps: Sequence[Ddp]) -> list[Tensor]:
-    """Return the parameters that DistributedDataParallel was told to ignore: nothing makes them equal on all ranks.
+    """Return the parameters that DistributedDataParallel was told to ignore, so that they may differ between ranks.
 
-    Parameters that are reduced later than the rest (``delay_all_reduce_named_params``), or by another of these modules,
-    are not among them.
+    Parameters that are reduced later than the others (``delay_all_reduce_named_params``), or by another of these
+    modules, are not returned.
     """
     ignored: dict[int, Tensor] = {}
     reduced: set[int] = set()
@@ -80,12 +87,12 @@ class LayoutWatch:
         self._ddps, self._names = list(ddps), names
         self._watches = {name: BucketWatch(ddp) for name, ddp in _by_name(ddps, names).items()}
         self.unsettled = list(self._watches.values())
-        """The watches that still have to be told of updates; the others know a layout that does not change any more."""
+        """The watches whose layout may still change, and whose ``update_finished`` has to be called."""
         _say_hook_state(ddps)
 
     @property
     def layout(self) -> Layouts | None:
-        """The layouts for the step after the last finished update; None: those that DDP begins with. For any thread."""
+        """The layouts for the step after the last finished update; None: DDP's initial layouts. For any thread."""
         return _joined({name: watch.layout for name, watch in self._watches.items()})
 
     @property
@@ -94,14 +101,14 @@ class LayoutWatch:
         return _joined({name: watch.previous for name, watch in self._watches.items()})
 
     def look_again(self, model: nn.Module, *, resumed: bool) -> list[str]:
-        """Find modules that were made after the first look. Called once, before the first update.
+        """Find DistributedDataParallel modules that were made after ``__init__``. Called once, before the first update.
 
         Args:
             model: the registered model.
-            resumed: whether a checkpoint was restored before.
+            resumed: True if a checkpoint was restored before.
 
         Returns:
-            Reasons why these modules make saves impossible, in sentences.
+            Reasons why the modules make saves impossible, in sentences; empty if saves are possible.
         """
         late = [ddp for ddp in ddps_of(model, self._ddps) if not any(ddp is known for known in self._ddps)]
         self._ddps += late
@@ -112,7 +119,8 @@ class LayoutWatch:
         if resumed and any(missing_layout(ddp) is not None for ddp in late):
             _log.warning(
                 "a DistributedDataParallel was made after ttp.restore(), so its buckets were not laid out as in the "
-                "job that saved: the next steps may differ in the last bits from an unbroken run. Make it before"
+                "job that saved: the next steps may differ in the last bits from an unbroken run. Make it before "
+                "ttp.restore()"
             )
         found = [hook_refusal(self._ddps)]
         alone = {id(parameter) for parameter in not_replicated(self._ddps) if parameter.requires_grad} if late else ()
@@ -120,12 +128,12 @@ class LayoutWatch:
             names = [name for name, parameter in self._names.parameters.items() if id(parameter) in alone]
             found.append(
                 f"a DistributedDataParallel that ignores {', '.join(names[:4])} was made after wrap_optimizer(), which "
-                "took these parameters for equal on all ranks: make it before"
+                "took these parameters for equal on all ranks: make it before wrap_optimizer()"
             )
         return [problem for problem in found if problem]
 
     def update_finished(self) -> None:
-        """Note that an update is finished. Call it on the training thread as long as ``unsettled`` is not empty."""
+        """Update the layouts after a finished update. For the training thread, while ``unsettled`` is not empty."""
         self.unsettled = [watch for watch in self.unsettled if watch.update_finished()]
 
     def close(self) -> None:
@@ -135,10 +143,12 @@ class LayoutWatch:
 
 
 def apply_layouts(ddps: Sequence[Ddp], names: ModelNames, saved: Layouts | None) -> list[str]:
-    """Give ``ddps`` the bucket layouts of the job that saved. All ranks call it alike, before the first forward pass.
+    """Give ``ddps`` the bucket layouts of the job that saved.
+
+    All ranks call it with the same arguments, before the first forward pass.
 
     Returns:
-        Reasons why the next steps may differ in their last bits from the unbroken run; empty: they do not.
+        Reasons why the next steps may differ in their last bits from the unbroken run; empty if they will not.
     """
     found = _by_name(ddps, names)
     kept = dict.fromkeys(found, saved) if isinstance(saved, str) and len(found) == 1 else saved
@@ -151,13 +161,13 @@ def apply_layouts(ddps: Sequence[Ddp], names: ModelNames, saved: Layouts | None)
 
 
 def hook_refusal(ddps: Sequence[Ddp]) -> str:
-    """Return why a communication hook makes saves impossible, and what to do; empty: no hook does."""
+    """Return why a communication hook makes saves impossible, and what to do; an empty string if none does."""
     kinds = {type(state).__name__ for ddp in ddps for _, state in ddp._comm_hooks}
     if "PostLocalSGDState" not in kinds:
         return ""
     return (
         "post_localSGD_hook lets the weights of ranks differ between two averagings, so no rank has a copy of another "
-        "one's: register another communication hook, or none"
+        "rank's weights: register another communication hook, or none"
     )
 
 
@@ -165,9 +175,9 @@ def hook_refusal(ddps: Sequence[Ddp]) -> str:
 
 
 def _around(number: Mapping[int, int]) -> Iterator[Ddp]:
-    """Yield every DistributedDataParallel of the process that has a parameter in ``number``."""
+    """Yield every DistributedDataParallel of the process with a parameter whose ``id`` is in ``number``."""
     found = _alive()
-    if len({id(ddp.module) for ddp in found}) < len(found):  # one of them may be garbage that was not collected yet
+    if len({id(ddp.module) for ddp in found}) < len(found):  # one of two wrappers of a module may be garbage
         del found
         gc.collect()
         found = _alive()
@@ -190,16 +200,16 @@ def _joined(layouts: Mapping[str, str | None]) -> Layouts | None:
 
 
 def _say_hook_state(ddps: Sequence[Ddp]) -> None:
-    """Log which communication hooks have state: as large as the gradients, different on each rank, and not saved."""
+    """Warn of communication hooks with state, which may differ between ranks and is not saved."""
     for ddp in ddps:
         for hook, state in ddp._comm_hooks:
             if state is None or isinstance(state, dist.ProcessGroup) or "mixed_precision" in type(state).__module__:
                 continue
             _log.warning(
-                "the communication hook %s keeps state of its own (%s: PowerSGD has the error that it feeds back), "
-                "which is in no checkpoint unless you give it as extra_state (docs/support.md): after a restart it "
-                "begins anew, and the bits are not those of an unbroken run. Hooks without state keep them (none, "
-                "fp16_compress_hook, bf16_compress_hook)",
+                "the communication hook %s keeps state of its own (%s), for example the error feedback of PowerSGD, "
+                "and it is not saved unless you give it as extra_state (docs/support.md): after a restart the state "
+                "begins anew, and the results differ from those of an unbroken run. Without a hook, or with one that "
+                "has no state (fp16_compress_hook, bf16_compress_hook), they are the same bit for bit",
                 getattr(hook, "__name__", hook),
                 type(state).__name__,
             )

@@ -1,20 +1,21 @@
-"""Carries the layout of DistributedDataParallel's all-reduce buckets over a restart.
+"""Gives DistributedDataParallel after a restart the layout of all-reduce buckets that it had before.
 
 Theory of operation
 -------------------
-With three or more ranks an all-reduce adds the parts of an element in an order that depends on the element's place in
-the buffer. DDP begins with one layout and, in the forward pass after the first synchronised backward pass, switches
-to another: parameters in the order in which their gradients became ready. A resumed job would make its first step in
-the first layout where the unbroken job made the same step in the second, and the bits would differ for good. So the
-layout is saved with the version and given to the new reducer before its first step. The new reducer then rebuilds its
-buckets by the same rule from the same order, and gets the same layout again.
+With three or more ranks an all-reduce adds the ranks' values of an element in an order that depends on the element's
+place in the buffer. DDP begins with one layout and, in the forward pass after the first synchronised backward pass,
+switches to another: parameters in the order in which their gradients became ready. A resumed job would make its first
+step in the initial layout, where the unbroken job made the same step in the rebuilt one, and the weights of the two
+would differ from then on. So the layout is saved with the version and given to the new reducer before its first step.
+The new reducer then rebuilds its buckets by the same rule from the same order, and gets the same layout again.
 
-DDP shows the rebuilt layout in its logging data, but only from the third forward pass on, and only to a caller that can
-wait: the lock in question is held while the main thread hangs in an all-reduce. Hence ``BucketWatch``: in the first
-backward pass it records the order by hooks and computes the layout as the reducer will; later it asks DDP, on the
-training thread between updates. Its result can be read from any thread.
+DDP shows the rebuilt layout in its logging data, but only from the third forward pass on, and under a lock that stays
+held while the main thread hangs in an all-reduce. Hence ``BucketWatch``: in the first backward pass it records the
+order by hooks and computes the layout as the reducer will; later it reads the logging data, on the training thread
+between updates. Its result can be read from any thread.
 
-All of this is private to torch. If something is not as expected, training is left as it is and a reason is returned.
+All of this relies on private parts of torch. If something is not as expected, the DDP is not changed and a reason is
+returned.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from torch import Tensor
 
 Buckets = list[list[int]]
 Ddp = Any
-"""A ``DistributedDataParallel``; its attributes that are used here are private, so no type checker knows them."""
+"""A ``DistributedDataParallel``. It is ``Any`` because type checkers do not know its private attributes."""
 
 _dist: Any = torch.distributed
 
 _POLLS_MAX = 12
-"""Updates after which ``BucketWatch`` stops asking DDP, which has rebuilt its buckets by then or never will."""
+"""Updates after which ``BucketWatch`` stops: DDP has rebuilt its buckets by then, or never will."""
 
 _applied: weakref.WeakKeyDictionary[Ddp, str] = weakref.WeakKeyDictionary()
 _WHAT_MAY_FAIL = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError)
@@ -46,8 +47,8 @@ _WHAT_MAY_FAIL = (AttributeError, TypeError, ValueError, RuntimeError, KeyError,
 def bucket_layout(ddp: Ddp) -> str | None:
     """Return the bucket layout for the next step, e.g. ``"7 6 5 4, 2 3 1 0"``: parameter numbers, bucket by bucket.
 
-    None means the layout that DDP begins with, or one that is not known yet. Call it on the training thread only,
-    outside of a backward pass: while an all-reduce hangs this would hang too.
+    None means DDP's initial layout, or that the layout is not known yet. Call it on the training thread only, outside
+    of a backward pass: on another thread it would hang while an all-reduce hangs.
     """
     try:
         text = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
@@ -57,10 +58,12 @@ def bucket_layout(ddp: Ddp) -> str | None:
 
 
 def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
-    """Make ``ddp`` reduce in ``layout`` from its first step on. All ranks call it alike, before the first forward pass.
+    """Make ``ddp`` reduce in ``layout`` from its first step on.
+
+    All ranks call it with the same layout, before the first forward pass.
 
     Returns:
-        None when done; else the reason why not, and ``ddp`` is as it was.
+        None on success; else the reason why ``ddp`` was left unchanged.
     """
     try:
         buckets = _parse(layout)
@@ -75,7 +78,7 @@ def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
 
 
 def missing_layout(ddp: Ddp) -> str | None:
-    """Return why a job may resume with other bits from a checkpoint without a layout; None: layouts never change."""
+    """Return why a job that resumes without a saved layout may get different bits; None if its layout never changes."""
     if torch.distributed.get_world_size(ddp.process_group) <= 2 or getattr(ddp, "_use_python_reducer", False):
         return None
     if ddp.find_unused_parameters and not ddp.static_graph:
@@ -84,7 +87,7 @@ def missing_layout(ddp: Ddp) -> str | None:
 
 
 def why_not_renewed(ddp: Ddp) -> str:
-    """Return why ``renew_reducer`` cannot bring ``ddp`` back to its beginning; empty: it can."""
+    """Return why ``renew_reducer`` cannot reset ``ddp``; an empty string if it can."""
     for has, what in (
         (ddp._comm_hooks or _builtin_hook(ddp), "a communication hook"),
         (ddp.static_graph, "static_graph"),
@@ -93,14 +96,15 @@ def why_not_renewed(ddp: Ddp) -> str:
         (getattr(ddp, "_join_config", None) is not None and ddp._join_config.enable, "join()"),
     ):
         if has:
-            return f"DistributedDataParallel with {what} cannot be brought back to its beginning"
+            return f"the reducer of DistributedDataParallel with {what} cannot be reset"
     return ""
 
 
 def renew_reducer(ddp: Ddp) -> None:
-    """Bring ``ddp`` back to its beginning, with a new reducer that has reduced nothing.
+    """Reset ``ddp`` to the state after its construction, with a new reducer that has reduced nothing.
 
-    All ranks have to do the same, because in its first backward pass a reducer agrees on new buckets with the others.
+    All ranks have to do it, because in its first backward pass a reducer agrees on new buckets with those of the other
+    ranks.
     """
     _applied.pop(ddp, None)
     parameters, sparse = ddp._build_params_for_reducer()
@@ -116,7 +120,7 @@ class BucketWatch:
     The cost is a Python call per parameter in the first synchronised backward pass (the second, for a static graph).
 
     Args:
-        ddp: the module, best before its first forward pass; later, its layout is known only when DDP shows it.
+        ddp: the module, best before its first forward pass; later, its layout is unknown until its logging data has it.
     """
 
     def __init__(self, ddp: Ddp) -> None:
@@ -137,7 +141,7 @@ class BucketWatch:
 
     @property
     def layout(self) -> str | None:
-        """The layout for the step after the last finished update; None: the one DDP begins with. For any thread."""
+        """The layout for the step after the last finished update; None: DDP's initial layout. For any thread."""
         return self._layout or _applied.get(self._ddp)
 
     @property
@@ -146,9 +150,10 @@ class BucketWatch:
         return self.layout if self._settled else self._previous
 
     def update_finished(self) -> bool:
-        """Note that an update is finished; returns whether to call this again. For the training thread.
+        """Update the layout after a finished update. For the training thread.
 
-        Once it returns False the layout does not change any more.
+        Returns:
+            Whether to call this again after the next update; False if the layout does not change any more.
         """
         self._previous = self.layout
         self._settled = not self._polls_left
@@ -191,7 +196,7 @@ class BucketWatch:
         try:
             self._layout = _format(_rebuilt_buckets(self._ddp, self._parameters, self._sparse, list(self._order)))
         except _WHAT_MAY_FAIL:
-            self._layout = None  # the layout is learnt later, from DDP itself
+            self._layout = None  # it will be read from DDP's logging data
 
 
 # -------------------------------------------------------------------------------------------------------------- private
@@ -216,13 +221,13 @@ def _objection(ddp: Ddp, buckets: Buckets, count: int) -> str | None:
 
 
 def _builtin_hook(ddp: Ddp) -> Any:
-    """Return the communication hook in C++ that is registered; None: there is none."""
+    """Return the type of the registered built-in (C++) communication hook; None if there is none."""
     name = "" if ddp._comm_hooks else str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     return getattr(_dist.BuiltinCommHookType, name.rpartition(".")[2]) if name else None
 
 
 def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], sparse: Any) -> None:
-    """Run DDP's own construction of its reducer, but with this bucket layout."""
+    """Let DDP construct a new reducer by its own code, but with this bucket layout."""
     answers: list[Buckets] = []
 
     def answer(*_args: Any, **_kwargs: Any) -> tuple[Buckets, list[int]]:
@@ -237,7 +242,7 @@ def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], spars
     construct = _asking(answer, inspect.unwrap(type(ddp)._ddp_init_helper))
     construct(ddp, parameters, sparse, names, ddp.static_graph)
     if ddp.reducer is before or not answers:
-        raise RuntimeError("this torch chooses its buckets in another way")
+        raise RuntimeError("this version of torch chooses its buckets in another way")
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
@@ -248,7 +253,7 @@ def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], spars
 
 
 def _rebuilt_buckets(ddp: Ddp, parameters: Sequence[Tensor], sparse: Sequence[bool], order: list[int]) -> Buckets:
-    """Return the buckets that the reducer will make of this order, as ``Reducer::rebuild_buckets`` in C++ does."""
+    """Return the buckets that the reducer will make of this order; computes as ``Reducer::rebuild_buckets`` in C++."""
     small_last = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
     if small_last:
         order = order[::-1]
@@ -258,7 +263,7 @@ def _rebuilt_buckets(ddp: Ddp, parameters: Sequence[Tensor], sparse: Sequence[bo
 
 
 def _limits(ddp: Ddp) -> list[int]:
-    """Return the size limits, in bytes, of the buckets of a rebuilt layout: of the first one, and of all others."""
+    """Return the size limits of the buckets of a rebuilt layout, in bytes; the last one is for all further buckets."""
     config = getattr(ddp, "_bucket_config", None)
     if config is None:  # before torch 2.9
         first = _dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
@@ -269,16 +274,16 @@ def _limits(ddp: Ddp) -> list[int]:
 
 
 def _asking(answer: Callable[..., Any], method: FunctionType) -> Callable[..., Any]:
-    """Return a copy of the function ``method`` in which ``_compute_bucket_assignment_by_size`` is ``answer``.
+    """Return a copy of the function ``method`` that calls ``answer`` for ``_compute_bucket_assignment_by_size``.
 
-    The module ``torch.distributed`` itself stays as it is, because other threads may be making other reducers.
+    The module ``torch.distributed`` itself is not patched, because other threads may be making other reducers.
     """
     names = method.__globals__ | {"dist": _Dist(answer)}
     return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
 
 
 class _Dist:
-    """``torch.distributed`` with another ``_compute_bucket_assignment_by_size``."""
+    """Stands for ``torch.distributed``, with another ``_compute_bucket_assignment_by_size``."""
 
     def __init__(self, answer: Callable[..., Any]) -> None:
         self._compute_bucket_assignment_by_size = answer

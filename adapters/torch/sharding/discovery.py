@@ -1,17 +1,17 @@
-"""Finds out which ranks hold the same parts of the training state, from the objects that the job already has.
+"""Finds which ranks hold the same parts of the training state, by comparing the tensors of all ranks.
 
 Theory of operation
 -------------------
-A rank looks at its own tensors. Tensors that are cut among the same ranks (``dtensor_chunks.cut_among``) have the same
-replicas: together they make one shard of this rank. Tensors that are not cut make another. The rank describes what it
-holds of each shard (names, whole shapes, which part is on this rank), and the ranks exchange digests of these
-descriptions once: ranks with the same digest hold the same shard. How a library made its process groups does not
-matter, and a thousand ranks exchange some hundred kilobytes.
+Tensors of a rank that are cut among the same ranks (``dtensor_chunks.cut_among``) have the same replicas: together they
+are one shard of this rank. Tensors that are not cut are another. A rank describes each of its shards (names, whole
+shapes, which part is on this rank), and the ranks exchange digests of these descriptions once: ranks with the same
+digest hold the same shard. The process groups of sharding libraries need not be known, and a thousand ranks exchange
+some hundred kilobytes.
 
 Equal names and shapes do not prove equal content: two pipeline stages may both call a layer ``0.weight``. So ranks
 count as replicas of each other only if they are connected, by the meshes of distributed tensors or the groups of
 DistributedDataParallel modules. If nothing connects any ranks (gradients are reduced by hand), all count as connected.
-All other cases are refused: one name may not stand for two things in a checkpoint.
+All other cases are refused, because a name in a checkpoint must stand for one thing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMMON = "common"
 _LISTED_MAX = 4
 
 Identity = tuple[Any, ...]
-"""A value that is equal for the statements of different ranks about one shard."""
+"""A value that identifies a shard: ranks that hold the same shard compute the same value."""
 
 RENAME = (
     "give every stage names of its own, as torch.distributed.pipelining does: for example wrap it, "
@@ -49,13 +49,13 @@ RENAME = (
 
 
 class FoundSharding:
-    """A ``Sharding`` that was found by asking all ranks. Made by ``discover``.
+    """A ``Sharding`` that ``discover`` has found by comparing all ranks.
 
     Args:
         parts: the objects of the job.
         layout: the replica groups of the job.
-        mine: for each kind of tensors that this rank holds, its shard.
-        flat_groups: whether param groups differ between ranks.
+        mine: the shards of this rank, by the key that their tensors have in common.
+        flat_groups: True if param groups differ between ranks.
         elsewhere: names that only other ranks have.
     """
 
@@ -78,11 +78,11 @@ class FoundSharding:
     def parameters_of(self, shard: Shard) -> Collection[str]:
         """See ``Sharding``."""
         if len(self.layout.groups) == 1:
-            return self._names.parameters.keys()  # not the list from the start: parameters may have been added
+            return self._names.parameters.keys()  # also those that were added after the discovery
         return self._parameters.get(shard, ())
 
     def carries(self, shard: Shard, tensor: Tensor) -> bool:
-        """See ``Sharding``. Tensors newer than the discovery, and all with an explicit layout, go with every shard."""
+        """See ``Sharding``. Every shard carries tensors made after the discovery, and any with an explicit layout."""
         return self._explicit or self._mine.get(self._cutter.cut("", tensor), shard) == shard
 
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
@@ -95,10 +95,11 @@ class FoundSharding:
 
 
 def discover(parts: TrainingObjects) -> FoundSharding:
-    """Find the sharding by asking all ranks what they hold. All must call it at the same point of their programs.
+    """Find the sharding by exchanging descriptions between all ranks. A collective call.
 
     Raises:
-        ConfigError: one name stands for two things, or an explicit layout does not fit; the text says what to do.
+        ConfigError: ranks use one name for different things, parameters that DistributedDataParallel ignores cannot be
+            assigned, or an explicit layout does not fit the tensors; the text says what to do.
     """
     me = dist.get_rank()
     mine: dict[Key, list[ShardEntry]] = {}
@@ -124,11 +125,11 @@ def discover(parts: TrainingObjects) -> FoundSharding:
     return FoundSharding(parts, layout, found, flat, elsewhere)
 
 
-# ------------------------------------------------------------------------ which ranks hold the same: pure functions
+# ------------------------------------------------------------------- which ranks hold the same shard: pure functions
 
 
 def same_shards(views: Sequence[RankShards]) -> dict[Identity, tuple[Rank, ...]]:
-    """Return the groups of ranks that hold the same shard, ordered by their lowest ranks."""
+    """Return the ranks that hold each shard, ordered by their lowest ranks. ``views`` has one description per rank."""
     found: dict[Identity, list[Rank]] = defaultdict(list)
     for rank in range(len(views)):
         for identity in _identities(views, rank):
@@ -137,14 +138,14 @@ def same_shards(views: Sequence[RankShards]) -> dict[Identity, tuple[Rank, ...]]
 
 
 def _identities(views: Sequence[RankShards], rank: int) -> list[Identity]:
-    """Return for each shard of this rank a value that is equal on the ranks that hold the same shard."""
+    """Return the identity of each shard of this rank."""
     view = views[rank]
     connected = _components(views)[rank]
     return [(said.parts, said.label) if said.label else (said.parts, connected, view.stages) for said in view.shards]
 
 
 def _components(views: Sequence[RankShards]) -> list[int]:
-    """Return for each rank a number that connected ranks have in common: a group is known by its lowest rank."""
+    """Return for each rank the lowest rank to which it is connected, directly or through other ranks."""
     if not any(view.scopes for view in views):
         return [0] * len(views)
     parent = list(range(len(views)))
@@ -162,7 +163,7 @@ def _components(views: Sequence[RankShards]) -> list[int]:
 
 
 def refuse_strangers(shards: Mapping[Identity, Sequence[Rank]], views: Sequence[RankShards]) -> None:
-    """Refuse ranks that hold parameters of equal names and shapes without being connected.
+    """Refuse ranks that hold parameters of the same names and shapes, but are not connected.
 
     Raises:
         ConfigError: there are such ranks.
@@ -180,13 +181,13 @@ def refuse_strangers(shards: Mapping[Identity, Sequence[Rank]], views: Sequence[
 
 
 def refuse_left_alone(views: Sequence[RankShards]) -> None:
-    """Refuse parameters that DistributedDataParallel was told to ignore, if nobody can tell which ranks have copies.
+    """Refuse parameters that DistributedDataParallel was told to ignore, if it is unknown which ranks have copies.
 
-    Trained parameters are accepted if each rank has names of its own for them: they are shards of their own. Parameters
-    that are not trained are accepted if they are equal on all ranks.
+    Trained parameters are accepted if their names differ between ranks: then each rank has a shard of its own.
+    Parameters that are not trained are accepted if they are equal on all ranks.
 
     Raises:
-        ConfigError: there are others.
+        ConfigError: there are other such parameters.
     """
     holders: dict[str, list[Rank]] = defaultdict(list)
     listed: dict[str, tuple[str, ...]] = {}
@@ -199,11 +200,11 @@ def refuse_left_alone(views: Sequence[RankShards]) -> None:
         if len(ranks) > 1:
             raise ConfigError(
                 f"DistributedDataParallel was told to ignore {', '.join(listed[names])}, so nothing makes these "
-                f"parameters equal on ranks {compact_ranks(ranks)}, and the optimizer trains them under one name on "
-                "all of these: a checkpoint would have those of one rank. If they are different parameters (experts), "
-                "give them a name of their own on each rank, for example nn.ModuleDict({f'expert{rank}': expert}); "
-                "each rank that has them is then the only one that can save them, unless wrap_optimizer() is given "
-                "buddy=True. If they are copies that the program keeps equal itself, say so: wrap_optimizer("
+                f"parameters equal on ranks {compact_ranks(ranks)}, and the optimizer trains them under the same names "
+                "on all these ranks: a checkpoint would hold the values of one rank only. If they are different "
+                "parameters (experts), give them a name of their own on each rank, for example "
+                "nn.ModuleDict({f'expert{rank}': expert}); only that rank can then save them, unless wrap_optimizer() "
+                "is given buddy=True. If they are copies that the program keeps equal itself, say so: wrap_optimizer("
                 f"layout=ttp.Layout.data_parallel({len(views)}))"
             )
     contents: dict[tuple[str, ...], str] = {}
@@ -211,13 +212,20 @@ def refuse_left_alone(views: Sequence[RankShards]) -> None:
         if view.frozen and contents.setdefault(view.frozen_names, view.frozen) != view.frozen:
             raise ConfigError(
                 f"DistributedDataParallel was told to ignore {', '.join(view.frozen_names)}, which no optimizer "
-                "trains, and they are not equal on all ranks: a checkpoint would have those of one rank. Make them "
-                "equal, or give them a name of their own on each rank"
+                "trains, and they are not equal on all ranks: a checkpoint would hold the values of one rank only. "
+                "Make them equal, or give them a name of their own on each rank"
             )
 
 
 def named(shards: Mapping[Identity, Sequence[Rank]], world_size: int) -> tuple[Layout, dict[Identity, Shard]]:
-    """Name the shards: ``model`` if there is one; else ``model-0`` and so on, and ``common`` if all ranks hold it."""
+    """Name the shards.
+
+    A single shard that all ranks hold is called ``model``. If there are several shards, those that all ranks hold are
+    called ``common``, the others ``model-0`` and so on.
+
+    Returns:
+        The layout, and the name of each shard.
+    """
     names: dict[Identity, Shard] = {}
     cut = [identity for identity, ranks in shards.items() if len(ranks) < world_size]
     width = len(str(max(0, len(cut) - 1)))
@@ -229,11 +237,11 @@ def named(shards: Mapping[Identity, Sequence[Rank]], world_size: int) -> tuple[L
 
 
 def explicit(shards: Mapping[Identity, Sequence[Rank]], layout: Layout) -> dict[Identity, Shard]:
-    """Return the name of each shard, where the user has named the shards in a layout.
+    """Return the name that an explicit layout gives to each shard.
 
     Raises:
-        ConfigError: ranks that should hold the same do not, two shards have the same names and shapes, or a shard of
-            the layout has no parameters.
+        ConfigError: ranks that hold copies of one shard in the layout have different parameters, two shards have the
+            same names and shapes, or a shard of the layout has no parameters.
     """
     first: dict[str, Sequence[Rank]] = {}
     meant: dict[str, str] = {}
@@ -247,11 +255,12 @@ def explicit(shards: Mapping[Identity, Sequence[Rank]], layout: Layout) -> dict[
         if other is not ranks:
             raise ConfigError(
                 f"in the layout ranks {compact_ranks([other[0], ranks[0]])} hold copies of shard {label!r}, but their "
-                "parameters have other names or shapes, or are cut in another way"
+                "parameters differ in names, shapes or the way they are cut: give each shard the ranks that hold the "
+                "same parameters"
             )
     silent = [shard for shard in layout.groups if shard not in first]
     if silent:
-        raise ConfigError(f"no parameter belongs to shard {silent[0]!r} of the layout: leave it out")
+        raise ConfigError(f"no parameter belongs to shard {silent[0]!r} of the layout: remove that shard")
     return {identity: Shard(identity[1]) for identity in shards}
 
 
@@ -261,10 +270,10 @@ def explicit(shards: Mapping[Identity, Sequence[Rank]], layout: Layout) -> dict[
 def _names_elsewhere(views: Sequence[RankShards], mine: Mapping[Key, Iterable[ShardEntry]], me: int) -> set[str]:
     """Return the names in the model that only other ranks have (other pipeline stages). A collective call.
 
-    Only names that not every rank holds are sent, once per stage: most jobs send nothing.
+    Names that every rank holds are not sent, so most jobs send nothing; the others are sent once per stage.
 
     Raises:
-        ConfigError: two different things on this rank and on another one have the same name.
+        ConfigError: this rank and another one use a name for different things.
     """
     speakers: dict[str, int] = {}
     holders: dict[str, set[int]] = defaultdict(set)
@@ -303,4 +312,4 @@ def _alone(layout: Layout) -> str:
 def _clash(names: Sequence[str], where: str) -> str:
     listed = ", ".join(name.partition(".")[2] for name in names[:_LISTED_MAX])
     more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
-    return f"{where} and other ranks call different things by the same name ({listed}{more}): {RENAME}"
+    return f"{where} and other ranks have different tensors under the same name ({listed}{more}): {RENAME}"

@@ -32,12 +32,12 @@ def local(tensor: Any) -> Tensor:
 
 
 def cut_among(tensor: Any) -> Ranks:
-    """Return the ranks over which a tensor is sharded, this one among them; empty: every holder has all of it.
+    """Return the ranks over which a tensor is sharded, including this rank; empty if the tensor is not sharded.
 
     Tensors that are cut among the same ranks have the same replicas.
 
     Raises:
-        ConfigError: the tensor is a sum that was not reduced yet.
+        ConfigError: the tensor is a partial sum, which was not reduced yet.
     """
     if not is_distributed(tensor):
         return ()
@@ -55,12 +55,12 @@ def cut_among(tensor: Any) -> Ranks:
 
 
 def mesh_ranks(tensor: Any) -> Ranks:
-    """Return all ranks of the mesh on which a distributed tensor lies; empty: the tensor is not distributed."""
+    """Return all ranks of the mesh of a distributed tensor; empty if the tensor is not distributed."""
     return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist())) if is_distributed(tensor) else ()
 
 
 def stored(tensor: Any) -> TensorOrChunks:
-    """Return the part of a tensor that this rank has to write; see ``Sharding.stored``."""
+    """Return what this rank writes for a tensor; see ``Sharding.stored``."""
     if not is_distributed(tensor):
         return tensor
     if not cut_among(tensor):
@@ -71,12 +71,12 @@ def stored(tensor: Any) -> TensorOrChunks:
 
 
 def flat_chunks(piece: Tensor, shape: Sequence[int], start: int) -> tuple[Chunk, ...]:
-    """Describe consecutive elements of a flattened tensor as rectangular chunks of the tensor.
+    """Describe consecutive elements of a flattened tensor as rectangular chunks of that tensor.
 
     Args:
-        piece: consecutive elements of the flattened tensor, in its order; a vector.
+        piece: a vector of consecutive elements of the flattened tensor.
         shape: shape of the whole tensor.
-        start: position of the first of these elements in the flattened tensor.
+        start: position of the first element of ``piece`` in the flattened tensor.
     """
     if len(shape) <= 1:
         return (Chunk(piece.reshape([-1] * len(shape)), tuple(shape), (start,) * len(shape)),)
@@ -87,7 +87,7 @@ def flat_chunks(piece: Tensor, shape: Sequence[int], start: int) -> tuple[Chunk,
     position, stop = start, start + piece.numel()
     while position < stop:
         first, inside = divmod(position, row)
-        if inside or stop - position < row:  # a part of one row: solve it with one dimension less
+        if inside or stop - position < row:  # a part of one row: a row has one dimension less
             end = min(stop, (first + 1) * row)
             parts = flat_chunks(piece[position - start : end - start], shape[1:], inside)
             found += [Chunk(p.tensor.unsqueeze(0), tuple(shape), (first, *p.offsets)) for p in parts]
@@ -118,7 +118,8 @@ def _runs(tensor: Any, dim: int) -> list[_Run]:
     if len(index) != tensor._local_tensor.shape[dim]:
         raise ConfigError(
             f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}, cut as {tensor.placements}, has "
-            f"{tensor._local_tensor.shape[dim]} elements here, not {len(index)}: this torch cuts in another way"
+            f"{tensor._local_tensor.shape[dim]} elements here, not {len(index)}: ttp does not know how this version of "
+            "torch cuts it. Use another placement, or another version of torch"
         )
     return _stretches(index) or [(0, size, 0)]
 
@@ -139,7 +140,7 @@ def _stretches(index: Tensor) -> list[_Run]:
 
 
 class Cutter:
-    """Describes how the tensors of one model are sharded, by the parameter that they belong to.
+    """Describes how the parameters of a model, and the tensors that the optimizer keeps for them, are sharded.
 
     Args:
         model: the registered module.
@@ -154,7 +155,7 @@ class Cutter:
         return self._flat[owner].ranks if owner in self._flat else cut_among(tensor)
 
     def is_cut(self, owner: str, tensor: Tensor) -> bool:
-        """Return whether a sharding library manages the tensor: then the library says which rank holds what."""
+        """Return whether the tensor is a distributed tensor or a part of a flat one."""
         return owner in self._flat or is_distributed(tensor)
 
     def shape(self, owner: str, tensor: Tensor) -> tuple[int, ...]:
@@ -171,10 +172,10 @@ class Cutter:
         return flat_chunks(piece.of(tensor), shape, piece.start) if piece.count else (nothing,)
 
     def pieces(self, owner: str, tensor: Tensor) -> Sequence[Chunk] | None:
-        """Return the chunks on this rank if torch itself cannot describe them; None: torch can."""
+        """Return the chunks on this rank if only ``load_chunks`` can fill them; None if torch's loader can."""
         found = self.stored(owner, tensor)
         return [chunk for chunk in found if chunk.tensor.numel()] if isinstance(found, tuple) else None
 
     def absent(self, owner: str) -> bool:
-        """Return whether this rank's optimizer keeps nothing for a parameter, because no part of it is on this rank."""
+        """Return whether no part of a parameter is on this rank, so that its optimizer keeps nothing for it."""
         return owner in self._flat and not self._flat[owner].count

@@ -1,4 +1,4 @@
-"""Exchanges small messages between all ranks through the default process group: plain bytes, no pickle."""
+"""Exchanges small messages between all ranks through the default process group, as bytes without pickle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def connected(world_size: int) -> bool:
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Exchange ``data`` and return that of every rank, by rank. Takes memory of world size times the longest one."""
+    """Return the ``data`` of every rank, by rank. A collective call.
+
+    Takes memory for world size times the longest ``data``.
+    """
     size = torch.tensor([len(data)], device=_device())
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
@@ -32,9 +35,10 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
-    """Return the result of ``make`` on every rank, by rank. If it raises on one rank, all ranks raise the same error.
+    """Call ``make`` on every rank and return the results of all ranks, by rank. A collective call.
 
-    So no rank waits in a collective for a rank that has found something wrong.
+    If ``make`` raises on one rank, all ranks raise the same error: otherwise they would wait in a collective for the
+    rank that left.
 
     Raises:
         ConfigError: ``make`` raised it, on this rank or another one.
@@ -57,9 +61,10 @@ def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
 
 
 def refuse_everywhere(problem: ConfigError | UsageError, world_size: int) -> None:
-    """Make ``gather_or_refuse`` raise ``problem`` on the other ranks, from a rank that does not get as far.
+    """Take part in the ``gather_or_refuse`` of the other ranks, so that all ranks raise ``problem``.
 
-    Without a process group of this size no other rank could be told, and nothing is raised.
+    For a rank that fails before it gets to that call. Without a process group of this size, the other ranks cannot be
+    told, and nothing is raised.
 
     Raises:
         ConfigError: ``problem`` is one; the other ranks raise it too.
@@ -74,7 +79,7 @@ def refuse_everywhere(problem: ConfigError | UsageError, world_size: int) -> Non
 
 
 def broadcast_bytes(data: bytes, source: int) -> bytes:
-    """Return the ``data`` of rank ``source`` on every rank; the ``data`` of other ranks is ignored."""
+    """Return the ``data`` of rank ``source``; the ``data`` of other ranks is ignored. A collective call."""
     size = torch.tensor([len(data)], device=_device())
     dist.broadcast(size, source)
     content = torch.zeros(int(size), dtype=torch.uint8, device=_device())
@@ -89,7 +94,7 @@ def _bytes(content: torch.Tensor) -> bytes:
 
 
 def _device() -> str:
-    """Return the device type for messages: the host, or another if the default group cannot send from it (NCCL)."""
+    """Return the device type for messages: the host, unless the default group cannot send from it (NCCL)."""
     world: dist.ProcessGroup | None = dist.group.WORLD
     kinds = [device.type for device in getattr(world, "_device_types", ())]
     return "cpu" if "cpu" in kinds or not kinds else kinds[0]

@@ -1,6 +1,6 @@
 """Describes the parameters of FullyShardedDataParallel (FSDP1), which are ranges of one flat tensor.
 
-A module of another library that cuts flat tensors can describe them by a method ``flat_pieces()``, which yields a
+A module of another library that shards flat tensors can describe them by a method ``flat_pieces()``, which yields a
 ``FlatPiece`` for each of its parameters.
 """
 
@@ -53,10 +53,11 @@ class FlatPiece:
 
 
 def flat_pieces(model: nn.Module, names: ModelNames) -> dict[str, FlatPiece]:
-    """Return the piece of every parameter that is flattened, by each of the parameter's names.
+    """Return the piece of every flattened parameter, by each of the parameter's names.
 
     Raises:
-        ConfigError: FSDP1 was used without ``use_orig_params=True``, so the optimizer has the flat tensor itself.
+        ConfigError: FSDP1 was used without ``use_orig_params=True``, so the optimizer has the flat tensors instead of
+            the parameters.
     """
     by_identity: dict[int, FlatPiece] = {}
     for module in _wrapped(model):
@@ -65,8 +66,8 @@ def flat_pieces(model: nn.Module, names: ModelNames) -> dict[str, FlatPiece]:
             continue
         if not handle._use_orig_params:
             raise ConfigError(
-                "FullyShardedDataParallel without use_orig_params=True hides the parameters from their optimizer: set "
-                "it, or use fully_shard()"
+                "FullyShardedDataParallel without use_orig_params=True gives the optimizer flat tensors instead of "
+                "the parameters: set use_orig_params=True, or use fully_shard()"
             )
         by_identity.update((id(piece.parameter), piece) for piece in _pieces(handle))
     for module in model.modules():
@@ -76,7 +77,7 @@ def flat_pieces(model: nn.Module, names: ModelNames) -> dict[str, FlatPiece]:
 
 
 def flat_scopes(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Yield the groups of ranks that FSDP1 trains with: those over which it shards, and those over which it copies."""
+    """Yield the groups of ranks over which FSDP1 shards parameters, and over which it replicates the shards."""
     for module in _wrapped(model):
         for group in (module.process_group, getattr(module, "_inter_node_pg", None)):
             if group is not None:

@@ -1,4 +1,4 @@
-"""Sends the parameters that each rank of a group has updated to the other ranks of the group."""
+"""Exchanges updated parameters among the ranks of a block, for ``ReplicatedOptimizer``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ttp.adapters.torch.sharding.partition import ShardPlacement
 from ttp.errors import ConfigError
 
 GATHER_BYTES = 64 << 20
-"""Bytes that all ranks of a block together exchange at once. So large that starting an all-gather costs little."""
+"""Bytes of one all-gather, over all ranks of a block. Large enough to make the fixed cost of an all-gather small."""
 _ALIGNMENT = 16  # bytes of the widest dtype
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
@@ -25,7 +25,7 @@ _Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources of copies, al
 
 @dataclass(slots=True)
 class _Round:
-    """One all-gather, and the copies before and after it."""
+    """One all-gather, the copies into its buffer before it, and the copies out of it after it."""
 
     chunk: int  # bytes that each rank sends
     send: list[_Copies] = field(default_factory=list)
@@ -41,7 +41,7 @@ class _Piece:
 
 
 class BlockGather:
-    """The exchange among the ranks of one block; each constructs it with the same arguments but for ``me``.
+    """The exchange among the ranks of one block. Each rank constructs it with the same arguments, except for ``me``.
 
     Args:
         shards: the parameters of each shard.
@@ -60,15 +60,15 @@ class BlockGather:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Exchange the updated parameters. On a device the exchange is queued.
+        """Exchange the updated parameters. A collective call of the block. On a device the exchange is only queued.
 
         Raises:
-            RuntimeError: a rank of the block died; any collective would raise it. This rank's own parameters are whole.
+            RuntimeError: a rank of the block died. The parameters of this rank's own shard are whole.
         """
         if self._group is None:
             return
         key = [(p.data_ptr(), p.requires_grad) for shard in self._shards for p in shard]
-        if key != self._key:  # memory was moved, or parameters were frozen, on all ranks alike
+        if key != self._key:  # memory was moved, or parameters were frozen; the program does so on all ranks
             self._plan()
             self._key = key
         for buffer, rounds in self._rounds:
@@ -121,7 +121,7 @@ class BlockGather:
 def block_gather(
     placement: ShardPlacement, me: int, ranks: Sequence[int], group: Any, shards: Sequence[Sequence[Tensor]]
 ) -> BlockGather:
-    """Make the exchange of the block of rank ``me``, with a process group of its own where the block needs one.
+    """Make the exchange for the block of rank ``me``, with a new process group if the block is a part of ``group``.
 
     Args:
         placement: which rank of the group holds which shard.
@@ -130,7 +130,7 @@ def block_gather(
         group: process group of all these ranks.
         shards: the parameters of each shard.
     """
-    block = sorted(placement.block_of(me), key=lambda r: ranks[r])  # torch sorts the ranks of a group too
+    block = sorted(placement.block_of(me), key=lambda r: ranks[r])  # as torch sorts the ranks of a group
     if len(block) == 1:
         group = None
     elif len(block) < placement.size:
@@ -139,10 +139,10 @@ def block_gather(
 
 
 def dense_memory(parameter: Tensor) -> Tensor:
-    """Return the elements of a parameter in the order of its memory, as a vector that shares the memory.
+    """Return a view of a parameter's elements as a vector, in the order of its memory.
 
     Raises:
-        ConfigError: the parameter is no plain, dense tensor.
+        ConfigError: the parameter is not a plain, dense tensor.
     """
     tensor = parameter.detach()
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
@@ -151,13 +151,13 @@ def dense_memory(parameter: Tensor) -> Tensor:
             return (tensor if tensor.is_contiguous() else ordered).view(-1)
     raise ConfigError(
         f"a parameter of shape {tuple(parameter.shape)} is a {type(tensor).__name__} of layout {tensor.layout}, or "
-        "has gaps in its memory: ReplicatedOptimizer exchanges plain, dense parameters only; call .contiguous() before "
-        "making a Parameter of it"
+        "has gaps in its memory: ReplicatedOptimizer exchanges plain, dense parameters only; call .contiguous() on the "
+        "tensor before you make a Parameter of it"
     )
 
 
 def _chunks(parameters: Sequence[Tensor], room: int) -> list[list[_Piece]]:
-    """Lay these parameters end to end and cut the line into chunks of ``room`` bytes."""
+    """Lay the parameters end to end and cut them into chunks of at most ``room`` bytes."""
     chunks: list[list[_Piece]] = [[]]
     used = 0
     for parameter in parameters:
@@ -188,7 +188,7 @@ def _slot(buffer: Tensor, start: int, piece: _Piece) -> Tensor:
 
 
 def _copies(pairs: Any) -> list[_Copies]:
-    """Group pairs of target and source by dtype, so that each dtype takes one call."""
+    """Group pairs of target and source by dtype, so that one call copies all tensors of a dtype."""
     kinds: defaultdict[torch.dtype, _Copies] = defaultdict(lambda: ([], []))
     for to, source in pairs:
         kinds[to.dtype][0].append(to)

@@ -1,4 +1,4 @@
-"""Finds the objects of a class in this process, even if ttp has no reference that leads to them."""
+"""Finds all objects of a class in this process, also those that nothing known to ttp refers to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def instances_of(kind: type[T]) -> list[T]:
-    """Return the living objects of a class and of its subclasses. Takes about 0.1 s in a process with torch.
+    """Return the live objects of a class and its subclasses. Takes about 0.1 s in a process with torch.
 
     ``isinstance`` is not used: it reads ``__class__`` of every object, and some objects warn, load lazy modules or
     raise then.

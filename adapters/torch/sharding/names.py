@@ -1,10 +1,10 @@
-"""Names of a model's tensors, fixed once when the optimizer is registered.
+"""Gives the tensors of a model their names in a checkpoint. The names are recorded when the optimizer is registered.
 
 The names are those that ``torch.distributed.checkpoint.state_dict`` uses, so that stock torch reads our checkpoints:
-wrappers (DistributedDataParallel, FSDP1, ``torch.compile``, activation checkpointing) leave no trace in them, and a
-tied weight has several names.
+the prefixes of wrappers (DistributedDataParallel, FSDP1, ``torch.compile``, activation checkpointing) are removed, and
+a tied weight has several names.
 
-The parameters are remembered as objects. At save time the main thread may be inside a forward pass, where a sharding
+Names are looked up by the parameter object. At save time the main thread may be inside a forward pass, where a sharding
 library may have swapped what ``named_parameters()`` shows; the objects in ``optimizer.param_groups`` stay the same.
 """
 
@@ -29,17 +29,17 @@ class ModelNames:
     """The names of all tensors of a model and its optimizer.
 
     Args:
-        model: the module that owns every parameter of the optimizer; wrapped or not.
-        optimizer: its ``param_groups`` are looked up by identity; None: it holds none of these tensors itself.
+        model: the module that contains every parameter of the optimizer; wrapped or not.
+        optimizer: its parameters are checked to have names; None: they are not checked.
 
     Raises:
-        ConfigError: the optimizer holds parameters that the model does not name.
+        ConfigError: the optimizer holds parameters that the model does not contain.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._model = model
         self.parameters: dict[str, Tensor] = {}
-        """Every name, and the parameter behind it. Tied weights appear once per name."""
+        """The parameter of every name. A tied weight is in it under each of its names."""
         self._buffer_owners: dict[str, tuple[nn.Module, str]] = {}
         self._extra_owners: dict[str, nn.Module] = {}
         self._canonical: dict[str, str] = {}
@@ -50,13 +50,13 @@ class ModelNames:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Name -> live tensor of every buffer that belongs into a checkpoint (persistent, not ``None``)."""
+        """The live tensor of every buffer that belongs into a checkpoint (persistent, not ``None``), by name."""
         found = ((name, owner._buffers.get(key)) for name, (owner, key) in self._buffer_owners.items())
         return {name: tensor for name, tensor in found if tensor is not None}
 
     @property
     def of_any_shape(self) -> set[str]:
-        """Names of the buffers that may get their shape in training; see ``takes_any_shape``."""
+        """Names of the buffers whose shape training may change; see ``takes_any_shape``."""
         return {name for name, (owner, key) in self._buffer_owners.items() if takes_any_shape(owner, key)}
 
     @property
@@ -66,11 +66,11 @@ class ModelNames:
 
     @property
     def extra_states(self) -> Mapping[str, nn.Module]:
-        """Name of the extra state -> module that defines ``get_extra_state`` and ``set_extra_state``."""
+        """The modules that define ``get_extra_state`` and ``set_extra_state``, by the name of their extra state."""
         return self._extra_owners
 
     def canonical(self, name: str) -> str:
-        """Return the checkpoint's name for a name as ``model.named_parameters()`` or ``named_buffers()`` spells it."""
+        """Return the name in a checkpoint for a name in ``model.named_parameters()`` or ``model.named_buffers()``."""
         return self._canonical.get(name, name)
 
     def of(self, parameter: Tensor) -> str:
@@ -84,7 +84,10 @@ class ModelNames:
             self._record()  # the model was changed after registration: layers added, parameters replaced
             name = self._by_identity.get(id(parameter))
         if name is None:
-            raise CheckpointError(f"the optimizer holds a parameter of shape {tuple(parameter.shape)} without a name")
+            raise CheckpointError(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that model= does not contain: "
+                "without a name it cannot be saved. Add it to the model first"
+            )
         return name
 
     def replace_buffer(self, name: str, tensor: Tensor) -> None:
@@ -126,9 +129,9 @@ class ModelNames:
 
 
 def takes_any_shape(owner: nn.Module, buffer: str) -> bool:
-    """Return whether a restored buffer may differ in shape from the one that the program has made.
+    """Return whether a restored buffer may have another shape than the program's own buffer.
 
-    It may if the buffer is still None or empty, or if its module has loading code of its own, as torch's observers
+    It may if the program's buffer is None or empty, or if its module has loading code of its own, as torch's observers
     have: their buffers get their size from the data. BatchNorm has such code for another reason and does not count.
     """
     tensor = owner._buffers.get(buffer)
@@ -147,7 +150,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _walk(module: nn.Module, raw: str = "", name: str = "") -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield every module with its prefix in torch's spelling and in the checkpoint's."""
+    """Yield every module as (prefix of its names in torch, prefix of its names in the checkpoint, module)."""
     yield raw, name, module
     for key, child in module._modules.items():
         if child is not None:

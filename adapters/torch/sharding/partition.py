@@ -1,4 +1,4 @@
-"""Assigns the optimizer state of parameters to the ranks of a group. Computes with numbers only."""
+"""Computes which rank of a group keeps the optimizer state of which parameters, for ``ReplicatedOptimizer``. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ttp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Which rank of a group holds which shard.
+    """The assignment of shards to the ranks of a group.
 
     Args:
         size: number of ranks of the group, which are numbered ``0 .. size - 1``.
-        replicas: the least number of copies of each shard.
+        replicas: the least number of ranks that hold each shard.
 
     Raises:
         ConfigError: there are fewer ranks than copies.
@@ -25,7 +25,7 @@ class ShardPlacement:
 
     def __post_init__(self) -> None:
         if type(self.replicas) is not int or self.replicas < 1:
-            raise ConfigError(f"replicas={self.replicas!r} is not a number of copies; it must be at least 1")
+            raise ConfigError(f"replicas={self.replicas!r} is not a number of copies: it must be at least 1")
         if self.replicas > self.size:
             raise ConfigError(
                 f"replicas={self.replicas} copies of each shard need as many ranks, and the group has {self.size}: "
@@ -53,14 +53,14 @@ class ShardPlacement:
 
 
 def assign(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Assign parameters to shards: the largest first, each to the shard that has the least so far.
+    """Assign parameters to shards: the largest first, each to the shard that has the fewest elements so far.
 
-    The result is the same on every rank that makes the same calls. At the end no shard has more than the average plus
-    one of the largest parameters.
+    Ranks that make the same calls get the same result. No shard gets more elements than the average plus those of the
+    largest parameter.
 
     Args:
         sizes: number of elements of each parameter.
-        loads: number of elements that each shard has already; is updated.
+        loads: number of elements that each shard has already; this list is updated.
 
     Returns:
         The shard of each parameter.

@@ -1,12 +1,13 @@
 """ZeRO-1 with copies: the optimizer's state is sharded, and every shard is on several ranks.
 
-Each rank updates the parameters of one shard, with an inner optimizer for them, and gets the others from ranks of its
-block; see ``partition`` for which rank holds what and ``gather`` for the exchange. Gradients are reduced over the whole
-group before, by DistributedDataParallel as always. Copies of a shard get the same gradients and make the same update:
-nothing is sent to keep them equal, and when a rank dies another one holds the same shard.
+Each rank updates the parameters of one shard with an inner optimizer, and receives the other parameters from the ranks
+of its block. ``partition`` computes which rank holds which shard; ``gather`` makes the exchange. Before the step,
+DistributedDataParallel reduces the gradients over the whole group, as usual. All copies of a shard get the same
+gradients and make the same update, so they stay equal without communication, and when a rank dies, another rank holds
+the same shard.
 
-The update of a rank is finished when its inner optimizer's ``step()`` is, before the exchange. The exchange writes only
-to parameters of other shards, so a rank that dies, hangs or raises in it holds its own shard whole.
+The update of a rank is finished when ``step()`` of its inner optimizer returns, before the exchange. The exchange
+writes only to parameters of other shards, so the shard of a rank stays whole if the rank hangs or raises in it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ttp.errors import ConfigError
 log = logging.getLogger("ttp.adapters.torch")
 
 _NOT_SHARED = ("params", "param_names")
-"""Keys in which outer and inner param groups differ."""
+"""Keys of param groups whose values differ between the outer and the inner optimizer."""
 
 
 class ReplicatedOptimizer(Optimizer):
@@ -42,21 +43,21 @@ class ReplicatedOptimizer(Optimizer):
         optimizer = ReplicatedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         optimizer = ttp.wrap_optimizer(optimizer, model=model, save_dir="checkpoints")
 
-    All ranks of the group have to make it, and to call ``step`` and ``add_param_group``, alike. ``param_groups`` holds
-    all parameters; changes that schedulers make there reach the inner optimizer, and changes that the inner optimizer
-    makes in its own groups come back. ``state`` and ``state_dict()`` show the state of this rank's parameters only,
-    numbered as in ``param_groups``; a checkpoint of ttp has all of it. ``load_state_dict`` takes the state of this
-    rank's parameters out of a dictionary of this or of the plain optimizer. Losses and weights are those of the plain
-    optimizer, bit for bit.
+    All ranks of the group construct it with the same arguments, and make the same calls of ``step`` and
+    ``add_param_group``. ``param_groups`` holds all parameters. Settings that a scheduler changes there are copied to
+    the inner optimizer, and settings that the inner optimizer changes are copied back. ``state`` and ``state_dict()``
+    show the state of this rank's parameters only, numbered as in ``param_groups``; a checkpoint of ttp has the state of
+    all. ``load_state_dict`` takes the state of this rank's parameters out of a dictionary of this or of the plain
+    optimizer. Losses and weights are the same as with the plain optimizer, bit for bit.
 
     Memory: a rank keeps the state of ``1 / (dp // replicas)`` of the parameters, up to the largest parameter more, and
     a buffer of at most 64 MiB for the exchange (``gather.GATHER_BYTES``; gloo makes a copy of it).
 
     Args:
-        params: parameters or param groups, as of any optimizer. Plain dense tensors; frozen ones are not exchanged.
-        optimizer_class: class of the inner optimizer. It has to treat each parameter on its own, as nearly all do.
+        params: parameters or param groups, as for any optimizer. Plain dense tensors; frozen ones are not exchanged.
+        optimizer_class: class of the inner optimizer. It has to update each parameter by itself, as nearly all do.
         replicas: copies of each shard. If it is the number of ranks, nothing is sharded or exchanged.
-        process_group: the data-parallel ranks; None: all ranks.
+        process_group: group of the data-parallel ranks; None: all ranks.
         **defaults: arguments for ``optimizer_class``.
 
     Raises:
@@ -102,7 +103,7 @@ class ReplicatedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of the inner optimizer, which is that of this rank's parameters."""
+        """The state of this rank's parameters, which the inner optimizer keeps."""
         return defaultdict(dict) if self._inner is None else self._inner.state
 
     @state.setter
@@ -111,7 +112,7 @@ class ReplicatedOptimizer(Optimizer):
             self._inner.state = state
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters of this rank's shard, and receive the others.
+        """Update the parameters of this rank's shard, and receive the others. A collective call of the block.
 
         Args:
             closure: evaluates the model again; passed on to the inner optimizer.
@@ -129,10 +130,10 @@ class ReplicatedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; the older ones stay in their shards."""
+        """Add a param group. The parameters that were there before stay in their shards."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for trained in (True, False):  # each kind is balanced by itself: frozen parameters have no state
+        for trained in (True, False):  # trained and frozen parameters are balanced separately: only trained have state
             parameters = [p for p in group["params"] if p.requires_grad is trained]
             shards = assign([p.numel() for p in parameters], self._loads[trained])
             self._shard_of.update(zip(parameters, shards, strict=True))
@@ -145,7 +146,7 @@ class ReplicatedOptimizer(Optimizer):
             _share(self._inner.param_groups[-1:], self.param_groups[-1:])  # in older groups the outer values are newer
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this rank's parameters, and the hyperparameters of all; the rest is ignored."""
+        """Load the state of this rank's parameters and the hyperparameters of all groups; ignore the rest."""
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         others = {number for number, p in zip(numbers, parameters, strict=False) if not self.holds(p)}
@@ -153,7 +154,7 @@ class ReplicatedOptimizer(Optimizer):
         super().load_state_dict({**state_dict, "state": mine})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state that ``load_state_dict`` of the base class has put together, or an unpickled one."""
+        """Take over a state: ``load_state_dict`` of the base class calls this, and unpickling."""
         own = dict(state)
         loaded = own.pop("state", None)
         super().__setstate__(own)
@@ -168,12 +169,12 @@ class ReplicatedOptimizer(Optimizer):
         return self._shard_of.get(parameter) == self.shard
 
     def parameters_of(self, shard: int) -> Sequence[Tensor]:
-        """Return the parameters of a shard, in the order in which they were given."""
+        """Return the parameters of a shard, in the order in which the program gave them."""
         return tuple(self._shards[shard])
 
     @property
     def group_ranks(self) -> list[int]:
-        """The ranks of the group, as the job numbers them."""
+        """The ranks of the process group, by their numbers in the job."""
         return list(dist.get_process_group_ranks(self.process_group or dist.group.WORLD))
 
     def register_gather_pre_hook(self, hook: Callable[[], None]) -> RemovableHandle:
@@ -183,7 +184,7 @@ class ReplicatedOptimizer(Optimizer):
         return handle
 
     def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a param group that this rank updates; it may be empty."""
+        """Return a param group with only the parameters that this rank updates; there may be none."""
         here = [self.holds(p) for p in group["params"]]
         own = {key: value for key, value in group.items() if key not in _NOT_SHARED}
         for key in _NOT_SHARED:
@@ -196,7 +197,7 @@ class ReplicatedOptimizer(Optimizer):
         return block_gather(self.placement, self._rank, self.group_ranks, group, self._shards)
 
     def _meet(self) -> None:
-        """Check that all ranks of the group were given the same parameters; warn if copies share a host. Collective."""
+        """Check that all ranks have the same parameters, and warn if copies share a host. A collective call."""
         described = repr((self.placement, [(list(p.shape), str(p.dtype), p.requires_grad) for p in self._shard_of]))
         mine = [_number(described), _number(socket.gethostname())]
         device = next(iter(self._shard_of)).device
@@ -208,7 +209,7 @@ class ReplicatedOptimizer(Optimizer):
             odd = [rank for rank, number in zip(self.group_ranks, given, strict=True) if number != usual]
             raise ConfigError(
                 f"ranks {odd} gave ReplicatedOptimizer other parameters, or other replicas=, than the other ranks of "
-                "their group: build the same model, and the same param groups, on all of them"
+                "their group: build the same model and param groups, with the same replicas=, on all ranks of the group"
             )
         if self._rank == 0 and (crowded := _crowded(self.placement, hosts)) is not None:
             log.warning("%s", crowded)
@@ -221,12 +222,13 @@ def _check_usable(optimizer_class: type[Optimizer]) -> None:
         )
     if issubclass(optimizer_class, (LBFGS, ReplicatedOptimizer)):
         raise ConfigError(
-            f"{optimizer_class.__name__} cannot be sharded by parameter: what it computes for one needs all"
+            f"{optimizer_class.__name__} cannot be sharded by parameter, because its update of one parameter needs all "
+            "others: use an optimizer that updates each parameter by itself"
         )
 
 
 def _share(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Put the hyperparameters of the ``source`` groups into the ``target`` groups, by reference."""
+    """Copy the hyperparameters of the ``source`` groups into the ``target`` groups, by reference."""
     for one, other in zip(source, target, strict=True):
         for key, value in one.items():
             if key not in _NOT_SHARED:
@@ -238,13 +240,13 @@ def _number(text: str) -> int:
 
 
 def _crowded(placement: ShardPlacement, hosts: Sequence[int]) -> str | None:
-    """Return a warning if all copies of a shard are on one host although there are several hosts; else None."""
+    """Return a warning if all copies of some shard are on one host, though there are several hosts; else None."""
     if placement.replicas == 1 or len(set(hosts)) == 1:
         return None
     shards = [s for s in range(placement.shards) if len({hosts[r] for r in placement.holders(s)}) == 1]
     if not shards:
         return None
     return (
-        f"all copies of {len(shards)} of {placement.shards} optimizer shards are on one host each, and are lost with "
-        "it: let ranks of one host be consecutive, as torchrun numbers them, with at most dp // replicas on a host"
+        f"for {len(shards)} of {placement.shards} optimizer shards, all copies are on one host and are lost with that "
+        "host: let ranks of one host be consecutive, as torchrun numbers them, with at most dp // replicas on a host"
     )

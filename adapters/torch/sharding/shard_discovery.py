@@ -1,4 +1,4 @@
-"""Collects a rank's description of the parts of the training state that it holds; see ``discovery``."""
+"""Describes the parts of the training state that a rank holds, for the comparison of ranks in ``discovery``."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ShardEntry:
 
     Args:
         name: its name in the checkpoint, with ``model.`` or ``extra.`` in front.
-        shape: shape of the whole tensor.
-        cut: the ranks over which it is cut.
-        part: the part on this rank, as text: offsets and sizes.
+        shape: shape of the whole tensor; empty for an extra state.
+        cut: the ranks over which it is cut; empty: it is not cut.
+        part: offsets and sizes of the chunks on this rank, as text.
     """
 
     name: str
@@ -51,7 +51,7 @@ class StatedShards:
         names: digest of the names and whole shapes of its tensors.
         parts: digest of names, whole shapes, and the part of each tensor that is on this rank.
         label: name of the shard in an explicit layout; empty: there is no such layout.
-        alone: some of the names, if nothing makes these parameters equal on several ranks; else empty.
+        alone: if DistributedDataParallel ignores the parameters of this shard, some of their names; else empty.
     """
 
     names: str
@@ -66,10 +66,11 @@ class RankShards:
 
     Args:
         shards: the shards that it holds.
-        scopes: the lowest rank of each group of ranks that it trains with; all members of a group say the same.
+        scopes: the lowest rank of each group of ranks that it trains with, which identifies the group.
         stages: numbers of the pipeline stages that it runs.
         groups: digest of the optimizer's param groups.
-        frozen: digest of the content of parameters that are not trained, and that nothing makes equal; empty: none.
+        frozen: digest of the content of the parameters that are not trained and that DistributedDataParallel ignores;
+            empty: there are none.
         frozen_names: names of some of these parameters.
     """
 
@@ -93,22 +94,22 @@ class RankShards:
 
 
 Key = Ranks | str
-"""The common property of the entries of one shard: the ranks over which they are cut, or a shard of a given layout."""
+"""What the entries of one shard have in common: the ranks over which they are cut, or a shard of an explicit layout."""
 
 
 ALONE: Key = (-1,)
-"""The key of parameters that are trained and that DistributedDataParallel ignores."""
+"""The key of trained parameters that DistributedDataParallel ignores."""
 _LISTED_MAX = 4
 
 UNNAMED: Key = ()
-"""The key of entries that are not cut; with an explicit layout, of entries in no shard of it: buffers go with all."""
+"""The key of entries that are not cut; with an explicit layout, of buffers and others that are not parameters."""
 
 
 def held(parts: TrainingObjects, rank: int) -> dict[Key, list[ShardEntry]]:
-    """Return the entries of this rank, by shard.
+    """Return the entries of this rank, by the key of their shard.
 
     Raises:
-        ConfigError: an explicit layout does not say where a parameter belongs.
+        ConfigError: an explicit layout does not tell the shard of a parameter.
     """
     found: dict[Key, list[ShardEntry]] = defaultdict(list)
     for entry in _parameters(parts):
@@ -119,14 +120,18 @@ def held(parts: TrainingObjects, rank: int) -> dict[Key, list[ShardEntry]]:
 
 
 def key_of(parts: TrainingObjects, name: str, rank: int) -> Key:
-    """Return the key of the shard to which the parameter of this name belongs. Raises the errors of ``held``."""
+    """Return the key of the shard to which the parameter of this name belongs.
+
+    Raises:
+        ConfigError: an explicit layout does not tell the shard of the parameter.
+    """
     if parts.layout is not None:
         return label_of(parts, name, rank)
     return ALONE if parts.left_alone.get(name) else parts.cutter.cut(name, parts.names.parameters[name])
 
 
 def view_of(parts: TrainingObjects, shards: Mapping[Key, Iterable[ShardEntry]]) -> RankShards:
-    """Return this rank's description of ``shards``, in their order."""
+    """Return the description of this rank, with its ``shards`` in the same order."""
     said = tuple(_said(key, entries) for key, entries in shards.items())
     scopes = sorted({min(ranks) for ranks in _scopes(parts) if ranks})
     groups = [sorted(map(parts.names.of, group["params"])) for group in parts.optimizer.param_groups]
@@ -139,7 +144,8 @@ def label_of(parts: TrainingObjects, name: str, rank: int) -> Shard:
     """Return the shard of an explicit layout to which a parameter of this rank belongs.
 
     Raises:
-        ConfigError: this rank holds several shards and there is no ``shard_of``, or does not hold the one it names.
+        ConfigError: this rank holds several shards and there is no ``shard_of``, or ``shard_of`` returns a shard that
+            this rank does not hold.
     """
     assert parts.layout is not None
     mine = parts.layout.shards_of(Rank(rank))
@@ -169,7 +175,7 @@ def _parameters(parts: TrainingObjects) -> Iterator[ShardEntry]:
 
 
 def _others(parts: TrainingObjects) -> Iterator[ShardEntry]:
-    """Yield the entries that are saved without being parameters: buffers, extra states, averages."""
+    """Yield the entries that are saved and are not parameters: buffers, extra states, modules of ``extra_state``."""
     for name, buffer in parts.names.buffers.items():
         yield ShardEntry(
             f"model.{name}", tuple(buffer.shape), dtensor_chunks.cut_among(buffer), _text(dtensor_chunks.stored(buffer))
@@ -195,7 +201,7 @@ def _said(key: Key, entries: Iterable[ShardEntry]) -> StatedShards:
 
 
 def _content(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of all bytes of these tensors, which nothing else would ever compare."""
+    """Return a digest of all bytes of these tensors. Their content is compared nowhere else."""
     digest = xxhash.xxh3_128()
     for tensor in tensors:
         memory = tensor.detach().cpu().contiguous()
@@ -210,7 +216,7 @@ def _digest(value: Any) -> str:
 
 
 def _scopes(parts: TrainingObjects) -> Iterator[Ranks]:
-    """Yield the groups of ranks that train parts of this model together, as far as its objects show them."""
+    """Yield the groups of ranks that train this model together, as its DDP and FSDP modules and meshes show them."""
     for ddp in parts.ddps:
         yield tuple(dist.get_process_group_ranks(ddp.process_group))
     yield from flat_scopes(parts.model)
@@ -218,7 +224,7 @@ def _scopes(parts: TrainingObjects) -> Iterator[Ranks]:
 
 
 def _stages(model: nn.Module) -> tuple[int, ...]:
-    """Return the numbers of the ``torch.distributed.pipelining`` stages that were made of this model or its parts."""
+    """Return the numbers of the ``torch.distributed.pipelining`` stages made of this model or of its submodules."""
     library = sys.modules.get("torch.distributed.pipelining.stage")
     if library is None:
         return ()
@@ -228,5 +234,5 @@ def _stages(model: nn.Module) -> tuple[int, ...]:
 
 
 def describe(view: RankShards, rank: int) -> str:
-    """Return a name of a rank for messages, with its pipeline stages."""
+    """Return the text by which messages name a rank, with its pipeline stages."""
     return f"rank {rank}" + (f" (pipeline stage {compact_ranks(view.stages)})" if view.stages else "")

@@ -1,4 +1,4 @@
-"""The interface ``Sharding``: how the training state is spread over ranks, as one rank sees it."""
+"""Describes how the training state is spread over ranks, and returns the part of it that a rank writes for a shard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ttp.errors import ConfigError
 
 
 class Sharding(Protocol):
-    """How the state of a job is spread over its ranks, as one rank sees it. Immutable; for any thread."""
+    """Tells one rank which shards exist, which ranks hold them, and what to write for each. Immutable; thread-safe."""
 
     @property
     def layout(self) -> Layout:
@@ -32,49 +32,50 @@ class Sharding(Protocol):
 
     @property
     def stepping(self) -> Sequence[Optimizer]:
-        """The optimizers whose ``step()`` is the update."""
+        """The optimizers whose ``step()`` makes the update."""
 
     @property
     def flat_groups(self) -> bool:
-        """Whether param groups differ between ranks (pipeline stages): then they are stored per parameter."""
+        """True if param groups differ between ranks (pipeline stages): then their settings are saved per parameter."""
 
     def parameters_of(self, shard: Shard) -> Collection[str]:
-        """Return the canonical names of parameters that this rank writes for ``shard``; of tied weights all names."""
+        """Return the canonical names of parameters that this rank writes for ``shard``; all names of tied weights."""
 
     def carries(self, shard: Shard, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, which belongs to no parameter (a buffer, an average), is written with ``shard``.
+        """Return whether a tensor that belongs to no parameter (a buffer, an average) is written with ``shard``.
 
-        At least one shard of each rank that holds such a tensor carries it.
+        On each rank that holds such a tensor, at least one shard carries it.
         """
 
     def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
         """Return what to write for a live tensor, without copying and without communication.
 
         Args:
-            owner: canonical name of the parameter that it is, or for which the optimizer keeps it; empty: none.
+            owner: canonical name of the parameter that the tensor is, or for which the optimizer keeps it; empty: none.
             tensor: the live tensor, or a copy of it of the same kind.
 
         Returns:
-            The tensor itself, if this rank has the whole of it; else the chunks of the whole that this rank has.
+            The tensor itself if this rank has the whole tensor; else the chunks of it that this rank has.
         """
 
     def elsewhere(self) -> Collection[str]:
-        """Return the names of parameters and buffers that only other ranks have: other stages of a pipeline."""
+        """Return the names of parameters and buffers that only other ranks have, such as other pipeline stages."""
 
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """The objects from which the sharding is found out.
+    """The objects of a job from which its sharding is found.
 
     Args:
         model: the registered module, wrapped or not.
         optimizer: the registered optimizer.
-        names: names of both.
+        names: names of the model's tensors.
         world_size: number of ranks of the job.
-        modules: modules of ``extra_state``, as averages of the weights, by name.
+        modules: modules that were given as ``extra_state``, such as averages of the weights, by name.
         layout: the layout that the user gave; None: it has to be found.
         shard_of: returns the shard of a parameter in that layout, by its name; None: every rank holds one shard.
-        buddy: whether shards of one copy get a second one in another host's memory: then no warning is needed.
+        buddy: True if a shard with one copy gets a second one in the memory of another host; then ttp does not warn
+            of such shards.
     """
 
     model: nn.Module
@@ -88,7 +89,7 @@ class TrainingObjects:
 
     @cached_property
     def cutter(self) -> Cutter:
-        """Tells how the parameters are cut."""
+        """Describes how the parameters are sharded."""
         return Cutter(self.model, self.names)
 
     @cached_property
@@ -98,7 +99,7 @@ class TrainingObjects:
 
     @cached_property
     def left_alone(self) -> Mapping[str, bool]:
-        """For each uncut parameter that DistributedDataParallel was told to ignore: whether it is trained."""
+        """The unsharded parameters that DistributedDataParallel was told to ignore: name -> whether it is trained."""
         alone = {id(parameter) for parameter in not_replicated(self.ddps)}
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         return {
@@ -109,7 +110,7 @@ class TrainingObjects:
 
 
 class PlainSharding:
-    """Plain data parallelism: every rank holds everything.
+    """The ``Sharding`` of plain data parallelism: every rank holds the whole state.
 
     Args:
         parts: the objects of the job.
@@ -139,10 +140,10 @@ class PlainSharding:
 
 
 def sharding_of(parts: TrainingObjects) -> Sharding:
-    """Find out how the state of this job is sharded. All ranks must call it at the same point of their programs.
+    """Find how the state of this job is sharded. A collective call.
 
     Raises:
-        ConfigError: the sharding cannot be found out, or cannot be saved; the text says what to do.
+        ConfigError: the sharding cannot be found, or cannot be saved; the text says what to do.
     """
     if is_sharded(parts.optimizer):
         from ttp.adapters.torch.sharding.zero_sharding import ZeroSharding
@@ -156,14 +157,14 @@ def sharding_of(parts: TrainingObjects) -> Sharding:
         return discover(parts)
     if cut or several:
         raise ConfigError(
-            f"to tell which of {parts.world_size} ranks hold the same, they have to ask each other: call "
+            f"to find which of the {parts.world_size} ranks hold the same shards, they have to communicate: call "
             "init_process_group() before wrap_optimizer()"
         )
     return PlainSharding(parts)
 
 
 def _all_together(parts: TrainingObjects) -> bool:
-    """Return whether DistributedDataParallel over all ranks reduces everything: then no other rank has to be asked."""
+    """Return whether every rank holds the same state, because all gradients are reduced over all ranks by DDP."""
     sizes = [len(dist.get_process_group_ranks(ddp.process_group)) for ddp in parts.ddps]
     return parts.world_size == 1 or (set(sizes) == {parts.world_size} and not parts.left_alone)
 
@@ -172,7 +173,14 @@ def _all_together(parts: TrainingObjects) -> bool:
 
 
 def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: ModelNames) -> dict[str, Any]:
-    """Return the part of ``state`` (see ``checkpoint_state``) that this rank writes for ``shard``."""
+    """Return the part of a state that this rank writes for ``shard``.
+
+    Args:
+        sharding: the sharding of the job.
+        shard: a shard that this rank holds.
+        state: the state of this rank, as ``checkpoint_state`` returns it.
+        names: names of the model's tensors.
+    """
     wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
     part = dict(state)
     part["model"] = {
@@ -195,7 +203,7 @@ def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: 
 
 
 def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each parameter, in the form of torch's ``flatten_optimizer_state_dict``."""
+    """Return the settings of each wanted parameter by name, as torch's ``flatten_optimizer_state_dict`` does."""
     return {
         name: {key: value for key, value in group.items() if key != "params"}
         for group in groups
@@ -205,7 +213,7 @@ def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[
 
 
 def local_tensors(stored: TensorOrChunks) -> tuple[Tensor, ...]:
-    """Return the plain tensors of a tensor or of its chunks."""
+    """Return a stored tensor, or the tensors of its chunks."""
     chunks = stored if isinstance(stored, tuple) else (stored,)
     return tuple(chunk.tensor if isinstance(chunk, Chunk) else chunk for chunk in chunks)
 
@@ -219,7 +227,7 @@ def _carried(sharding: Sharding, shard: Shard, values: Mapping[str, Any]) -> dic
 
 
 def _converted(sharding: Sharding, owner: str, value: Any) -> Any:
-    """Return ``value`` with each tensor in its mappings and lists replaced by the part that is stored."""
+    """Return ``value`` with each tensor in its mappings and lists replaced by ``sharding.stored`` of it."""
     if isinstance(value, Tensor):
         return sharding.stored(owner, value)
     if isinstance(value, Mapping):

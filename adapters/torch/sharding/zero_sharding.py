@@ -1,4 +1,4 @@
-"""The sharding of ZeRO-1: each rank has all weights, and the optimizer state of its partition only."""
+"""The sharding of ZeRO-1: each rank holds all weights, and the optimizer state of its own partition only."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ttp.errors import ConfigError
 log = logging.getLogger("ttp.adapters.torch")
 
 COMMON = Shard("common")
-"""The shard of everything that is in no partition; every rank holds it."""
+"""The shard of all state that is in no partition; every rank holds it."""
 _NOTHING = b"-"
-"""The message of a rank whose partition is empty."""
+"""What a rank with an empty partition sends instead of a digest."""
 
 
 class ZeroSharding:
-    """The ``Sharding`` of an optimizer that shards its state. All ranks make one at the same point of their programs.
+    """The ``Sharding`` of an optimizer that shards its state. The constructor is a collective call.
 
     Args:
-        parts: the objects of the job; its optimizer is one for which ``unwrap_optimizer.is_sharded`` is true.
+        parts: the objects of the job; ``unwrap_optimizer.is_sharded`` is True for its optimizer.
 
     Raises:
         ConfigError: no process group connects all ranks, the optimizer cannot be protected, or ``layout=`` was given.
@@ -50,7 +50,7 @@ class ZeroSharding:
             log.warning("%s", _alone(self.layout, parts.optimizer))
 
     def parameters_of(self, shard: Shard) -> Collection[str]:
-        """See ``Sharding``. A param group may have been added since the last call."""
+        """See ``Sharding``. Includes parameters of param groups that were added after the construction."""
         if shard == REPLICATED:
             return self._names.parameters.keys()
         if shard == COMMON:
@@ -79,12 +79,12 @@ class ZeroSharding:
 
 
 def partitions(said: Sequence[bytes], rank: int) -> tuple[Layout, Shard | None]:
-    """Return the replica groups, and the shard of ``rank``'s own partition.
+    """Return the replica groups, and the shard of the partition of ``rank``.
 
     The shard is None if the partition is empty: then ``rank`` holds only what every rank holds.
 
     Args:
-        said: the message of each rank about its partition; equal on replicas.
+        said: for each rank a digest of its partition; ranks with the same digest are replicas.
         rank: this rank.
     """
     everybody = tuple(Rank(r) for r in range(len(said)))
@@ -109,17 +109,17 @@ def _check(parts: TrainingObjects) -> None:
             f"{parts.world_size} of them: call init_process_group() before wrap_optimizer()"
         )
     if parts.layout is not None:
-        raise ConfigError(f"{kind} says itself which rank holds what: call wrap_optimizer() without layout=")
+        raise ConfigError(f"{kind} itself assigns shards to ranks: call wrap_optimizer() without layout=")
     if not hasattr(unwrap_optimizer(parts.optimizer), "register_step_pre_hook") or getattr(
         parts.optimizer, "_overlap_with_ddp", False
     ):
         raise ConfigError(
-            f"{kind}(overlap_with_ddp=True) has no step() of its own to protect: leave overlap_with_ddp away"
+            f"{kind}(overlap_with_ddp=True) has no step() of its own to protect: make it without overlap_with_ddp"
         )
     if not (_spans(parts.optimizer, parts.world_size) or _reduced_over_all(parts)):
         raise ConfigError(
-            f"the process group of {kind} has not all {parts.world_size} ranks, and no DistributedDataParallel of all "
-            "ranks makes the others copies of them: use the group of all data-parallel ranks for both"
+            f"the process group of {kind} has not all {parts.world_size} ranks, and no DistributedDataParallel over "
+            "all ranks keeps the weights of the others equal: use the group of all data-parallel ranks for both"
         )
 
 

@@ -108,7 +108,7 @@ class TestWhenItIsWrapped:
         self, tmp_path: Path, tensor: Callable[[], Tensor], caplog: pytest.LogCaptureFixture
     ) -> None:
         job = Job(tmp_path, buffer(tensor, persistent=False)).wrap()
-        assert "the buffer odd is in no checkpoint" in caplog.text
+        assert "the buffer odd is not saved" in caplog.text
         job.step()
         assert save(job.adapter, job.processor, 1).is_dir()
 
