@@ -1,9 +1,9 @@
-"""Ways in which a rank of a test world is hurt: at one point of one step, alone or together with others.
+"""Kills or stops ranks of a test world at one point of one step, one rank or several together.
 
 The points, in their order: ``begin``, ``forward``, ``backward``, ``reduced``, ``pre_step0``, ``barrier`` (this rank has
-entered the barrier before the update, and may or may not have let others out of it), ``passed`` (it has left it, and so
-have all), ``post_step0`` and so on for each of Megatron's optimizers, ``gathered``, ``stepped``; and ``halfway``, see
-``Halfway``.
+entered the barrier before the update, and may or may not have released others from it), ``passed`` (all ranks have left
+the barrier), ``post_step0`` and so on for each of Megatron's optimizers, ``gathered``, ``stepped``; and ``halfway``,
+see ``Halfway``.
 """
 
 from __future__ import annotations

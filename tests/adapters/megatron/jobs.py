@@ -1,4 +1,4 @@
-"""A job of megatron-core in one directory: lives under ttp, and states of it, as a test sees them."""
+"""Runs a megatron-core job in one directory, launch after launch under ttp, and compares its states for a test."""
 
 from __future__ import annotations
 

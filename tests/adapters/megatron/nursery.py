@@ -1,8 +1,8 @@
-"""Worlds of ranks, forked from one process that has imported torch and megatron-core: that takes seconds each time.
+"""Forks worlds of ranks from one process that has imported torch and megatron-core, because the imports take seconds.
 
 As a program: reads one JSON line per world from standard input (``ranks``, ``program``, ``arguments``, ``env``,
 ``directory``, ``controller``), runs ``program`` of ``worlds.py`` in that many processes, and answers with their exit
-codes. A controller that is asked for is forked as well, before the ranks, at a port that nobody else has.
+codes. If a controller is wanted, it is forked before the ranks, on a free port.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A rank as a launcher starts it; ``JOB_SHAPE``, ``JOB_FAULT`` (in the first life), ``JOB_STEPS`` say what it does."""
+"""A rank as a launcher starts it. ``JOB_SHAPE``: the layout; ``JOB_FAULT``: a fault in the first life;
+``JOB_STEPS``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The patched GPT-3 program of the guide, on Megatron's core of today: names, order of calls and places as there.
+"""The guide's patched GPT-3 program on today's megatron-core: same names, order of calls and places.
 
-What the guide edits in Megatron's sources is put in from outside here: ``ReplicatedOptimizer`` in the place of
+The guide edits Megatron's sources. Here these edits are made from outside: ``ReplicatedOptimizer`` instead of
 ``DistributedOptimizer``, the calls around the inner optimizer's step, the barrier before it, and ``train``.
 """
 

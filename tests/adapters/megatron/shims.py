@@ -1,7 +1,7 @@
-"""What lets megatron-core train on a machine without an accelerator. For tests, and for trying
-`examples/megatron_gpt`: nothing of it is in ttp.
+"""Lets megatron-core train on a machine without an accelerator, for tests and `examples/megatron_gpt`. ttp does not use
+it.
 
-Measured with megatron-core 0.16.1 and torch 2.13. ``apply()`` first, then import megatron.
+Tried with megatron-core 0.16.1 and torch 2.13. Call ``apply()`` first, then import megatron.
 """
 
 from __future__ import annotations

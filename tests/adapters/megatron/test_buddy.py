@@ -1,4 +1,6 @@
-"""The distributed optimizer in one instance: one copy of each stretch, and another in the memory of the next host."""
+"""The distributed optimizer in one instance: each stretch exists once, with a second copy in the memory of the next
+host.
+"""
 
 from __future__ import annotations
 

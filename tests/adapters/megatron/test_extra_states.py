@@ -1,4 +1,4 @@
-"""What modules keep beside their tensors: taken with each version, and kept for a few."""
+"""The state that modules keep beside their tensors: captured with each version, and kept for a few versions."""
 
 from __future__ import annotations
 

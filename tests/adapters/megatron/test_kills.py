@@ -1,4 +1,6 @@
-"""Every layout, kind of optimizer and point of a step: killed for real, saved by the others, resumed bit for bit."""
+"""Real kills in every layout, with every kind of optimizer, at every point of a step: saved by the others, resumed bit
+for bit.
+"""
 
 from __future__ import annotations
 

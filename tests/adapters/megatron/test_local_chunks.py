@@ -1,4 +1,4 @@
-"""A stretch of memory as boxes: every element once, none of another stretch, and few boxes."""
+"""A stretch of memory as boxes: each element of the stretch once, no element of another stretch, and few boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of Megatron x who is killed x where in a step: saved, or refused with the reason, and resumed bit for bit.
+"""Megatron's layouts x killed ranks x points of a step: saved, or refused with the reason, and resumed bit for bit.
 
 ``python -m tests.adapters.megatron.test_matrix [LAYOUT[-undo][:WHO[:PHASE]] ...]`` runs all rows, or those whose names
 begin like that, and prints the table of docs/reliability.md.

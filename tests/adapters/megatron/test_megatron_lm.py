@@ -1,4 +1,5 @@
-"""Megatron-LM itself, unchanged: killed under ``ttp run``, saved, resumed; and it reads what was saved without ttp.
+"""Unchanged Megatron-LM under ``ttp run``: a rank is killed, the job is saved and resumed, and Megatron reads the
+checkpoint without ttp.
 
 Its ``pretrain`` is in no package: ``MEGATRON_LM`` names a checkout of the tag ``core_v0.16.1``.
 """

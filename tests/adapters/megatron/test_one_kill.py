@@ -1,6 +1,6 @@
-"""One real job of megatron-core, TP2 x DP2 in two instances: a rank is killed, and all that follows from what is saved.
+"""One real job of megatron-core, TP2 x DP2 in two instances: a rank is killed, and the checkpoint is used in all ways.
 
-A real SIGKILL, a real controller. The tests share the job, because every world of ranks costs seconds.
+A real SIGKILL and a real controller. The tests share the job, because every world of ranks costs seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout in another one, through ttp and without it: every element of every tensor is compared."""
+"""A checkpoint of one layout read in another one, by ttp and without it: every element of every tensor is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells about the names of its tensors, and how the whole model's names come out of it."""
+"""A rank's description of the names of its tensors, and the names of the whole model that follow from it."""
 
 from __future__ import annotations
 

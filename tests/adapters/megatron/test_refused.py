@@ -1,4 +1,6 @@
-"""What cannot be protected is said at once, and what is offered to Megatron has the names that it looks for."""
+"""State that cannot be protected is refused at the start; checkpoints offered to Megatron have the names that it looks
+for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guide's GPT-3 program under its own names: killed, saved, started again, and the same to the last bit."""
+"""The guide's GPT-3 program, unchanged: killed, saved and started again, it ends with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a test world do; run by ``nursery.py``."""
+"""The programs of the ranks of a test world; ``nursery.py`` runs them."""
 
 from __future__ import annotations
 

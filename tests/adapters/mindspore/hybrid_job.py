@@ -1,7 +1,8 @@
-"""Hybrid parallel: two slices of a hidden layer, each on two of four workers. Run by the launcher; see ``mnist_job``.
+"""A hybrid parallel job: two slices of a hidden layer, each on two of four workers. Run by the launcher; see
+``mnist_job``.
 
-Ranks 0 and 2 hold the first half of the hidden layer, ranks 1 and 3 the second one. 0 and 1 see the same data, so do
-2 and 3.
+Ranks 0 and 2 hold the first half of the hidden layer, ranks 1 and 3 the second half. Ranks 0 and 1 see the same data,
+and so do 2 and 3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a MindSpore job under ``ttp run --mindspore``, and reads what it printed and left."""
+"""Runs a MindSpore job under ``ttp run --mindspore``, and reads its output and its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories with a checkpoint for each rank, as ``ModelCheckpoint`` leaves them; MindSpore writes the files."""
+"""Makes directories with a checkpoint for each rank, as ``ModelCheckpoint`` does; MindSpore writes the files."""
 
 from __future__ import annotations
 

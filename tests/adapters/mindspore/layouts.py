@@ -1,4 +1,4 @@
-"""Strategy files as MindSpore 2.10 writes them, made with its own protobuf code; and checkpoints of such jobs."""
+"""Makes strategy files as MindSpore 2.10 writes them, with its own protobuf code, and checkpoints of such jobs."""
 
 from __future__ import annotations
 

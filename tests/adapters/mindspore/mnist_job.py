@@ -1,6 +1,6 @@
-"""The example, with a worker that dies where a test wants it. Run by the launcher.
+"""The example job, with workers that die where a test says. Run by the launcher.
 
-``JOB_KILLS``: for each launch a list of ``[rank, step, place]``, as JSON; places are those of ``Killer``.
+``JOB_KILLS``: for each launch a list of ``[rank, step, place]``, as JSON; the places are those of ``Killer``.
 """
 
 from __future__ import annotations

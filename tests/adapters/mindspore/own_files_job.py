@@ -1,4 +1,4 @@
-"""The example with functions of its own that save and load, as ``TrainFaultTolerance`` of MindSpore 2.10 takes them."""
+"""The example job with its own functions to save and load, as ``TrainFaultTolerance`` of MindSpore 2.10 takes them."""
 
 from __future__ import annotations
 

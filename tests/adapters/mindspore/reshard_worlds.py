@@ -1,4 +1,4 @@
-"""Whole tensors, cut by plain numpy as MindSpore's documents say, in the files of as many ranks as wanted."""
+"""Cuts whole tensors with plain numpy, as MindSpore's documents say, into the files of any number of ranks."""
 
 from __future__ import annotations
 

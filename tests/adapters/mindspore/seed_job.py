@@ -1,4 +1,4 @@
-"""Runs ``seed_power_off.py`` as it is: random numbers, kills and a journal come from outside."""
+"""Runs ``seed_power_off.py`` unchanged, and adds random numbers, kills and a journal from outside."""
 
 from __future__ import annotations
 

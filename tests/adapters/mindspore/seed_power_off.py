@@ -1,8 +1,8 @@
-"""The program of MindSpore's documentation of the power-off checkpoint (``mindio_ttp_case.py``), by its own imports.
+"""The power-off checkpoint program of MindSpore's documentation (``mindio_ttp_case.py``), with its own imports.
 
-It knows nothing of ttp: ``nn.OptTFTWrapper`` and ``train.TFTRegister`` are put there by ``ttp run --mindspore
---mindio``. As there, but for what a test needs: CPU, smaller layers, the loss function given to the Model,
-``init_epoch`` to its training, and the epoch and step of the exception save as arguments instead of edits.
+It knows nothing of ttp: ``ttp run --mindspore --mindio`` provides ``nn.OptTFTWrapper`` and ``train.TFTRegister``. It
+differs from the original only where a test needs it: CPU, smaller layers, the loss function given to the Model,
+``init_epoch`` to its training, and epoch and step of the exception save as arguments instead of edits.
 """
 
 # mypy: ignore-errors

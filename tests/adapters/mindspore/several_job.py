@@ -1,4 +1,4 @@
-"""A program that trains epoch by epoch, a ``Model.train`` each, and evaluates in between. Run by the launcher.
+"""A program that calls ``Model.train`` once per epoch and evaluates in between. Run by the launcher.
 
 ``JOB_KILLS``: for each launch a list of ``[rank, epoch, how]``, as JSON: what happens to the rank in that evaluation.
 """

@@ -1,4 +1,6 @@
-"""The barrier before each update of a sliced layout: real sockets, the real gate, one thread for each rank."""
+"""The barrier before each update of a sliced layout, over real sockets and the real gate, with one thread for each
+rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which version a training begins with, whoever has loaded it: what it saves is never taken for older than it is."""
+"""The version that a training begins with, however its state was loaded: its saves must not look older than
+they are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hybrid parallel: slices of their own, each written by a rank that holds it and read back by the others that do."""
+"""Hybrid parallel: each slice is written by one rank that holds it, and read back by the other ranks that hold it."""
 
 from __future__ import annotations
 

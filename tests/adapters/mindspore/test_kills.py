@@ -1,4 +1,6 @@
-"""Real jobs of several workers, killed: what was finished is saved, and the job ends as the unbroken one does."""
+"""Real jobs of several workers whose ranks are killed: finished steps are saved, and the job ends as the unbroken one
+does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replica groups, as MindSpore's parallel modes and its strategy files tell them."""
+"""Replica groups from MindSpore's parallel modes and strategy files."""
 
 from __future__ import annotations
 

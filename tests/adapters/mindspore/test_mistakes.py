@@ -1,4 +1,6 @@
-"""A job whose configuration is wrong, of a program that nobody decorates: said once, and not started again."""
+"""A job with a wrong configuration, whose program uses no decorator: one error message, exit code 64, and no
+restart.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``ttp recover`` and ``ttp redundancy`` on real files: what is lost is had from replicas, damage is not used."""
+"""``ttp recover`` and ``ttp redundancy`` on real files: lost files come from replicas, and damaged ones are not
+used.
+"""
 
 from __future__ import annotations
 

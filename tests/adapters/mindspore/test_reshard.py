@@ -1,4 +1,4 @@
-"""`ttp reshard` on the real MindSpore: what comes out is what plain slicing gives, or nothing comes out."""
+"""``ttp reshard`` with real MindSpore: the result equals plain slicing, or there is no result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ttp reshard` refuses, before it has written anything; and what it can do without some of the files."""
+"""What ``ttp reshard`` refuses before it writes anything, and what it can do if some of the files are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The programs of MindSpore's documentation, unchanged, in real jobs: killed, and resumed by hand as it says."""
+"""The programs of MindSpore's documentation, unchanged, in real jobs: killed, and resumed by hand as the documentation
+says.
+"""
 
 from __future__ import annotations
 

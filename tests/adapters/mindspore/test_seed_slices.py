@@ -1,7 +1,7 @@
 """The network of MindSpore's documentation of recovery from redundancy, cut by ``shard()`` for eight cards.
 
-MindSpore compiles no such network on CPU, so it is taken as far as that; from there on what MindSpore calls is called
-here, with what it gives on eight cards.
+MindSpore compiles no such network on CPU. So MindSpore runs it as far as it can; beyond that the test calls what
+MindSpore would call, with the values that it has on eight cards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank saves while it stands at the gate of the next update, and another network goes on from that, bit for bit.
 
-The forward pass of that next step has been made: BatchNorm's averages are ahead of what is saved.
+The forward pass of the next step has run by then, so BatchNorm's averages are ahead of the saved version.
 """
 
 from __future__ import annotations

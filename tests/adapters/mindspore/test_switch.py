@@ -1,4 +1,4 @@
-"""What is said to somebody whose job cannot be protected: each message says what to change."""
+"""The messages for jobs that cannot be protected: each says what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The wrapped optimizer trains as it does alone, bit for bit, and reports each update exactly where it happens."""
+"""The wrapped optimizer trains bit for bit like the optimizer alone, and reports each update exactly when it
+happens.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Small models and checkpoints for the tests of this directory. Also a program that loads one in jobs of several sizes.
+"""Small models and checkpoints for the tests of this directory, and a program that loads one in jobs of several sizes.
 
-As a program: ``checkpoints.py CHECKPOINT STORE``; it loads with stock torch only. Every rank prints its world's size,
-whether it asked the others, and a digest of what it got.
+As a program: ``checkpoints.py CHECKPOINT STORE`` loads with stock torch only. Every rank prints the size of its world,
+whether it used collectives, and a digest of the state.
 """
 
 from __future__ import annotations

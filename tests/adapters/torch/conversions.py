@@ -1,4 +1,4 @@
-"""What the tests of ``ttp convert`` share."""
+"""Helpers shared by the tests of ``ttp convert``."""
 
 from __future__ import annotations
 

@@ -1,20 +1,21 @@
-"""A device made of host memory, as unkind as a real one may be.
+"""A device made of host memory that behaves as badly as a real one may.
 
-Work runs in the order of its stream and, between streams, in the order that hurts most: nothing runs before somebody
-asks an event, and then one kind of stream runs as far as it can before the other (``order``). A stream may hang for
-ever while others go on. What is copied to the host is garbage until the copy has run; what an operation allocates is
-garbage until the operation has run. An operation of torch on device memory is work of the stream that is current in its
-thread, whoever writes it: ``contiguous()`` and ``clone()`` allocate, ``item()`` and ``equal()`` wait. What it takes
-from the host, a single number, is taken when it is queued. What it writes to is memory of the device, whoever made it:
-torch makes counters and found infinities there by itself.
+Work runs in the order of its stream. Between streams it runs in the worst order: nothing runs before an event is
+queried, and then one kind of stream runs as far as it can before the other (``order``). A stream may hang for ever
+while others go on. The target of a copy to the host is garbage until the copy has run; the result of an operation is
+garbage until the operation has run. A torch operation on device memory is work of the stream that is current in its
+thread, whichever module calls it: ``contiguous()`` and ``clone()`` allocate, ``item()`` and ``equal()`` wait. A single
+number that it takes from the host is read when the operation is queued. The tensors that it writes to are memory of the
+device, whichever code made them: torch makes counters and found infinities there by itself.
 
-What may not happen is a *sin*. It is raised, and kept in ``FakeDevice.sins`` in case somebody swallows it:
+A *sin* is an action that a real device would not forgive. It is raised as an exception, and kept in ``FakeDevice.sins``
+in case the exception is swallowed:
 
-* memory of the device, or pinned memory, is set aside after ``seal()``;
+* memory of the device, or pinned memory, is allocated after ``seal()``;
 * a thread in ``no_waiting()`` waits for the device;
-* something is queued while a CUDA graph is captured (``capturing``);
-* anybody waits for a stream that hangs, or launches a kernel for the first time while one hangs: it is loaded lazily,
-  and the call would never return.
+* work is queued while a CUDA graph is captured (``capturing``);
+* a thread waits for a stream that hangs, or launches a kernel for the first time while one hangs: the kernel is loaded
+  lazily, and the call would never return.
 """
 
 from __future__ import annotations

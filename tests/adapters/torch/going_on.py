@@ -1,4 +1,6 @@
-"""Small training programs, and whether one goes on with its bits in the place of another. See test_supported.py."""
+"""Small training programs, and a check that one goes on with its bits in the place of another. See
+test_supported.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training loop in one process, with its hooks, and what they did."""
+"""A training loop in one process, with ttp's hooks and a record of their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training loop in its parts, for the tests of what follows an update."""
+"""The parts of a training loop, for the tests of the calls that follow an update."""
 
 from __future__ import annotations
 

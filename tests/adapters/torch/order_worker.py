@@ -1,4 +1,4 @@
-"""One of two ranks: rank 0 stops in its provisional capture while rank 1 looks whether it can get past backward.
+"""One of two ranks: rank 0 stops in its provisional capture, and rank 1 tries to get past its backward pass meanwhile.
 
 Arguments: directory for files, rank, cases. Prints one JSON line.
 """

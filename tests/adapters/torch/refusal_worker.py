@@ -1,4 +1,6 @@
-"""What the two ranks of test_refusals.py do: one of them is wrong, or both have what is not replicated."""
+"""The two ranks of test_refusals.py: one of them has something wrong, or both hold parameters that are not
+replicated.
+"""
 
 from __future__ import annotations
 

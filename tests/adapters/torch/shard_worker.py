@@ -1,4 +1,4 @@
-"""What the ranks of test_sharding.py do: models cut in many ways, asked what each rank holds of them."""
+"""The ranks of test_sharding.py: they cut models in many ways, and report what each rank holds of them."""
 
 from __future__ import annotations
 

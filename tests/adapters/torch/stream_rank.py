@@ -1,8 +1,8 @@
-"""A rank on a device that is made up, whose host runs ahead of the barrier before its updates.
+"""A rank on a made-up device whose host runs ahead of the barrier before its updates.
 
-``python -m tests.adapters.torch.stream_rank DIRECTORY RANK COUNT``: meets the others until it is told on its input that
-it is frozen. Prints "ready", then at which version its device stands; is told which one is wanted, and prints JSON:
-what it could say of it, and where it has come to.
+``python -m tests.adapters.torch.stream_rank DIRECTORY RANK COUNT`` meets the others until its standard input says that
+it is frozen. Prints "ready", then the version of its device; reads the wanted version, and prints its state as JSON:
+what it could report of the device, and the version that it has reached.
 """
 
 from __future__ import annotations

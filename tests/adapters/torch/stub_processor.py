@@ -1,4 +1,6 @@
-"""What a ``TorchAdapter`` needs of a processor, without a controller; and the orders that a controller would give."""
+"""A processor without a controller, with what a ``TorchAdapter`` needs of it, and the orders that a controller would
+send.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Who stands between two steps of an iteration (a GAN), or in a step, is gone back to the last version, bit for bit."""
+"""A rank that stands between two steps of one version (a GAN), or inside a step, goes back to the last version, bit for
+bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers, extra_state and random streams: through a page and back."""
+"""Buffers, ``extra_state`` and random streams are written to a page and restored from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions of ``step()`` that the program catches: half an update is never taken for a whole one."""
+"""Exceptions of ``step()`` that the program catches: half an update is never saved as a whole one."""
 
 from __future__ import annotations
 

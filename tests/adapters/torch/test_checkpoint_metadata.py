@@ -1,3 +1,7 @@
+"""The index of a checkpoint, ``.metadata``: tensors of several shards become one, and every element is there exactly
+once.
+"""
+
 from __future__ import annotations
 
 import pickle

@@ -1,3 +1,5 @@
+"""The names of entries in a checkpoint are those of stock torch."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""The writer of a shard file: its table, its values, refused tensors, and the memory that it needs."""
+
 from __future__ import annotations
 
 import errno

@@ -1,4 +1,4 @@
-"""Chunks that torch has no description for (FSDP1's) are filled from the pieces that overlap them, and no others."""
+"""Chunks that torch cannot describe (FSDP1's) are read from the pieces that overlap them, and from no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``step(closure)``: the update begins when the closure has run, where that is where it begins."""
+"""``step(closure)``: the update begins when the closure has run, for optimizers that evaluate it first."""
 
 from __future__ import annotations
 

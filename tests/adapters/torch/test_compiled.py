@@ -1,4 +1,4 @@
-"""Hooks in what torch.compile makes of a loop: they are called, or the compilation is refused."""
+"""Hooks in loops compiled by torch.compile: they are called, or the compilation is refused."""
 
 from __future__ import annotations
 

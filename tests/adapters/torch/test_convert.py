@@ -1,4 +1,4 @@
-"""`ttp convert` without its command line: what comes out equals what went in, or nothing comes out."""
+"""``ttp convert`` without its command line: the target equals the source, or there is no target."""
 
 from __future__ import annotations
 

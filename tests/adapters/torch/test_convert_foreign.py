@@ -1,4 +1,4 @@
-"""Files that others have saved become checkpoints, or are refused."""
+"""Files that were saved without ttp become checkpoints, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which DistributedDataParallel reduces the gradients of a model, wherever it stands."""
+"""Finds the DistributedDataParallel that reduces the gradients of a model, inside, around or outside of it."""
 
 from __future__ import annotations
 

@@ -1,3 +1,7 @@
+"""The layout of DistributedDataParallel's buckets is saved and applied, so a resumed job has the bits of an unbroken
+one.
+"""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The logic of fences and copies, on a device that is made up. What CUDA itself does is not shown here."""
+"""The logic of fences and copies on a made-up device. It does not show how CUDA behaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Who holds the same, decided from what the ranks say; how tensors are cut; param groups of pipeline stages."""
+"""Which ranks hold the same shard, decided from their descriptions; chunks of cut tensors; param groups of pipeline
+stages.
+"""
 
 from __future__ import annotations
 

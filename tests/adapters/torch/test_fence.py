@@ -1,4 +1,4 @@
-"""Which versions a device has finished, on one that is made up."""
+"""Which versions a made-up device has finished."""
 
 from __future__ import annotations
 

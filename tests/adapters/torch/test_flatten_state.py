@@ -1,3 +1,5 @@
+"""Nested states become flat entries by the rules of stock torch, and come back as they were."""
+
 from __future__ import annotations
 
 import io

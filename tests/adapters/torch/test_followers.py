@@ -1,4 +1,6 @@
-"""Parameters that no optimizer has and that the program moves: behind the step that is a part of it, else refused."""
+"""Parameters that the program moves without an optimizer: moved behind the step they are part of the version, else
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank on a device that is made up, whose collective hangs when another one dies, on its way out of its loop."""
+"""A rank on a made-up device, whose collective hangs when another rank dies, leaves its training loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies and pickles of what is trained know nothing of the job."""
+"""Copies and pickles of the trained objects are not connected to the job."""
 
 from __future__ import annotations
 

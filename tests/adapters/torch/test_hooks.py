@@ -1,4 +1,4 @@
-"""The bracket around an update, on real optimizers, and when it captures what."""
+"""The bracket around an update on real optimizers, and the moments at which it captures state."""
 
 from __future__ import annotations
 

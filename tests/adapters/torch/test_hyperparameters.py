@@ -1,4 +1,4 @@
-"""The hyperparameters of param groups are taken once for each change."""
+"""The hyperparameters of param groups are copied once for each change."""
 
 from __future__ import annotations
 

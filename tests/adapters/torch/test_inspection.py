@@ -1,4 +1,4 @@
-"""Digests of replicas, and NaN: what is seen, what is not looked at, and on which tensors nothing stumbles."""
+"""Digests of replicas, and the search for NaN and Inf: what they cover, and unusual tensors."""
 
 from __future__ import annotations
 

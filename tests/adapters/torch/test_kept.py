@@ -1,4 +1,6 @@
-"""A state that is kept in memory: what may be kept, how it is handed over, and how it gets to another rank."""
+"""A state that is kept in memory: when it may be kept, how new objects take it over, and how it is sent to another
+rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rank-local state of a host in a checkpoint: what is believed, and what a rank is told that gets nothing back."""
+"""The rank-local state of a host in a checkpoint: which pages are accepted, and the message for a rank that gets none
+back.
+"""
 
 from __future__ import annotations
 

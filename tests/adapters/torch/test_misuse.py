@@ -1,4 +1,4 @@
-"""Updates that nobody could save: refused before they write."""
+"""Updates that no rank could save are refused before they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backward passes get no provisional capture."""
+"""Which backward passes have no provisional capture."""
 
 from __future__ import annotations
 

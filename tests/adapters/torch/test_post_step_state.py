@@ -1,4 +1,4 @@
-"""What follows an update belongs to its version, whenever the save comes."""
+"""The calls that follow an update belong to its version, at whatever moment it is saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An update is undone: what was kept from before it is saved, bit for bit, and the live state stays as it is."""
+"""Undo: the state from before an update is saved bit for bit, and the live state does not change."""
 
 from __future__ import annotations
 

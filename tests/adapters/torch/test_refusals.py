@@ -1,4 +1,4 @@
-"""A refusal is the same on every rank, whoever of them is wrong."""
+"""A refusal is the same on every rank, whichever rank has the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is inside a process group can be exchanged; a torch in which it cannot is refused, and nothing breaks."""
+"""The backends inside process groups are exchanged; a torch in which that does not work is refused without harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of the function of one update is made again from what it began with, or it is said why it is not."""
+"""A call of the one-update function is repeated from its initial state, or the reason is given why it cannot be."""
 
 from __future__ import annotations
 

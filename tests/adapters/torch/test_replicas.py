@@ -1,4 +1,4 @@
-"""Two real replicas: what they look like to each other, and whether they wait for each other before an update."""
+"""Two real replicas: the comparison of their digests, and the barrier before an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ReplicatedOptimizer: the arithmetic of the plain optimizer, with less memory and with copies."""
+"""ReplicatedOptimizer computes what the plain optimizer does, with less memory and with copies of each shard."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""A restored program trains on with the same bits; checkpoints that do not fit are refused with names and shapes."""
+
 from __future__ import annotations
 
 import copy

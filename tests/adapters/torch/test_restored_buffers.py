@@ -1,4 +1,4 @@
-"""Buffers that are not in the restored program what they were in the one that was saved."""
+"""Buffers whose shape, kind or place differs in the restored program from that in the saved one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random streams come back exactly, by the fast way and by the official one."""
+"""Random streams are restored exactly, through the fast way (their memory) and through the official one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One optimizer that steps several times in an iteration (the epochs of PPO over its buffer), which is one version."""
+"""One optimizer that steps several times in one version (PPO's epochs over its buffer)."""
 
 from __future__ import annotations
 

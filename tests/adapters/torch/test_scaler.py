@@ -1,4 +1,6 @@
-"""The gradient scaler belongs to the version, whenever the save comes and wherever its numbers lie."""
+"""The state of a gradient scaler belongs to the version, whenever it is saved and on whichever device its
+numbers are.
+"""
 
 from __future__ import annotations
 

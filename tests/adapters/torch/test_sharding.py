@@ -1,5 +1,6 @@
-"""Which ranks hold the same, found from real models: FSDP2, FSDP1, tensor parallel, pipeline stages, and mixtures of
-them; and every checkpoint of one is read into the others, element by element."""
+"""Which ranks hold the same shards, found from real models: FSDP2, FSDP1, tensor parallel, pipeline stages, and
+mixtures. Every checkpoint of one kind is read into the others, element by element.
+"""
 
 from __future__ import annotations
 

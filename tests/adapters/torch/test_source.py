@@ -1,4 +1,6 @@
-"""What a torch rank says of itself when it is asked: is its gradient ready, can it go back, has its page changed."""
+"""What a torch rank reports of itself: whether its gradient is ready, whether it can go back, whether its page has
+changed.
+"""
 
 from __future__ import annotations
 

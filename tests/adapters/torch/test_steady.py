@@ -1,4 +1,4 @@
-"""What the steady state does, counted: captures, calls of ``state_dict()``, bytes written, groups copied."""
+"""Counts the work of the steady state: captures, calls of ``state_dict()``, bytes written, param groups copied."""
 
 from __future__ import annotations
 

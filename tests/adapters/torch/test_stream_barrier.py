@@ -1,4 +1,6 @@
-"""The device waits in the barrier before its update, and the host runs ahead: never too early, and let go by order."""
+"""The device waits in the barrier before its update while the host runs ahead: never too early, and released by
+order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Parts of a shard: every element in exactly one, equally large, dealt alike on all replicas, loaded by stock torch."""
+"""Parts of a shard: every element in exactly one part, parts of equal size, the same on all replicas, read by stock
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What training programs contain, one after the other: saved, put into a program that began otherwise, and trained on.
+"""The features of training programs one by one: saved, restored into a program with another state, and trained on.
 
-All of it (weights, moments, settings, schedules, random streams, losses) ends with the bits of the program that was
-never stopped. In one process, without a controller. docs/support.md names these tests.
+Weights, moments, settings, schedules, random streams and losses end with the bits of the program that was never
+stopped. In one process, without a controller. docs/support.md names these tests.
 """
 
 from __future__ import annotations

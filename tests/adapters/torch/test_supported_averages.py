@@ -1,4 +1,4 @@
-"""Averages of the weights are saved and go on with their bits, as the rest of ``test_supported`` does."""
+"""Averages of the weights are saved and restored with their bits; see ``test_supported``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several optimizers, several schedules, and optimizers that have others inside: each goes on with its bits."""
+"""Several optimizers, several schedules, and optimizers that contain others: each goes on with its bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How NCCL's connections are broken and made again, with a backend that is made up; what NCCL does is not shown."""
+"""How NCCL's connections are broken and made again, on a made-up backend. It does not show how NCCL behaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would make a save impossible is said at the start, with the object, the reason and the way out."""
+"""State that would make a save impossible is reported at the start, with the object, the reason and the remedy."""
 
 from __future__ import annotations
 

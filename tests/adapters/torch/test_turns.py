@@ -1,4 +1,4 @@
-"""Whose steps make one version: the order is learned, and what does not fit it is refused at once."""
+"""Which steps make one version: the order is learned, and a step that does not fit it is refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrappers and containers of optimizers, as other projects write them: saved with all they keep, or refused."""
+"""Wrappers and containers of optimizers in the style of other projects: saved with all of their state, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO-1 as shards: what is written, by whom, and that every element comes back, in any world."""
+"""ZeRO-1 as shards: which rank writes what, and every element is restored in a world of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks have to say that are forked from a process with torch in it: several worlds of one worker, or one."""
+"""Runs workers in processes forked from one that has imported torch, and collects what their ranks return."""
 
 from __future__ import annotations
 
