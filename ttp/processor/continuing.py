@@ -142,7 +142,7 @@ class Continuing:
             self._groups.wrapped()
 
     def why_no_loop(self) -> str:
-        """Note that the loop begins, and return why others could not stay if this rank were new; empty: they can."""
+        """Note that the loop begins. Return why others could not stay in theirs if this rank were new, or empty."""
         return "" if self._groups is None else self._groups.in_loop()
 
     def stays(self, version: Version, why_not: str, processor: Processor, adapter: Any) -> bool:
@@ -182,7 +182,7 @@ class Continuing:
         return self._refused or self._groups.why_not()
 
     def refuse(self, why: str) -> None:
-        """Forbid that this process goes on, and say why. Call it in train(), before the job is joined."""
+        """Note why this process cannot go on after a failure. Call it in train(), before the job is joined."""
         self._refused = self._refused or why
 
     def out(self, problem: BaseException | None, processor: Processor, adapter: Any) -> NoReturn:
@@ -229,7 +229,7 @@ class Continuing:
         if self._retries:
             self._retries = False
             return
-        if self._next is None:  # else the launcher has said it while the rank was in its loop
+        if self._next is None:  # else the launcher has announced it while the rank was in its loop
             self._next = self._await(RankEnv.from_env().launch + 1)
         self.releasing = False
 
@@ -296,7 +296,7 @@ class Continuing:
         raise AssertionError("unreachable")
 
     def tries_again(self, problem: BaseException) -> bool:
-        """Return whether to call ``train()`` once more, as the dead rank's device is not free yet. Waits if so."""
+        """Wait and return True if train() is to be called again, because the dead rank's device is not free yet."""
         fresh = self._seated and not self._registered and self._groups is not None and self._groups.untouched()
         if not (fresh and self._on_cuda and is_out_of_device_memory(problem)):
             return False

@@ -1,4 +1,4 @@
-"""Ends the process by order of the controller, from a thread: the main thread may be blocked for half an hour."""
+"""Ends the process on the controller's order, from a thread: the main thread may be blocked for half an hour."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ttp.processor.last_words import leave_word
 log = logging.getLogger("ttp.processor")
 
 EXIT_S = 10.0
-"""Seconds that the end of the process may take."""
+"""Seconds within which the process has to end."""
 
 
 def end_process(code: int, text: str, before_exit: Callable[[], None] | None, let_go: Callable[[], None]) -> None:
-    """Exit, whatever blocks in this process. Does not return.
+    """Exit within ``EXIT_S`` seconds even if threads of this process are blocked. Does not return.
 
     Args:
         code: the exit code.
         text: for the log: which rank leaves, and why.
-        before_exit: last function of the program; runs on a thread of its own, for half of ``EXIT_S`` at most. Not
-            called where ``code`` is 0: that of MindSpore's client ends the process with 1.
-        let_go: closes what others would wait for.
+        before_exit: a function of the program to call first, on a thread of its own, for at most half of ``EXIT_S``.
+            Not called if ``code`` is 0, because MindSpore's client would end the process with 1.
+        let_go: closes the stream and the files that other processes wait for.
     """
-    last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # logs may be on the storage that hangs
+    last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # writing the log may hang with the storage
     last_resort.daemon = True
-    with contextlib.suppress(RuntimeError):  # no thread can be started: the timer below is left
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the signal below remains
         last_resort.start()
     with contextlib.suppress(OSError, ValueError):  # a driver that hangs may keep the interpreter lock
         signal.setitimer(signal.ITIMER_REAL, 2 * EXIT_S)
@@ -50,9 +50,9 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
 
 
 def _aside(job: Callable[[], None], patience_s: float) -> None:
-    """Run a function on a thread of its own and wait for it for a bounded time."""
+    """Run a function on a thread of its own, and wait at most ``patience_s`` seconds for it."""
     thread = threading.Thread(target=job, name="ttp-exit", daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread can be started: it is left out
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the function is not called
         thread.start()
         thread.join(patience_s)
 

@@ -1,4 +1,4 @@
-"""Tells the cause of an exception in a training loop."""
+"""Classifies exceptions of a training loop: the death of another rank, lack of device memory, or the rank's own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreErro
 
 
 def is_collective_error(problem: BaseException) -> bool:
-    """Return whether an exception is what the death of another rank causes here: then that death is the fault."""
+    """Return whether an exception is an error of a collective, as the death of another rank causes it here."""
     named = any(kind.__name__ in _KINDS for kind in type(problem).__mro__)
     return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {problem}"))
 
 
 def is_out_of_device_memory(problem: BaseException) -> bool:
-    """Return whether a device ran out of memory, for a tensor or for what a process itself needs there."""
+    """Return whether a device ran out of memory, for a tensor or for the process's own device context."""
     out = any(kind.__name__ == "OutOfMemoryError" for kind in type(problem).__mro__)
     return out or (isinstance(problem, RuntimeError) and "CUDA error: out of memory" in str(problem))
 

@@ -1,4 +1,4 @@
-"""The part of a rank in saving a checkpoint to the host's memory first; see ``ttp.core.controller.shadow``."""
+"""What a rank does to save a checkpoint to the host's memory first; see ``ttp.core.controller.shadow``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Holding:
     def is_on_its_way(self, order: m.Commit) -> bool:
         """Return whether the writer copies, or has copied, the checkpoint that this order commits to the storage.
 
-        An order without pieces can only be carried out that way.
+        If the order lists no pieces, only the writer can carry it out.
         """
         if self.holds(order) or (order.pieces and self._is_written(order)):
             return False

@@ -18,7 +18,7 @@ log = logging.getLogger("ttp.processor")
 
 FILE = "imports.json"
 AFTER_UPDATES = 3
-"""Updates after which the list is written: by then a loop has done its late imports."""
+"""Updates after which the list is written: by then the training loop has made its late imports."""
 
 
 class ImportList:

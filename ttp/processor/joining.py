@@ -21,12 +21,12 @@ JOIN_PATIENCE_S = 60.0
 
 
 class Joining:
-    """The waits of the training thread while it joins. The processor's threads pass on what the controller says.
+    """Lets the training thread wait while this rank joins. The processor's threads pass on the controller's answers.
 
     Args:
         config: the job's settings.
         env: identity of this rank.
-        alone: called when a rank that trains already will never be protected, so that it waits for nothing any more.
+        alone: called when a rank that trains already will never be protected, so that it waits for no controller.
     """
 
     def __init__(self, config: Config, env: RankEnv, alone: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class Joining:
         self._started = True
 
     def wait_to_agree(self) -> None:
-        """Wait once more before a restore: without the controller this rank cannot agree with the others.
+        """Wait once more for the controller before a restore: without it the ranks cannot agree on a checkpoint.
 
         Raises:
             ConfigError: no controller can be reached.
@@ -115,7 +115,7 @@ class Joining:
                 )  # fmt: skip
 
     def pending(self) -> bool:
-        """Return whether it is not known yet that this rank belongs to the job."""
+        """Return whether it is still unknown if this rank belongs to the job."""
         return not self._known.is_set()
 
     def joined(self) -> None:
@@ -127,7 +127,7 @@ class Joining:
         self.failed(RefusedError(f"the controller at {self._at} refused this rank: {text}"))
 
     def failed(self, problem: TtpError) -> None:
-        """Note that this rank cannot join, whatever is tried. A rank that trains already goes on without protection."""
+        """Note that this rank can never join. A rank that trains already goes on without protection."""
         self.problem = problem
         if self._started:
             log.error("rank %s trains UNPROTECTED until the job is restarted: %s", self._env.rank, problem)

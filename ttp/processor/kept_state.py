@@ -1,4 +1,4 @@
-"""The state that a rank still has when it was released to go on in its process."""
+"""Keeps the state of a rank that was released to go on in its process, for the restore that follows."""
 
 from __future__ import annotations
 

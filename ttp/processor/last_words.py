@@ -1,4 +1,4 @@
-"""Writes files by which a rank that exits tells others why."""
+"""Writes files that say why a rank exits: for ``ttp verdict``, and torchelastic's error file."""
 
 from __future__ import annotations
 

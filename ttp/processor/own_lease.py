@@ -10,14 +10,14 @@ from ttp.launch.leases import Leases
 from ttp.processor.serial_worker import SerialWorker
 
 LEASE_S = 1.0
-"""Seconds that a process which leaves waits until its lease is taken back."""
+"""Seconds that a leaving process waits until its lease is removed."""
 
 
 class OwnLease:
     """Asks the launcher not to stop this process, by files that a thread writes because their directory may block.
 
     Args:
-        run_dir: where processes of this host leave files for one another.
+        run_dir: run directory of the job on this host.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -42,7 +42,7 @@ class OwnLease:
         self.writer.submit(lambda: self._leases.revoke(self._pid))
 
     def close(self) -> None:
-        """Take the lease back when the process leaves the job in good order. Waits for at most ``LEASE_S``."""
+        """Remove the lease when the process leaves the job in good order. Waits at most ``LEASE_S`` seconds."""
         with contextlib.suppress(RuntimeError):  # no thread can be started; the lease ends with the process
             self.writer.submit(self.disarm)
         self.writer.wait_done(LEASE_S)

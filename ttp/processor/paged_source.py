@@ -1,4 +1,4 @@
-"""The common part of sources with pages in shared memory for rank-local state, and steps that end after the update."""
+"""Base class of adapters that keep rank-local state in pages, and whose steps go on after the update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_S = 0.002
 
 
 class PageCapture(Protocol):
-    """The writer of a rank's page after each update."""
+    """Writes the page of a rank after each update."""
 
     on_written: Callable[[int, bool], None] | None
 
@@ -61,7 +61,9 @@ class PagedSource(StateSource):
         self._pages_of.close(unlink=True)
 
     def wait_post_step(self, cancelled: Callable[[], bool]) -> None:
-        """Wait for the scheduler's step, which follows the update by microseconds; a rank may be frozen in between.
+        """Wait until the work after the update (scheduler) is done: a rank may be frozen just before that work.
+
+        Gives up after ``POST_STEP_S`` seconds.
 
         Raises:
             Cancelled: ``cancelled()`` became true.

@@ -1,8 +1,8 @@
-"""The driver of ``ProcessorMachine`` inside a rank: one thread owns the machine, edges fill its inbox.
+"""The part of ttp inside a rank: drives ``ProcessorMachine`` on one thread, and carries out its actions.
 
-Threads: the owner (``ttp-processor``), the stream's reader, one that inspects the state behind a closed gate, one saver
-for slow disk work (replaced by a new one if it hangs), short-lived ones for requests to this rank. None of them ever
-takes a lock that the training thread waits for, except the lock of the gate.
+Threads: the owner of the machine (``ttp-processor``), the stream's reader, one that inspects the state behind a closed
+gate, one saver for slow disk work (replaced by a new one if it hangs), short-lived ones for requests to this rank. None
+of them ever takes a lock that the training thread waits for, except the lock of the gate.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ log = logging.getLogger("ttp.processor")
 
 
 class Processor:
-    """Speaks for this rank, owns its gate, saves when told to.
+    """Connects this rank to the controller, owns its gate, and saves when the controller orders it.
 
     Args:
         config: the job's settings.
@@ -65,7 +65,7 @@ class Processor:
     """
 
     incarnation = 0
-    joins = was_guest = False  # this process takes a seat in a running job; that rank still lived
+    joins = was_guest = False  # this process takes a seat in a running job; the rank before it still lived
     mark = 0
     """Number of points of the step that the training thread has passed; see ``Heartbeat``."""
     activity = ""
@@ -73,7 +73,7 @@ class Processor:
     written = 0
     """Bytes written by the saver so far; only ever compared with itself."""
     before_exit: Callable[[], None] | None = None
-    """Called before the process is ended by order; on a thread of its own, for ``EXIT_S`` seconds at most."""
+    """Called before this process exits on the controller's order; see ``ttp.processor.exiting.end_process``."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Processor:
         greeting = hello(config, env, layout, source, save_dir, version, *keeps, goes_on is not None)
         self._machine = ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
         self.speak_for(NoHandlers(), lambda action: None)
-        self._let_go = threading.Event()  # the controller sends nothing more
+        self._let_go = threading.Event()  # set when train() may return
         self._joining = Joining(config, env, alone=self._let_go.set)
         self._link = ControllerLink(
             config, env, self.run_dir, put, self._joining, over=lambda: self._closed or self._machine.gone
@@ -171,7 +171,7 @@ class Processor:
             self.copying.updated(self.gate.version)
 
     def tidy_after(self, checkpoint: Path) -> None:
-        """Remove older checkpoints, as this one has been restored and all of its digests verified."""
+        """Remove older checkpoints, after this one was restored and all of its digests were verified."""
         if self.env.rank == 0:
             self._saver.tidy(checkpoint.parent, self.config.keep, checkpoint.name, verified=True)
 
@@ -201,15 +201,15 @@ class Processor:
             kind: kind of fault.
             text: what happened.
             detail: more about it, such as a traceback.
-            then: exit code of this process after the rescue, whatever its outcome; None: as the controller says. With
-                64 all ranks leave with that.
+            then: exit code of this process after the rescue, whatever its outcome; None: the controller's. With 64 all
+                ranks exit with 64.
         """
         self._exit_code = then
         self.gate.mark_torn()
         self._inbox.put(ev.Raised(kind, text, detail, wrong=then == EXIT_BAD_CONFIG))
 
     def speak_for(self, program: RankProgram, perform: Callable[[act.ProgramAction], None]) -> None:
-        """Set the side of a program that saves and repairs itself. Before ``start``; ``perform`` must not block."""
+        """Set the machine of a program that saves and repairs itself. Before ``start``; ``perform`` must not block."""
         self._machine.program, self._perform_program = program, perform
 
     def tell(self, event: ev.ProgramEvent) -> None:
@@ -217,15 +217,15 @@ class Processor:
         self._inbox.put(event)
 
     def exit_with(self, code: int | None) -> None:
-        """Set the exit code of this process after a release; None: as the controller says."""
+        """Set the exit code of this process after a release; None: the controller's."""
         self._exit_code = code
 
     def wait_let_go(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds until the controller sends nothing more; returns whether that is so."""
+        """Wait up to ``timeout_s`` seconds until train() may return. Returns False if the time is over."""
         return self._let_go.wait(timeout_s) or self._closed
 
     def say(self) -> None:
-        """Tell the controller now, not with the next heartbeat, what this rank does."""
+        """Send a heartbeat now, so that the controller learns at once what this rank does."""
         self._inbox.put(replace(self._observed(), urgent=True))
 
     def neighbour_died(self, rank: int, nonce: str, text: str) -> None:
@@ -238,12 +238,12 @@ class Processor:
         self._inbox.put(ev.Raised(m.FaultKind.PREEMPTED, text))
 
     def wait_released(self) -> None:
-        """Wait for the rescue after ``report``. The process exits inside this call, unless no controller comes."""
+        """Wait for the rescue after ``report``. The process exits in this call, unless no controller can be reached."""
         while not self._let_go.wait(1.0):
             pass  # signals of the main thread are handled in between
 
     def leave(self, reason: m.GoodbyeReason) -> None:
-        """End training: wait until it is over for every rank (or no controller can tell), then close."""
+        """End training: wait until every rank has ended training, or no controller can be reached; then close."""
         if self._joining.problem is None and not self._closed:
             self.gate.mark_done()
             self._inbox.put(ev.Observed(self.gate.version, m.Phase.DONE))
@@ -304,7 +304,7 @@ class Processor:
     def _observed(self) -> ev.Observed:
         state = self.gate.state()
         if self._saver.busy and not self.source.counts_bytes:
-            self.written += 1  # the write may go on for hours, for all that is known here
+            self.written += 1  # this source counts no bytes, so a running write always counts as progress
         return ev.Observed(*self._inspector.standing(state), self.mark, self.activity, self.written)
 
     def _perform(self, action: act.Action) -> None:
@@ -386,7 +386,7 @@ class Processor:
         self.host.close()
 
     def _exit(self, order: act.Exit | act.GoOn) -> None:
-        """End the process, with the program's own exit code if it has one; or only the training thread's loop."""
+        """End the process, with the program's own exit code if it has set one; for ``GoOn`` release it to go on."""
         if isinstance(order, act.Exit):
             code = order.code if self._exit_code is None else self._exit_code
             end_process(code, f"rank {self.env.rank} exits with {code}: {order.text}", self.before_exit, self._hang_up)

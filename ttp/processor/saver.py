@@ -1,4 +1,4 @@
-"""The slow disk work of a rank: pieces and commits, one after the other, on a thread that may be abandoned."""
+"""Carries out a rank's slow disk work, writing pieces and committing, on a thread that is abandoned if it hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ttp.store.mounts import Mounts
 log = logging.getLogger("ttp.processor")
 
 KEEP_S = 1.0
-"""Seconds that a save waits for pages of other hosts that are just being put into memory."""
+"""Seconds that a save waits for pages of other hosts that have just arrived and are being stored."""
 
 
 class Saver:
@@ -38,13 +38,13 @@ class Saver:
         layout: the replica groups of the job.
         source: the adapter, which writes the state.
         save_dir: directory of checkpoints, unless an order names another.
-        copying: second copies of shards of other ranks, which are saved like one's own.
+        copying: second copies of shards of other ranks, which are saved like this rank's own; None: there are none.
         version: returns the version of the state.
-        wait_pages: waits that many seconds for pages that have just come.
+        wait_pages: waits at most so many seconds until pages that have arrived are stored.
         put: takes the result of an order; called on the saver's thread.
-        wrote: called with bytes written, of copies; the source counts its own.
-        look_again: has the state inspected and reported again; returns when that is done.
-        holding: keeps checkpoints in memory; None: there are none.
+        wrote: called with the number of bytes written for copies and commits; the source counts its own.
+        look_again: inspects and reports the state again; returns when that is done.
+        holding: keeps checkpoints in memory; None: checkpoints are never held in memory.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Saver:
         self._work(lambda: self._put_if(self._save(order, cancel)))
 
     def cancel(self) -> None:
-        """Cancel the running save, which is not wanted any more."""
+        """Cancel the running save."""
         self._cancel.set()
 
     def commit(self, order: m.Commit) -> None:
-        """Make a checkpoint of all pieces."""
+        """Commit a checkpoint from the pieces that all savers have written."""
         self._work(lambda: self._commit_and_tidy(order))
 
     def tidy(self, directory: Path, keep: int, newest: str, *, verified: bool) -> None:
@@ -159,7 +159,7 @@ class Saver:
         return pieces
 
     def _commit_and_tidy(self, order: m.Commit) -> None:
-        """Commit, report it, then remove old checkpoints; after a fault mostly only once the new one is restored."""
+        """Commit and report the result; then let ``tidy`` remove old checkpoints, as far as the new one allows it."""
         done = self._commit(order)
         self._put(done)
         path = Path(done.path) if isinstance(done, ev.CommitDone) else None
@@ -220,7 +220,7 @@ def make_checkpoint(
 
 
 def _of_storage(problem: BaseException) -> bool:
-    """Return whether the storage refused, which may pass: space is freed, a server comes back. Other errors stay."""
+    """Return whether the storage caused an error, which may pass: space is freed, a server comes back."""
     return isinstance(problem, OSError) or isinstance(problem.__cause__, OSError)
 
 

@@ -15,7 +15,7 @@ log = logging.getLogger("ttp.processor")
 
 
 class SerialWorker:
-    """Runs jobs one after the other on a thread. Jobs may not raise; one that does is logged.
+    """Runs jobs one after the other on a thread. Jobs must not raise; the exception of a job that does is logged.
 
     Args:
         name: name of the threads.

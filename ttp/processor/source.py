@@ -20,15 +20,15 @@ class MovedError(CheckpointError):
 
 
 class StateSource:
-    """The training state of one rank, as an adapter sees it. All methods run on threads of the processor.
+    """Access to the training state of one rank, which an adapter implements. All methods run on processor threads.
 
-    An adapter has to write ``write_pieces``. Each other method that it leaves out says that it cannot do that.
+    An adapter has to implement ``write_pieces``. The defaults of the other methods say that it cannot do the rest.
     """
 
     framework: str
     """Name of the framework, for the manifest."""
     counts_bytes: bool = False
-    """True if ``Processor.written`` is advanced while a piece is written; if not, a hanging write is not noticed."""
+    """True if the adapter advances ``Processor.written`` while it writes; if not, a hanging write is not noticed."""
     writes_parts: bool = False
     """True if the adapter can write parts of shards (``ttp.core.stripes``), cut as by any other replica."""
 
@@ -58,9 +58,10 @@ class StateSource:
         return False
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
-        """Inspect this copy of ``version``: a digest per shard held, and names of tensors with NaN or Inf.
+        """Inspect this copy of ``version``. Called while the state does not change, under the closed gate.
 
-        Asked on the saver's thread while the state is quiet under the closed gate. Never raises.
+        Returns:
+            A digest per shard that this rank holds, and the names of tensors with NaN or Inf.
         """
         return (), ()
 
@@ -74,7 +75,7 @@ class StateSource:
     def device_version(self, version: Version, patience_s: float) -> Version | None:
         """Return the newest version, up to ``version``, that the device has finished and keeps until it may go on.
 
-        None: an update is half done there. Only asked when ``on_device``.
+        None: an update is half done on the device. Only called when ``on_device``.
 
         Args:
             version: the version that the host has finished.
@@ -94,8 +95,8 @@ class StateSource:
     ) -> list[Piece]:
         """Write what ``order`` asks for to ``draft``, durably. The gate is closed; the state is of the planned version.
 
-        With ``How.UNDO`` the state from before that update is written, and the live state is not written to. An update
-        to be redone has been made.
+        With ``How.UNDO`` the state from before the last update is written, and the live state stays as it is. With a
+        redo, the update has been made before this call.
 
         Args:
             order: the shards, pages and other state to write.
@@ -113,7 +114,7 @@ class StateSource:
 
     @property
     def saved_elsewhere(self) -> str:
-        """How the program makes a checkpoint of files that it has saved itself, as a text: then nothing is committed.
+        """Where the program keeps a checkpoint that it saves itself, in words: then ttp commits nothing.
 
         Empty: the pieces are in the draft, and ttp commits them.
         """

@@ -1,9 +1,9 @@
 """Finds out what a rank answers to a freeze: its version, phase and digests at one moment.
 
-A device may be behind its frozen host: it may still work off its queue, or hang after a collective whose peers are
-dead, and nobody can tell which. So it is waited for only as long as it moves. Then the version that it has finished is
-reported, and a newer one later if the device goes on after all. A plan that was made from the first answer is then made
-again. A save that has begun by then checks the state after each piece, and fails.
+A device may be behind its frozen host: it may still work through its queue, or hang in a collective whose peers are
+dead, and the host cannot tell which. So the inspector waits for the device only while it makes progress. Then it
+reports the version that the device has finished, and later a newer one if the device goes on after all. The controller
+then makes its plan again. A save that has begun from the first plan checks the state after each piece, and fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE_PATIENCE_S = 5.0
 """Seconds that a device may stand still after the gate is closed, if nothing is known to be broken."""
 
 STILL_S = 0.02
-"""Seconds that a device may stand still if something is broken, as no work after a hanging collective ever runs.
+"""Seconds that a device may stand still if something is broken: work after a hanging collective never runs.
 
 If the device was only slow, the answer is corrected as soon as it goes on.
 """
@@ -42,7 +42,7 @@ COMES_S = 1.0
 """Seconds that a training thread which waits for its peers may take to reach the gate once it is closed."""
 
 LOOK_S = 0.2
-"""Seconds; a rank whose state takes longer to inspect acknowledges a freeze first."""
+"""Seconds. If an inspection took longer than this, the next freeze is acknowledged before the state is inspected."""
 
 Seen = tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]
 """Digests of the shards, and names of tensors with NaN or Inf."""
@@ -52,7 +52,7 @@ NOT_HELD = "", Version(0)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state as it was inspected, and during which closure of the gate."""
+    """The result of an inspection, and the closure of the gate during which it was made."""
 
     closure: int
     quiet: ev.Quiet
@@ -64,9 +64,9 @@ class StateInspector:
     Args:
         source: the adapter, which knows the state.
         gate: gate of the training thread.
-        held: returns the second copies of other ranks that are here.
-        hold: says where a checkpoint may be held in memory, and what is held; None: nothing is.
-        say: takes what was seen; may be called from any thread.
+        held: returns the second copies that this host has.
+        hold: returns where a checkpoint may be held in memory, and the version held; None: nothing is held.
+        say: takes the results; may be called from any thread.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StateInspector:
             self._put(ev.NotRedone("the training thread does not wait at the gate"))
 
     def on_quiet(self, asked: bool) -> None:
-        """Report the state when the training thread has come to the gate. ``asked``: a controller may wait for it."""
+        """Note that the training thread has come to the gate. Report the state if ``asked``: a freeze waits for it."""
         self._came.set()
         if asked:
             try:
@@ -121,7 +121,10 @@ class StateInspector:
         return self._worker.wait_done(timeout_s)
 
     def standing(self, state: GateState) -> tuple[Version, m.Phase]:
-        """Return version and phase as reported for this state of the gate: a device may be behind its host."""
+        """Return version and phase as they were reported for this state of the gate, or else those of the gate.
+
+        The reported ones differ from the gate's if a device is behind its host.
+        """
         said = self._said
         return said[1:] if said is not None and said[0] == state else (state.version, state.phase)
 
@@ -153,8 +156,8 @@ class StateInspector:
     def _look(self, state: GateState) -> None:
         """Inspect and report the state, on the device too. No update runs on the host.
 
-        The report is of the moment of ``state``, or nothing is reported: a rank that comes to the gate with its
-        gradient meanwhile must not be taken for one that hangs elsewhere.
+        If the gate's state differs from ``state`` after the inspection, nothing is reported: a rank that has come to
+        the gate with its gradient meanwhile must not be taken for one that hangs elsewhere.
         """
         if state.near and not state.parked:
             self._came.wait(COMES_S)
@@ -201,7 +204,7 @@ class StateInspector:
         threading.Thread(target=run, name="ttp-follower", daemon=True).start()
 
     def _moved_on(self, state: GateState) -> bool:
-        """Return whether ``state`` is outdated. The new state is then reported, unless the gate was opened since."""
+        """Return whether ``state`` is outdated. If so, report the new state, unless the gate was opened meanwhile."""
         now = self._gate.state()
         if now != state and now.closure == state.closure:
             self._say(now)
@@ -213,7 +216,7 @@ class StateInspector:
         return self._asked(lambda: self._source.device_version(state.version, self._patience_s), None)
 
     def _inspected(self, version: Version | None, phase: m.Phase) -> Seen:
-        """Return the result of an inspection, made once per version: behind a closed gate nothing changes."""
+        """Return the result of the adapter's inspection, made once per version and phase while the gate is closed."""
         if version is None or phase is m.Phase.TORN:
             return NOTHING_SEEN
         if self._seen is None or self._seen[0] != (version, phase):

@@ -1,8 +1,8 @@
-"""Makes second copies of the state that only this rank has, beside the training; see ``ttp.core.replication``.
+"""Makes second copies of the state that only this rank has, while training goes on; see ``ttp.core.replication``.
 
-When it is a version's turn, a thread copies the state into the memory of the host, as the pieces that a save would
+Every ``buddy_every`` versions, a thread copies the state into the memory of the host, as the pieces that a save would
 write. It does so during the next forward and backward pass, in which nothing changes the state. If the copy is not
-finished before the next update, the training thread waits for it at the gate, but not for long: a copy that takes
+finished before the next update, the training thread waits for it at the gate, up to ``HOLD_S``; a copy that takes
 longer is dropped. Sending the copy to the other host, and everything else, happens while training goes on.
 
 Nothing here raises into training, and no failure stops it. A copy that fails is logged, once for each reason, and tried
@@ -42,7 +42,7 @@ log = logging.getLogger("ttp.processor")
 HOLD_S = 30.0
 """Seconds that an update may wait for the copy of the state that it is going to change."""
 QUIESCE_S = 10.0
-"""Seconds that a save waits for a copy that was given up to notice it: both read the same state."""
+"""Seconds that a save waits until a copy that was given up no longer reads the state, which the save reads too."""
 DEVICE_S = 30.0
 """Seconds that queued kernels of a version may take before its copy is given up."""
 
@@ -281,7 +281,15 @@ class Copying:
             log.warning("copying version %s still hangs", attempt.version)
 
     def split(self, order: m.Save, alive: Version) -> tuple[m.SaverOrder, m.SaverOrder]:
-        """Split an order into a part for the live state, which is of version ``alive``, and a part for kept copies."""
+        """Split a save order.
+
+        Args:
+            order: the whole order.
+            alive: version of the live state.
+
+        Returns:
+            The part to write from the live state, and the part to write from kept copies.
+        """
         wanted, there = order.order, set(self.held())
         old = order.version < alive
         brought = tuple(

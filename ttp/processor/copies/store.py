@@ -28,7 +28,7 @@ INDEX = "index"
 CHUNK = 1 << 20
 """Bytes that are copied, or sent, at once."""
 RESERVE = 0.1
-"""Share of the shared memory that stays free: other programs need it too, and get a SIGBUS where it is full."""
+"""Share of the shared memory that stays free: other programs need it too, and get a SIGBUS when it is full."""
 
 _NAME = re.compile(r"(\d+)-(\d+)")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -208,7 +208,7 @@ def chunks(path: Path) -> Iterator[memoryview]:
 
 
 def plain_name(name: str) -> bool:
-    """Return whether the name is a plain file name, so that the file lies in the directory where it is put."""
+    """Return whether a name is a plain file name, which cannot lead out of its directory."""
     return _FILE.fullmatch(name) is not None
 
 

@@ -37,7 +37,7 @@ SEND_S = 600.0
 """Seconds after which sending a copy is given up."""
 MESSAGE_BYTES_MAX = PAGE_BYTES_MAX + (1 << 20)
 THREADS = 4
-"""Threads of the server: a copy of a state and pages can come at the same time; copies one after the other."""
+"""Threads of the server: it receives pages while it receives a copy. Copies are received one after the other."""
 FILES_MAX = 10_000
 CLOSE_S = 1.0
 
@@ -142,7 +142,7 @@ class Receiver(rpc.BuddyServicer):
         self.rank = NOBODY
         """Number of this rank, whose own copies are not to be written from outside."""
         self.keep: Callable[[Keep], str] | None = None
-        """Takes pages of ranks of other hosts, and returns why not; None: this rank keeps none."""
+        """Stores a page of another host's rank and returns why not, or empty; None: this rank keeps no pages."""
         self.frozen = False
         """True while the kept copies are being inspected: none is added or removed."""
         self._one_copy = threading.Lock()

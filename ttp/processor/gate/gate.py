@@ -1,7 +1,8 @@
 """The gate in front of every optimizer update: one atomic check-and-set.
 
-"If frozen, stop here; else I am updating" is decided under one lock. A gate that checks first and sets later loses:
-gate passed, freeze acknowledged as clean at n, update starts, and the save reads a torn copy.
+"If frozen, stop here; else I am updating" is decided under one lock. If the gate checked first and set later, a rank
+could pass the gate, acknowledge a freeze as clean at version n, and then start the update: the save would read a torn
+copy.
 
 In the steady state ``begin_update`` and ``end_update`` take an uncontended lock and store two words: no system call, no
 allocation that grows.
@@ -30,10 +31,10 @@ class GateState:
         version: finished updates.
         phase: IDLE, UPDATING, TORN or DONE.
         parked: the training thread stands at the closed gate.
-        closure: how often the gate was opened before. Equal states are of one moment for all purposes: under one
-            closure nothing goes back to where it was.
-        near: the training thread will soon come to the gate: it waits for its peers, and stands aside when the gate
-            closes.
+        closure: how often the gate was opened before. Two equal states can be treated as one moment, because while the
+            gate stays closed no field returns to an earlier value.
+        near: the training thread waits for its peers with its final gradient; when the gate closes it stops waiting
+            and comes to the gate.
     """
 
     version: Version
@@ -43,8 +44,8 @@ class GateState:
     near: bool = False
 
 
-class Halted(Exception):  # noqa: N818 - it is no error of the code that gets it
-    """Raised in the training thread: leave the loop instead of waiting at the gate."""
+class Halted(Exception):  # noqa: N818 - no error: it makes the training thread leave its loop
+    """Raised in the training thread at a halted gate, to make it leave its loop instead of waiting."""
 
 
 class Gate:
@@ -85,7 +86,7 @@ class Gate:
         self._admitted = False
         self._updating = False
         self._between = False
-        self._left = False  # an exception that the program has caught has left an update
+        self._left = False  # an update was left by an exception that the program has caught
         self._torn = False
         self._parked = False
         self._near = False
@@ -93,16 +94,16 @@ class Gate:
         self._done = False
         self._halted = False
         self.redone = False
-        """True if the running update, or else the last one, was made by order, under a closed gate."""
+        """True if the running update, or else the last one, was a redo: ordered by the controller, at a closed gate."""
 
     # --------------------------------------------------------------------------------------------- training thread
 
     def begin_update(self, again: bool = False) -> None:
         """Pass the gate, or wait until it opens.
 
-        An update that never ended was left by an exception. What it wrote is in the copy, and the next update builds on
-        it as training does. The number of that update is used up, so that this rank keeps step with ranks that did not
-        fail.
+        If the update before never ended, an exception has left it. What it wrote stays in the copy, and this update
+        builds on it. The number of the update that was left counts as used, so that this rank stays at the same version
+        as the ranks that did not fail.
 
         Args:
             again: this is the update that was left, made again with the same gradient: it keeps its number.
@@ -130,7 +131,7 @@ class Gate:
             self._parked = False
 
     def stand_aside(self) -> bool:
-        """Wait at the gate while it is closed, with the final gradient, before other ranks have theirs.
+        """Wait at the gate while it is closed. This rank has its final gradient; other ranks may not have theirs yet.
 
         Returns:
             True if this rank was admitted to make the update without waiting for the others.
@@ -151,11 +152,11 @@ class Gate:
             self._parked = False
 
     def nearby(self, wake: Callable[[], None] = _nothing) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which the training thread, with its final gradient, waits for others and may stand aside.
+        """Return a context manager around the wait of the training thread, with its final gradient, for its peers.
 
         Args:
-            wake: called by the thread that closes the gate, so that the training thread looks at the gate. Must not
-                block. May be called once more when the training thread has left the block already.
+            wake: called by the thread that closes the gate, so that the training thread stops waiting and calls
+                ``stand_aside``. Must not block. May still be called once after the training thread has left the block.
         """
         return _Nearby(self, wake)
 
@@ -175,14 +176,14 @@ class Gate:
 
     @property
     def closed(self) -> bool:
-        """True while updates may not start. Takes no lock: the training thread asks again before it acts."""
+        """True while updates may not start. Takes no lock: the training thread checks again under the lock."""
         return self._closed
 
     def stand_between(self) -> None:
-        """Note that the training thread is between two steps of one version, perhaps for long.
+        """Note that the training thread is between two optimizer steps of one update, perhaps for a long time.
 
-        The copy stands still and is of no version: under a closed gate it is torn, and only the copy from before the
-        update can be saved. ``begin_update`` goes on with the update.
+        The copy does not change, and belongs to no version. Under a closed gate it counts as torn, and only the copy
+        from before the update can be saved. ``begin_update`` continues the update.
         """
         with self._lock:
             self._updating, self._between = False, True
@@ -264,13 +265,13 @@ class Gate:
             self._opened.set()
 
     def revive(self, version: Version) -> None:
-        """Note that the copy was repaired and is of ``version``; the training thread enters its loop again."""
+        """Note that the copy was repaired and is of ``version``, before the training thread enters its loop again."""
         with self._lock:
             self.version = version
             self._updating = self._left = self._between = self._torn = self._halted = self._admitted = False
 
     def open(self) -> None:
-        """Let updates start again. A thread that waited counts as gone at once, even if it never wakes."""
+        """Let updates start again. A thread that waits at the gate no longer counts as parked, even before it wakes."""
         with self._lock:
             self._closed = self._admitted = self._halted = self._parked = False
             self._closure += 1
@@ -292,7 +293,7 @@ class Gate:
 
 
 class _Nearby:
-    """A context manager as a class: a generator takes twice as long, in every update of a sharded layout."""
+    """The context manager of ``Gate.nearby``. A generator would take twice as long, in every update."""
 
     __slots__ = ("_gate", "_wake")
 

@@ -1,4 +1,4 @@
-"""A barrier of the ranks of one host in shared memory. Decision 33 shows why none leaves too early or sleeps too long.
+"""A barrier of the ranks of one host in shared memory, before each update. Decision 33 gives the proof of it.
 
 Each rank has a word that only it writes: the number of the last meeting to which it came. All ranks have come when all
 words have reached the number of the meeting, and this stays true: a rank that leaves by order and comes to later
@@ -8,12 +8,12 @@ adding to it in one step::
     come     write my word; add to the bell; read all words; if all have come, wake all sleepers, and go on
     wait     read the bell; read all words, the gate, the word for trouble; sleep unless the bell has changed
     ring     add to the bell, and wake all sleepers     (my gate was closed)
-    warn     write the word for trouble; ring           (a neighbour died: all ranks look at the signs of life)
+    warn     write the word for trouble; ring           (a neighbour died: all ranks check which rank has ended)
 
-Of two ranks the one that adds to the bell later sees the word of the other, so the last one sees them all.
+Of two ranks the one that adds to the bell later sees the word of the other, so the last one sees all words.
 
-Where other hosts take part (``wide``), the words of this host alone release no rank. The ranks ring another bell, at
-the *front*, for the courier: a thread of one rank, which waits for all words, meets the couriers of other hosts over
+If the job has several hosts (``wide``), the words of this host alone release no rank. The ranks ring another bell, the
+*front*, for the courier: a thread of one rank, which waits for all words, meets the couriers of the other hosts over
 the network, and then writes the number into a word that only it writes, ``RELEASED``.
 
 The protocol is written as coroutines over ``Words``. The words of real memory never suspend; those of a model (in
@@ -32,7 +32,7 @@ from ttp.processor.liveness.futex import Mapping
 T = TypeVar("T")
 
 NET_S = 0.1
-"""Seconds after which a sleeper looks again. Every change that matters wakes it before; this is for the unforeseen."""
+"""Seconds after which a sleeper looks again. Every change that matters wakes it earlier; this is a safety net."""
 
 BELL, FRONT, RELEASED, BROKEN, TROUBLE, IDLE = 64, 128, 192, 256, 320, 384
 _SLOTS, _LINE = 512, 64
@@ -235,7 +235,7 @@ class Meeting:
             in_time = await self._words.sleep(bell, heard)
 
     async def pause(self, over: Callable[[], bool]) -> None:
-        """Sleep until the next ``ring``, unless ``over`` says that it came already. May return early for no reason."""
+        """Sleep until the next ``ring``, unless ``over`` returns True already. May return early without a reason."""
         heard = await self._words.load(BELL)
         if not over():
             await self._words.sleep(BELL, heard)

@@ -1,13 +1,13 @@
-"""Finds out by trying which ranks share memory, and makes the memory in which they meet.
+"""Finds out which ranks share memory, and makes the shared memory for the barrier before each update.
 
-Names prove nothing: containers of one host may share ``/dev/shm`` or not, and hosts may have the same directory on a
-network disk. So ranks tell each other which kernel they run on and where they keep pages. Of the ranks that say the
-same, the lowest puts a file there with words that nobody could guess. The others have to find it, and have to see each
-other alive (``liveness.sentinel``), because otherwise no rank would learn of a death. A rank that cannot do this counts
-as a host of its own.
+Host names and paths do not prove that ranks share memory: containers of one host may share ``/dev/shm`` or not, and
+hosts may have the same directory on a network disk. So ranks tell each other which kernel they run on and where they
+keep pages. Among ranks with equal answers, the lowest one makes a file there that begins with a random secret. The
+others have to find this file, and all have to see each other's sentinels (``liveness.sentinel``), because otherwise no
+rank would learn of a death. A rank that cannot do this counts as a host of its own.
 
 The file is unlinked when all ranks have mapped it, so there is nothing to clean up, and no process of a later launch
-can open it. A forked child has the memory too, but never touches it.
+can open it. A forked child has the mapping too, but never uses it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("ttp.processor")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SEEN_S = 10.0
-"""Seconds that a sentinel, begun before, may take to appear; where there can be none, the start takes that longer."""
+"""Seconds to wait for the sentinel of a rank. If a rank cannot have one, the job starts this much later."""
 _SECRET_BYTES = 32
 
 Gather = Callable[[bytes], Sequence[bytes]]
@@ -66,12 +66,12 @@ class Place:
         try:
             return self.readers[number].state() is not State.ALIVE
         except BadSentinelError:
-            return False  # whatever it is, it is no death
+            return False  # an invalid sentinel does not show a death
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a rank tells others of its host; empty strings if it has no memory to share."""
+    """What a rank tells the other ranks: its kernel, page directory, secret and process. Empty: no memory to share."""
 
     boot: str
     directory: str
@@ -120,7 +120,10 @@ def _fields(offer: _Offer) -> tuple[object, ...]:
 
 
 def _places(offers: Sequence[_Offer], could: Sequence[bool]) -> list[tuple[int, ...]]:
-    """Return all places, the same on every rank: groups in which every rank could map the memory, and single ranks."""
+    """Return all groups of ranks that meet in shared memory, in order; every rank gets the same result.
+
+    A group counts only if every rank of it could map the memory. All other ranks are groups of one.
+    """
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, offer in enumerate(offers):
         groups.setdefault((offer.boot, offer.directory), []).append(rank)
@@ -139,6 +142,7 @@ def _boot_id() -> str:
 
 
 def _tried(rank: int, attempt: Callable[[], T]) -> T | None:
+    """Return the result of ``attempt``; None if it fails, which is logged."""
     try:
         return attempt()
     except (OSError, UnsafeError, _NotSharedError) as problem:
@@ -147,7 +151,7 @@ def _tried(rank: int, attempt: Callable[[], T]) -> T | None:
 
 
 class _NotSharedError(Exception):
-    """Ranks that describe the same memory share none after all; the text says why."""
+    """Ranks with equal answers do not share memory after all; the text says why."""
 
 
 def _name(secret: bytes) -> str:
@@ -161,7 +165,7 @@ def _make(directory: Path, secret: bytes, count: int, held: contextlib.ExitStack
         fd = os.open(_name(secret), os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE_OPEN, 0o600, dir_fd=opened)
         held.callback(_unlink, directory / _name(secret))
         with os.fdopen(fd, "r+b", buffering=0) as file:
-            if file.write(secret.ljust(size, b"\0")) != size:  # never a hole: no page for it, no process
+            if file.write(secret.ljust(size, b"\0")) != size:  # reserves the memory: touching a hole can be a SIGBUS
                 raise OSError("no space left in shared memory for the barrier")
             return _mapped(fd, size)
 
@@ -181,9 +185,9 @@ def _open(directory: Path, secret: bytes, count: int) -> Mapping:
 
 
 def _mapped(fd: int, size: int) -> Mapping:
-    """Map the file for good, as a thread that closes the gate may still ring when the training thread has left."""
+    """Map the file until the process ends: the thread that closes the gate may ring after the training thread left."""
     mapping = Mapping(fd, size, writable=True)
-    mapping.add_one(IDLE, IDLE + 64)  # raises here, as some sandboxes have futexes without this operation
+    mapping.add_one(IDLE, IDLE + 64)  # a test: some sandboxes have futexes without this operation
     return mapping
 
 
@@ -208,7 +212,7 @@ def _see(directory: Path, rank: int, offer: _Offer) -> SentinelReader:
 
 
 def _is(found: SentinelReader, offer: _Offer) -> bool:
-    """Return whether the sentinel is that of the process that made the offer, and not of one before it."""
+    """Return whether the sentinel belongs to the process that made the offer, and that process lives."""
     with contextlib.suppress(BadSentinelError):
         return (found.owner.pid, found.owner.start) == (offer.pid, offer.start) and found.state() is State.ALIVE
     return False

@@ -39,7 +39,7 @@ class ControllerLink:
         env: identity of this rank.
         run_dir: directory in which processes of this host leave files for one another.
         put: takes the events of the stream; called on any thread.
-        joining: knows whether this rank belongs to the job; takes problems that no other attempt will mend.
+        joining: knows whether this rank belongs to the job; takes problems that no retry can mend.
         over: returns whether the stream is no longer needed.
     """
 
@@ -59,7 +59,7 @@ class ControllerLink:
         self._second = SecondStream(config.token, put, self._shortcut.port)
         self._sockets = Sockets()
         self._peers: tuple[str, ...] = ()
-        """Names of the controller's end of the stream; empty if that end is a relay's, which is asked for them."""
+        """Addresses of the controller's end of the stream; empty if the stream goes through the relay."""
         self._relayed = False
 
     def perform(self, action: act.LinkAction) -> None:
@@ -69,7 +69,7 @@ class ControllerLink:
                 if self._stream is not None:
                     self._stream.send(report)
                     if self._relayed and isinstance(report, m.Heartbeat) and self._shortcut.stands_still():
-                        aside("ttp-connect", self._stream.abort)  # its end is followed by another stream
+                        aside("ttp-connect", self._stream.abort)  # the machine then opens another one
             case act.Connect():
                 aside("ttp-connect", lambda: self.connect(action))
             case act.LookAtController():
@@ -88,7 +88,7 @@ class ControllerLink:
         self._shortcut.close()
 
     def connect(self, action: act.Connect) -> None:
-        """Open a stream, after starting a controller if it has to. May take as long as a controller takes to start."""
+        """Open a stream; first start a controller if the action says so, which may take as long as its start does."""
         try:
             if action.start_controller and self._config.port is not None and is_local(self._env.master_addr):
                 ensure_controller(
@@ -110,7 +110,7 @@ class ControllerLink:
             self._put(ev.StreamDown(repr(problem)))
 
     def note(self, ring: act.NoteRing, incarnation: int) -> None:
-        """Write down for processes of this host where the controllers are."""
+        """Write the ring of controllers to the run directory, for the other processes of this host."""
         home = target(self._env.master_addr, self._config.port or 0)
         found = Ring(self._env.run_id, incarnation, ring.term, home, ring.address or home, ring.standbys)
         write_ring(self._run_dir, found)
@@ -167,11 +167,11 @@ class ControllerLink:
 
 # ----------------------------------------------------------------------------------------------- the relay of this host
 #
-# Decides whether a rank uses the relay of its host. The first rank of a host without a launcher starts one.
+# Decides whether a rank uses the relay of its host. Without ttp's launcher, the first rank of a host starts the relay.
 
 
 COMES_S = 2.0
-"""Seconds that a rank waits for the relay of its host when it joins; afterwards it asks the controller itself."""
+"""Seconds that a rank waits for the relay of its host when it joins; then it connects to the controller directly."""
 LOOK_S = 0.02
 STILL_BEATS = 2
 """Number of heartbeats in a row that find the relay stopped after which the rank leaves the relay."""
@@ -209,9 +209,10 @@ class Shortcut:
         return found[0]
 
     def stands_still(self) -> bool:
-        """Return whether the relay's process was stopped at this call and the one before. Called at every heartbeat.
+        """Return True once, when ``STILL_BEATS`` calls in a row have found the relay's process stopped (SIGSTOP).
 
-        The kernel keeps a stopped process' streams alive, so that they end much later. A slow relay does not count.
+        Called at every heartbeat. The kernel keeps the streams of a stopped process alive, so that they end much later.
+        A relay that is only slow does not count.
         """
         try:
             state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -229,7 +230,7 @@ class Shortcut:
             self._gone.add(port)
 
     def close(self) -> None:
-        """Close the relay if this rank runs it. Ranks that used it connect by themselves."""
+        """Close the relay if this rank runs it. Ranks that used it connect to the controller directly."""
         if self._own is not None:
             self._own.close()
 

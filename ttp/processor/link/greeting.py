@@ -27,7 +27,19 @@ def hello(
     pages_at: str,
     can_continue: bool,
 ) -> m.Hello:
-    """Return the ``Hello`` of this process: its identity, and how it is to be saved."""
+    """Return the ``Hello`` of this process: its identity, its version, and how its state is to be saved.
+
+    Args:
+        config: the job's settings.
+        env: identity of this rank.
+        layout: the replica groups of the job.
+        source: the adapter that can write the state.
+        save_dir: directory of checkpoints.
+        version: finished updates at the start.
+        copies_at: host:port at which this rank receives second copies; empty: it receives none.
+        pages_at: host:port at which this rank receives pages of other hosts; empty: it receives none.
+        can_continue: this process can go on after the death of another rank.
+    """
     return m.Hello(
         rank=Rank(env.rank),
         protocol_major=m.PROTOCOL_MAJOR,
@@ -63,7 +75,7 @@ def hello(
 
 def timeouts(config: Config, env: RankEnv) -> RankTimeouts:
     """Return the timeouts of this rank, from the settings."""
-    # The first rank of a host looks for a controller at once. The others take turns, and hardly ever have to.
+    # The first rank of a host starts a missing controller at once; the others later, in turn.
     return RankTimeouts(
         heartbeat_s=config.heartbeat_s,
         rescue_s=config.rescue_patience_s,

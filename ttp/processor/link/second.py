@@ -1,4 +1,7 @@
-"""The second stream of a rank, to a controller that stands in while its own is silent: ``ttp.core.rank.stand_in``."""
+"""The second stream of a rank: to a controller that stands in while the leading one is silent.
+
+See ``ttp.core.rank.stand_in``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ttp.wire.address import split
 
 
 class SecondStream:
-    """One stream at a time. Nothing is reported of a stream that was closed.
+    """Opens, uses and closes the second stream, one at a time. Events of a stream that was closed are dropped.
 
     Args:
         token: shared secret of the job; may be empty.

@@ -33,7 +33,7 @@ class Stream:
         on_up: called when the controller has accepted the stream.
         on_order: called with each order.
         on_down: called when the stream has ended, with the reason in words.
-        within_s: seconds that the controller has to accept the stream; None: as many as the network takes.
+        within_s: seconds that the controller has to accept the stream; None: no limit.
         to: host:port of the controller if ``address`` is that of a relay; else empty.
     """
 
@@ -130,7 +130,7 @@ class Stream:
             code = problem.code() if isinstance(problem, grpc.Call) else None
             details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
             reason = f"{code.name if code else 'UNKNOWN'}: {details}"
-        except Exception as problem:  # the rescue path may never end in a dead reader
+        except Exception as problem:  # whatever fails, ``on_down`` is called below
             reason = repr(problem)
         self._outbox.put(None)
         self._on_down(reason)

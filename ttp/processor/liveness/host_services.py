@@ -1,4 +1,4 @@
-"""What a rank shares with the other ranks of its host, and keeps for ranks of other hosts: signs of life and pages."""
+"""Owns what a rank shares in its host's memory: its page, its sentinel, and kept pages of ranks of other hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORE_S = 2.0
 
 
 class HostServices:
-    """Owns the page, the sentinel and the watchers of this rank.
+    """Opens and closes the page, the sentinel and the watchers of this rank.
 
     Args:
         config: the job's settings.
@@ -112,7 +112,7 @@ class HostServices:
         return self._keeper.wait_done(timeout_s)
 
     def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
-        """Send the page. Runs on the mirror's thread, which joins changes that come while one is being sent."""
+        """Send the page. Runs on the mirror's thread, which merges changes that come while a page is being sent."""
         if incarnation == self._incarnation and not self._closed:
             self._sender.send(version, final, incarnation, data)
 

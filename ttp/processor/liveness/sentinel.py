@@ -7,10 +7,10 @@ Each rank keeps one, ``alive_<rank>`` in the host's page directory::
 
 The words are held by a thread of the rank that does nothing else; see ``futex`` for what the kernel does when that
 thread ends. The kernel wakes one waiter per word. Each kind of watcher has a seat of its own, so that a neighbour that
-waits for its interpreter lock does not keep the news from the launcher. Only the owner ever writes.
+waits for its interpreter lock does not delay the launcher. Only the owner ever writes.
 
-The file becomes visible when it is complete, and then only its words change. Files need no removal: they go with the
-directory, which the kernel's locks look after (``ttp.processor.local_state.page_dir``).
+The file becomes visible when it is complete, and then only its words change. Files are not removed one by one: they are
+removed with their directory (``ttp.processor.local_state.page_dir``).
 
 Children: a forked child has no such thread and a pid of its own, so it neither prolongs the owner's life nor ends it. A
 process that replaces itself (``exec``) is dead as a rank.
@@ -45,7 +45,7 @@ _LEAVE_PATIENCE_S = 1.0
 
 
 class Seat(enum.IntEnum):
-    """The kinds of watchers; each has a word of its own."""
+    """The kinds of watchers of a sentinel; each kind has a word of its own."""
 
     NEIGHBOUR = 0
     LAUNCHER = 1
@@ -110,14 +110,14 @@ class Sentinel:
 
 
 def _place(directory: int, rank: int, header: bytes, held: contextlib.ExitStack) -> None:
-    """Put a held sentinel in place, on the thread that is to hold it; ``held`` releases it, in good order."""
+    """Make the sentinel visible, held by the calling thread. Closing ``held`` releases it in good order."""
     draft = f".{sentinel_name(rank)}.{threading.get_native_id()}"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(draft, dir_fd=directory)  # left by a process that died here
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE_OPEN, 0o600, dir_fd=directory)
     try:
         with os.fdopen(fd, "r+b", buffering=0) as file:
-            if file.write(header.ljust(FILE_BYTES, b"\0")) != FILE_BYTES:  # never a hole: no page for it, no process
+            if file.write(header.ljust(FILE_BYTES, b"\0")) != FILE_BYTES:  # no hole: touching one can be a SIGBUS
                 raise OSError(errno.ENOSPC, "no room for a sentinel")
             mapping = Mapping(fd, FILE_BYTES, writable=True)
         held.callback(mapping.close)

@@ -1,4 +1,4 @@
-"""Watches the sentinel of another process, and trusts nothing in the file; see ``sentinel``."""
+"""Watches the sentinel of another process, and checks everything that the file says; see ``sentinel``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ttp.processor.liveness.sentinel import (
 from ttp.processor.local_state.page_file import SAFE_OPEN, UnsafeError, check_ours, open_directory
 
 REASON = "its process died (robust futex)"
-"""What a witness can say of a death; only the parent knows how the process died."""
+"""Reason that a watcher reports for a death; only the parent knows how the process died."""
 
 
 class State(enum.Enum):
@@ -57,7 +57,7 @@ class Owner:
 
 
 class SentinelReader:
-    """A view of one sentinel. Made by ``look``; must be closed."""
+    """A read-only view of one sentinel. Made by ``look``; must be closed."""
 
     def __init__(self, mapping: Mapping, owner: Owner, seat: Seat) -> None:
         self.owner = owner

@@ -24,7 +24,7 @@ class Preemption:
     """Calls ``report`` on SIGTERM while it is installed.
 
     Args:
-        report: gets the signal's name in a sentence; runs on a thread of its own.
+        report: called with a sentence that names the signal, on a thread of its own.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:

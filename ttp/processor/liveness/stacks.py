@@ -106,7 +106,7 @@ def take(pid: int, run_dir: Path, timeout_s: float) -> str:
         return f"pid {pid}: no stack can be taken: {problem}"[:TEXT_MAX]
 
 
-# ----------------------------------------------------------------------------------------------------- the one asked
+# ----------------------------------------------------------------------------------------- the process that is asked
 
 
 def _free_signal() -> int | None:
@@ -130,7 +130,7 @@ def _create(directory: Path, header: _Header) -> int:
     return file
 
 
-# -------------------------------------------------------------------------------------------------------- the asker
+# --------------------------------------------------------------------------------------------- the process that asks
 
 
 def _take(pid: int, run_dir: Path, timeout_s: float) -> str:

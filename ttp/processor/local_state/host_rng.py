@@ -1,8 +1,8 @@
 """Captures the random streams of any Python program: Python's own and numpy's global one.
 
-A capture happens twice per update and takes a few microseconds: the 625 numbers of a Mersenne Twister are not converted
-one by one, but returned as the memory that holds them. The address of that memory is found at the start on a generator
-of its own and checked against the official functions. If the check fails, the official functions are used.
+A capture happens twice per update and takes a few microseconds, because the 625 numbers of a Mersenne Twister are not
+converted one by one: the memory that holds them is returned. At the start, the position of that memory is found on a
+private generator and checked against the official functions. If the check fails, the official functions are used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostStreams:
         self._numpy: _NumpyStream | None = None
 
     def capture(self) -> HostState:
-        """Return the state of every random stream. Some parts are live memory: copy them before the next number."""
+        """Return the state of every random stream. Some parts are live memory: copy them before a number is drawn."""
         if self._numpy is None:
             if "numpy.random" not in sys.modules:
                 return (*self._python.capture(), b"", b"")
@@ -45,10 +45,11 @@ class HostStreams:
     def standing(self) -> Callable[[], bool] | None:
         """Return a function that tells whether the parts of the last ``capture`` still describe all streams.
 
-        Parts in live memory follow their streams. The function returns False when a stream was replaced.
+        Parts in live memory follow their streams. The function returns False when a stream was replaced, or Python's
+        spare normal number has changed, which is not live memory.
 
         Returns:
-            None if a part is not live memory.
+            The function; None if the words of a stream are not live memory.
         """
         numpy, python = self._numpy, self._python.source
         spare = self._python.spare

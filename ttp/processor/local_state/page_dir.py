@@ -1,8 +1,8 @@
 """Makes and removes the directory in which the rank-local pages of a job lie on this host.
 
 Every processor holds a shared lock on the directory. The kernel drops the lock when the process ends, in whatever way.
-The last processor to leave removes the directory. If all have crashed, the next processor on this host removes it, as
-nobody holds a lock on it any more.
+The last processor to leave removes the directory. If all have crashed, no process holds a lock on the directory, and
+the next processor on this host removes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LOCK_FILE = ".lock"
 _ATTEMPTS = 5
 _LOCK_S = 2.0
-"""How long a process that removes the directory may take. One that was stopped meanwhile is not waited for."""
+"""Seconds to wait for a process that is removing the directory. After that, another place for pages is used."""
 
 
 class PageDirectory:
@@ -31,8 +31,8 @@ class PageDirectory:
     Args:
         run_dir: run directory of the job on this host; holds the pages where shared memory cannot.
         env: identity of this process.
-        port: port of the job's controller. Address, port and run id name the job on all launchers of this host.
-        shared_memory: where directories in memory are made.
+        port: port of the job's controller. Address, port and run id together identify the job on this host.
+        shared_memory: file system in memory in which the directory is made.
         host: this host's name, where several share one memory (containers, network namespaces); else empty.
 
     Raises:
@@ -98,9 +98,9 @@ def remove_abandoned(shared_memory: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def page_directories(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Return where ranks of this user may have put pages: directories of all jobs of this host, and in ``run_dir``.
+    """Return where ranks of this user may have put pages: directories of all jobs on this host, and in ``run_dir``.
 
-    A caller that looks for a rank of another job than its own must recognise it by the contents of the files.
+    The caller has to recognise the files of its own job by their contents.
     """
     return [*_in_memory(shared_memory), _fallback(run_dir)]
 

@@ -27,7 +27,7 @@ HEADER_BYTES = 4096
 
 HEADER = struct.Struct("<8sIIQQ")  # magic, slots, rank, pid, incarnation
 SEQUENCE = struct.Struct("<Q")
-FINISHED = 1 << 63  # bit of a sequence word: the provisional state has turned out to be the final one too
+FINISHED = 1 << 63  # bit of a sequence word: the provisional state is also the final one
 RECORD = struct.Struct("<QQQ")  # offset, length, digest of the body
 PREFIX = struct.Struct("<QQQIIQ")  # version, incarnation, count of writes, rank, final | kept parts << 1, small bytes
 REFERENCE = struct.Struct("<QQQ")  # offset, length, digest of a kept part

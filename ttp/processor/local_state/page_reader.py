@@ -1,4 +1,4 @@
-"""Reads the page of another rank, dead or alive, and trusts nothing in the file; see ``pages``."""
+"""Reads the page of another rank, dead or alive, and checks everything that the file says; see ``pages``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ttp.processor.local_state.page_file import (
 )
 
 _ATTEMPTS = 5
-"""Number of attempts: a living writer is past the slot within microseconds; a dead one never is."""
+"""Number of attempts. A living writer finishes a slot within microseconds; the slot of a dead writer stays torn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ def read_page(page_dir: Path, rank: int, version: int, incarnation: int) -> Page
     """Read what ``rank`` stored for ``version``, whether the rank lives or not.
 
     Returns:
-        The newest whole page of that version, or in words why there is none: no file, a file that another user may have
-        written, torn, another version, another incarnation, garbled. Never raises for what is on the disk.
+        The newest whole page of that version, or a text that says why there is none: no file, a file that another user
+        may have written, torn, another version, another incarnation, garbled. Never raises for the file's contents.
     """
     name = page_name(rank)
     try:
@@ -72,7 +72,7 @@ def newest_pages(page_dir: Path, rank: int, pid: int, count: int) -> tuple[int, 
 
     Returns:
         The incarnation of the process, and its newest ``count`` whole pages, the oldest first; none if there is no page
-        of that process. Never raises for what is on the disk.
+        of that process. Never raises for the file's contents.
     """
     try:
         with open_directory(page_dir) as directory:

@@ -18,7 +18,7 @@ from ttp.wire.v1 import buddy_pb2_grpc as rpc
 log = logging.getLogger("ttp.processor")
 
 SEND_S = 5.0
-"""Seconds after which a page on its way is given up: a newer one waits by then."""
+"""Seconds after which sending a page is given up: by then a newer page waits to be sent."""
 
 
 class PageSender:
@@ -48,7 +48,7 @@ class PageSender:
         """Send a page. Returns when it is kept, or was given up. For one thread."""
         order = self._order
         if order is None:
-            return  # no keeper is named before all ranks are there
+            return  # the controller names a keeper only when all ranks have joined
         try:
             refused = self._call(order, version, final, incarnation, data)
         except grpc.RpcError as problem:
