@@ -24,7 +24,7 @@ def test_drawn_scripts_are_written_and_nobody_is_hurt(tmp_path: Path, capsys: py
         (["--script", "nowhere.toml"], "cannot read the script nowhere.toml"),
         (["--include", "hangs"], "did you mean 'hang'?"),
         (["--only", "99"], "there are"),
-        (["--match", "meteor"], "there is no such kind of run"),
+        (["--match", "meteor"], "no kind of run has this in its title"),
         (["--runs", "0"], "--runs"),
         (["--sed", "1"], "--sed"),
     ],

@@ -246,7 +246,7 @@ def test_inspect_tells_people(ttp: Ttp, save_dir: SaveDir) -> None:
         "scalar",
         "held by ranks 0-3",
         "goes on with step 13",
-        "present for ranks 0,2; for ranks 2 of before the update in which they died",
+        "present for ranks 0,2; for ranks 2 from before the update in which they died",
         "derived anew for ranks 1: there is no page of rank 1",
     ):
         assert text in said.out, text

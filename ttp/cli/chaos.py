@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 EXIT_FINDINGS = 1
 _STYLES = {"saved": "green", "kept": "green", "unhurt": "green"}
 
-ScriptFile = Annotated[Path | None, typer.Option("--script", help="Do what this TOML file says, instead of drawing.")]
+ScriptFile = Annotated[Path | None, typer.Option("--script", help="Run this TOML file, instead of drawing runs.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="How many runs to draw.")]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed draws the same runs. Default: any.")]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, max=64, help="Jobs at a time.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Logs, scripts and results go here. Default: below runs/.")]
-Report = Annotated[Path | None, typer.Option("--report", help="Write what came of it to this Markdown file.")]
+Report = Annotated[Path | None, typer.Option("--report", help="Write the results to this Markdown file.")]
 Include = Annotated[
-    str, typer.Option("--include", help=f"Draw these, too, separated by commas: {', '.join(FEATURES)}.")
+    str, typer.Option("--include", help=f"Also draw runs of these, separated by commas: {', '.join(FEATURES)}.")
 ]
 Match = Annotated[str, typer.Option("--match", help="Draw only kinds of runs with this in their title.")]
-Only = Annotated[int | None, typer.Option("--only", min=0, help="Only the job with this number of what was drawn.")]
-Draw = Annotated[bool, typer.Option("--draw", help="Only write the scripts to --out; hurt nobody.")]
+Only = Annotated[int | None, typer.Option("--only", min=0, help="Run only the drawn job with this number, from 0.")]
+Draw = Annotated[bool, typer.Option("--draw", help="Only write the scripts to --out, and run nothing.")]
 Plain = Annotated[bool, typer.Option("--plain", help="No namespaces: this machine is the only host.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of jobs without findings, too.")]
 
 
 @dataclass(slots=True)
 class Board:
-    """The results so far, and the progress that the terminal shows.
+    """Collects the results of a campaign, and shows its progress on the terminal.
 
     Args:
         total: number of runs.
@@ -93,12 +93,12 @@ def chaos(
 
     Without --script a campaign is drawn from --seed. After every run every checkpoint is verified, the version from
     which the job goes on is compared with what its ranks had finished, and its bits with those of an unbroken run.
-    Several hosts are made of namespaces, which takes root (or a system that lets users make them); without it there is
-    one host, and its disk stays whole. No process is left running, however the command ends.
+    Several hosts are simulated with namespaces, which needs root (or a system that lets users make namespaces); without
+    them there is one host, and no disk faults. No process is left running, however the command ends.
 
-    Exits with 0 if nothing was found, with 1 if something was. JSON: a list of runs with job, folder, title, phase,
-    step, faults, world, launcher, expect, outcome, findings, missed, version, lost_steps, detect_ms, commit_ms,
-    back_ms, freezes and kept_processes.
+    Exits with 0 without findings, with 1 if there are any. JSON: a list of runs with job, folder, title, phase, step,
+    faults, world, launcher, expect, outcome, findings, missed, version, lost_steps, detect_ms, commit_ms, back_ms,
+    freezes and kept_processes.
     """
     from ttp.chaos import world
 
@@ -106,7 +106,7 @@ def chaos(
         obstacle = "--plain" if plain else world.obstacle()
         if not obstacle:
             raise typer.Exit(world.enter(sys.argv[1:]))
-        say(f"This machine is the only host, and its disk stays whole: {obstacle}.", aside())
+        say(f"This machine is the only host, and no disk faults are injected: {obstacle}.", aside())
     chosen = random.randrange(10**6) if seed is None else seed
     folder = (out or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     scripts = _scripts(script, runs, chosen, include, match, only, draw=draw)
@@ -137,7 +137,7 @@ def _scripts(
     offers = ("hosts", "mount") if draw or world.inside() else ()
     chosen = drawn(seed, runs, _features(include), offers, match)
     if not chosen:
-        raise ConfigError(f"--match {match!r}: there is no such kind of run; docs/reliability.md lists them")
+        raise ConfigError(f"--match {match!r}: no kind of run has this in its title; docs/reliability.md lists them")
     if only is None:
         return chosen
     if only >= len(chosen):
@@ -240,4 +240,4 @@ def _tell(results: list[Result], folder: Path, *, json: bool) -> None:
     told = f"; in {kept} the survivors kept their processes" if kept else ""
     covering = f"{covered} of {coverable} states with a consistent checkpoint committed"
     say(f"{covering}; {freezes}{told}; {found} with findings.")
-    say(f"Everything is in {folder}")
+    say(f"Logs, scripts and results are in {folder}")

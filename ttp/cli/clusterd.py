@@ -1,4 +1,4 @@
-"""``ttp clusterd``: connects MindCluster's ClusterD to the job's controller, in the place of MindIO."""
+"""``ttp clusterd``: connects MindCluster's ClusterD to the job's controller, in place of MindIO."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def clusterd(
     port: Port = None,
     token: Token = None,
 ) -> None:
-    """Speak with ClusterD, MindCluster's service that decides what becomes of a job, in the place of MindIO.
+    """Connect a job to ClusterD, MindCluster's service that decides how jobs recover, in place of MindIO.
 
     Run one beside rank 0. Faults that ClusterD knows of are reported to the job, which saves its newest step and ends
     with 75; ranks that die are reported to ClusterD. ClusterD is offered the strategies dump and exit, and told whether
     the dump is on disk. If the job's program has handlers of MindIO's, every message is passed on in both directions:
     such a job can also retry, recover and pause. The job needs process-recover-enable=on. The command runs until
-    ClusterD sends killMaster (exit code 0), is found to have process-recover-enable switched off (1), or is stopped.
-    Without a job, or without ClusterD, it waits for both.
+    ClusterD sends killMaster (exit code 0), until ClusterD answers that process-recover-enable is off (1), or until it
+    is stopped. It waits for a job, and for ClusterD, if they are not there yet.
     """
     from ttp.mindio.clusterd import Accuse, Bridge
 
@@ -105,7 +105,7 @@ class Eyes:
         self._complain = Complaints()
 
     def look(self) -> Seen | None:
-        """Return the state of the job. None: no controller answers, and the last one has not left how the job ended."""
+        """Return the state of the job. None: no controller answers, and no file in save_dir says how the job ended."""
         from ttp.mindio.clusterd import Seen
 
         try:
@@ -137,7 +137,7 @@ class Eyes:
         return self._with_file(seen) if seen.over else seen
 
     def _with_file(self, seen: Seen) -> Seen:
-        """Add what the incident's file says if the incident is over: it may have come and gone between two calls."""
+        """Add the facts of the incident's file: a whole incident may have passed between two calls of ``look``."""
         if self._read is None or self._read.id != seen.incident or self._read.last("released", "thawed") is None:
             try:
                 path = self._save_dir and self._save_dir / INCIDENTS / f"{seen.incident}.jsonl"
@@ -193,7 +193,7 @@ class Eyes:
 
 
 class Words:
-    """Speaks for ClusterD, as a manager, to the controller of a job that has handlers.
+    """Passes messages between ClusterD and the controller of a job with handlers, as the job's manager.
 
     Args:
         job_id: id of the job in ClusterD.
@@ -225,7 +225,7 @@ class Words:
         return found
 
     def close(self) -> None:
-        """Stop managing the job, so that its controller decides by itself again."""
+        """Stop managing the job: its controller decides by itself again."""
         if self._manager is not None:
             self._manager.close()
 

@@ -1,4 +1,4 @@
-"""Find the controller of a job and send it requests. Errors of gRPC become messages that say what to do."""
+"""Finds the controller of a job and sends it requests. Errors of gRPC become messages that say what to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Token = Annotated[
     typer.Option(
         "--token",
         help="Secret of the job. Default: TTP_TOKEN, TTP_TOKEN_FILE, else what the launcher left on this host. "
-        "Prefer these: arguments are visible to everybody.",
+        "Prefer these: other users can see arguments.",
     ),
 ]
 
@@ -45,7 +45,7 @@ LOCAL = "127.0.0.1"
 
 
 class UnreachableError(TtpError):
-    """No controller answers. This is no mistake of the user: jobs end."""
+    """No controller answers. That is not bad usage (64): the job may just have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Where:
         address: its host.
         port: its port.
         token: the secret of the job; may be empty.
-        others: places (``host:port``) of other controllers that may lead the job by now.
+        others: addresses (``host:port``) of other controllers that may lead the job by now.
         run_dir: the run directory of the job on this host.
     """
 
@@ -71,7 +71,7 @@ class Where:
 
     @property
     def around(self) -> tuple[str, ...]:
-        """All places (``host:port``) to ask, the likeliest first."""
+        """All addresses (``host:port``) to ask, the likeliest first."""
         from ttp.wire.address import target
 
         return tuple(dict.fromkeys((*self.others, target(self.address, self.port))))
@@ -110,7 +110,7 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
 
 
 def _on_this_host(config: Config, address: str, port: int) -> str:
-    """Return the address of the controller of a job without a token: loopback, whatever the host's name."""
+    """Return the address of the controller of a job without a token: loopback, if none listens at the host's name."""
     from ttp.launch.admission import admitted
     from ttp.launch.presence import listens
 
@@ -170,7 +170,7 @@ def known_ports() -> list[int]:
 class Client:
     """Sends requests to a controller; make one with ``connected``. Every method may raise the errors below.
 
-    Where a job has several controllers, the first request, and each one after a failure, looks for the one that leads.
+    If a job has several controllers, the first request, and each one after a failure, first finds the one that leads.
 
     Raises:
         ConfigError: the controller refuses the request, or it is no controller of ttp; the text says what to do.
@@ -193,12 +193,12 @@ class Client:
             return stub.GetStatus(pb.GetStatusRequest(), timeout=ANSWER_S, metadata=self._metadata)
 
     def save(self, reason: str, timeout_s: float, *, again: bool = False) -> pb.SaveNowResponse:
-        """Have a checkpoint written now; returns when it is committed or refused.
+        """Make the job write a checkpoint now. Returns when it is committed or refused.
 
         Args:
             reason: why, in words.
             timeout_s: seconds to wait for the answer.
-            again: the ranks then go on from it in their processes, as after a death.
+            again: True: all ranks then go on from this checkpoint in their processes, as after a death.
         """
         from ttp.wire.v1 import controller_pb2 as pb
 
@@ -215,8 +215,8 @@ class Client:
             ranks: the ranks; may be empty if ``host`` is given.
             host: name of the host; may be empty.
             reason: what is wrong, in words.
-            drain: the launcher of the host does not start again.
-            recovered: report instead that the host is well again and may start ranks.
+            drain: True: the launcher of the host must not start ranks again.
+            recovered: True: report instead that the host is healthy again and may start ranks.
         """
         from ttp.wire.v1 import controller_pb2 as pb
 
@@ -225,7 +225,11 @@ class Client:
             return stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
 
     def move(self, host: str) -> tuple[bool, str]:
-        """Have the ranks of this host moved to one that stands by while all train; whether they are, or why not."""
+        """Move the ranks of this host to one that stands by, while all ranks train.
+
+        Returns:
+            Whether they are moved, and a text: what happens, or why not.
+        """
         from ttp.wire.v1 import rounds_pb2 as rounds
         from ttp.wire.v1.rounds_pb2_grpc import ManagerStub
 
@@ -262,7 +266,7 @@ class Client:
 
 
 def _reigning(where: Where) -> Where:
-    """Return where the controller is that leads the job now.
+    """Return the location of the controller that leads the job now.
 
     Raises:
         UnreachableError: several controllers are known, and none of them answers.
@@ -276,7 +280,7 @@ def _reigning(where: Where) -> Where:
     if found is None:
         raise UnreachableError(
             f"no controller of this job answers, neither the first one nor a standby: "
-            f"{', '.join(where.around)}. Is the job running, and has it this token (TTP_TOKEN)?"
+            f"{', '.join(where.around)}. Is the job running, and is this its token (TTP_TOKEN)?"
         )
     address, port = split(found[0])
     return dataclasses.replace(where, address=address, port=port)
@@ -285,7 +289,7 @@ def _reigning(where: Where) -> Where:
 @contextlib.contextmanager
 def connected(where: Where) -> Iterator[Client]:
     """Yield a client, and close it after the block. It connects at its first request."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log lines would garble one clear message
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines would mix with ttp's message
     client = Client(where)
     try:
         yield client
@@ -294,6 +298,7 @@ def connected(where: Where) -> Iterator[Client]:
 
 
 def _about_refusal(where: Where, details: str) -> str:
+    """Return a text on a refused token or certificate that says what to do."""
     if "certificate" in details or "another user" in details:
         return f"the controller at {where} refused this request: {details}"
     if not where.token and "TTP_TOKEN" in details:

@@ -17,7 +17,7 @@ from ttp.errors import CheckpointError
 from ttp.store.history import Launch, read_launches
 
 RUNS_S = 3600.0
-"""Seconds. A last launch without an end counts as still running if it, or an incident of it, is no older than this."""
+"""Seconds. If the last launch has no recorded end, it counts as running unless its last sign of life is older."""
 PARTS = ("training", "joining", "restoring", "freezing", "saving", "down")
 
 RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of this job (TORCHELASTIC_RUN_ID).")]
@@ -25,11 +25,11 @@ RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of th
 
 @dataclass
 class Goodput:
-    """Seconds by how they were spent, and what was lost.
+    """How the seconds of a job were spent, and how many steps were lost.
 
     Args:
         joining: seconds from the first rank of a launch to the moment when all ranks have joined.
-        restoring: seconds from then until all ranks have read the state they begin with.
+        restoring: seconds from the end of joining until all ranks have read the state they begin with.
         training: seconds of the rest of the launch, without incidents.
         freezing: seconds from the first sign of a fault to the plan.
         saving: seconds from the plan to the release or thaw.
@@ -69,8 +69,8 @@ class Goodput:
 def goodput(directory: SaveDir, *, run_id: RunId = None, json: Json = False) -> None:
     """Show how the time of a job was spent, over all its launches: from launches.log and the incidents of a save_dir.
 
-    Joining ends when all ranks are there, restoring when all of them have read the state they begin with. Steps that
-    were trained again are the price of launches that ended without a save.
+    Joining ends when all ranks have joined, restoring when all of them have read the state they begin with. Lost steps
+    were trained again, because a launch ended without a save.
 
     JSON keys: ratio (training / elapsed, 0 to 1), elapsed, joining, restoring, training, freezing, saving, down, mttr
     (seconds; mttr from the first sign of a fault to the next launch, null without any), launches, incidents,

@@ -1,4 +1,4 @@
-"""Read incident files, which ``ttp.controller.journal`` writes. Lines that a crash has torn are counted and left out.
+"""Reads incident files, which ``ttp.controller.journal`` writes. Lines that a crash has torn are counted and left out.
 
 Several controllers may have written to one file: a controller that takes over an incident begins with an ``opened``
 line that has ``recovered``, counts its lines from the start, and may run on another host, whose monotonic clock cannot
@@ -30,7 +30,7 @@ LINE_MAX = 16 << 20
 FILE_MAX = 128 << 20
 """Maximum length of a file in bytes. Every rank answers at least once."""
 TIME_MAX = 1e12
-"""Upper limit of a valid time in seconds; no clock shows so much."""
+"""Upper limit of a valid time in seconds."""
 
 _SURROGATE = re.compile(r"(?i)\\ud[89a-f]")
 _HEAD = ("sequence", "unix_s", "monotonic_s", "kind", "incident")
@@ -118,7 +118,7 @@ class IncidentLog:
         """True if nothing was lost: a checkpoint was committed, or there was one of this version already."""
         released = self.last("released")
         if self.last("held") is not None and self.last("committed", "durable") is None:
-            return False  # in memory only, as yet
+            return False  # in memory only, so far
         if released is not None and released.facts.get("exit_code") != EXIT_BAD_CONFIG:
             return released.facts.get("exit_code") == EXIT_SAVED
         return self.last("committed", "durable", "nothing_new") is not None
@@ -204,8 +204,10 @@ def parse_incident(file: io.BufferedIOBase, incident: str, path: Path) -> Incide
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[bytes | None]:
-    """Yield the lines of a file; ``None`` for a line that is longer than any that ttp writes, and for the rest of a
-    file that is too long to be the story of one incident."""
+    """Yield the lines of a file; ``None`` for a line that is longer than any that ttp writes.
+
+    The rest of a file that is longer than any incident's is one ``None``, too.
+    """
     size = 0
     while line := file.readline(LINE_MAX):
         size += len(line)
@@ -227,7 +229,7 @@ def _parse(line: bytes | None) -> dict[str, Any] | None:
     text = line.decode("utf-8", errors="replace")
     try:
         record = parse_json(text)
-        if _SURROGATE.search(text):  # half of a surrogate pair is no text; no reader accepts it
+        if _SURROGATE.search(text):  # half of a surrogate pair is not valid text, and JSON readers refuse it
             whole = json.dumps(record, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
             record = parse_json(whole.decode("utf-16-le", errors="replace"))
     except ValueError:

@@ -18,15 +18,16 @@ from ttp.errors import CheckpointError, UsageError
 from ttp.store.history import read_launches
 
 ELSEWHERE = (
-    "what a save_dir could not take is in TTP_FALLBACK_DIR, if the job has one, and in the run directory of the "
-    "controller's host: `ttp incidents DIR`"
+    "if the save_dir could not be written, incidents are in TTP_FALLBACK_DIR, if set, and in the run directory on the "
+    "controller's host: give one of them to `ttp incidents DIR`"
 )
 Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]
 Last = Annotated[bool, typer.Option("--last", help="The newest incident.")]
-Detail = Annotated[bool, typer.Option("--detail", help="With the evidence's details, such as tracebacks.")]
+Detail = Annotated[bool, typer.Option("--detail", help="Also show the details of evidence, such as tracebacks.")]
 
 Trace = Annotated[
-    Path | None, typer.Option("--trace", help="Write one incident there, for ui.perfetto.dev or chrome://tracing.")
+    Path | None,
+    typer.Option("--trace", help="Write one incident to this file, for ui.perfetto.dev or chrome://tracing."),
 ]
 Otlp = Annotated[bool, typer.Option("--otlp", help="Send one incident as spans to OTEL_EXPORTER_OTLP_ENDPOINT.")]
 

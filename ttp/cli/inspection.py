@@ -130,7 +130,7 @@ def _contents(piece: Piece) -> dict[str, Any]:
 
 
 def tensors(manifest: Manifest) -> list[Tensor]:
-    """Return every tensor that the pieces' tables of contents name, in their order; parts of a tensor are merged."""
+    """Return every tensor in the tables of contents of all pieces, in order; the parts of a tensor are merged."""
     found: dict[str, Tensor] = {}
     for piece, row in _rows(manifest):
         if "dtype" not in row:
@@ -148,7 +148,7 @@ def values(manifest: Manifest) -> list[str]:
 
 
 def _rows(manifest: Manifest) -> Iterator[tuple[Piece, dict[str, Any]]]:
-    """Yield the rows of all tables of contents. A table of an unknown form is passed over."""
+    """Yield the rows of all tables of contents. A table of an unknown form is skipped."""
     for piece in manifest.pieces:
         items = _contents(piece).get("items")
         for row in items if isinstance(items, list) else []:
@@ -199,7 +199,7 @@ def _rank_local_text(m: Manifest) -> str:
     local = rank_local(m)
     parts = [f"present for ranks {compact_ranks(local.present)}"] if local.present else []
     if local.provisional:
-        parts.append(f"for ranks {compact_ranks(local.provisional)} of before the update in which they died")
+        parts.append(f"for ranks {compact_ranks(local.provisional)} from before the update in which they died")
     by_reason: dict[str, list[int]] = {}
     for rank, why in local.rederived.items():
         by_reason.setdefault(why, []).append(rank)

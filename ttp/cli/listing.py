@@ -40,7 +40,7 @@ def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = F
 
 
 def _newer_elsewhere(found: list[CatalogEntry], directory: Path) -> str:
-    """Return a line about a newer checkpoint in the fallback directory, which a restart would take; empty: none."""
+    """Return a line about a newer checkpoint in the fallback directory, which a restart would use; empty: none."""
     fallback = Config.from_env().fallback_dir
     if fallback is None or Path(fallback) == directory:
         return ""

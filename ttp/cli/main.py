@@ -1,4 +1,4 @@
-"""``ttp``: one program that launches a protected job, asks for its state, and looks at what it saved.
+"""``ttp``: one program that launches protected jobs, shows their state, and examines what they saved.
 
 Exit codes, for every command but ``run``: 0 yes or done; 1 a negative finding, such as a damaged checkpoint or no
 controller; 64 bad usage or configuration; 130 interrupted. ``ttp run`` has the exit codes of the job.
@@ -42,7 +42,7 @@ from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigErr
 EXIT_NEGATIVE = 1
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
-"""Exit code when the reader of the output has closed the pipe, as shells have it: 128 + SIGPIPE."""
+"""Exit code when the reader of the output has closed the pipe: 128 + SIGPIPE, as in shells."""
 
 app = typer.Typer(
     name="ttp",
@@ -83,7 +83,7 @@ def _reset(argv: list[str]) -> int:
 
 
 PASSED_ON: dict[str, Callable[[list[str]], int]] = {"run": _launch, "controller": _control, "reset-process": _reset}
-"""Commands with a command line of their own: their arguments, ``--help`` included, are passed on untouched."""
+"""Commands that parse their own arguments, ``--help`` included: these are passed on unchanged."""
 
 
 def _register(name: str, panel: str, command: Callable[..., Any]) -> None:
@@ -150,7 +150,10 @@ def _exit_code(problem: TtpError) -> int:
 
 
 def _usage_error(problem: Any) -> int:
-    """Print typer's message about a wrong command line. Its class moved from click into typer; its methods did not."""
+    """Print typer's message about a wrong command line, and return the exit code.
+
+    The class of the exception is click's or typer's own, depending on typer's version; both have the same methods.
+    """
     if type(problem).__name__ == "Abort":
         return EXIT_INTERRUPTED
     if not hasattr(problem, "format_message"):

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 TextFile = Annotated[
     Path | None,
-    typer.Option("--textfile", help="Write them there, in one rename, for node_exporter. Default: standard output."),
+    typer.Option("--textfile", help="Write to this file, atomically, for node_exporter. Default: standard output."),
 ]
 
 
 def metrics(*, textfile: TextFile = None, address: Address = None, port: Port = None, token: Token = None) -> None:
-    """Print the current numbers of a running job in the format of Prometheus. Sums over time: see TTP_METRICS_PORT.
+    """Print the current numbers of a running job in the format of Prometheus. Counters over time: TTP_METRICS_PORT.
 
     Needs prometheus-client: pip install 'ttp-ft[metrics]'.
     """

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDE = 200
-"""Columns where stdout is no terminal: enough that paths in a pipe are not broken."""
+"""Columns of the output if stdout is no terminal: enough that paths in a pipe are not wrapped."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
@@ -38,7 +38,7 @@ def _console(*, stderr: bool) -> Console:
 
 
 def say(text: str | Text, console: Console | None = None) -> None:
-    """Print one paragraph in full; brackets in it are no markup."""
+    """Print one paragraph without wrapping it. Square brackets are printed as they are, and not taken for markup."""
     (console or screen()).print(shown(text), soft_wrap=True)
 
 
@@ -56,13 +56,13 @@ def complain(text: str) -> None:
 
 
 class Complaints:
-    """Prints each message once, until there is a different one."""
+    """Prints messages on stderr, but not the same message twice in a row."""
 
     def __init__(self) -> None:
         self._last = ""
 
     def __call__(self, text: str) -> None:
-        """Print a message on stderr unless it was the last one; an empty text says that the trouble is over."""
+        """Print a message unless it was the last one. An empty text means that the trouble is over."""
         if text and text != self._last:
             complain(text)
         self._last = text
@@ -91,7 +91,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right
 
 # ---------------------------------------------------------------------------------------------------------------- words
 #
-# Numbers and times as texts for people.
+# Formats numbers and times for people.
 
 
 def size_text(size: float) -> str:

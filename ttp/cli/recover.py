@@ -22,7 +22,7 @@ SHOWN_MAX = 100
 
 
 class Way(str, Enum):
-    """The ways to offer the file of a replica in place of a lost one."""
+    """The ways to provide the file of a replica in place of a lost one."""
 
     MAP = "map"
     LINK = "link"
@@ -30,20 +30,18 @@ class Way(str, Enum):
 
 
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="With rank_0, rank_1, ...; or the save_dir of a ttp job (its newest).")
+    Path, typer.Argument(metavar="DIR", help="A directory of rank_0, rank_1, ..., or a save_dir (its newest).")
 ]
 StrategyOf = Annotated[
     Path | None, typer.Option("--strategy", metavar="F", help="Strategy file, or the directory of all stages.")
 ]
 GroupInfoOf = Annotated[list[Path] | None, typer.Option("--group-info", metavar="F", help="group_info.pb; repeatable.")]
-DataParallel = Annotated[bool, typer.Option("--data-parallel", help="All ranks hold the same.")]
-Ranks = Annotated[
-    int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks of the job, if nothing tells it.")
-]
-By = Annotated[Way, typer.Option("--by", help="map: a JSON file; link, copy: a directory that is complete.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="OUT", help="What to make; needed for link and copy.")]
+DataParallel = Annotated[bool, typer.Option("--data-parallel", help="All ranks hold the same state.")]
+Ranks = Annotated[int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks of the job, if no file says so.")]
+By = Annotated[Way, typer.Option("--by", help="map: write a JSON file; link, copy: make a complete directory.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="OUT", help="What to write; needed for link and copy.")]
 Step = Annotated[
-    str | None, typer.Option("--step", metavar="EPOCH_STEP", help="Not the newest: that of the file name.")
+    str | None, typer.Option("--step", metavar="EPOCH_STEP", help="This one, as in file names, not the newest.")
 ]
 
 
@@ -60,12 +58,12 @@ def recover(
 ) -> None:
     """Rebuild lost or damaged MindSpore checkpoints of single ranks from those of ranks that hold the same slices.
 
-    Takes the newest checkpoint of which every rank has its own file or a replica's, of up to five; if there is none,
-    the newest, and lists what cannot be rebuilt. --step chooses one.
+    Takes the newest checkpoint, of the last five, of which every rank has its own file or a replica's. If there is none
+    it takes the newest one, and lists what cannot be rebuilt. --step chooses a checkpoint.
 
-    Every file is read to its end (CRC, digest of the manifest, shapes, step), and replicas are compared. Which ranks
-    hold the same is told by --strategy, --group-info or --data-parallel; else by the manifest of a ttp checkpoint, else
-    by the group_info.pb in the folders of the ranks. The source is never written to; OUT appears whole or not at all.
+    Every file is read to its end (CRC, digest of the manifest, shapes, step), and replicas are compared. --strategy,
+    --group-info or --data-parallel say which ranks hold the same slices; else the manifest of a ttp checkpoint, else
+    the group_info.pb in the folders of the ranks. The source is never written to; OUT appears whole or not at all.
 
     Exits with 0 if every rank has a file to load and replicas agree, with 1 if not.
 
@@ -112,7 +110,7 @@ def _step(text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"(\d{1,9})_(\d{1,12})", text, re.ASCII)
     if found is None:
-        raise UsageError(f"--step {text}: epoch and step as in the file names are wanted, such as 2_1875")
+        raise UsageError(f"--step {text}: give epoch and step as in the file names, such as 2_1875")
     return int(found[1]), int(found[2])
 
 
@@ -148,5 +146,5 @@ def _tell(found: Recovery, by: Way, out: Path | None) -> None:
     if lost:
         say(f"{len(lost)} of {len(rows)} ranks cannot be rebuilt. --step EPOCH_STEP looks at another checkpoint.")
     if out is not None:
-        what = "who loads what" if by is Way.MAP else "the files of all ranks that can be had"
+        what = "the file that each rank loads" if by is Way.MAP else "the files of all ranks that could be rebuilt"
         say(Text.assemble(("written  ", "green"), f"{out}: {what}"))

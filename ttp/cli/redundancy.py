@@ -26,7 +26,7 @@ ReplicaGroups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Ranks that hold the same data, as a file says.
+    """Which ranks hold the same data, according to a file.
 
     Args:
         kind: ``group_info``, ``strategy`` or ``manifest``.
@@ -100,7 +100,7 @@ def _tell(told: Told) -> None:
     if len(rows) > SHOWN_MAX:
         say(f"and {len(rows) - SHOWN_MAX} more (--json lists them)")
     if told.kind == "group_info":
-        say("A group_info.pb tells of the ranks that its own rank can be restored from, and of no others.")
+        say("A group_info.pb lists only the ranks from which its own rank can be restored.")
     names = sorted(told.parameters)
     if not names:
         return

@@ -26,19 +26,20 @@ Source = Annotated[Path, typer.Argument(metavar="SRC_DIR", help="A directory of 
 Target = Annotated[Path, typer.Argument(metavar="DST_DIR", help="The directory to make; it must not exist.")]
 SrcStrategy = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="Strategy of SRC_DIR; a pipeline's directory. [default: nothing is cut]"),
+    typer.Option(metavar="PATH", help="Strategy of SRC_DIR; a pipeline's directory. [default: no tensor is split]"),
 ]
 DstStrategy = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="Strategy wanted; a pipeline's directory. [default: one file with everything]"),
+    typer.Option(metavar="PATH", help="Strategy of DST_DIR; a pipeline's directory. [default: one file with all]"),
 ]
 Ranks = Annotated[list[int] | None, typer.Option("--rank", metavar="R", help="Only this rank of DST_DIR; repeatable.")]
-Jobs = Annotated[int, typer.Option(metavar="N", help="Worker processes; 1: none, this process does it.")]
+Jobs = Annotated[int, typer.Option(metavar="N", help="Worker processes; 1: only this process.")]
 Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="What all jobs together may take: 8G, 500M. [default: half of free]")
+    str | None,
+    typer.Option(metavar="SIZE", help="Limit of all jobs together: 8G, 500M. [default: half of free]"),
 ]
 Inference = Annotated[bool, typer.Option("--inference", help="Leave the optimizer's state and the step counters out.")]
-TrustParts = Annotated[bool, typer.Option("--trust-parts", help="Parts of a tensor that are equal are no error.")]
+TrustParts = Annotated[bool, typer.Option("--trust-parts", help="Equal parts of a tensor are not an error.")]
 
 
 def reshard(
@@ -114,7 +115,7 @@ def describe(done: Resharded) -> dict[str, Any]:
         "world_size": done.world_size,
         "tensors": done.tensors,
         "size": done.size,
-        "own": {},  # was a count of tensors that ttp converted and not MindSpore; kept for readers of this key
+        "own": {},  # formerly the tensors that ttp converted instead of MindSpore; kept for programs that read this key
         "notes": list(done.notes),
     }
 

@@ -1,4 +1,4 @@
-"""``ttp simulate``: plays whole jobs with faults in virtual time, and checks them."""
+"""``ttp simulate``: simulates whole jobs with faults in virtual time, and checks them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="First seed; everything
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Number of seeds, from the first one on.")]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Number of processes that run the simulations.")]
 Faults = Annotated[str | None, typer.Option("--faults", help="What goes wrong, see above. Default: drawn by the seed.")]
-Relays = Annotated[bool, typer.Option("--relays", help="Every job has relays. Default: the seed says.")]
-Transfers = Annotated[bool, typer.Option("--transfers", help="Ranks go on and give each other their state.")]
+Relays = Annotated[bool, typer.Option("--relays", help="Every job has relays. Default: the seed decides.")]
+Transfers = Annotated[bool, typer.Option("--transfers", help="Ranks go on and send each other their state.")]
 Trace = Annotated[bool, typer.Option("--trace", help="Print everything that happens; for one run.")]
 
 
@@ -53,9 +53,9 @@ def simulate(
 ) -> None:
     """Play whole training jobs in virtual time: the real protocol around a toy trainer, with faults and restarts.
 
-    After every decision it is checked that what is saved is whole, of one version, and the newest possible, that
-    nothing hangs, and at the end that the job has the bits of one without faults. Exits with 1 if a run breaks that,
-    and prints the command that repeats it. The same seed and options give the same run, event by event.
+    After every decision the simulator checks that what is saved is whole, of one version, and the newest possible, and
+    that nothing hangs; at the end, that the job has the same bits as one without faults. If a run violates this, the
+    command prints how to repeat it, and exits with 1. The same seed and options give the same run, event by event.
 
     Faults, separated by commas: kill:3@0.2 (rank 3, 0.2 s after the launch), kill:1%@0.2 (one rank in a hundred),
     kill:0@in_update#2 (in its second update), stop:2@0.2+1.5 (for 1.5 s; +ever: for good), partition:h1@0.25 (a host),
@@ -67,9 +67,9 @@ def simulate(
     exit code), events, virtual_s (seconds played), elapsed_s, digest (of all events: equal runs have equal digests).
     """
     if trace and runs > 1:
-        raise UsageError("simulate: --trace prints one run; leave --runs out and name its --seed")
+        raise UsageError("simulate: --trace prints one run: leave --runs out, and give the --seed of the run")
     if relays and transfers:
-        raise UsageError("simulate: ranks behind relays do not go on; leave --relays or --transfers out")
+        raise UsageError("simulate: ranks behind relays do not go on: leave --relays or --transfers out")
     wish = replace(_wish(ranks, shards, replicas, hosts, steps, faults), relays=relays, transfers=transfers)
     wish.scenario(seed)  # raises for wrong options before anything is played
     tally = Tally(wish, seed, runs)

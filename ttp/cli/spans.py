@@ -1,10 +1,10 @@
-"""An incident as spans of OpenTelemetry, sent by OTLP: one trace, whose id follows from the incident's.
+"""Sends an incident as spans of OpenTelemetry, by OTLP: one trace, whose id is derived from the incident's id.
 
 A controller starts ``python -m ttp.cli.spans INCIDENT`` once an incident is over, with the incident's lines on standard
-input. Once the next launch has read the checkpoint it starts it with ``--restore`` and the lines of the launches. If
-the SDK, the network or the collector hang or fail, only this process suffers, and no process waits for it. The usual
-variables configure it: ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``..._HEADERS``, ``..._PROTOCOL``, ``OTEL_SERVICE_NAME``,
-``OTEL_RESOURCE_ATTRIBUTES``.
+input. Once the next launch has read the checkpoint, the controller starts it with ``--restore`` and the lines of the
+launches. If the SDK, the network or the collector hang or fail, only this process is affected, and no process waits for
+it. The usual variables configure it: ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``..._HEADERS``, ``..._PROTOCOL``,
+``OTEL_SERVICE_NAME``, ``OTEL_RESOURCE_ATTRIBUTES``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NotSentError(TtpError):
 
 
 class _Ids:
-    """Generator of ids that follow from an incident, so that sending it twice sends the same ids."""
+    """Generates ids that are derived from the incident's id, so that sending an incident twice sends the same ids."""
 
     def __init__(self, incident: str) -> None:
         self._incident, self._count = incident, 0
@@ -131,7 +131,7 @@ def restore_span(launch: Launch, incident: str) -> Any:
 
 
 def _tracer(seed: str) -> Any:
-    """Return a tracer whose ids follow from ``seed``.
+    """Return a tracer whose ids are derived from ``seed``.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.

@@ -31,7 +31,7 @@ Interval = Annotated[float, typer.Option("--interval", min=0.05, help="Seconds b
 All = Annotated[
     bool,
     typer.Option(
-        "--all", help=f"Show every rank. Of more than {RANKS_SHOWN_MAX} only those that differ from the rest are shown."
+        "--all", help=f"Show every rank. Default: with more than {RANKS_SHOWN_MAX}, only those that differ from others."
     ),
 ]
 
@@ -95,7 +95,7 @@ def _watch(client: Client, interval_s: float, all_ranks: bool, json: bool) -> No
 
 
 def _looks(client: Client, interval_s: float) -> Iterator[pb.GetStatusResponse | UnreachableError]:
-    """Yield the status, or the error, every ``interval_s`` seconds, for ever: another controller may soon lead."""
+    """Yield the status, or the error, every ``interval_s`` seconds without end: after an error another one may lead."""
     while True:
         try:
             yield client.status()
@@ -109,7 +109,7 @@ def _shown(answer: pb.GetStatusResponse | UnreachableError, all_ranks: bool) -> 
 
 
 def _restarts(where: Where) -> dict[str, Any] | None:
-    """Return how workers of this host would be started again; None: no launcher of the job has written it here."""
+    """Return how this host would start workers again; None: no launcher has written its state to the run directory."""
     from ttp.launch.warm.starter import read_status
 
     return None if where.run_dir is None else read_status(where.run_dir)
@@ -143,7 +143,7 @@ def picture(now: pb.GetStatusResponse, all_ranks: bool = False) -> RenderableTyp
 
 
 def _survivors_line(now: pb.GetStatusResponse) -> Text:
-    """Return a line on the other processes when a rank dies: they go on only if all ranks can."""
+    """Return a line that says what the other ranks do when a rank dies: they go on only if all ranks can."""
     cannot = [rank.rank for rank in now.ranks if rank.state == "live" and not rank.can_continue]
     if cannot:
         return Text(

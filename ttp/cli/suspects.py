@@ -1,4 +1,4 @@
-"""``ttp suspects``: lists hosts that a job's last incidents speak against, for a scheduler that may leave them out."""
+"""``ttp suspects``: lists hosts that a job's last incidents accuse, for a scheduler that may leave them out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ttp.core.messages import FaultKind
 from ttp.errors import CheckpointError
 
 OF_OTHERS = frozenset({FaultKind.COLLECTIVE.value, FaultKind.SNAPSHOT.value})
-"""Kinds of evidence that do not accuse the rank itself: a collective fails on the ranks that live."""
+"""Kinds of evidence that do not accuse their rank: a collective fails on the ranks that live."""
 
 Last = Annotated[int, typer.Option("--last", min=1, help="Number of incidents to read, the newest first.")]
 Least = Annotated[int, typer.Option("--at-least", min=1, help="Show only hosts that are suspected in so many of them.")]
@@ -25,7 +25,7 @@ Least = Annotated[int, typer.Option("--at-least", min=1, help="Show only hosts t
 
 @dataclass
 class Suspect:
-    """A host that incidents speak against.
+    """A host that incidents accuse.
 
     Args:
         host: as its ranks name it.
@@ -45,7 +45,7 @@ class Suspect:
 
 
 def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: Json = False) -> None:
-    """List the hosts that the last incidents of a job speak against, the most often named first.
+    """List the hosts that the last incidents of a job accuse, the most often accused first.
 
     Use it to decide which host to leave out when the job is started again, by hand or in a script of the scheduler. One
     killed process says little about its host, the same host in three incidents says more: --last 10 --at-least 3.
@@ -69,7 +69,7 @@ def suspects(directory: SaveDir, *, last: Last = 1, at_least: Least = 1, json: J
 
 
 def named(incidents: Iterable[IncidentLog]) -> list[Suspect]:
-    """Return the hosts that incidents speak against, the most often named first. ``incidents`` are the newest first."""
+    """Return the hosts that incidents accuse, the most often accused first. ``incidents`` begin with the newest."""
     found: dict[str, Suspect] = {}
     for incident in incidents:
         for host, lines in incident.accused_hosts(OF_OTHERS).items():

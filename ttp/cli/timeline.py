@@ -1,4 +1,4 @@
-"""Tell the lines of an incident in words, for people."""
+"""Describes the lines of an incident in words."""
 
 from __future__ import annotations
 
@@ -242,4 +242,4 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "manager_left": lambda f: "the manager is gone: this controller decides",
     "told_manager": _told_manager,
 }
-"""Functions that tell each kind of line in words; ``ttp.core.controller.machine`` records the kinds."""
+"""Functions that describe each kind of line in words; ``ttp.core.controller.machine`` records the kinds."""

@@ -1,4 +1,4 @@
-"""An incident as a trace for ui.perfetto.dev and chrome://tracing.
+"""Converts an incident to a trace for ui.perfetto.dev and chrome://tracing.
 
 The format is that of the "Trace Event Format" document of Chromium: complete events (``X``), instants (``i``) and names
 (``M``), times in microseconds after the incident's first sign. Each activity has a track of its own, so that no two
@@ -17,7 +17,7 @@ from ttp.cli.incident_reader import IncidentLog, Line
 Event = dict[str, Any]
 
 CONTROLLER = 1_000_000
-"""Process number of the controller in the trace; a rank has its number plus 1, as 0 is the kernel's idle process."""
+"""Process number of the controller in the trace. A rank has its number plus 1, because 0 is the idle process."""
 STAGES, SIGNS = 1, 2
 FROZEN, SAVING, TOLD = 1, 2, 3
 BEGINS = {"opened": "freeze", "plan": "save", "commit": "commit", "committed": "saved", "replan": "freeze"}
@@ -40,8 +40,10 @@ def trace_events(log: IncidentLog) -> dict[str, Any]:
 
 
 def trace_text(log: IncidentLog) -> str:
-    """Return the text of the file. Characters are not escaped: Perfetto refuses a file with the escapes of an emoji,
-    and torch's errors have one."""
+    """Return the trace as JSON. Non-ASCII characters are not escaped: Perfetto refuses the escapes of an emoji.
+
+    Torch's error texts contain one.
+    """
     return json.dumps(trace_events(log), ensure_ascii=False)
 
 

@@ -20,7 +20,7 @@ from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_
 from ttp.store.names import INCIDENTS
 
 EXIT_RUNNING = 1
-"""Exit code for a job that still runs; no launcher exits with it: neither a restart nor an alarm is due."""
+"""Exit code for a job that still runs, so that a script neither restarts it nor raises an alarm."""
 ENDS = {EXIT_TRAINED: "trained", EXIT_BAD_CONFIG: "wrong", EXIT_NOT_SAVED: "lost", EXIT_SAVED: "saved"}
 WORDS = ENDS | {EXIT_RUNNING: "running"}
 RUNS = ("live", "frozen")
@@ -109,7 +109,7 @@ def _newness(launch: Launch) -> tuple[float, bool]:
 
 
 def _storage(place: Path) -> str:
-    """Return what may have kept the job from saving and from saying so, after a full stop; empty: nothing is seen."""
+    """Return, as a sentence to append, what is wrong with the storage; empty: nothing was found."""
     try:
         now = os.statvfs(place)
     except OSError as problem:
@@ -186,7 +186,7 @@ def _last_fault(place: Path, run_id: str | None, since: float | None) -> Inciden
 
 
 def _word(place: Path, run_id: str | None, since: float | None) -> WrongWord | None:
-    """Return the word of a rank that ended with 64, perhaps unknown to any controller or launcher; None: none."""
+    """Return the message of a rank that exited with 64, which no controller or launcher may have recorded; or None."""
     word = read_word(place)
     if word is None or (run_id is not None and word.run_id != run_id) or (since is not None and word.unix_s < since):
         return None

@@ -38,7 +38,7 @@ SubHealthy = Annotated[
     bool, typer.Option("--report-sub-healthy", help="Report a sub-healthy host too; else it is only logged.")
 ]
 Drain = Annotated[
-    bool, typer.Option("--drain", help="As of `ttp report-fault`: another host takes the place of this one.")
+    bool, typer.Option("--drain", help="Like `ttp report-fault --drain`: another host takes the place of this one.")
 ]
 Once = Annotated[
     bool, typer.Option("--once", help="Check once, report at once, and exit with the result of the check.")
@@ -60,7 +60,7 @@ def watch_node(
     port: Port = None,
     token: Token = None,
 ) -> None:
-    """Watch the health of this host with a check of yours, and report faults to the job that trains here.
+    """Watch the health of this host with a check of your own, and report faults to the job that trains here.
 
     A faulty host is reported like `ttp report-fault --host`: the job saves its newest step and is started again, with
     --drain on another host. It is reported once, until the check has called it healthy again; then a --drain is taken
@@ -89,7 +89,7 @@ def watch_node(
                 course.told(None)
             elif worst.health is not Health.HEALTHY:
                 tell(f"{name} is {worst}")
-        except TtpError as problem:  # there is no job, or not yet: the next round tries again
+        except TtpError as problem:  # no job runs (yet): the next round tries again
             tell(str(problem))
         if once:
             raise typer.Exit(worst.health.value)

@@ -16,7 +16,7 @@ from ttp.errors import ConfigError, UsageError
 Listen = Annotated[str, typer.Option("--listen", help="Where browsers connect: HOST:PORT. Port 0: any that is free.")]
 Directory = Annotated[
     Path | None,
-    typer.Option("--save-dir", help="Show the incidents of this directory, also without a job that runs."),
+    typer.Option("--save-dir", help="Show the incidents of this directory, even if no job runs."),
 ]
 TokenFile = Annotated[
     Path | None,
