@@ -1,1 +1,1 @@
-"""Trainers that other projects provide. Each module imports its framework when it is loaded; see docs/frameworks.md."""
+"""Adapters to the trainers of other projects. Each module imports its framework; see docs/frameworks.md."""

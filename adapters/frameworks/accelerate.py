@@ -1,4 +1,4 @@
-"""Accelerate: gives the objects that ``prepare()`` has returned to ``ttp.wrap_optimizer``."""
+"""Accelerate: ``protect`` gives the objects that ``Accelerator.prepare()`` has returned to ``ttp.wrap_optimizer``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ttp.adapters.versions import TORCHDATA, begins_once, numbers, require
 from ttp.errors import ConfigError
 
 TESTED = ("1.13", "1.15")
+"""Oldest and newest version of accelerate with which ttp was tested."""
 
 _accelerate = require("accelerate", "accelerate", TESTED)
 
@@ -31,11 +32,11 @@ def protect(
     extra_state: Any = None,
     **settings: Any,
 ) -> None:
-    """Protect the objects that ``accelerator.prepare()`` has returned; call ``ttp.restore()`` after it.
+    """Protect the objects that ``accelerator.prepare()`` has returned. Call ``ttp.restore()`` afterwards.
 
-    Objects of ``register_for_checkpointing`` are saved as ``extra_state``. So are data loaders that keep their place
-    (``DataLoaderConfiguration(use_stateful_dataloader=True)``); with other loaders the loop has to skip the batches
-    that were used, see docs/frameworks.md.
+    Objects given to ``register_for_checkpointing`` are saved as ``extra_state``. So are stateful data loaders
+    (``DataLoaderConfiguration(use_stateful_dataloader=True)``). With other loaders, the program's loop has to skip the
+    batches that were used before a restart; see docs/frameworks.md.
 
     Args:
         accelerator: the ``Accelerator``.
@@ -49,7 +50,8 @@ def protect(
             ``ttp.wrap_optimizer``.
 
     Raises:
-        ConfigError: the accelerator shards the state in a way that ttp does not support, or see ``ttp.wrap_optimizer``.
+        ConfigError: the accelerator or a loader is used in a way that ttp does not support; also as in
+            ``ttp.wrap_optimizer``.
     """
     kind = getattr(accelerator.distributed_type, "name", "")
     if kind in _REFUSED:
@@ -57,19 +59,19 @@ def protect(
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if accelerator.num_processes != ranks:
         raise ConfigError(
-            f"the job has {ranks} ranks, and Accelerate trains on {accelerator.num_processes} of them: they would not "
-            "exchange their gradients. On the CPU it wants Accelerator(cpu=True)"
+            f"the job has {ranks} ranks, and Accelerate trains on {accelerator.num_processes}: the ranks would not "
+            "exchange their gradients. For training on the CPU, use Accelerator(cpu=True)"
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 1 and not plugin.use_orig_params:
         raise ConfigError(
-            "FSDP1 with use_orig_params=False gives the optimizer flat tensors, which have no names: let "
+            "FSDP1 with use_orig_params=False gives the optimizer flat tensors, which have no names: use "
             "FullyShardedDataParallelPlugin(use_orig_params=True) or fsdp_version=2"
         )
     if any(map(_keeps_its_place, loaders)) and accelerator.num_processes > 1 and _counts_wrongly():
         raise ConfigError(
-            f"loaders of accelerate {_accelerate.__version__} say a wrong place on several processes (mended in 1.13): "
-            "install a newer one, or use_stateful_dataloader=False"
+            f"stateful loaders of accelerate {_accelerate.__version__} save a wrong position if there are several "
+            "processes (fixed in 1.13): install accelerate 1.13 or later, or set use_stateful_dataloader=False"
         )
     begins_once("Accelerate")
     extra = _registered(accelerator)
@@ -99,7 +101,7 @@ def _registered(accelerator: Any) -> dict[str, Any]:
 
 
 class _Names:
-    """An extra state for automatic names of ``save_state()``: a resumed job goes on after the last directory."""
+    """An extra state with the number in the automatic names of ``save_state()``: a resumed job uses the next number."""
 
     def __init__(self, project: Any) -> None:
         self._project = project
@@ -114,11 +116,11 @@ class _Names:
 
 
 class _Schedule:
-    """A view of an ``AcceleratedScheduler`` that shows the steps of the scheduler inside.
+    """A view of an ``AcceleratedScheduler`` that shows the attributes of the wrapped scheduler.
 
-    While gradients are accumulated, an ``AcceleratedScheduler`` counts steps that it does not make. So ``_step_count``
-    is hidden, and ttp reads ``last_epoch``, which counts the steps that are made: as many per update as there are
-    processes, unless batches are split.
+    While gradients are accumulated, an ``AcceleratedScheduler`` increments ``_step_count`` without a step. So
+    ``_step_count`` is hidden, and ttp reads ``last_epoch``, which counts real steps: one per update and process, or one
+    per update if batches are split.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -139,7 +141,7 @@ def _keeps_its_place(loader: Any) -> bool:
 
 
 class _Place:
-    """An extra state of a prepared loader: its place, and the number of the epoch, by which its sampler shuffles."""
+    """An extra state with a loader's position and its number of the epoch, which seeds the sampler's shuffling."""
 
     def __init__(self, loader: Any) -> None:
         require("torchdata", "accelerate", TORCHDATA, extra="torchdata")
@@ -154,5 +156,6 @@ class _Place:
         loader = self._loader
         loader.set_epoch(state["epoch"])
         loader.load_state_dict(state["place"])
-        loader.dl_state_dict = state["place"]  # the state that it returns until it yields the next batch
-        loader.base_dataloader.state_dict()  # makes its iterator, which draws, before random streams are restored
+        loader.dl_state_dict = state["place"]  # the state that the loader returns until it yields the next batch
+        # Makes the loader's iterator, which draws random numbers, before the random streams are restored.
+        loader.base_dataloader.state_dict()

@@ -1,15 +1,15 @@
-"""DeepSpeed's engine with ZeRO 0 to 2: partitions of the fp32 weights and their moments are the shards.
+"""DeepSpeed: protects an engine with ZeRO 0 to 2. The shards are partitions of the fp32 weights and their moments.
 
-Saved are the flat fp32 partitions that DeepSpeed's optimizer keeps, one of each param group on each rank, and the
-moments of torch's optimizer inside of it. The weights of the model are rounded from the partitions, and are made from
-them again when a job resumes. A partition is on one rank only, hence ``buddy``. It is a range of the flat tensor of its
-group, and is saved as such, without the padding that makes all partitions equally long: so another number of ranks can
-read it.
+DeepSpeed's optimizer keeps flat fp32 partitions, one per param group on each rank. ttp saves these partitions, and the
+moments of the torch optimizer that DeepSpeed's optimizer wraps. The weights of the model are the rounded partitions,
+and are made from them again when a job resumes. Each partition is on one rank only, so ``buddy`` is on by default. A
+partition is saved as a range of the flat tensor of its group, without the padding that makes all partitions equally
+long, so a job with another number of ranks can read it.
 
-``engine.step`` is the update: in it torch's optimizer is stepped once for each param group, and then the schedule.
-These parts of DeepSpeed are used, as seen in 0.17.6 and 0.19.8: ``engine.optimizer.optimizer``,
+``engine.step`` is the update: it steps torch's optimizer once for each param group, and then the schedule.
+This module uses these parts of DeepSpeed, as seen in 0.17.6 and 0.19.8: ``engine.optimizer.optimizer``,
 ``single_partition_of_fp32_groups``, ``update_lp_params``, ``round_robin_bit16_offsets`` and ``_meta``,
-``real_dp_process_group``, ``loss_scaler``, ``engine.global_steps`` and the other counts.
+``real_dp_process_group``, ``loss_scaler``, and the engine's counts (``_COUNTS``).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ TESTED = ("0.17", "0.19")
 require("deepspeed", "deepspeed", TESTED)
 
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+"""Attributes of the engine that are saved."""
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of the loss scaler of fp16 that are saved."""
 
@@ -38,16 +39,16 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: Any = None, **settings: Any) -> int:
     """Protect the engine that ``deepspeed.initialize`` has returned, join the job, and restore.
 
-    Do not call ``ttp.restore`` besides.
+    Do not call ``ttp.restore`` in addition.
 
     Args:
         engine: an engine of stage 0, 1 or 2, without offloading, with an optimizer of torch.
         save_dir: see ``ttp.wrap_optimizer``.
-        extra_state: see ``ttp.wrap_optimizer``; the counts of the engine are saved in any case.
+        extra_state: see ``ttp.wrap_optimizer``; the counts of the engine are always saved.
         settings: further arguments of ``ttp.wrap_optimizer``; ``buddy`` is on by default with stages 1 and 2.
 
     Returns:
-        Finished updates; 0: nothing was saved before.
+        The restored version (finished updates); 0: there is no checkpoint.
 
     Raises:
         ConfigError: ttp does not support this kind of engine.
@@ -55,14 +56,19 @@ def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: A
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     partitions = getattr(optimizer, "single_partition_of_fp32_groups", None)
     if stage > 2 or (stage and partitions is None) or getattr(optimizer, "cpu_offload", False):
-        raise ConfigError(f"ttp.deepspeed knows ZeRO 0 to 2 without offloading, and not stage {stage} of this engine")
+        raise ConfigError(
+            f"ttp.deepspeed protects ZeRO 0 to 2 without offloading, and not stage {stage} as in this engine"
+        )
     if stage == 0 and hasattr(optimizer, "optimizer"):
         raise ConfigError(
-            f"ZeRO 0 in half precision is {type(optimizer).__name__} of DeepSpeed, which flattens the weights in a way "
-            "of its own: use zero_optimization.stage 1, whose updates are the same"
+            f"ZeRO 0 in half precision uses DeepSpeed's {type(optimizer).__name__}, whose flat weights ttp cannot "
+            "save: use zero_optimization.stage 1, whose updates are the same"
         )
     if stage and optimizer.round_robin_gradients:
-        raise ConfigError("round_robin_gradients lets the order of weights depend on the number of ranks: leave it out")
+        raise ConfigError(
+            "round_robin_gradients makes the order of weights depend on the number of ranks, which ttp cannot save: "
+            "remove it from the DeepSpeed config"
+        )
     inner = optimizer.optimizer if stage else optimizer
     model = engine.module if partitions is None else _Partitions(optimizer, engine.module)
     begins_once("DeepSpeed")
@@ -85,7 +91,7 @@ def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: A
 
 
 def _bracket(engine: Any, counts: _Counts) -> None:
-    """Make ``engine.step`` end a version whenever it has made an update."""
+    """Wrap ``engine.step`` so that it ends a version whenever it has made an update."""
     step = engine.step
 
     def stepped(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +107,7 @@ def _bracket(engine: Any, counts: _Counts) -> None:
 
 
 class _Partitions(nn.Module):
-    """A module that holds the partitions that a rank trains, as parameters, and the buffers of the model."""
+    """A module whose parameters are the partitions that this rank trains, and whose buffers are the model's."""
 
     def __init__(self, optimizer: Any, module: nn.Module) -> None:
         super().__init__()
@@ -113,7 +119,7 @@ class _Partitions(nn.Module):
             self.register_buffer(name.replace(".", "/"), buffer)
 
     def flat_pieces(self) -> Iterator[FlatPiece]:
-        """See ``fsdp1``."""
+        """Yield the place of each partition in the flat tensor of its group; see ``sharding.fsdp1``."""
         optimizer = self._optimizer
         for number, partition in enumerate(optimizer.single_partition_of_fp32_groups):
             group = optimizer.real_dp_process_group[number]
@@ -125,7 +131,10 @@ class _Partitions(nn.Module):
 
 
 def _length(optimizer: Any, number: int) -> int:
-    """Return the length of a group's flat tensor without the padding at its end; before 0.19 it has none inside."""
+    """Return the length of a group's flat tensor without the padding at its end.
+
+    Since DeepSpeed 0.19 there may be padding between weights too; it counts.
+    """
     weights, offsets = optimizer.round_robin_bit16_meta[number], getattr(optimizer, "round_robin_bit16_offsets", None)
     if offsets is None:
         return sum(each.numel() for each in weights)
@@ -133,7 +142,7 @@ def _length(optimizer: Any, number: int) -> int:
 
 
 class _Stretch(FlatPiece):
-    """A flat piece whose memory ends with padding."""
+    """A flat piece whose tensor has padding at its end, which is not saved."""
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.detach()[: self.count]
@@ -143,11 +152,11 @@ class _Stretch(FlatPiece):
 
 
 class _Counts:
-    """An extra state: the counts and loss scale of the engine, as they are at the end of the update that has begun."""
+    """An extra state with the counts and the loss scale that the engine has when the running update ends."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.settled = True  # no update has begun, so the counts are used as they are
+        self.settled = True  # whether the engine has counted the last update already
 
     def state_dict(self) -> dict[str, Any]:
         counts = {name: getattr(self._engine, name) for name in _COUNTS}

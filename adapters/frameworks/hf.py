@@ -1,15 +1,15 @@
-"""The Trainer of Hugging Face Transformers: its state as ttp's ``extra_state``, and a directory from which it resumes.
+"""The Trainer of Hugging Face Transformers: saves its state as ``extra_state``, and makes a directory to resume from.
 
-The Trainer decides where to begin before it has built anything, and takes that from a ``checkpoint-N``. So
-``resume_directory`` makes such a directory of ttp's checkpoint. When optimizer and model exist (``on_train_begin``),
+The Trainer reads the step at which it begins from a directory ``checkpoint-N``, before it builds anything. So
+``resume_directory`` makes such a directory from ttp's checkpoint. When optimizer and model exist (``on_train_begin``),
 ttp joins the job and restores them itself: it checks the digests, agrees with the other ranks, and restores every bit.
 
-A version ends at ``on_step_end``. Logging, evaluation and saving of that step follow, and the end of an epoch: after
-each of these stages a *mark* is kept, with the Trainer's state at that moment. A resumed job goes back to the last mark
-that all ranks had, and makes again what follows it.
+A version ends at ``on_step_end``. Logging, evaluation and saving for that step follow, and perhaps the end of an epoch.
+At the end of the step, and after these stages, a *mark* is kept: the Trainer's state at that moment. (This is not the
+mark of the heartbeat.) A resumed job starts at the last mark that all ranks had, and repeats the stages that follow it.
 
-The Trainer's state is equal on all ranks, except for the sum of its losses. For a rank that died in the exchange of its
-gradients that sum is all that is needed: the rest is read from the ranks that have finished the step.
+The Trainer's state is equal on all ranks, except for the sum of its losses. For a rank that died in the exchange of
+gradients, only that sum is needed: the rest is read from the ranks that have finished the step.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ttp.errors import ConfigError, RestoreError, UsageError
 from ttp.store.encoding import decode, encode
 
 TESTED = ("4.57", "5.23")
+"""Oldest and newest version of transformers with which ttp was tested."""
 
 _transformers = require("transformers", "hf", TESTED)
 with names_of("transformers", TESTED):
@@ -45,10 +46,11 @@ with names_of("transformers", TESTED):
 log = logging.getLogger("ttp.adapters.frameworks")
 
 _OWN = {"log_history", "stateful_callbacks", "is_local_process_zero", "is_world_process_zero"}
-"""Fields of ``TrainerState`` that are kept in other ways, or belong to one process."""
+"""Fields of ``TrainerState`` that a mark does not hold: they are kept elsewhere, or differ between processes."""
 
 _COUNTS = ("_globalstep_last_logged", "_total_loss_scalar", "_initial_global_step")
-"""Private attributes from which the Trainer logs, besides its state; seen in 4.57 to 5.23 (the last in 5.x only)."""
+"""Private attributes that the Trainer uses for its log, besides its state; seen in 4.57 to 5.23 (the last in 5.x only).
+"""
 
 
 class TtpCallback(TrainerCallback):
@@ -57,10 +59,10 @@ class TtpCallback(TrainerCallback):
         trainer.add_callback(ttp.hf.TtpCallback("checkpoints"))
         trainer.train(resume_from_checkpoint=ttp.hf.resume_directory(trainer))
 
-    Call ``train`` in a function that is decorated by ``ttp.ttp_to_persist``.
+    Call ``train`` in a function that is decorated with ``ttp.ttp_to_persist``.
 
     Args:
-        save_dir: see ``ttp.wrap_optimizer``. Not the Trainer's ``output_dir``.
+        save_dir: see ``ttp.wrap_optimizer``. It must not be the Trainer's ``output_dir``.
         settings: ``undo``, ``extra_state``, ``buddy`` (for FSDP without replicas); see ``ttp.wrap_optimizer``.
     """
 
@@ -86,13 +88,13 @@ class TtpCallback(TrainerCallback):
         return {"step": self._step, "marks": self._marks, "loss": self._loss, "log": history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state for ``_resume``, which needs the Trainer at the beginning of the training."""
+        """Keep the state for ``_resume``, which runs when the training begins."""
         self._resumed = state
 
     # ---------------------------------------------------------------------------------------------------------- hooks
 
     def bind(self, trainer: Any, found: dict[str, Any]) -> None:
-        """Remember what to resume, and wrap methods of the trainer to see its losses and gradient norms.
+        """Keep the trainer and the state to resume, and wrap methods of the trainer to see losses and gradient norms.
 
         Args:
             trainer: the trainer to protect.
@@ -102,7 +104,7 @@ class TtpCallback(TrainerCallback):
         if again:
             return
         trainer.remove_callback(self)
-        trainer.add_callback(self)  # after all others, so that they have done their part of a step before
+        trainer.add_callback(self)  # as the last: the other callbacks have finished their part of a step before
         step, accelerator = trainer.training_step, trainer.accelerator
         backward, clip = accelerator.backward, accelerator.clip_grad_norm_
 
@@ -124,7 +126,7 @@ class TtpCallback(TrainerCallback):
         accelerator.backward, accelerator.clip_grad_norm_ = before_backward, clip_grad_norm_
 
     def _add(self, loss: Tensor) -> None:
-        """Add a loss to the sum as the Trainer does."""
+        """Add a loss to the sum in the way of the Trainer, which replaces losses that are not finite by the average."""
         total = self._loss.to(loss.device)
         if self._trainer.args.logging_nan_inf_filter and not bool(torch.isfinite(loss)):
             steps = self._trainer.state.global_step - getattr(self._trainer, _COUNTS[0], 0)
@@ -132,11 +134,11 @@ class TtpCallback(TrainerCallback):
         self._loss = total + loss
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Join the job and restore: everything is built, and the Trainer has restored what it restores itself."""
+        """Join the job and restore. All objects are built now, and the Trainer has loaded its own directory."""
         trainer = self._trainer
         if trainer is None:
             raise UsageError(
-                "TtpCallback does not know its trainer: "
+                "TtpCallback does not know its trainer: call resume_directory() before training, as in "
                 "trainer.train(resume_from_checkpoint=ttp.hf.resume_directory(trainer))"
             )
         self._step = state.global_step
@@ -157,15 +159,15 @@ class TtpCallback(TrainerCallback):
             version = api.restore()
             if version != self._found["version"]:
                 raise RestoreError(
-                    f"the ranks have restored version {version}, and the Trainer {self._found['version']}: another "
-                    "checkpoint was found damaged, or came to be, since resume_directory() was called. Start again"
+                    f"the ranks have restored version {version}, and the Trainer version {self._found['version']}: "
+                    "since resume_directory() was called a checkpoint was damaged or added. Start the job again"
                 )
             if version:
                 self._resume(control)
-        api.step_done()  # from the first update on, on_step_end ends versions
+        api.step_done()  # tells ttp that the calls of step_done(), in on_step_end, end the versions
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the learning rate of this step, before the schedule moves on."""
+        """Note the learning rate of this step, before the scheduler's step."""
         scheduler = kwargs["lr_scheduler"]
         self._rate = scheduler.get_last_lr()[0] if hasattr(scheduler, "get_last_lr") else None
 
@@ -180,26 +182,26 @@ class TtpCallback(TrainerCallback):
         self._pause_for(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep a mark: it is known what has to follow the epoch, and none of it is done yet."""
+        """Keep a mark: ``control`` says which stages follow the epoch, and none of them has begun."""
         self._marked(state, control)
         self._pause_for(control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep a mark: all that follows the last step is done."""
+        """Keep a mark: all stages after the last step are done."""
         self._pause.close()
         self._marked(state, control, done=True)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep a mark: all that follows the last epoch is done, and the next one has drawn no random numbers yet."""
+        """Keep a mark: all stages after the last epoch are done, and the next epoch has drawn no random numbers yet."""
         self._pause.close()
         self._marked(state, control, done=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the pause, if one is open: nothing follows."""
+        """End the pause, if one is open."""
         self._pause.close()
 
     def _pause_for(self, control: Any) -> None:
-        """Declare an evaluation or a save, which is slow but no hang: ``ttp.paused`` until the next step or epoch."""
+        """Declare ``ttp.paused`` until the next step or epoch if an evaluation or a save follows: they may be slow."""
         self._pause.close()
         if session.current().processor is not None and (control.should_evaluate or control.should_save):
             self._pause.enter_context(api.paused("evaluation" if control.should_evaluate else "saving"))
@@ -231,7 +233,7 @@ class TtpCallback(TrainerCallback):
         }
 
     def _marked(self, state: Any, control: Any, *, done: bool = False) -> None:
-        """Keep a further mark of the step that made the last version; none if a scaler has skipped the step."""
+        """Keep a further mark of the step that made the last version; do nothing if a scaler has skipped the step."""
         if session.current().processor is not None and self._marks and self._grew and not self._marks[-1]["done"]:
             self._marks.append(self._mark(state, control, done=done))
             adapter: Any = session.current().adapter
@@ -245,7 +247,7 @@ class TtpCallback(TrainerCallback):
     # --------------------------------------------------------------------------------------------------------- resume
 
     def _resume(self, control: Any) -> None:
-        """Set Trainer, callbacks and this rank's losses back to the last mark of all ranks; repeat what follows it."""
+        """Set Trainer, callbacks and this rank's losses to the last mark of all ranks, and repeat the later stages."""
         trainer, found, own = self._trainer, self._found, self._resumed or {}
         mark, marks = found["mark"], own.get("marks", [])
         mine = marks[found["stage"]] if own.get("step") == found["step"] and len(marks) > found["stage"] else None
@@ -267,7 +269,7 @@ class TtpCallback(TrainerCallback):
         self._restore_callbacks(mark, control)
         complete_shards(found["directory"], trainer)
         if not mark["done"]:
-            with api.paused("what was due behind the last step"):
+            with api.paused("log, evaluation and save after the last step"):
                 self._make_again(mark, control)
         complete(found["directory"], trainer)
 
@@ -296,11 +298,11 @@ class TtpCallback(TrainerCallback):
         trainer, loader = self._trainer, self._trainer.callback_handler.train_dataloader
         try:
             return max(-(-len(loader) // trainer.args.gradient_accumulation_steps), 1)
-        except TypeError:  # a stream: its only epoch ends with the training
+        except TypeError:  # a loader without a length: its only epoch ends with the training
             return int(trainer.state.max_steps)
 
     def _log_save_evaluate(self, mark: dict[str, Any]) -> None:
-        """Log, save and evaluate by the Trainer's private method, as seen in 4.57 to 5.23."""
+        """Log, save and evaluate with the Trainer's private method, as seen in 4.57 to 5.23."""
         trainer = self._trainer
         follow = trainer._maybe_log_save_evaluate
         rate = {"learning_rate": mark["rate"]} if "learning_rate" in inspect.signature(follow).parameters else {}
@@ -310,24 +312,24 @@ class TtpCallback(TrainerCallback):
 
 
 def resume_directory(trainer: Any) -> str | None:
-    """Return the directory for ``trainer.train(resume_from_checkpoint=...)``. Every rank calls it right before.
+    """Return the directory for ``trainer.train(resume_from_checkpoint=...)``. Every rank calls it just before.
 
-    Rank 0 makes a ``checkpoint-N`` of the newest whole checkpoint of ttp, in ``save_dir/trainer``. When the training
-    has begun, the Trainer can resume from it without ttp, too. If a checkpoint of the Trainer itself is of a later
-    step, that one is taken.
+    Rank 0 makes a ``checkpoint-N`` from the newest whole checkpoint of ttp, in ``save_dir/trainer``. Once the training
+    has begun, the Trainer can also resume from this directory without ttp. If the Trainer itself has saved a checkpoint
+    of a later step, the function returns the directory of that one.
 
     Returns:
-        The directory; None: nothing was saved, so the training begins anew.
+        The directory; None: there is no checkpoint, so the training begins anew.
 
     Raises:
         UsageError: the trainer has no ``TtpCallback``.
-        ConfigError: its arguments ask for something that ttp cannot protect.
-        CheckpointError: there are checkpoints, and none is whole.
+        ConfigError: the trainer's arguments ask for something that ttp cannot protect.
+        CheckpointError: there are checkpoints, but none is whole.
         RestoreError: rank 0 could not make the directory (raised on the other ranks).
     """
     callback = next((each for each in trainer.callback_handler.callbacks if isinstance(each, TtpCallback)), None)
     if callback is None:
-        raise UsageError("resume_directory(trainer) comes behind trainer.add_callback(ttp.hf.TtpCallback(save_dir))")
+        raise UsageError("call trainer.add_callback(ttp.hf.TtpCallback(save_dir)) before resume_directory(trainer)")
     _refuse(trainer)
     found: dict[str, Any] = {}
     problem: Exception | None = None
@@ -350,12 +352,12 @@ def _refuse(trainer: Any) -> None:
     accelerate = importlib.import_module("accelerate").__version__
     if numbers(_transformers.__version__) < (5, 0) and numbers(accelerate) < (1, 15):
         raise ConfigError(
-            f"transformers {_transformers.__version__} with accelerate {accelerate} resumes in the middle of an epoch "
-            "with the order of the first one: install accelerate>=1.15"
+            f"transformers {_transformers.__version__} with accelerate {accelerate} resumes in the middle of any epoch "
+            "with the data in the order of the first epoch: install accelerate>=1.15"
         )
     refused = {
-        "enable_jit_checkpoint": "saves by a handler of SIGTERM of its own, which would keep ttp from saving",
-        "auto_find_batch_size": "begins the training again in the same process",
+        "enable_jit_checkpoint": "installs its own SIGTERM handler, which would prevent ttp from saving",
+        "auto_find_batch_size": "begins the training again in the same process, which ttp does not support",
     }
     for name, why in refused.items():
         if getattr(trainer.args, name, False):
@@ -363,12 +365,12 @@ def _refuse(trainer: Any) -> None:
     for name in ("is_deepspeed_enabled", "is_fsdp_xla_enabled"):
         if getattr(trainer, name, False):
             raise ConfigError(
-                f"ttp.hf protects a Trainer that trains with DistributedDataParallel or FSDP, and here {name}: write "
+                f"ttp.hf protects a Trainer with DistributedDataParallel or FSDP, and this Trainer has {name}: write "
                 "the loop with ttp.deepspeed or ttp.wrap_optimizer"
             )
     plugin = fsdp_plugin(trainer)
     if plugin is not None and "LOCAL" in str(plugin.state_dict_type):
         raise ConfigError(
-            "fsdp_config: state_dict_type LOCAL_STATE_DICT is of a number of ranks, and ttp resumes on any: let it be "
-            "FULL_STATE_DICT or SHARDED_STATE_DICT"
+            "fsdp_config: state_dict_type LOCAL_STATE_DICT fits one number of ranks only, and ttp resumes on any "
+            "number: use FULL_STATE_DICT or SHARDED_STATE_DICT"
         )

@@ -1,4 +1,4 @@
-"""Makes a ``checkpoint-N``, from which a Trainer resumes, of a checkpoint of ttp."""
+"""Makes a directory ``checkpoint-N``, from which a Trainer resumes, from a checkpoint of ttp."""
 
 from __future__ import annotations
 
@@ -28,17 +28,25 @@ NAME = "ttp.hf"
 """Name of the Trainer's state among the extra states."""
 
 _FSDP_MODEL = "pytorch_model_fsdp"
+"""Accelerate's name for the file or directory with the model of an FSDP training."""
 
 
 def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
-    """Choose the newest checkpoint of ttp and of the Trainer itself, and make a directory of it. For rank 0.
+    """Choose the newest checkpoint, of ttp or of the Trainer itself, and return a directory to resume from.
+
+    Only rank 0 calls it. For a checkpoint of ttp it makes the directory.
+
+    Args:
+        trainer: the Trainer.
+        save_dir: the directory of ttp's checkpoints, unless ``TTP_SAVE_DIR`` is set.
 
     Returns:
-        ``version`` and, if there is a checkpoint, ``directory``; for one of ttp also ``step``, ``stage`` and ``mark``,
-        see ``hf``; for one of the Trainer itself ``foreign``.
+        A dict with ``version`` (0: none of ttp was chosen) and, if there is a checkpoint, ``directory``. For a
+        checkpoint of ttp also with ``step``, ``stage`` (index of the mark) and ``mark``, see ``hf``; for one of the
+        Trainer itself with ``foreign``.
 
     Raises:
-        CheckpointError: there are checkpoints of ttp, and none is whole.
+        CheckpointError: there are checkpoints of ttp, but none is whole.
     """
     current = session.current()
     place = Path(current.config.save_dir or save_dir).absolute()
@@ -55,19 +63,19 @@ def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
 
 
 def _newest_of_trainer(output_dir: str) -> Path | None:
-    """Return the last checkpoint that the Trainer has finished, by the file that it writes last; None: none."""
+    """Return the Trainer's newest finished checkpoint, which has the file that the Trainer writes last; None: none."""
     found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
     steps = [(int(path.name.rpartition("-")[2]), path) for path in found if path.name.rpartition("-")[2].isdigit()]
     return max(steps)[1] if steps else None
 
 
 def _agreed(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return where all ranks were: the step that ends the version, and the last mark of it that every rank had."""
+    """Return the step that ended the version, its last mark that every rank had, and the log up to this mark."""
     locals_ = [read_local_state(checkpoint, manifest.pieces, rank) for rank in range(manifest.world_size)]
     states = [decode(each.extra[NAME]) for each in locals_ if each is not None and NAME in each.extra]
     states = [each for each in states if each["marks"]]
     if not states:
-        raise CheckpointError(f"{checkpoint} holds no state of a Trainer: another program has saved it")
+        raise CheckpointError(f"{checkpoint} holds no state of a Trainer: a program without ttp.hf has saved it")
     step = max(each["step"] for each in states)
     here = [each for each in states if each["step"] == step]
     stage = min(len(each["marks"]) for each in here) - 1 if len(here) == manifest.world_size else 0
@@ -82,7 +90,7 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
     for old in place.glob("checkpoint-*"):
         shutil.rmtree(
             old, ignore_errors=True
-        )  # it was made of a checkpoint of ttp, which stays; there may be no room for two
+        )  # the checkpoint of ttp from which it was made stays; the disk may have no room for two directories
     draft.mkdir(parents=True)
     if fsdp_plugin(trainer) is None:
         _write_model(trainer, draft, _model(checkpoint))
@@ -96,7 +104,7 @@ def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
 
 
 def fsdp_plugin(trainer: Any) -> Any:
-    """Return the plugin that says how Accelerate shards; None: it does not shard."""
+    """Return Accelerate's FSDP plugin, which describes the sharding; None: the model is not sharded."""
     return getattr(getattr(trainer, "accelerator", None) and trainer.accelerator.state, "fsdp_plugin", None)
 
 
@@ -106,7 +114,7 @@ def _model(checkpoint: Path) -> dict[str, Any]:
 
 
 def _write_for_fsdp(trainer: Any, directory: Path, checkpoint: Path) -> None:
-    """Write the model for ``accelerate.utils.load_fsdp_model``: one file, or a link to ``checkpoint`` for DCP."""
+    """Write the model for ``accelerate.utils.load_fsdp_model``: one file, or for DCP a link to ``checkpoint``."""
     if "FULL" in str(fsdp_plugin(trainer).state_dict_type):
         torch.save(_model(checkpoint), directory / f"{_FSDP_MODEL}.bin")
     else:
@@ -115,7 +123,7 @@ def _write_for_fsdp(trainer: Any, directory: Path, checkpoint: Path) -> None:
 
 
 def _write_model(trainer: Any, directory: Path, saved: dict[str, Any]) -> None:
-    """Write the model, by its own method if it has one, which knows tied weights and the names on disk."""
+    """Write the model. ``save_pretrained`` is used if there is one: it handles tied weights and the names on disk."""
     model = trainer.model
     named = {name: saved[name] for name in model.state_dict() if name in saved}
     if hasattr(model, "save_pretrained"):
@@ -147,9 +155,16 @@ def _trainer_state(facts: dict[str, Any]) -> dict[str, Any]:
 def complete(directory: str, trainer: Any) -> None:
     """Add the files that the Trainer needs to resume without ttp: random streams, scheduler, scaler, optimizer.
 
-    ttp has restored this state in the process already. The Trainer itself reads the random streams of each process when
-    it begins to train. If the other, larger files cannot be written (a full disk), training goes on and the log says
-    so.
+    ttp has already restored this state in the process. The Trainer reads the file with the random streams of each
+    process when it begins to train, so that file must be written. If one of the other, larger files cannot be written
+    (a full disk), training continues, and the log says so.
+
+    Args:
+        directory: the ``checkpoint-N``.
+        trainer: the Trainer, with restored objects.
+
+    Raises:
+        OSError: the file with the random streams cannot be written.
     """
     args, scaler = trainer.args, getattr(trainer.accelerator, "scaler", None)
     states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
@@ -176,10 +191,10 @@ def _save(state: Any, path: Path) -> None:
 
 
 def complete_shards(directory: str, trainer: Any) -> None:
-    """Write the shards of all ranks by Accelerate; without FSDP do nothing.
+    """Write the shards of all ranks with Accelerate's functions; do nothing without FSDP. All ranks call it.
 
-    Call it before an evaluation, after which FSDP2 has whole weights. The link to the checkpoint of ttp, which will be
-    removed some day, is replaced by a copy of the model.
+    Call it before an evaluation, because FSDP2 holds whole weights after one. A link to the checkpoint of ttp is
+    replaced by a copy of the model, because ttp removes old checkpoints.
     """
     plugin = fsdp_plugin(trainer)
     if plugin is None:

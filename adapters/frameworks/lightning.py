@@ -1,11 +1,12 @@
 """PyTorch Lightning: a callback that protects ``fit``, and ``ckpt_path="ttp://last"``.
 
-A version ends with the optimizer's step, as everywhere. What Lightning does after it belongs to the version too, up to
-the last callback's ``on_train_batch_end``: when that has returned, the rank-local state is captured again. Validation
-and the end of an epoch follow; a job that is killed in them makes them anew from that state.
+A version ends with the optimizer's step, as in other jobs. What Lightning does after the step belongs to the version
+too, up to the last callback's ``on_train_batch_end``: when that has returned, the rank-local state is captured again.
+Validation and the end of an epoch follow; a job that is killed during them repeats them, from the captured state.
 
 The positions of the loops are the same on all ranks. A rank that died before the end of its batch takes two things from
-a rank that reached it: the positions, and what changed in the states of callbacks between the gate and the batch's end.
+a rank that reached the end: the positions of the loops, and the changes of callback states between the gate and the end
+of the batch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ttp.errors import ConfigError, RestoreError, UsageError
 from ttp.store.encoding import decode, encode
 
 TESTED = ("2.5", "2.6")
+"""Oldest and newest version of lightning with which ttp was tested."""
 
 require("lightning", "lightning", TESTED)
 with names_of("lightning", TESTED):
@@ -40,19 +42,20 @@ with names_of("lightning", TESTED):
 log = logging.getLogger("ttp.adapters.frameworks")
 
 LAST = "ttp://last"
-"""The ``ckpt_path`` that begins where the newest checkpoint of ttp ends, or anew where there is none."""
+"""The ``ckpt_path`` that resumes from the newest checkpoint of ttp, or begins anew if there is no checkpoint."""
 
 _OWN_NAME = "lightning"
 """Name of Lightning's state among the extra states."""
 
 _STRATEGIES = (DDPStrategy, SingleDeviceStrategy, FSDPStrategy, ModelParallelStrategy)
+"""The strategies that ttp supports."""
 
 
 class TtpCheckpointIO(TorchCheckpointIO):
-    """Accepts ``fit(ckpt_path="ttp://last")``; other paths are read and written as in Lightning.
+    """Accepts ``fit(ckpt_path="ttp://last")``. Other paths are read and written as in Lightning.
 
     Args:
-        save_dir: the same as that of the ``TtpCallback``.
+        save_dir: the ``save_dir`` of the ``TtpCallback``.
     """
 
     def __init__(self, save_dir: str | Path = "checkpoints") -> None:
@@ -60,10 +63,10 @@ class TtpCheckpointIO(TorchCheckpointIO):
         self.restored_by_callback = False
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a file; for ``ttp://last`` load nothing, because the callback restores when there are optimizers.
+        """Load a file; for ``ttp://last`` load nothing, because the callback restores later, when optimizers exist.
 
         Raises:
-            ConfigError: the path cannot be used here.
+            ConfigError: the path cannot be used here; the message says which can.
         """
         if self.restored_by_callback:
             _refuse_file(path)
@@ -73,14 +76,14 @@ class TtpCheckpointIO(TorchCheckpointIO):
         if str(path) != LAST or not self.restored_by_callback:
             raise ConfigError(
                 f"ckpt_path={str(path)!r}: {LAST} is for fit(), of a Trainer with TtpCallback. For validate, test and "
-                f"predict make a file of it: ttp convert {self.save_dir} weights.pt --to torch; its entry 'model' is "
-                "the state_dict of the LightningModule"
+                f"predict convert the checkpoint to a file: ttp convert {self.save_dir} weights.pt --to torch; the "
+                "entry 'model' of that file is the state_dict of the LightningModule"
             )
         return _Nothing({"pytorch-lightning_version": _version})
 
 
 class _Nothing(dict[str, Any]):
-    """A checkpoint from which Lightning takes nothing."""
+    """An empty checkpoint: it is false, so Lightning loads nothing from it."""
 
     def __bool__(self) -> bool:
         return False
@@ -92,12 +95,12 @@ class TtpCallback(Callback):
         trainer = Trainer(callbacks=[ttp.lightning.TtpCallback(dir)], plugins=[ttp.lightning.TtpCheckpointIO(dir)])
         trainer.fit(model, ckpt_path="ttp://last")
 
-    Call ``fit`` in a function that is decorated by ``ttp.ttp_to_persist``. This callback becomes the first of all, so
-    that it reports an error before others react to it.
+    Call ``fit`` in a function that is decorated with ``ttp.ttp_to_persist``. The Trainer's list of callbacks is
+    reordered so that this callback is the first: it reports an error before other callbacks react to the error.
 
     Args:
         save_dir: see ``ttp.wrap_optimizer``.
-        extra_state: objects besides those of Lightning; see ``ttp.wrap_optimizer``.
+        extra_state: objects in addition to those of Lightning; see ``ttp.wrap_optimizer``.
         settings: ``undo``, ``buddy`` (if a shard is on one rank only); see ``ttp.wrap_optimizer``.
     """
 
@@ -114,22 +117,24 @@ class TtpCallback(Callback):
         """Check whether this training can be protected.
 
         Raises:
-            ConfigError: it cannot be; the text says why.
+            ConfigError: it cannot be protected; the message says why.
         """
         files = trainer.strategy.checkpoint_io
-        files = getattr(files, "checkpoint_io", None) or files  # the one inside of an AsyncCheckpointIO
+        files = getattr(files, "checkpoint_io", None) or files  # an AsyncCheckpointIO wraps another one
         if isinstance(files, TtpCheckpointIO):
             files.restored_by_callback = stage == "fit"
             _ask_first(files, trainer.strategy)
         if stage != "fit":
             return
         if isinstance(files, TtpCheckpointIO) and Path(files.save_dir) != Path(self._save_dir):
-            raise ConfigError(f"TtpCallback({str(self._save_dir)!r}) and TtpCheckpointIO({files.save_dir!r}) differ")
+            raise ConfigError(
+                f"TtpCallback({str(self._save_dir)!r}) and TtpCheckpointIO({files.save_dir!r}) must have one directory"
+            )
         _refuse(trainer)
         environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             environment.auto_requeue = False
-            log.warning("Lightning's own requeueing of SLURM jobs was switched off: exit code 75 says when to do it")
+            log.warning("Lightning's own requeueing of SLURM jobs was switched off: requeue the job on exit code 75")
         others = [each for each in trainer.callbacks if each is not self]
         trainer.callbacks = [self, *others, _Last(self)]
 
@@ -140,7 +145,7 @@ class TtpCallback(Callback):
         several = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
         self._ends_with_batch = several or bool(
             self._settings.get("buddy")
-        )  # second copies are made at a version's end
+        )  # a buddy copies the state when the version ends
         self._state = state = LightningState(trainer)
         extra = self._extra if isinstance(self._extra, dict) or self._extra is None else {"extra_state": self._extra}
         api.wrap_optimizer(
@@ -155,13 +160,13 @@ class TtpCallback(Callback):
         self._handler = signal.getsignal(signal.SIGTERM) if session.current().processor is not None else None
         version = api.restore()
         state.agree(version)
-        _adapter().settled()  # captures the agreed state, for the case that this rank is lost before its first update
+        _adapter().settled()  # captures the agreed state, in case this rank is lost before its first update
         state.apply()
         if self._ends_with_batch:
-            api.step_done()  # from the first update on, only step_done() ends versions
+            api.step_done()  # tells ttp that only calls of step_done() end versions
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put ttp's SIGTERM handler back: Lightning's own exchanges messages with other ranks in a signal handler."""
+        """Reinstall ttp's SIGTERM handler: Lightning's own handler communicates with other ranks."""
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
 
@@ -170,12 +175,12 @@ class TtpCallback(Callback):
         self._before, self._steps_before = _version_now(), trainer.global_step
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report the exception and wait for the rescue, because next Lightning moves the model off its device."""
+        """Report the exception and wait for the rescue, before Lightning moves the model off its device."""
         if isinstance(exception, Exception):
             session.current().raised(exception)
 
     def over(self, trainer: Trainer) -> None:
-        """End the version, or complete it: all callbacks have seen the end of the batch.
+        """End the version, or capture its state again, after all callbacks have seen the end of the batch.
 
         Raises:
             UsageError: the optimizer has made several versions in the batch.
@@ -189,7 +194,7 @@ class TtpCallback(Callback):
         if made > 1:
             raise UsageError(
                 f"the optimizer stepped {made} times in one training_step(), and a job cannot resume in the middle of "
-                "a batch: let a batch have one step, or make the loader's batches smaller"
+                "a batch: make one step per batch, with smaller batches if needed"
             )
         if made and self._state is not None:
             self._state.whole = True
@@ -198,13 +203,13 @@ class TtpCallback(Callback):
 
     @property
     def state(self) -> LightningState:
-        """The state of the ``fit`` that runs."""
+        """The state of the running ``fit``."""
         assert self._state is not None
         return self._state
 
 
 class _Last(Callback):
-    """The last of all callbacks; it passes calls on to the first one and its state."""
+    """The last callback of the Trainer: it calls ``TtpCallback`` and its state after all other callbacks."""
 
     def __init__(self, first: TtpCallback) -> None:
         self._first = first
@@ -225,7 +230,7 @@ class _Last(Callback):
 
 
 def _ask_first(files: TtpCheckpointIO, strategy: Any) -> None:
-    """Let ``files`` load ``ttp://`` paths, because strategies that shard read checkpoints themselves."""
+    """Make the strategy load ``ttp://`` paths with ``files``: sharding strategies read checkpoints themselves."""
     theirs = strategy.load_checkpoint
 
     def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,15 +244,15 @@ def _refuse(trainer: Trainer) -> None:
     if not isinstance(trainer.strategy, _STRATEGIES):
         names = ", ".join(each.__name__ for each in _STRATEGIES)
         raise ConfigError(
-            f"ttp.lightning protects {names}, and {kind.__name__} has not been tried: use one of these, or "
-            "ttp.wrap_optimizer() in a loop of your own"
+            f"ttp.lightning supports the strategies {names}, and not {kind.__name__}: use one of these, or "
+            "ttp.wrap_optimizer() in your own loop"
         )
     for callback in trainer.callbacks:
         if is_overridden("on_save_checkpoint", callback, Callback):
             raise ConfigError(
-                f"{type(callback).__name__} keeps its state by on_save_checkpoint(), which needs a whole checkpoint of "
-                "Lightning each time: give it state_dict() and load_state_dict(). An average of the weights is given "
-                "as extra_state= of TtpCallback"
+                f"{type(callback).__name__} saves its state in on_save_checkpoint(), which needs a whole checkpoint of "
+                "Lightning each time: implement state_dict() and load_state_dict() instead. Give an average of the "
+                "weights as extra_state= of TtpCallback"
             )
 
 
@@ -255,7 +260,7 @@ def _refuse_file(path: Any) -> None:
     if path is not None and str(path) != LAST:
         raise ConfigError(
             f"fit(ckpt_path={str(path)!r}): each restart of the job would begin there again. Use ckpt_path={LAST!r}, "
-            "and load the weights to begin with before fit()"
+            "and load initial weights before fit()"
         )
 
 
@@ -272,7 +277,7 @@ def _version_now() -> int:
 
 
 class LightningState:
-    """The state of Lightning besides weights, optimizers and schedules, as an extra state of one rank.
+    """Lightning's own state (loops, callbacks, modules' extras), saved as an extra state of one rank.
 
     Args:
         trainer: a trainer in ``fit``.
@@ -283,12 +288,12 @@ class LightningState:
         self._epoch = EpochStart.now(())
         self._held: dict[str, Any] | None = {"fresh": True, "whole": True}
         self._restored: dict[str, Any] | None = None
-        self._at_gate = b""  # states of callbacks, encoded
+        self._at_gate = b""  # encoded states of callbacks when the rank was at the gate
         self.whole = False
         """Whether all callbacks have seen the end of the batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state at the end of the batch, as far as it is known already."""
+        """Return the state that Lightning will have at the end of the batch, as far as it is known already."""
         if self._held is not None:
             return self._held
         trainer = self._trainer
@@ -318,13 +323,13 @@ class LightningState:
     # ----------------------------------------------------------------------------------------------------- restore
 
     def agree(self, version: int) -> None:
-        """Complete the state of ranks that were not at the end of their batch by that of others. All ranks call it.
+        """Complete the states of ranks that were not at the end of their batch with those of others. A collective call.
 
         Args:
-            version: the restored version; 0: none.
+            version: the restored version; 0: nothing was restored.
 
         Raises:
-            RestoreError: no rank has a state of Lightning.
+            RestoreError: a version was restored, but no rank has a state of Lightning.
         """
         mine = self._held
         assert mine is not None
@@ -337,13 +342,13 @@ class LightningState:
         if not there:
             if version:
                 raise RestoreError(
-                    f"step {version} was restored, but not where Lightning's loops were: it was saved without "
-                    "ttp.lightning.TtpCallback, or that could not be captured"
+                    f"step {version} was restored, but it has no positions of Lightning's loops: it was saved without "
+                    "ttp.lightning.TtpCallback, or the rank-local state of all ranks was lost"
                 )
             return
         whole = next((each for each in there if each["whole"]), None)
         if whole is None:
-            log.warning("no rank was at the end of its batch: callbacks do not know of the end of that one")
+            log.warning("no rank had reached the end of its batch: the callbacks' states lack the end of that batch")
         if mine is None or mine["fresh"]:
             mine = whole or there[0]
         elif whole is not None and not mine["whole"]:
@@ -351,7 +356,7 @@ class LightningState:
         self._held = self._restored = mine
 
     def apply(self) -> None:
-        """Load the agreed state into callbacks, module, data module and loops; ``reenter`` lets the loops go on."""
+        """Load the agreed state into callbacks, module, data module and loops. Later call ``reenter``."""
         state, trainer = self._restored, self._trainer
         if state is None:
             return
@@ -368,7 +373,7 @@ class LightningState:
     # ----------------------------------------------------------------------------------------------------- training
 
     def reenter(self) -> None:
-        """Let the loops go on after the batch at which the state was saved."""
+        """Make the loops continue after the batch at which the state was saved."""
         if self._restored is not None:
             state, self._restored = self._restored, None
             self._loops.reenter(state["should_stop"], self._epoch)
@@ -378,16 +383,16 @@ class LightningState:
         self._epoch = EpochStart.now(self._loops.generators())
 
     def begun(self) -> None:
-        """Note that the next batch has begun: from now on ``state_dict`` describes its version."""
+        """Note that a batch has begun: from now on ``state_dict`` describes the version that this batch makes."""
         self._held = None
 
 
 def _completed(mine: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """Complete the state of a rank that was in its update by what changed on another rank until the batch's end."""
+    """Return ``mine``, a state captured before the end of the batch, completed with the later changes in ``whole``."""
     before, callbacks = decode(whole["at_gate"]), dict(mine["callbacks"])
     for key, state in whole["callbacks"].items():
         known = before.get(key, {})
         late = {name: value for name, value in state.items() if encode(value) != encode(known.get(name))}
         callbacks[key] = callbacks.get(key, {}) | late
-    loops = whole["loops"] | {"state_dict": mine["loops"]["state_dict"]}  # each rank keeps the place of its own loaders
+    loops = whole["loops"] | {"state_dict": mine["loops"]["state_dict"]}  # each rank keeps its own loaders' positions
     return whole | {"loops": loops, "epoch": mine["epoch"], "callbacks": callbacks}

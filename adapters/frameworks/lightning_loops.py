@@ -1,8 +1,8 @@
-"""Captures the positions of Lightning's loops, and lets the loops go on from there.
+"""Captures the positions of Lightning's loops, and makes the loops continue from these positions.
 
 When Lightning itself resumes in the middle of an epoch, a due validation, the end of the epoch and the order of the
-data may be lost. Here the loops are put back to where they were, and the calls that follow are made in the order in
-which the loops would have made them.
+data may be lost. This module sets the loops to their saved positions, and then makes the calls that follow in the order
+in which the loops would have made them.
 
 **All uses of Lightning's private parts are in this file**, as seen in 2.5 and 2.6: ``FitLoop._data_fetcher``
 (and ``_combined_loader``); ``_Loop._restarting``; ``_EvaluationLoop._restart_stage``; ``_set_sampler_epoch``;
@@ -28,7 +28,7 @@ _MANUAL = "epoch_loop.manual_optimization.optim_step_progress"
 
 @dataclass(frozen=True)
 class EpochStart:
-    """The random streams at the beginning of an epoch, when loaders draw from them the order of the data.
+    """The random streams at the beginning of an epoch. Loaders draw the order of the data from them.
 
     Args:
         streams: the global random streams, for ``RngState``.
@@ -40,7 +40,7 @@ class EpochStart:
 
     @classmethod
     def now(cls, generators: Iterable[torch.Generator]) -> EpochStart:
-        """Capture the streams of this moment."""
+        """Capture the present streams."""
         return cls(b"".join(RngState().capture()), tuple(each.get_state() for each in generators))
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,14 +48,14 @@ class EpochStart:
         return {"streams": self.streams, "generators": self.generators}
 
     def back(self, generators: Iterable[torch.Generator] = ()) -> None:
-        """Set the streams back, so that the numbers drawn since are drawn again."""
+        """Set the streams to the captured ones, so that the numbers drawn since then are drawn again."""
         for generator, state in zip(generators, self.generators, strict=False):
             generator.set_state(state)
         RngState().restore(self.streams)
 
 
 class Loops:
-    """The loops of one ``fit``.
+    """Reads and sets the positions of the loops of one ``fit``.
 
     Args:
         trainer: the trainer in ``fit``.
@@ -68,7 +68,7 @@ class Loops:
         self._max_steps = -1
 
     def at_end_of_batch(self) -> dict[str, Any]:
-        """Return the positions of the loops at the end of the batch that runs."""
+        """Return the positions that the loops will have at the end of the running batch."""
         found: dict[str, Any] = self._fit.state_dict()
         batches = found[_BATCHES]
         for count in (batches["total"], batches["current"]):
@@ -79,7 +79,7 @@ class Loops:
         return found
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators that the loaders of the training data have of their own."""
+        """Return the random generators that belong to the loaders of the training data or to their samplers."""
         found: dict[int, torch.Generator] = {}
         for loader in self._loaders():
             for owner in (loader, getattr(loader, "sampler", None)):
@@ -88,13 +88,13 @@ class Loops:
         return list(found.values())
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load the positions. Lightning makes the loaders next; ``reenter`` puts back the numbers that they draw."""
+        """Load the positions. Lightning makes the loaders next, which draws random numbers; ``reenter`` undoes that."""
         self._streams = b"".join(RngState().capture())
         self._fit.load_state_dict(state)
-        self._max_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # else fit() may return before it is ended
+        self._max_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # else fit() may return before it begins
 
     def reenter(self, should_stop: bool, start: EpochStart) -> None:
-        """Let the loops go on after the last finished batch. Call it in ``on_train_start``.
+        """Make the loops continue after the last finished batch. Call it in ``on_train_start``.
 
         Args:
             should_stop: the saved ``Trainer.should_stop``.
@@ -125,17 +125,17 @@ class Loops:
         self._epoch._restarting = True  # so that the loop keeps its counts
 
     def _skip(self, fetcher: Any, count: int, start: EpochStart) -> None:
-        """Bring the loaders to where they were: loaders without a ``state_dict()`` are read for ``count`` batches."""
+        """Skip ``count`` batches of loaders without a ``state_dict()``; the others have restored their position."""
         loaders = self._loaders()
         stateful = [hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in loaders]
         if all(stateful):
             return
         if any(stateful):
-            raise UsageError("some loaders have state_dict() and others have not: let all of them have it, or none")
+            raise UsageError("some loaders have state_dict() and others do not: use stateful loaders only, or none")
         epoch = self._fit.epoch_progress.current.processed
         for each in loaders:
             _set_sampler_epoch(each, epoch)
-        if epoch == 0:  # the first epoch's iterators are made with the loaders, before it begins; later ones after that
+        if epoch == 0:  # the iterators of the first epoch are made before it begins, those of later epochs after that
             iter(fetcher)
             start.back(self.generators())
         else:
@@ -151,5 +151,5 @@ class Loops:
 
 
 def cluster_environment(trainer: Any) -> Any:
-    """Return Lightning's object for the environment that has started the ranks."""
+    """Return Lightning's object for the environment (SLURM, torchrun, ...) that started the ranks."""
     return trainer._accelerator_connector.cluster_environment

@@ -1,11 +1,11 @@
-"""Ray Train: makes Ray wait until the living ranks have saved, before it ends them.
+"""Ray Train: makes Ray wait until the living ranks have saved, before Ray ends them.
 
-When a worker dies, Ray ends the others at once. The callback switches ttp on in each worker, and makes Ray wait while
-the job saves. The training function protects itself as everywhere: ``wrap_optimizer`` and ``restore``.
+When a worker dies, Ray ends the other workers at once. The callback switches ttp on in each worker, and makes Ray wait
+while the job saves. The training function itself calls ``wrap_optimizer`` and ``restore``, as in other jobs.
 
-Ray calls the hooks in the process of its own controller, on the host of the program that has called ``fit()``. The
-controller of ttp is started from there, so it outlives all workers, and the node of any of them. The hooks are Ray's
-interface for developers (``ray.train.v2._internal.execution.callback``), seen in 2.60.
+Ray calls the hooks in the process of Ray's own controller, on the host of the program that called ``fit()``. ttp's
+controller is started from that process, so it outlives all workers and their nodes. The hooks are Ray's interface for
+developers (``ray.train.v2._internal.execution.callback``), as seen in 2.60.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ttp.store.history import fruitless, read_launches
 from ttp.wire.address import target
 
 TESTED = ("2.60", "2.60")
+"""Oldest and newest version of Ray with which ttp was tested."""
 
 ray = require("ray", "ray", TESTED)
 with names_of("ray", TESTED):
@@ -41,30 +42,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.frameworks")
 
 SAVING = {"freezing", "saving", "mending", "committing", "saved"}
-"""Stages of a controller (``GetStatusResponse.stage``) in which ranks have to live on."""
+"""Stages of a controller (``GetStatusResponse.stage``) in which ranks must not be ended."""
 LOOK_S = 0.1
+"""Seconds between two requests for the controller's status."""
 UNHEARD = 5
-"""Number of unanswered requests in a row after which no controller is believed to be left."""
+"""Number of unanswered requests in a row after which the controllers count as lost."""
 ANSWER_S = 5.0
+"""Seconds to wait for the answer to a fault report."""
 
 
 class TtpCallback(WorkerGroupCallback, ControllerCallback):
     """Protects a training of Ray Train, for ``RunConfig(callbacks=[TtpCallback()], failure_config=...)``.
 
-    A worker that dies, raises or is drained costs no finished step. A worker group that Ray ends in good health, to
-    start it with another number of workers, saves first.
+    No finished step is lost when a worker dies, raises or is drained. A healthy worker group that Ray ends, to start it
+    with another number of workers, saves first.
 
     Args:
-        settings: variables of ttp for every worker, such as ``{"TTP_OT": "600"}``.
+        settings: environment variables of ttp for every worker, such as ``{"TTP_OT": "600"}``.
 
     Raises:
-        ConfigError: a setting is no variable of ttp, or has a wrong value.
+        ConfigError: a setting is not a variable of ttp, or has a wrong value.
     """
 
     def __init__(self, settings: Mapping[str, str] | None = None) -> None:
         self._settings = dict(settings or {})
         if foreign := sorted(name for name in self._settings if not name.startswith("TTP_")):
-            raise ConfigError(f"settings of ttp begin with TTP_; {', '.join(foreign)} cannot be given here")
+            raise ConfigError(f"settings of ttp begin with TTP_: {', '.join(foreign)} cannot be given here")
         self._settings.setdefault("TTP_TOKEN", secrets.token_hex(16))
         self._patience_s = Config.from_env(self._settings).rescue_patience_s
         self._keeper: ControllerKeeper | None = None
@@ -76,7 +79,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
     # ------------------------------------------------------------------------------------------------- called by Ray
 
     def after_worker_group_start(self, worker_group: WorkerGroup) -> None:
-        """Switch ttp on in all workers. Ray's backend for torch has set their ranks by now."""
+        """Switch ttp on in all workers. Ray's torch backend has already set their ranks."""
         self._launch += 1
         self._keep_controller()
         words = {"TORCHELASTIC_RUN_ID": self._run, "TORCHELASTIC_RESTART_COUNT": str(self._launch)}
@@ -85,19 +88,20 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
 
     @contextlib.contextmanager
     def on_worker_group_shutdown(self) -> Iterator[None]:
-        """Wait while the job saves. Ray calls this first when it ends workers, before its backend ends their group."""
+        """Wait while the job saves. Ray calls this first when it ends workers, before it ends their process group."""
         self._hold()
         yield
 
     def before_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
-        """Do not wait for a save: the user wants the end at once."""
+        """Do not wait for a save, because the user aborts the training."""
         self._around = ()
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        """Wait while the job saves, and refuse a new launch that cannot help, whatever ``max_failures`` allows.
+        """Wait while the job saves, and refuse a new launch that would fail again, whatever ``max_failures`` allows.
 
         Raises:
-            TtpError: the program is wrong (64), or several launches in a row have brought no new version (70).
+            TtpError: the program or its configuration is wrong (64), or several launches in a row have made no new
+                version (70).
         """
         self._hold()
         self._around = ()
@@ -105,7 +109,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
             raise TtpError(f"ttp: no further launch: {reason}")
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Report that ranks are preempted when Ray drains their node, so that the job saves while they live."""
+        """Report the ranks on a node that Ray drains as preempted, so that the job saves while they are alive."""
         info = getattr(current_state, "preemption_info", None)
         if info is None or getattr(previous_state, "preemption_info", None) is not None:
             return
@@ -113,14 +117,14 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         self._tell(ranks, "Ray drains its node")
 
     def after_controller_finish(self, result: Any) -> None:
-        """Stop the controller of ttp: the training is over."""
+        """Stop ttp's controller after the training."""
         if self._keeper is not None:
             self._keeper.stop()
 
     # ------------------------------------------------------------------------------------------------------- private
 
     def _keep_controller(self) -> None:
-        """Keep a controller of ttp running on this host, with the workers' settings; a dead one is started again."""
+        """Start ttp's controller on this host with the workers' settings; if it dies, it is started again."""
         if self._keeper is None:
             self._settings.setdefault(CONTROLLER_ADDR, str(ray.util.get_node_ip_address()))
             with hold_port() as port:
@@ -128,10 +132,10 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
                 config = Config.from_env(self._settings)
                 os.environ.update({name: value for name, value in self._settings.items() if name != "TTP_PORT"})
                 self._keeper = ControllerKeeper(config, config.resolved_run_dir())
-        self._keeper.start(self._settings[CONTROLLER_ADDR])  # the controller may have ended with a job that was over
+        self._keeper.start(self._settings[CONTROLLER_ADDR])  # the controller may have ended after a finished launch
 
     def _hold(self) -> None:
-        """Return when no rank saves any more; at the latest after ``TTP_OT``. A job in good health is asked to save."""
+        """Ask a healthy job to save. Return when no rank saves any more, at the latest after ``TTP_OT``."""
         ends, unheard = time.monotonic() + self._patience_s, 0
         while self._around and unheard < UNHEARD:
             found = reigning(self._around, self._token)
@@ -147,7 +151,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
                 if status.stage not in SAVING:
                     return
             if time.monotonic() > ends:
-                log.error("the job still saves after TTP_OT=%.0f s: its workers are ended", self._patience_s)
+                log.error("the job still saves after TTP_OT=%.0f s: Ray now ends its workers", self._patience_s)
                 return
             time.sleep(LOOK_S)
 
@@ -182,7 +186,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
                 try:
                     return getattr(stub(channel), method)(request, timeout=timeout_s, metadata=metadata(self._token))
                 except grpc.RpcError as problem:
-                    log.warning("%s:%s: %s cannot be asked for: %s", address, port, method, problem)
+                    log.warning("the controller at %s:%s did not answer %s: %s", address, port, method, problem)
                     return None
 
         ends = time.monotonic() + timeout_s
@@ -190,10 +194,10 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
 
 
 def hopeless(save_dir: Path, run_id: str) -> str:
-    """Return why the job should not be started again, by the records of its launches; empty: no reason is known.
+    """Return why the job should not be started again, from the records of its launches; empty: no reason is known.
 
     Args:
-        save_dir: the job's ``save_dir``; if this process cannot see it, no reason is known.
+        save_dir: the job's ``save_dir``. If this process cannot read it, no reason is known.
         run_id: the job's run id.
     """
     launches = [launch for launch in read_launches(save_dir) if launch.run_id == run_id]
@@ -204,5 +208,5 @@ def hopeless(save_dir: Path, run_id: str) -> str:
 
 
 def _switch_on(words: dict[str, str]) -> None:
-    """Set these environment variables. Runs in a worker."""
+    """Set the environment variables ``words``. Runs in a worker."""
     os.environ.update(words)

@@ -1,6 +1,6 @@
 """MindSpore: the power-off checkpoint, and tools for its checkpoint files. See docs/mindspore.md.
 
-MindSpore is imported when a name is first used; torch never is.
+MindSpore is imported when a public name is first used. torch is never imported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its home on first use."""
+    """Import a public name from its module on first use."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

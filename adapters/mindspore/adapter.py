@@ -34,24 +34,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.mindspore")
 
 LEFT = (
-    "the update after version %d was left by an exception that the program has caught. Parts of it may be in the "
-    "parameters: nothing can be saved from this rank until its next whole step. If other ranks did not raise alike, "
-    "their parameters differ from those of this one from now on; that is compared when a checkpoint is made"
+    "the update after version %d was left by an exception that the program has caught. Parts of this update may be in "
+    "the parameters: nothing can be saved from this rank until its next update is finished. If other ranks did not "
+    "raise at the same update, their parameters differ from those of this rank; ttp compares them at a checkpoint"
 )
+"""Log message for an update that ended in an exception."""
 
 NEWER = (
     "%s holds step %d, and this training begins with step %d: what it saves counts as older, and is not restored. "
-    "Resume with ttp.adapters.mindspore.restore(); or, after load_checkpoint by hand, say where it is: "
-    "dataset.set_init_step(), or TrainFaultTolerance(initial_step=). To begin anew, take another directory"
+    "Resume with ttp.adapters.mindspore.restore(). After load_checkpoint by hand, give the step with "
+    "dataset.set_init_step() or TrainFaultTolerance(initial_step=). To begin anew, use another directory"
 )
+"""Log message for a training that begins with an older version than its directory of checkpoints holds."""
 
 
 class MindSporeAdapter:
     """The adapter for MindSpore; see ``ttp.session.Adapter`` for the contract.
 
     Args:
-        network: the cell with everything that is trained and the optimizer's state: ``Model.train_network``, or the
-            network itself.
+        network: the cell that contains the trained parameters and the optimizer's state: ``Model.train_network``, or
+            the network itself.
         optimizer: the optimizer, as an ``OptTTPWrapper``.
         replicas: see ``layout_of``.
         strategy: see ``layout_of``.
@@ -73,8 +75,8 @@ class MindSporeAdapter:
     ) -> None:
         if not isinstance(optimizer, OptTTPWrapper):
             raise UsageError(
-                f"the optimizer is a {type(optimizer).__qualname__} that nobody has wrapped: write "
-                "optimizer = ttp.adapters.mindspore.OptTTPWrapper(optimizer) before it is given to Model"
+                f"the optimizer is a {type(optimizer).__qualname__} that is not wrapped: write "
+                "optimizer = ttp.adapters.mindspore.OptTTPWrapper(optimizer) before you give it to Model"
             )
         self.network, self.optimizer = network, optimizer
         self._replicas, self._strategy, self._compiled = replicas, strategy, compiled
@@ -96,7 +98,7 @@ class MindSporeAdapter:
         """The position in the data at which the last version was finished, or at which the running step will end."""
         self._begins_with: Version | None = None
         self.between_trainings = contextlib.ExitStack()
-        """What ends when the next ``Model.train`` begins: no hang is seen where nobody trains."""
+        """Holds a ``ttp.paused`` between two trainings, so that the time between them does not count as a hang."""
 
     @property
     def source(self) -> MindSporeSource:
@@ -107,7 +109,7 @@ class MindSporeAdapter:
         """Find the replica groups.
 
         Raises:
-            ConfigError: they cannot be found, or the job has none; the text says what to change.
+            ConfigError: the replica groups cannot be found, or a slice has no replica; the message says what to change.
         """
         check_world(world_size)
         known = self._compiled or getattr(self.network, "parameter_layout_dict", None)
@@ -116,7 +118,10 @@ class MindSporeAdapter:
         return found
 
     def says(self, replicas: RankGroups | None, strategy: str | Path | None) -> None:
-        """Take over what a callback knows of the layout and ``restore`` did not; None: nothing. See ``layout_of``."""
+        """Set the layout arguments that a callback has and ``restore`` did not; None changes nothing.
+
+        See ``layout_of`` for the arguments.
+        """
         self._replicas = replicas if replicas is not None else self._replicas
         self._strategy = strategy if strategy is not None else self._strategy
 
@@ -152,7 +157,10 @@ class MindSporeAdapter:
         return self._begins_with is not None
 
     def begin(self, version: Version, position: Position) -> None:
-        """Note that training goes on from ``version``, which is loaded. Training thread, and not while a graph runs."""
+        """Note that training continues from ``version``, which is loaded, at ``position`` in the data.
+
+        Call it on the training thread, and not while a graph runs.
+        """
         self._begins_with, self.position = version, position
         processor = self._processor
         if processor is None:
@@ -163,16 +171,15 @@ class MindSporeAdapter:
         self._capture.capture(version, position, final=True)
 
     def begin_by_hand(self, position: Position, said: int, made: int = 0) -> None:
-        """Note that training begins after ``restore`` has loaded nothing; the program itself may have loaded a state.
+        """Note that training begins without a state from ``restore``; the program itself may have loaded a state.
 
-        The version is the optimizer's count, if its state was loaded; else the number that the program ``said``. It is
-        never less than the version that this process has reached before, so that its next checkpoint does not count as
-        older.
+        The version is the optimizer's count if the program loaded the optimizer's state, else ``said``. It is never
+        less than the version that this process has reached before, so that its next checkpoint does not count as older.
 
         Args:
-            position: the position in the data, now.
-            said: steps made before, as the program said; 0: it said nothing.
-            made: the most updates that this training has made before it joined the job.
+            position: the present position in the data.
+            said: number of earlier steps that the program gave; 0: it gave none.
+            made: upper bound of the updates that this training made before it joined the job.
         """
         counted = int(self.version)
         before = max(counted - made, 0)
@@ -196,9 +203,9 @@ class MindSporeAdapter:
             log.error(LEFT, processor.gate.version)
             processor.leave_update()
         left = processor.gate.left
-        version = processor.gate.version + left  # an update that was left half made has used up its number
+        version = processor.gate.version + left  # an update that was left in the middle has used up its version number
         self._capture.capture(version + 1, self._here(version + 1), final=False)
-        if self._preimage is not None and not left:  # nobody can go back to a half-made update
+        if self._preimage is not None and not left:  # a state in the middle of an update is no version to go back to
             self._preimage.take(version)
         processor.mark += 1
         if self._barrier is not None:
@@ -243,20 +250,23 @@ class MindSporeAdapter:
         return self.position if self._driven else Position(step=version)
 
     def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
-        """Do nothing: no rank waits for others before it joins, and the launcher sees this rank's exit code."""
+        """Do nothing: other ranks do not wait for this rank before it joins; the launcher sees its exit code."""
 
     # --------------------------------------------------------------------------------------------------- restoring
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
-        """Choose a checkpoint by this rank alone. Without ttp ranks cannot compare: all must see one ``save_dir``."""
+        """Choose a checkpoint from this rank's candidates alone; see ``ttp.session.Adapter``.
+
+        Without ttp switched on, ranks cannot compare what they find: all ranks must see the same ``save_dir``.
+        """
         return agree([RestoreView(Rank(0), found, skipped)])
 
     def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
         """Load a verified checkpoint into the network and the optimizer.
 
         Raises:
-            CheckpointError: the checkpoint belongs to another network or another layout, or cannot be read. Nothing has
-                been changed then.
+            CheckpointError: the checkpoint belongs to another network or another layout (nothing has been changed
+                then), or a part of it cannot be read.
         """
         manifest = Manifest.load(checkpoint)
         for note in load_into(self._memory, self._capture, checkpoint, manifest, rank, world_size):
@@ -273,11 +283,11 @@ class MindSporeAdapter:
 
     @property
     def version(self) -> Version:
-        """The number of finished updates, as the optimizer counts them. Do not read it while a graph runs."""
+        """The optimizer's count of finished updates (``global_step``). Do not read it while a graph runs."""
         return Version(int(self.optimizer.global_step.asnumpy().item()))
 
     def loaded_by(self, load: Callable[[], Any]) -> Version:
-        """Load the state that the program's ``ckpt_load_fn`` finds; returns its version.
+        """Load the state that ``load``, the program's ``ckpt_load_fn``, returns. Returns the version of that state.
 
         Raises:
             UsageError: the function did not return a dict with ``step_num``.
@@ -285,7 +295,9 @@ class MindSporeAdapter:
         found = load()
         values = found[0] if isinstance(found, tuple) else found
         if not isinstance(values, dict) or "step_num" not in values:
-            raise UsageError("ckpt_load_fn() returns (parameters, remove_redundancy), with step_num among the former")
+            raise UsageError(
+                "ckpt_load_fn() must return (parameters, remove_redundancy), where parameters is a dict with step_num"
+            )
         ms.load_param_into_net(self.network, values, strict_load=True)
         read = {name: int(values[name].asnumpy()) if name in values else 0 for name in ("epoch_num", "step_num")}
         self._memory.look()
@@ -296,7 +308,7 @@ class MindSporeAdapter:
 
 
 def _warn_of_newer(save_dir: Path, version: Version) -> None:
-    """Warn if ``save_dir`` has a newer version: what is saved now counts as older, and is not restored."""
+    """Warn if ``save_dir`` has a newer version than ``version``, with which this training begins."""
     with contextlib.suppress(OSError):
         newest = max((parse_checkpoint_name(path.name) or 0 for path in save_dir.iterdir()), default=0)
         if newest > version:

@@ -1,22 +1,20 @@
 """A barrier of all ranks between the reduced gradients and the update, for layouts of several slices.
 
-With one slice any replica will do, and no barrier is needed. With several, the ranks of one slice could begin an update
-whose gradients those of another never get; then no version is whole in every slice (docs/concepts.md). After the
-barrier every rank holds its final gradients.
+With one slice, any replica can save the whole state, and no barrier is needed. With several slices, the ranks of one
+slice could begin an update whose gradients the ranks of another slice never get; then no version is whole in every
+slice (docs/concepts.md). After the barrier every rank holds its final gradients.
 
-A collective of MindSpore cannot be left once it hangs, and a rank that hangs there with its gradients can neither make
-the update (redo) nor report that it could. So ranks meet over streams of their own, and look at the gate while they
-wait: a rank that is frozen in the barrier counts as standing at the gate, and may be told to make the update without
-    the
-others. A rank that hears that a peer is gone reports this and waits for the same order.
+A rank cannot leave a collective of MindSpore that hangs. It holds its gradients there, but can neither make the update
+(redo) nor report that it could. So the ranks meet over gRPC streams of their own, and look at the gate while they wait.
+A rank that is frozen in the barrier counts as standing at the gate, and the controller may order it to make the update
+without the other ranks. A rank that finds a peer gone reports this, and waits for the same order.
 
-The meeting is a dissemination barrier: in round k a rank tells the rank 2^k after it, and hears from the rank 2^k
-before it. A rank that has heard in every round knows that all have come; that takes log2(ranks) small messages from
-each.
+The barrier is a dissemination barrier (Hensgen, Finkel, Manber 1988): in round k a rank sends to the rank 2^k after it,
+and waits for a message of the rank 2^k before it. A rank that has received a message in every round knows that all
+ranks have arrived. Each rank sends log2(ranks) small messages.
 
-The streams are gRPC's, with the same access checks as every service of the job (``ttp.wire.access``). In addition, a
-caller has to know the secret that the called rank gave to the others in this launch: ranks of an older launch are
-refused.
+The streams have the same access checks as every service of the job (``ttp.wire.access``). In addition, a caller has to
+know the secret that the called rank gave to the other ranks in this launch: ranks of an older launch are refused.
 """
 
 from __future__ import annotations
@@ -44,20 +42,20 @@ from ttp.wire.v1 import barrier_pb2 as pb
 from ttp.wire.v1 import barrier_pb2_grpc as rpc
 
 LOOK_MS = 1
-"""Milliseconds between two looks at the gate while nothing is heard."""
+"""Milliseconds between two looks at the gate while no message arrives."""
 FREEZE_S = 30.0
-"""How long, in seconds, a rank whose barrier broke waits to be frozen. Outlasts the loss of a controller."""
+"""Seconds that a rank waits for a freeze after its barrier broke. Longer than a failover to a standby controller."""
 CONNECT_S = 120.0
-"""How long, in seconds, ranks may take to connect after they have exchanged their addresses."""
+"""Seconds that ranks may take to connect to each other after they have exchanged their addresses."""
 SPARE_THREADS = 8
-"""Threads for callers that are refused."""
+"""Threads of the service in addition to one per peer, for callers that are refused."""
 GONE = "a rank is gone"
 
 _RECORD = struct.Struct("!64sH16s")
-"""The record that ranks exchange: host, port, and the secret that callers have to send."""
+"""The record that ranks exchange: host, port, and the secret that callers of this rank have to send."""
 
 Gather = Callable[[bytes], Sequence[bytes]]
-"""A collective function that takes this rank's record and returns those of all ranks, in the order of the ranks."""
+"""A collective function that takes this rank's record and returns the records of all ranks, in the order of ranks."""
 
 
 class Frozen(Protocol):
@@ -66,7 +64,7 @@ class Frozen(Protocol):
     gate: Gate
 
     def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
-        """Report to the controller that this rank cannot train on."""
+        """Report to the controller a fault that stops this rank."""
 
 
 class UpdateBarrier:
@@ -78,17 +76,20 @@ class UpdateBarrier:
         host: address of this host for the other ranks.
         processor: the processor of this rank.
         gather: see ``Gather``.
-        config: says where this rank listens, and which token and certificates callers need.
+        config: gives the address at which this rank listens, and the token and certificates that callers need.
 
     Raises:
-        ConfigError: the ranks cannot reach each other; the text says what to check.
+        ConfigError: the ranks cannot reach each other; the message says what to check.
     """
 
     def __init__(
         self, rank: int, world_size: int, host: str, processor: Frozen, gather: Gather, config: Config
     ) -> None:
         if not host or len(host.encode()) > 64:
-            raise ConfigError(f"this host does not know its own address ({host!r:.80}): set TTP_ADDRESS")
+            raise ConfigError(
+                f"this host does not know its own address ({host!r:.80}): set TTP_ADDRESS to an address that the other "
+                "hosts reach"
+            )
         self._rank, self._processor = rank, processor
         self._count = self._told = 0
         strides = [1 << place for place in range((world_size - 1).bit_length())]
@@ -109,10 +110,10 @@ class UpdateBarrier:
             raise
 
     def wait(self) -> None:
-        """Return when every rank holds its final gradients, or when this rank is to make the update without the others.
+        """Return when every rank holds its final gradients, or when the controller orders this rank to update alone.
 
         Raises:
-            RuntimeError: a rank is gone and no rescue came; a collective of the program would raise the same.
+            RuntimeError: a rank is gone, and no freeze came in ``FREEZE_S`` seconds. A collective would raise this too.
         """
         gate = self._processor.gate
         self._count, self._told = self._count + 1, 0
@@ -127,7 +128,7 @@ class UpdateBarrier:
         self._leave()
 
     def close(self) -> None:
-        """Close the streams. Ranks that come to the barrier later find it broken."""
+        """Close the streams. Ranks that arrive at the barrier later find it broken."""
         for told in self._to:
             told.close()
         self._from.close()
@@ -135,7 +136,7 @@ class UpdateBarrier:
     # --------------------------------------------------------------------------------------------------- the meeting
 
     def _meet(self, gate: Gate) -> bool:
-        """Return True when all ranks have come, False if this rank is to go on without them."""
+        """Return True when all ranks have arrived, False if the controller orders this rank to update without them."""
         for source in self._from.sources.values():
             self._tell()
             if not self._hears(source, gate):
@@ -147,13 +148,17 @@ class UpdateBarrier:
         self._to[self._told - 1].say(self._count)
 
     def _leave(self) -> None:
-        """Tell all that this rank has come, as it left early: if training goes on, the others make the update too."""
+        """Send the remaining messages after leaving early: if training continues, the peers need them to update too."""
         while self._told < len(self._to):
             with suppress(EOFError):
                 self._tell()
 
     def _hears(self, source: _Source, gate: Gate) -> bool:
-        """Return True when the peer has come, False if this rank is to go on without it."""
+        """Return True when the peer has arrived, False if the controller orders this rank to update without it.
+
+        Raises:
+            EOFError: the peer is gone, or is at another update.
+        """
         count = 0
         while count < self._count:  # skip messages for barriers that this rank has left early
             try:
@@ -166,7 +171,7 @@ class UpdateBarrier:
         return True
 
     def _rescued(self, text: str) -> bool:
-        """Report the broken barrier and wait for the freeze. Returns whether this rank is to make the update anyway."""
+        """Report the broken barrier and wait for the freeze. Return whether the controller orders the update anyway."""
         self._processor.report(FaultKind.COLLECTIVE, text)
         gate, deadline = self._processor.gate, time.monotonic() + FREEZE_S
         while not gate.closed and time.monotonic() < deadline:
@@ -190,10 +195,10 @@ class UpdateBarrier:
 
 
 class _Told:
-    """A stream to a rank that this rank tells when it has come.
+    """The stream on which this rank tells one peer that it has arrived.
 
     Raises:
-        ConfigError: that rank cannot be reached.
+        ConfigError: the peer cannot be reached.
     """
 
     def __init__(
@@ -218,13 +223,13 @@ class _Told:
 
     @property
     def problem(self) -> str:
-        """Why the peer does not hear this rank any more; empty: it does."""
+        """The reason why the stream to the peer has ended; empty: it is open."""
         if not self._call.done():
             return ""
         return (self._call.details() or "") if not self._call.cancelled() else "the barrier was closed"
 
     def say(self, count: int) -> None:
-        """Tell the peer that this rank has come to the update number ``count``.
+        """Tell the peer that this rank has arrived at the update number ``count``.
 
         Raises:
             EOFError: the peer is gone.
@@ -241,21 +246,21 @@ class _Told:
 
 
 class _Source:
-    """The messages of one peer."""
+    """The messages from one peer, received by ``_Heard`` and read by the training thread."""
 
     def __init__(self) -> None:
         self.here = False
         self._counts: Inbox[int | None] = Inbox()
 
     def put(self, count: int | None) -> None:
-        """Note that the peer has come to the update number ``count``; None: the peer is gone."""
+        """Note that the peer has arrived at the update number ``count``; None: the peer is gone."""
         self._counts.put(count)
 
     def next(self, timeout_s: float) -> int:
-        """Return the number of the update to which the peer has come next, within ``timeout_s`` seconds.
+        """Return the next number of an update at which the peer has arrived; wait up to ``timeout_s`` seconds.
 
         Raises:
-            queue.Empty: nothing was heard in time.
+            queue.Empty: no message arrived in time.
             EOFError: the peer is gone.
         """
         count = self._counts.get(timeout=timeout_s)
@@ -266,7 +271,7 @@ class _Source:
 
 
 class _Heard(rpc.BarrierServicer):
-    """The service at which other ranks tell this rank when they have come.
+    """The gRPC service at which peers tell this rank that they have arrived.
 
     Raises:
         ConfigError: this rank cannot listen.
@@ -282,7 +287,9 @@ class _Heard(rpc.BarrierServicer):
         try:
             self.port = tls.add_port(self._server, target(bind, 0))
         except RuntimeError as problem:
-            raise ConfigError(f"no port can be had at {bind} for the barrier before each update: {problem}") from None
+            raise ConfigError(
+                f"this rank cannot listen at {bind} for the barrier before each update: {problem}"
+            ) from None
         self._server.start()
 
     def Come(self, request_iterator: Iterator[pb.Arrival], context: Any) -> pb.BarrierOver:
@@ -290,7 +297,9 @@ class _Heard(rpc.BarrierServicer):
         first = next(request_iterator, pb.Arrival())
         source = self.sources.get(first.rank)
         if not secrets.compare_digest(first.secret, self.secret) or source is None or source.here:
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, "this rank expects somebody else, of this launch")
+            context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, "the caller is not the peer that this rank expects, of this launch"
+            )
             raise AssertionError
         source.here = True
         try:

@@ -25,9 +25,11 @@ from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.errors import ConfigError, UsageError
 
 DEFAULT_PORT = 30051
-"""Port of the controller if neither program nor launcher gives one; that of the example in MindSpore's documents."""
+"""Port of the controller if neither program nor launcher gives one: the port of the example in MindSpore's documents.
+"""
 
 PORT_MIN, PORT_MAX = 1024, 65535
+"""Smallest and largest port that programs may give."""
 
 
 class Protection(Callback):
@@ -35,7 +37,7 @@ class Protection(Callback):
 
     Args:
         ckpt_save_path: directory of checkpoints, seen by all hosts.
-        initial_step: steps made before this ``Model.train``; used if neither ``restore`` nor the loaded state tells.
+        initial_step: steps made before this ``Model.train``; used if neither ``restore`` nor the loaded state gives it.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.
     """
@@ -64,7 +66,7 @@ class Protection(Callback):
         """Check the constraints, and join the job.
 
         Raises:
-            ConfigError: the job violates a constraint; the text says what to change.
+            ConfigError: the job violates a constraint; the message says what to change.
             UsageError: the optimizer is not wrapped.
         """
         tell_launcher_of_mistakes()
@@ -79,7 +81,7 @@ class Protection(Callback):
             self._join(cb_params)
 
     def _meet(self) -> None:
-        """Set the address of the controller; subclasses do."""
+        """Set the address of the controller. Subclasses override it."""
 
     def _join(self, cb_params: Any) -> None:
         optimizer = _optimizer_of(cb_params)
@@ -90,9 +92,9 @@ class Protection(Callback):
         adapter.between_trainings.close()
 
     def _begin(self, adapter: MindSporeAdapter, cb_params: Any, made: int = 0) -> None:
-        """Tell the adapter with which version training begins, ``made`` steps before now.
+        """Tell the adapter with which version training began, ``made`` steps ago.
 
-        Call it in the first step, not before: only there MindSpore tells the epoch.
+        Call it in the first step, not before: MindSpore sets the epoch only there.
         """
         size = cb_params.train_dataset.get_dataset_size()
         start = adapter.position.step
@@ -113,7 +115,7 @@ class Protection(Callback):
             self._adapter.step_begins(self._position(cb_params))
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Tell the adapter that the step is over; join the job now if the layout was unknown before."""
+        """Tell the adapter that the step is over. Join the job now if the layout was unknown when training began."""
         if self._adapter is not None:
             self._adapter.step_ends()
         elif self._late:  # the network has been compiled by now, and knows its layout
@@ -128,13 +130,14 @@ class Protection(Callback):
         self._pauses.enter_context(api.paused("evaluation"))
 
     def on_eval_end(self, run_context: Any) -> None:
-        """End the pause: training goes on."""
+        """End the pause."""
         self._pauses.close()
 
     def on_train_end(self, run_context: Any) -> None:
-        """Wait until every rank is done, so that one that dies in its last step can still be saved from the others.
+        """Wait until every rank is done: if a rank dies in its last step, the others can still save its state.
 
-        In a function that is decorated with ``ttp.ttp_to_persist`` more may follow, and this rank stays in the job.
+        In a function that is decorated with ``ttp.ttp_to_persist`` more trainings may follow: this rank stays in the
+        job, and only a pause begins.
         """
         if self._adapter is None:
             return
@@ -148,7 +151,7 @@ class Protection(Callback):
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Report an exception of ``Model.train`` and wait for the rescue, which ends the process in here."""
+        """Report an exception of ``Model.train`` and wait for the rescue, which ends the process inside this method."""
         self._pauses.close()
         if problem is None or self._adapter is None:
             return
@@ -171,17 +174,17 @@ class Protection(Callback):
 
 
 class TFTRegister(Protection):
-    """Enables the power-off checkpoint for a ``Model.train``, as the class of this name in MindSpore does.
+    """Enables the power-off checkpoint for a ``Model.train``, like the class of this name in MindSpore 2.4.
 
     When a worker dies, hangs or raises, one healthy replica of every slice writes
     ``ckpt_save_path/tft_saved_checkpoints-step_{global_step}/rank_{r}/ttp_rank_{r}-{epoch}_{step}.ckpt``, and all
-    workers end with exit code 75. The controller is a process of its own: any worker may die, the one of
-    ``ctrl_rank_id`` too.
+    workers end with exit code 75. The controller is a process of its own: any worker may die, also the worker
+    ``ctrl_rank_id``.
 
     Args:
         ctrl_rank_id: worker on whose host the controller runs.
         ctrl_ip: address of that host.
-        ctrl_port: port at which the controller listens. If ``TTP_PORT`` is set, as ``ttp run`` does, the launcher runs
+        ctrl_port: port at which the controller listens. If ``TTP_PORT`` is set, as by ``ttp run``, the launcher runs
             the controller on host 0, and these three arguments are ignored.
         ckpt_save_path: directory of checkpoints, seen by all hosts. ``TTP_SAVE_DIR`` overrides it.
         replicas: which ranks hold the same slices, one list per slice: for ``layerwise_parallel`` parameters.
@@ -205,9 +208,9 @@ class TFTRegister(Protection):
     ) -> None:
         super().__init__(ckpt_save_path, replicas=replicas, strategy=strategy)
         if isinstance(ctrl_rank_id, bool) or not isinstance(ctrl_rank_id, int) or ctrl_rank_id < 0:
-            raise ConfigError(f"ctrl_rank_id={ctrl_rank_id!r} is no rank: 0 is usual")
+            raise ConfigError(f"ctrl_rank_id={ctrl_rank_id!r} is no rank: give an integer from 0; 0 is usual")
         if not isinstance(ctrl_ip, str) or not ctrl_ip.strip():
-            raise ConfigError(f"ctrl_ip={ctrl_ip!r} is no address: give that of the host of rank {ctrl_rank_id}")
+            raise ConfigError(f"ctrl_ip={ctrl_ip!r} is no address: give the address of the host of rank {ctrl_rank_id}")
         if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or not PORT_MIN <= ctrl_port <= PORT_MAX:
             raise ConfigError(f"ctrl_port={ctrl_port!r} is no port: give a free one from {PORT_MIN} to {PORT_MAX}")
         self._rank, self._address, self._port = ctrl_rank_id, ctrl_ip.strip(), ctrl_port
@@ -224,21 +227,21 @@ class TrainFaultTolerance(Protection):
 
     Args:
         ckpt_save_path: see ``TFTRegister``; may be None if ``ckpt_save_fn`` is given.
-        ckpt_save_fn: ``save(cb_params, append_dict)`` writes the checkpoint itself, instead of ttp, on a thread other
-            than training's. It is called on one rank of each slice. ``append_dict``, which is made for
-            ``save_checkpoint(cb_params.train_network, ..., append_dict=)``, has ``epoch_num``, ``step_num``,
-            ``batch_num``, ``cur_rank`` and ``loss_scale``, without those that are parameters of the network, as
-            ``global_step`` is. ttp does not verify these files and writes no manifest. In PyNative mode, reading a
-            Parameter in this function waits for the collective that hangs.
-        ckpt_load_fn: ``load()`` returns what ``ckpt_save_fn`` saved, and ``remove_redundancy``, as MindSpore's function
-            does; give it to ``restore(..., ckpt_load_fn=)``.
-        initial_step: steps made before; used if ``restore`` does not tell.
+        ckpt_save_fn: a function ``save(cb_params, append_dict)`` that writes the checkpoint instead of ttp. It is
+            called on one rank of each slice, on another thread than training. ``append_dict`` is made for
+            ``save_checkpoint(cb_params.train_network, ..., append_dict=)``: it has ``epoch_num``, ``step_num``,
+            ``batch_num``, ``cur_rank``, ``global_step`` and ``loss_scale``, without names that are parameters of the
+            network, as ``global_step`` usually is. ttp does not verify the files and writes no manifest. In PyNative
+            mode, reading a Parameter in this function waits for the collective that hangs.
+        ckpt_load_fn: a function ``load()`` that returns what ``ckpt_save_fn`` saved, and ``remove_redundancy``, as in
+            MindSpore; give it to ``restore(..., ckpt_load_fn=)``.
+        initial_step: steps made before this ``Model.train``; used if ``restore`` does not give it.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.
 
     Raises:
         ConfigError: ``MS_ENABLE_TFT`` or ``MINDIO_FOR_MINDSPORE`` is missing.
-        UsageError: neither a path nor a function was given, or a function is none.
+        UsageError: neither a path nor a function was given, or a function is not callable.
     """
 
     def __init__(
@@ -275,7 +278,7 @@ class TrainFaultTolerance(Protection):
 
 
 def _decorated() -> bool:
-    """Whether this is a part of a function that ``ttp.ttp_to_persist`` protects, here and now."""
+    """Return whether the caller runs inside a function that ``ttp.ttp_to_persist`` protects at the moment."""
     current = session.current()
     return current.enabled and current.in_train
 
@@ -301,18 +304,18 @@ def _optimizer_of(cb_params: Any) -> Any:
 def _place(step: int, size: int) -> Position:
     """Return the position after ``step`` steps, in epochs of ``size`` steps.
 
-    The epochs of ``Model.train`` are not used: it counts them from its own beginning, or counts sinks.
+    The epochs of ``Model.train`` are not used: it counts them from its own beginning, and in sink mode it counts sinks.
     """
     return Position((step - 1) // size + 1 if step else 0, step, size)
 
 
 def _init_step(dataset: Any) -> int:
-    """Return the step of the data at which training begins, as given to ``set_init_step``; 0: not given."""
+    """Return the step that was given to ``dataset.set_init_step``, at which training begins; 0: not given."""
     return int(dataset.get_init_step() or 0) if hasattr(dataset, "get_init_step") else 0
 
 
 def _sink_size(cb_params: Any) -> int | None:
-    """Return the number of steps between two callbacks; None: one. On CPU MindSpore always makes single steps."""
+    """Return the number of steps between two callbacks; None: one step."""
     if cb_params.get("sink_size", None):
         return int(cb_params.sink_size) if cb_params.sink_size > 0 else int(cb_params.batch_num)
     size = cb_params.train_dataset.get_dataset_size()

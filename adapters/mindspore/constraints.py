@@ -11,10 +11,10 @@ from mindspore.communication import GlobalComm, get_group_size
 from ttp.errors import ConfigError
 
 SLICING = ("semi_auto_parallel", "auto_parallel")
-"""Parallel modes in which compiling the network cuts its parameters into slices."""
+"""Parallel modes in which the compilation of the network cuts its parameters into slices."""
 
 SHARD_SIZE = 2
-"""The ``optimizer_weight_shard_size`` with which optimizer states keep replicas."""
+"""The only ``optimizer_weight_shard_size`` with which every part of the optimizer's state keeps a replica."""
 
 
 def parallel_mode() -> str:
@@ -23,13 +23,16 @@ def parallel_mode() -> str:
 
 
 def world_size() -> int:
-    """Return the number of ranks of this job, as MindSpore sees it; 1 before ``init()``."""
+    """Return MindSpore's number of ranks of this job; 1 before ``init()``."""
     return int(get_group_size()) if GlobalComm.INITED else 1
 
 
 def gather(record: bytes) -> list[bytes]:
-    """Return the records of all ranks, in the order of the ranks. All ranks call it with records of the same length."""
-    mine = Tensor(np.frombuffer(record, np.uint8).astype(np.float32))  # collectives take few types on all devices
+    """Return the records of all ranks, in the order of the ranks.
+
+    A collective call: all ranks make it, with records of the same length.
+    """
+    mine = Tensor(np.frombuffer(record, np.uint8).astype(np.float32))  # every device's collectives take float32
     found = ops.AllGather()(mine).asnumpy().reshape(world_size(), -1)
     return [row.astype(np.uint8).tobytes() for row in found]
 
@@ -38,11 +41,11 @@ def check_world(ranks: int) -> None:
     """Check that several ranks train one model.
 
     Args:
-        ranks: number of ranks by the launcher.
+        ranks: number of ranks that the launcher started.
 
     Raises:
-        ConfigError: they do not: there is one rank, ``init()`` was not called, MindSpore and the launcher disagree on
-            the number of ranks, or the parallel mode is ``stand_alone``.
+        ConfigError: there is one rank, ``init()`` was not called, MindSpore and the launcher disagree on the number of
+            ranks, or the parallel mode is ``stand_alone``.
     """
     if not GlobalComm.INITED:
         raise ConfigError(
@@ -51,17 +54,17 @@ def check_world(ranks: int) -> None:
         )
     if world_size() != ranks:
         raise ConfigError(
-            f"the launcher speaks of {ranks} ranks and MindSpore of {world_size()}: let one launcher start the job"
+            f"the launcher started {ranks} ranks, and MindSpore has {world_size()}: let one launcher start the job"
         )
     if ranks < 2:
         raise ConfigError(
-            "the power-off checkpoint needs a data parallelism of at least 2: with one rank nobody holds a copy of "
-            "what it loses. Start the job with two or more workers, or without TFTRegister"
+            "the power-off checkpoint needs a data parallelism of at least 2: with one rank, no other rank holds a "
+            "copy of its state. Start the job with two or more workers, or without TFTRegister"
         )
     if parallel_mode() == "stand_alone":
         raise ConfigError(
-            "parallel_mode is stand_alone: the ranks train models of their own, which are no replicas. Call "
-            "set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL) (or another parallel mode)"
+            "parallel_mode is stand_alone: each rank trains a model of its own, and no rank holds a copy of another's. "
+            "Call set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL) (or another parallel mode)"
         )
 
 
@@ -69,15 +72,15 @@ def check_sink(sink_size: int | None) -> None:
     """Check that there is a callback after every step.
 
     Args:
-        sink_size: steps between two callbacks; None: one.
+        sink_size: steps between two callbacks; None: one step.
 
     Raises:
         ConfigError: several steps are made between two callbacks.
     """
     if sink_size is not None and sink_size > 1:
         raise ConfigError(
-            f"sink_size is {sink_size}: only sink_size=1 tells which step was the last. Call Model.train(..., "
-            "dataset_sink_mode=False) or give it sink_size=1"
+            f"sink_size is {sink_size}: only sink_size=1 tells ttp after each step which step was the last. Call "
+            "Model.train(..., dataset_sink_mode=False), or Model.train(..., sink_size=1)"
         )
 
 

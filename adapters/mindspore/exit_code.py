@@ -1,4 +1,4 @@
-"""Makes an undecorated program exit with 64 after a configuration error, which a restart would not cure."""
+"""Makes a program without ``ttp.ttp_to_persist`` exit with 64 after a configuration error: a restart would not help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _MISTAKES = (ConfigError, RefusedError, UsageError)
 def tell_launcher_of_mistakes() -> None:
     """Make uncaught configuration and usage errors end this process with 64 instead of 1, from now on.
 
-    Call it wherever such an error may follow, because MindSpore's ``init()`` replaces ``sys.excepthook`` by its own.
+    Call it before each place where such an error may occur: MindSpore's ``init()`` replaces ``sys.excepthook``, which
+    undoes earlier calls.
     """
     before = sys.excepthook
     if isinstance(before, _Hook):

@@ -21,28 +21,28 @@ log = logging.getLogger("ttp.adapters.mindspore")
 
 
 def meet_at(address: str, port: int, rank: int | None = None) -> None:
-    """Set address and port of the controller as the program gives them, unless the launcher has (``TTP_PORT``).
+    """Set the controller's address and port to those of the program, unless the launcher has set ``TTP_PORT``.
 
     Args:
-        address: address of the controller's host; empty: the program does not say.
+        address: address of the controller's host; empty: the program does not give it.
         port: port of the controller.
-        rank: a worker on that host; None: the program does not say.
+        rank: a worker on that host; None: the program does not give it.
 
     Raises:
         ConfigError: ``rank`` is on another host, or no rank of the job.
     """
     current = session.current()
     if current.config.port is None:
-        # Any worker of that host starts the controller, and finds it there.
+        # The first worker on that host that joins starts the controller; the others find it running.
         os.environ["MASTER_ADDR"] = _home(address, rank)
         current.config = replace(current.config, port=port)
         configure_logging(current.config)
     elif current.config.port != port:
-        log.info("the controller listens on port %d (TTP_PORT), not on %d", current.config.port, port)
+        log.info("the controller listens on port %d (TTP_PORT), not on %d (program)", current.config.port, port)
 
 
 def _home(address: str, rank: int | None) -> str:
-    """Return the address that the program gives; for a loopback address, which is every host's own, the launcher's."""
+    """Return the address that the program gives. For a loopback address, return the launcher's ``MASTER_ADDR``."""
     try:
         told = in_torchruns_names(os.environ)
     except ConfigError:  # reported later, where the rank is needed
@@ -54,7 +54,7 @@ def _home(address: str, rank: int | None) -> str:
     if rank is not None and told.get("RANK") == str(rank) and not is_local(address):
         raise ConfigError(
             f"ctrl_rank_id={rank} is this worker, and ctrl_ip={address!r:.100} is no address of this host: the "
-            "controller would run nowhere. Give the address of the host of that rank"
+            "controller would run nowhere. Give the address of this worker's host as ctrl_ip"
         )
     return address
 
@@ -68,7 +68,15 @@ def join(
     strategy: str | Path | None = None,
     compiled: Mapping[str, Any] | None = None,
 ) -> MindSporeAdapter:
-    """Return the adapter of this process, made and registered on the first call; join the job if ttp is switched on.
+    """Return the adapter of this process. The first call makes and registers it, and joins the job if ttp is on.
+
+    Args:
+        network: see ``MindSporeAdapter``.
+        optimizer: the wrapped optimizer.
+        save_dir: directory of checkpoints.
+        replicas: see ``layout_of``.
+        strategy: see ``layout_of``.
+        compiled: the ``parameter_layout_dict`` of the compiled network; see ``layout_of``.
 
     Raises:
         UsageError: the optimizer is not wrapped, or another training is registered.
@@ -81,7 +89,9 @@ def join(
         api.register(adapter, save_dir)
         return adapter
     if not isinstance(known, MindSporeAdapter) or known.optimizer is not optimizer:
-        raise UsageError("another optimizer is protected in this process already: one training at a time")
+        raise UsageError(
+            "another optimizer is protected in this process already: ttp protects one training at a time in a process"
+        )
     known.says(replicas, strategy)
     if current.enabled and current.processor is None:
         current.join()

@@ -1,7 +1,8 @@
 """Finds the replica groups of a job from MindSpore's parallel modes and files.
 
-A shard here is everything that one rank holds: ranks that hold the same slice of every parameter form its replica
-group, and one of them writes its whole file, as with MindSpore's TFTRegister. MindSpore's own tools read such files.
+A shard here is the whole state that one rank holds. Ranks that hold the same slice of every parameter form the replica
+group of the shard, and one of them writes its whole file, as with MindSpore's TFTRegister. MindSpore's own tools read
+such files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ttp.mindspore_files.redundancy import groups_of_stages
 from ttp.mindspore_files.strategy_file import read_stages
 
 RANK = "{rank}"
+"""Placeholder for the rank in a path of ``group_info.pb`` files."""
 
 RankGroups = Sequence[Sequence[int]]
 """The ranks that hold each shard, one entry per shard."""
@@ -34,16 +36,16 @@ def layout_of(
     """Find the replica groups of a job.
 
     Args:
-        known: the ``parameter_layout_dict`` of the training network, which it has when it is compiled; else None.
+        known: the ``parameter_layout_dict`` of the compiled training network; None: it is not compiled.
         parameters: the parameters of the network.
         world_size: number of ranks of the job.
-        replicas: the groups as the user gives them; None: they are found.
-        strategy: a strategy file (``strategy_ckpt_config``), or a directory with the files of all stages, if the
-            network does not know the layout of all ranks; or, with ``{rank}`` in it, the path of each rank's
-            ``group_info.pb`` (``GROUP_INFO_FILE``).
+        replicas: the groups that the user gives; None: ttp finds them.
+        strategy: a strategy file (``strategy_ckpt_config``), or a directory with the files of all pipeline stages, for
+            a network that does not know the layout of all ranks. With ``{rank}`` in it, it is the path of each rank's
+            ``group_info.pb`` (``GROUP_INFO_FILE``) instead.
 
     Raises:
-        ConfigError: the groups cannot be found, or do not fit the job; the text says which argument to give.
+        ConfigError: the groups cannot be found, or do not fit the job; the message says which argument to give.
     """
     if replicas is not None:
         return of_groups(replicas, world_size)
@@ -57,17 +59,17 @@ def layout_of(
         if not sliced:
             return Layout.data_parallel(world_size)
         raise ConfigError(
-            f"{len(sliced)} parameters are layerwise_parallel ({', '.join(sliced[:3])}, ...): they are shards of their "
-            "own, and MindSpore does not tell which ranks hold the same ones. Say it: TFTRegister(..., "
-            "replicas=[[0, 2], [1, 3]]), one list for each distinct slice"
+            f"{len(sliced)} parameters are layerwise_parallel ({', '.join(sliced[:3])}, ...): they differ between "
+            "ranks, and MindSpore does not tell which ranks hold the same ones. Give TFTRegister(..., "
+            "replicas=[[0, 2], [1, 3]]), one list of ranks for each distinct slice"
         )
     if strategy is not None:
         return of_strategy(Path(strategy), world_size)
     if not known:
         raise ConfigError(
-            f"parallel_mode is {mode}, and the network is not compiled yet: give TFTRegister(..., strategy=FILE), the "
-            "file of set_auto_parallel_context(strategy_ckpt_config={'save_file': FILE}) (of a pipeline the directory "
-            "of those of all stages), or replicas="
+            f"parallel_mode is {mode}, and the network is not compiled yet: give TFTRegister(..., strategy=FILE) with "
+            "the file of set_auto_parallel_context(strategy_ckpt_config={'save_file': FILE}) (for a pipeline, the "
+            "directory with the files of all stages), or give replicas="
         )
     from mindspore.train._utils import get_parameter_redundancy
 
@@ -104,7 +106,7 @@ def of_group_infos(pattern: str, world_size: int) -> Layout:
         if rank not in replicas or any(told.get(other) != replicas for other in replicas):
             raise ConfigError(
                 f"strategy={pattern!r}: the file of rank {rank} says that the ranks {list(replicas)} hold the same, "
-                "and theirs say something else: are the files of one job?"
+                "and their files say something else: check that all files are of this job"
             )
     return of_groups(sorted(set(told.values())), world_size)
 
@@ -113,16 +115,17 @@ def of_groups(groups: RankGroups, world_size: int) -> Layout:
     """Return the layout in which each group holds one slice.
 
     Raises:
-        ConfigError: a rank is missing, or in two groups, or alone.
+        ConfigError: a rank is missing, in two groups, or alone in a group.
     """
     ranks = sorted(int(rank) for group in groups for rank in group)
     if ranks != list(range(world_size)):
-        raise ConfigError(f"replicas={[list(g) for g in groups]}: each of the {world_size} ranks is to be there once")
+        raise ConfigError(f"replicas={[list(g) for g in groups]}: each of the {world_size} ranks must be in one list")
     alone = [list(group) for group in groups if len(group) < 2]
     if alone:
         raise ConfigError(
-            f"replicas={[list(g) for g in groups]}: {alone[0]} has no replica, so that its slice dies with it. The "
-            "power-off checkpoint needs a data parallelism of at least 2 for every slice: use more ranks, or cut less"
+            f"replicas={[list(g) for g in groups]}: {alone[0]} has no replica, so its slice is lost with that rank. "
+            "The power-off checkpoint needs a data parallelism of at least 2 for every slice: use more ranks, or less "
+            "model parallelism"
         )
     if len(groups) == 1:
         return Layout.data_parallel(world_size)
@@ -145,14 +148,17 @@ def of_redundancy(redundancy: Mapping[str, Iterable[Iterable[int]]], world_size:
         for index, group in enumerate(groups):
             for rank in group:
                 if int(rank) not in held:
-                    raise ConfigError(f"the strategy speaks of rank {rank}, and the job has {world_size} ranks")
+                    raise ConfigError(
+                        f"the strategy contains rank {rank}, and the job has {world_size} ranks: give the strategy of "
+                        "this job"
+                    )
                 held[int(rank)].append((name, index))
     same: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank, slices in held.items():
         if not slices:
             raise ConfigError(
-                f"the strategy says nothing of rank {rank}: is it of another job, or of one stage of a pipeline? Then "
-                "give strategy=, the directory with the files of all stages"
+                f"the strategy does not contain rank {rank}: it is of another job, or of one stage of a pipeline. For "
+                "a pipeline give strategy=DIRECTORY, with the files of all stages"
             )
         same.setdefault(tuple(slices), []).append(rank)
     return of_groups(list(same.values()), world_size)

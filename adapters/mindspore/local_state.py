@@ -1,11 +1,12 @@
-"""Writes the rank-local state of a version to a page: place in the data, random streams, state beside the optimizer.
+"""Writes the rank-local state of a version to a page: position in the data, random streams, state beside the optimizer.
 
-State *beside the optimizer* are parameters of the training network that the optimizer neither trains nor owns:
+*State beside the optimizer* means the parameters of the training network that the optimizer neither trains nor owns:
 BatchNorm's moving averages, the loss scale and its counters, accumulated gradients. They change in the forward pass,
-before the gate, so their memory is ahead of the version while the rank waits; and BatchNorm's differ between ranks. So
-they are copied into the page when the version is finished, and the checkpoint is written from there.
+before the gate, so the live values are ahead of the version while the rank waits there. BatchNorm's averages also
+differ between ranks. So these parameters are copied into the page when the version is finished, and the checkpoint is
+written from the page.
 
-The image consists of a header, a description (msgpack), and the sections. It holds no pickle.
+The image in the page consists of a header, a description (msgpack), and the sections. It holds no pickle.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 
 _MAGIC = b"TTPM\x01"
 _HEADER = struct.Struct("<5sxI5I3q")
-"""Magic; sizes in bytes of the description, Python's stream, its spare number, numpy's stream, its spare number, and
-MindSpore's stream; epoch, step, and batches of an epoch."""
+"""Magic; sizes in bytes of the description, Python's stream, its spare Gaussian number, numpy's stream, its spare
+Gaussian number, and MindSpore's stream; epoch, step, and batches of an epoch."""
 
 _LARGE = 64 << 10
-"""A parameter of at least so many bytes is copied only if its digest has changed."""
+"""Bytes from which on a parameter is copied only if its digest has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class Position:
     """The position in the data at which a version was finished.
 
     Args:
-        epoch: the epoch of its step, from 1; 0: not known.
-        step: steps made since the beginning of the first epoch, skipped updates included.
+        epoch: the epoch of the version's step, from 1; 0: not known.
+        step: steps made since the beginning of the first epoch, including steps whose update was skipped.
         batch_num: number of steps of an epoch; 0: not known.
     """
 
@@ -50,7 +51,7 @@ class Position:
 
     @property
     def step_in_epoch(self) -> int:
-        """The step in its epoch, from 1: the number in the checkpoint's name."""
+        """The number of the step in its epoch, from 1, as in the name of the checkpoint's file."""
         return (self.step - 1) % self.batch_num + 1 if self.batch_num and self.step else self.step
 
 
@@ -62,7 +63,7 @@ class LocalState:
         position: the position in the data.
         host: Python's and numpy's streams, see ``HostStreams``.
         stream: MindSpore's stream.
-        beside: the state beside the optimizer: type, shape and bytes by name.
+        beside: the state beside the optimizer: name -> (type, shape, bytes).
     """
 
     position: Position
@@ -76,7 +77,7 @@ class LocalCapture:
 
     Args:
         memory: the parameters of the training network.
-        beside: names of the parameters that are neither trained nor owned by the optimizer.
+        beside: names of the parameters that the optimizer neither trains nor owns.
     """
 
     def __init__(self, memory: Memory, beside: Sequence[str]) -> None:
@@ -97,7 +98,13 @@ class LocalCapture:
         self._stream = ms.get_rng_state().asnumpy().tobytes()
 
     def capture(self, version: int, position: Position, *, final: bool) -> None:
-        """Write the state of this moment to the page as that of ``version``; ``final``: after its update."""
+        """Write the present state to the page as that of ``version``.
+
+        Args:
+            version: the version to which the state belongs.
+            position: the position in the data at which the version ends.
+            final: whether the update that makes the version is finished; False: it is about to begin.
+        """
         if self._page is None:
             return
         host = self._host.capture()
@@ -116,7 +123,7 @@ class LocalCapture:
             self.on_written(version, final)
 
     def restore(self, state: LocalState, *, streams: bool) -> list[str]:
-        """Restore the state of a page; random streams only if ``streams``. Returns notes on streams that are missing.
+        """Restore the state of a page, and the random streams if ``streams``. Returns notes on missing streams.
 
         Raises:
             CheckpointError: the state does not fit this network, or the streams cannot be restored.
@@ -124,14 +131,16 @@ class LocalCapture:
         for name, (dtype, shape, data) in state.beside.items():
             held = self._memory.held.get(name)
             if held is None or (held.dtype, held.shape) != (dtype, shape):
-                raise CheckpointError(f"the checkpoint's {name} is {dtype}{list(shape)}: this network has no such one")
+                raise CheckpointError(
+                    f"the checkpoint has a parameter {name}, {dtype}{list(shape)}, that this network does not have"
+                )
             put(self._memory, name, data)
         if not streams:
             return []
         try:
             notes = self._host.restore(*state.host)
         except (ValueError, TypeError, struct.error) as problem:
-            raise CheckpointError(f"the saved random streams cannot be put back: {problem}") from problem
+            raise CheckpointError(f"the saved random streams cannot be restored: {problem}") from problem
         if state.stream:
             ms.set_rng_state(ms.Tensor(np.frombuffer(state.stream, np.uint8).copy()))
         return notes
@@ -144,7 +153,7 @@ class LocalCapture:
 
 
 def put(memory: Memory, name: str, data: bytes) -> None:
-    """Set the parameter ``name`` to these bytes."""
+    """Set the parameter ``name`` to the elements in ``data``."""
     parameter = memory.parameter(name)
     array = np.frombuffer(data, parameter.asnumpy().dtype).reshape(tuple(parameter.shape))
     parameter.set_data(ms.Tensor(array.copy(), parameter.dtype))
@@ -154,7 +163,7 @@ def decode(data: bytes) -> LocalState:
     """Decode the contents of a page that ``LocalCapture`` has written.
 
     Raises:
-        CheckpointError: the bytes are something else.
+        CheckpointError: ``LocalCapture`` did not write these bytes.
     """
     try:
         return _decode(data)
@@ -165,7 +174,7 @@ def decode(data: bytes) -> LocalState:
 def _decode(data: bytes) -> LocalState:
     magic, described, *rest = _HEADER.unpack_from(data)
     if magic != _MAGIC:
-        raise ValueError(f"they begin with {magic!r}")
+        raise ValueError(f"unknown format: they begin with {magic!r}")
     streams, (epoch, step, batch_num) = rest[:5], rest[5:]
     reader = _Reader(data, _HEADER.size)
     table = msgpack.unpackb(reader.take(described))
@@ -186,7 +195,7 @@ class _Reader:
 
     def take(self, size: int) -> bytes:
         if size < 0 or self.at + size > len(self._data):
-            raise ValueError(f"{self.at + size} bytes are promised")
+            raise ValueError(f"the header requires at least {self.at + size} bytes")
         self.at += size
         return self._data[self.at - size : self.at]
 

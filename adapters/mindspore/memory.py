@@ -1,12 +1,12 @@
 """Gives access to parameters as plain memory of the host, for any thread, even while the training thread hangs.
 
 In PyNative mode nearly every method of a Parameter first waits for the launched kernels, among them perhaps a
-collective that will never end. But on CPU ``Parameter.asnumpy()`` is a view of the very memory that the kernels write
-to. So the views are taken while training goes on, and read when it does not. MindSpore may move a parameter (it does so
-when a network is first run), so addresses are checked again after updates.
+collective that will never end. But on CPU ``Parameter.asnumpy()`` is a view of the memory that the kernels write to. So
+the views are taken while training runs, and read when it is frozen or hangs. MindSpore may move a parameter (it does so
+when a network first runs), so the addresses are checked after updates.
 
-On other devices ``asnumpy()`` is a copy; there parameters are copied when they are saved, on a stream of their own, as
-MindSpore's own ``TrainFaultTolerance`` does. That was written for Ascend and has not been run.
+On other devices ``asnumpy()`` is a copy. There a parameter is copied when it is saved, on a device stream of its own,
+as in MindSpore's own ``TrainFaultTolerance``. That part was written for Ascend and has not been run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from mindspore import Parameter, Tensor, context, hal
 from ttp.errors import ConfigError
 
 _LOOKS = 3
-"""Number of first updates after which every address is checked; later a few addresses are checked per update."""
+"""Number of first updates after each of which all addresses are checked."""
 _SHARE = 16
+"""Number of addresses that are checked after each later update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,10 @@ class Held:
     """One parameter and its memory.
 
     Args:
-        name: its name, as in MindSpore's checkpoints.
-        dtype: MindSpore's name of its type, such as ``Float32``.
-        shape: its shape.
-        array: its elements, as a numpy array.
+        name: name of the parameter, as in MindSpore's checkpoints.
+        dtype: MindSpore's name of the element type, such as ``Float32``.
+        shape: shape of the parameter.
+        array: the elements as a numpy array; empty on a device, where ``Memory.of`` copies them.
     """
 
     name: str
@@ -43,12 +44,14 @@ class Held:
 
     @property
     def memory(self) -> memoryview:
-        """Its bytes, without a copy."""
+        """The bytes of the elements, without a copy."""
         return memoryview(self.array.reshape(-1).view(np.uint8))
 
 
 class Memory:
-    """The memory of the parameters of a training network. ``look`` and ``again`` are for the training thread.
+    """Gives access to the memory of all parameters of a training network.
+
+    ``look`` and ``again`` are for the training thread, the rest is for any thread.
 
     Args:
         parameters: all parameters of the network.
@@ -61,10 +64,12 @@ class Memory:
         self._parameters: dict[str, Parameter] = {}
         for parameter in parameters:
             if not isinstance(parameter, Parameter) or type(parameter).__name__ == "MapParameter":
-                raise ConfigError(f"parameter {getattr(parameter, 'name', parameter)!r} is a hash table: not supported")
+                raise ConfigError(
+                    f"parameter {getattr(parameter, 'name', parameter)!r} is a hash table, which ttp cannot save"
+                )
             other = self._parameters.setdefault(parameter.name, parameter)
             if other is not parameter:
-                raise ConfigError(f"two parameters are called {parameter.name!r}: give one another name")
+                raise ConfigError(f"two parameters are called {parameter.name!r}: give each parameter its own name")
         self._on_host = context.get_context("device_target") == "CPU"
         self._looks = 0
         self._next = 0
@@ -74,7 +79,7 @@ class Memory:
 
     @property
     def on_host(self) -> bool:
-        """Whether the views show the memory that the kernels write to."""
+        """Whether the parameters lie on the host, where the views show the memory that the kernels write to."""
         return self._on_host
 
     def look(self) -> None:
@@ -82,7 +87,7 @@ class Memory:
         self.held = {name: self._take(parameter) for name, parameter in self._parameters.items()}
 
     def again(self) -> None:
-        """Take the views again if parameters have moved. Call it after each update."""
+        """Take the views again if MindSpore has moved parameters. Call it after each update."""
         if not self._on_host:
             return
         self._looks += 1
@@ -94,7 +99,7 @@ class Memory:
             self.look()
 
     def of(self, name: str) -> Held:
-        """Return the parameter ``name`` as it is now. For any thread."""
+        """Return the present elements of the parameter ``name``. For any thread."""
         held = self.held[name]
         if self._on_host:
             return held
@@ -116,7 +121,7 @@ def _address(array: Any) -> int:
 
 
 def _from_device(parameter: Parameter) -> Any:
-    """Return a copy on the host, made on another stream than the one on which training may hang."""
+    """Return a copy on the host, made on a device stream of its own: the training's stream may hang."""
     stream = hal.Stream()
     with hal.StreamCtx(stream):
         copied = Tensor(parameter.move_to("CPU", False))

@@ -1,4 +1,4 @@
-"""Keeps a copy of the state from before an update, with which a rank can go back (docs/concepts.md, undo)."""
+"""Keeps a copy of the state from before an update, so that a rank can save that version (undo, docs/concepts.md)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class PreImage:
         self._memory, self._names = memory, [name for name in names if name in memory.held]
         self._copies: dict[str, Any] = {}
         self.version: int | None = None
-        """The version of the copy; None: there is no copy."""
+        """The version of the copy; None: there is no valid copy."""
 
     def take(self, version: int) -> None:
-        """Copy the state, which is that of ``version``. For the training thread, before the update's first write."""
+        """Copy the present state, which is that of ``version``. For the training thread, before the update begins."""
         self.version = None
         for name in self._names:
             array = self._memory.of(name).array
@@ -43,9 +43,9 @@ class PreImage:
             CheckpointError: the copy is of another version.
         """
         if self.version != version:
-            raise CheckpointError(f"version {version} cannot be gone back to: the copy is of {self.version}")
+            raise CheckpointError(f"version {version} cannot be saved by undo: the copy is of version {self.version}")
         return {name: memoryview(copy.reshape(-1).view(np.uint8)) for name, copy in self._copies.items()}
 
     def forget(self) -> None:
-        """Drop the copy: the state was replaced."""
+        """Invalidate the copy, after a restore has replaced the state."""
         self.version = None

@@ -20,20 +20,21 @@ from ttp.store.plain_file import read_plain
 
 
 def file_for(manifest: Manifest, rank: int, world_size: int) -> str:
-    """Return the file of the replica that was saved for ``rank``, relative to the checkpoint.
+    """Return the path of the file with the shard of ``rank``, relative to the checkpoint.
 
     Raises:
-        CheckpointError: MindSpore did not write the checkpoint, or it is cut for another number of ranks.
+        CheckpointError: no MindSpore job wrote the checkpoint, or it is cut for another number of ranks.
     """
     if manifest.framework != "mindspore":
         raise CheckpointError(f"version {manifest.version} was written by {manifest.framework}, not by MindSpore")
     shards = [shard for shard, ranks in manifest.groups.items() if rank in ranks]
     if len(manifest.groups) == 1:
-        shards = list(manifest.groups)  # the whole state, which any rank of any number of ranks can load
+        shards = list(manifest.groups)  # the whole state, which every rank can load, whatever their number
     elif world_size != manifest.world_size or len(shards) != 1:
         raise CheckpointError(
             f"version {manifest.version} was saved by {manifest.world_size} ranks in {len(manifest.groups)} slices, "
-            f"and this job has {world_size} ranks: cut it anew with `ttp reshard`, or start as many ranks"
+            f"and this job has {world_size} ranks: convert the checkpoint with `ttp reshard`, or start the same number "
+            "of ranks"
         )
     files = [p.file for p in manifest.pieces if p.kind == SHARD_KIND and Shard(p.shard) == shards[0]]
     if len(files) != 1:
@@ -45,23 +46,29 @@ def position_of(checkpoint: Path, manifest: Manifest) -> Position:
     """Return the position in the data at which the checkpoint's version was finished.
 
     Raises:
-        CheckpointError: the checkpoint does not say.
+        CheckpointError: the job state of the checkpoint is missing or cannot be read.
     """
     files = [p.file for p in manifest.pieces if p.kind == JOB_KIND]
     try:
         found = encoding.decode(read_plain(checkpoint / files[0]))
         return Position(int(found["epoch"]), int(found["step"]), int(found["batch_num"]))
     except (OSError, encoding.EncodingError, LookupError, TypeError, ValueError) as problem:
-        raise CheckpointError(f"{checkpoint} does not say where in the data it was saved: {problem}") from problem
+        raise CheckpointError(
+            f"the job state of {checkpoint}, with the position in the data, cannot be read: {problem}"
+        ) from problem
 
 
 def load_into(
     memory: Memory, capture: LocalCapture, checkpoint: Path, manifest: Manifest, rank: int, world_size: int
 ) -> list[str]:
-    """Set every parameter and the rank-local state. Returns notes on what differs from the saved state.
+    """Set every parameter and the rank-local state from the checkpoint.
+
+    Returns:
+        Notes for the log on state that was not restored.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the network; nothing has been changed then.
+        CheckpointError: the checkpoint does not fit the network, or its rank-local state cannot be restored. In the
+            first case nothing has been changed.
     """
     file = checkpoint / file_for(manifest, rank, world_size)
     try:
@@ -78,8 +85,8 @@ def load_into(
         return capture.restore(local, streams=True)
     why = why_lost(manifest.pieces, rank) if same_world else f"{manifest.world_size} ranks saved, {world_size} restore"
     return [
-        f"nothing was kept of rank {rank} ({why}): its random streams begin anew, and what differs between ranks "
-        "(BatchNorm's averages) is that of the rank that saved"
+        f"the rank-local state of rank {rank} was not saved ({why}): its random streams begin anew, and state that "
+        "differs between ranks (BatchNorm's averages) is that of the rank that saved"
     ]
 
 
@@ -92,8 +99,8 @@ def _check_fits(memory: Memory, values: dict[str, Any], file: Path) -> None:
         if (str(found.dtype), tuple(found.shape)) != (held.dtype, held.shape):
             if parallel_mode() in SLICING and _is_slice(tuple(found.shape), held.shape):
                 raise CheckpointError(
-                    f"{file} has a slice of {name}, {list(found.shape)}, and this network has all of it, "
-                    f"{list(held.shape)}: it is not compiled yet. Call model.infer_train_layout(dataset), or "
+                    f"{file} has a slice of {name}, {list(found.shape)}, and this network has the whole parameter, "
+                    f"{list(held.shape)}: the network is not compiled yet. Call model.infer_train_layout(dataset), or "
                     "network.compile(*inputs), before restore()"
                 )
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Provides ``restore``, which loads the newest whole checkpoint into model and dataset."""
+"""``restore``: loads the newest whole checkpoint into a ``mindspore.Model`` and its dataset."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger("ttp.adapters.mindspore")
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The point at which training goes on.
+    """The point at which training continues.
 
     Args:
-        version: finished updates, as ``global_step`` counts them; 0: nothing was found.
-        step: finished steps of the data, counted from the first epoch on.
-        initial_epoch: the argument of this name of ``Model.train``.
+        version: finished updates, as ``global_step`` counts them; 0: no checkpoint was found.
+        step: finished steps, counted from the beginning of the first epoch.
+        initial_epoch: the value for the argument ``initial_epoch`` of ``Model.train``.
     """
 
     version: int
@@ -43,11 +43,11 @@ def restore(
     strategy: str | Path | None = None,
     ckpt_load_fn: Callable[[], Any] | None = None,
 ) -> Resumed:
-    """Load the newest whole checkpoint into ``model.train_network``, and make ``dataset`` go on where it was.
+    """Load the newest whole checkpoint into ``model.train_network``, and set ``dataset`` to its position.
 
     Weights, moments, ``global_step``, loss scale and this rank's random streams are restored, bit for bit. All ranks
-    agree on one checkpoint; those that are not whole are skipped, named in the log, and left alone. Call it after
-    ``Model(...)`` and before ``Model.train(epochs, dataset, initial_epoch=...)``::
+    agree on one checkpoint. Checkpoints that are not whole are skipped and named in the log; their files stay. Call it
+    after ``Model(...)`` and before ``Model.train(epochs, dataset, initial_epoch=...)``::
 
         resumed = restore(model, dataset, "./ttp_checkpoints/")
         model.train(5, dataset, callbacks=[tft_cb], initial_epoch=resumed.initial_epoch)
@@ -55,17 +55,21 @@ def restore(
     Args:
         model: a ``mindspore.Model`` with a wrapped optimizer.
         dataset: the dataset for ``Model.train``, with the same pipeline and seed as before. In semi-automatic and
-            automatic parallelism the network is compiled with it, by ``model.infer_train_layout``, if it is not yet.
+            automatic parallelism a network that is not compiled yet is compiled with it, by
+            ``model.infer_train_layout``.
         ckpt_save_path: the same as for ``TFTRegister``. ``TTP_SAVE_DIR`` overrides it.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.
-        ckpt_load_fn: see ``TrainFaultTolerance``: a function that finds the state, instead of ttp.
+        ckpt_load_fn: a function that loads the state instead of ttp; see ``TrainFaultTolerance``.
+
+    Returns:
+        The point at which training continues; all numbers are 0 if there is no checkpoint.
 
     Raises:
         CheckpointError: the checkpoint belongs to another network, or to another number of slices.
         RestoreError: the ranks do not see one common checkpoint.
         UsageError: the optimizer is not wrapped.
-        ConfigError: the job cannot be protected; the text says what to change.
+        ConfigError: the job cannot be protected; the message says what to change.
     """
     tell_launcher_of_mistakes()
     compiled = _compiled(model, dataset)
@@ -90,14 +94,14 @@ def restore(
 
 
 def optimizer_of(model: Any) -> Any:
-    """Return the optimizer of a ``Model``, or of its network if that is a training step itself."""
+    """Return the optimizer of a ``Model``, or of its network if the network is a training step with an optimizer."""
     return model._optimizer or getattr(model._network, "optimizer", None)
 
 
 def _compiled(model: Any, dataset: Any) -> Mapping[str, Any] | None:
-    """Return how parameters are cut, by name; None: none is. Compiles the network if that is needed to know.
+    """Return the network's ``parameter_layout_dict``, after compiling the network if needed; None: nothing is cut.
 
-    Before it is compiled, a network has its parameters whole.
+    Before its compilation a network holds whole parameters instead of slices.
 
     Raises:
         ConfigError: the network is not compiled, and cannot be compiled here.
@@ -108,7 +112,7 @@ def _compiled(model: Any, dataset: Any) -> Mapping[str, Any] | None:
     if known:
         return known
     todo = (
-        f"parallel_mode is {parallel_mode()}: what is restored are slices, and only a compiled network has them. Call "
+        f"parallel_mode is {parallel_mode()}: restore() loads slices, and only a compiled network has slices. Call "
         "model.infer_train_layout(dataset), or model.build(dataset), with the arguments of Model.train before restore()"
     )
     if dataset is None:
@@ -116,18 +120,18 @@ def _compiled(model: Any, dataset: Any) -> Mapping[str, Any] | None:
     try:
         found: Mapping[str, Any] = model.infer_train_layout(dataset)
     except (RuntimeError, ValueError, TypeError) as problem:
-        raise ConfigError(f"{todo}. MindSpore could not do it now: {problem}") from problem
+        raise ConfigError(f"{todo}. restore() tried to compile it, and MindSpore failed: {problem}") from problem
     return found
 
 
 def _here(saved: Position, size: int) -> Position:
-    """Convert ``saved`` to a dataset of ``size`` batches, which changes with the number of ranks or the batch size."""
+    """Return ``saved`` converted to epochs of ``size`` batches; the number depends on ranks and batch size."""
     if size in (0, saved.batch_num) or not saved.batch_num:
         return saved
     whole_epochs, rest = divmod(saved.step, saved.batch_num)
     step = whole_epochs * size + rest * size // saved.batch_num
     log.warning(
-        "an epoch had %d steps and has %d now: training goes on with step %d, about where it was in the data",
+        "an epoch had %d steps and has %d now: training continues with step %d, at about the same place in the data",
         saved.batch_num, size, step + 1,
     )  # fmt: skip
     return Position(saved.epoch, step, size)

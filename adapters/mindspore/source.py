@@ -1,4 +1,4 @@
-"""Saves the state of one rank of a MindSpore job: a file as of ``mindspore.save_checkpoint``, pages, the job state."""
+"""Saves the state of one rank of a MindSpore job: a file as of ``mindspore.save_checkpoint``, pages, and job state."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ log = logging.getLogger("ttp.adapters.mindspore")
 SHARD_KIND = "shard"
 JOB_KIND = "job"
 GROUP_KIND = "group_info"
+"""Kinds of pieces in the manifest: a rank's parameters, the job state, and the ranks that may load a file."""
 
 
 SCALES = ("scale_sense", "loss_scale")
@@ -53,7 +54,7 @@ class MindSporeSource(PagedSource):
     Args:
         memory: the parameters of the training network.
         capture: captures the rank-local state.
-        replicated: names of the parameters, also of the optimizer's state, that must be equal on replicas.
+        replicated: names of the parameters, including the optimizer's state, that must be equal on replicas.
     """
 
     framework = "mindspore"
@@ -63,14 +64,14 @@ class MindSporeSource(PagedSource):
         self._memory, self._capture, self._replicated = memory, capture, tuple(replicated)
         self._inspector: Inspector | None = None
         self.in_step = False
-        """Whether the step of the last update is still running."""
+        """Whether the step that made the last update is still running."""
         self.preimage: Any = None
         self.save_fn: SaveFunction | None = None
         self.cb_params: Any = None
         self.loss_scale = 1.0
 
     def connect(self, processor: Processor) -> None:
-        """Take the processor of this rank, to which updates are reported from now on."""
+        """Set the processor of this rank, to which updates are reported from now on."""
         self._processor = processor
         if processor.config.digest != "off":
             self._inspector = Inspector(processor.config.digest)
@@ -88,7 +89,7 @@ class MindSporeSource(PagedSource):
         return bool(self.preimage.version == state.version - (state.phase is not Phase.TORN))
 
     def gradient_ready(self) -> bool:
-        """Return whether this rank stands at the gate: there it holds the reduced gradients of all that it updates."""
+        """Return whether this rank stands at the gate, where it holds all reduced gradients for its update."""
         return self._processor is not None and self._processor.gate.state().parked
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
@@ -146,17 +147,17 @@ class MindSporeSource(PagedSource):
     # ----------------------------------------------------------------------------------------------------- details
 
     def _local(self, version: Version) -> LocalState:
-        """Return the rank-local state of this rank when the version was finished.
+        """Return the rank-local state that this rank had when the version was finished.
 
         Raises:
-            CheckpointError: its page is gone, so the position of the version in the data is unknown.
+            CheckpointError: this rank's page is missing, so the position of the version in the data is unknown.
         """
         assert self._processor is not None
         rank = Rank(self._processor.env.rank)
         pages = self.read_pages((rank,), version)
         if rank not in pages.data:
             raise CheckpointError(
-                f"rank {rank} does not know where in the data version {version} was finished: "
+                f"rank {rank} has no page, so the position of version {version} in the data is unknown: "
                 f"{pages.missing.get(rank, 'it has no page')}"
             )
         return decode(pages.data[rank])
@@ -185,23 +186,26 @@ class MindSporeSource(PagedSource):
         return Piece(file, size, digest, SHARD_KIND, shard, rank)
 
     def _write_group(self, draft: Path, shard: Shard, rank: Rank) -> Piece:
-        """Write which ranks may load this rank's file, as the ``group_info.pb`` that MindSpore makes in compilation."""
+        """Write ``group_info.pb``, as MindSpore does when it compiles: the ranks that may load this rank's file."""
         assert self._processor is not None
         replicas = encode_group_info(self._processor.layout.groups[shard])
         return write_piece(draft, f"rank_{rank}/{NAME}", replicas, GROUP_KIND, rank)
 
     def _entries(self, version: Version, local: LocalState, undo: bool) -> Iterator[TensorToWrite]:
-        """Yield the parameters: the live memory (or the copy, to undo) of what updates write; the rest from the page.
+        """Yield all parameters with their values of ``version``.
+
+        Values that updates write come from the live memory, or for undo from the pre-image; the other values come from
+        the page.
 
         Raises:
-            CheckpointError: the memory is not of ``version``.
+            CheckpointError: the live memory, or the pre-image, is of another version.
         """
         assert self._processor is not None
         have = self._processor.gate.version
         if undo:
             kept = self.preimage.of(version)
         elif have != version:
-            raise CheckpointError(f"this rank holds version {have}, not {version}")
+            raise CheckpointError(f"this rank holds version {have}, not version {version}")
         for name, held in self._memory.held.items():
             if name in local.beside:
                 memory = memoryview(local.beside[name][2])
@@ -212,7 +216,7 @@ class MindSporeSource(PagedSource):
             yield TensorToWrite(name, held.dtype, held.shape, memory)
 
     def _numbers(self, rank: int, version: int, local: LocalState) -> list[TensorToWrite]:
-        """Return the numbers that MindSpore's TFTRegister adds, without names of parameters (``global_step``)."""
+        """Return the numbers that MindSpore's TFTRegister adds to a file, except those that are parameters already."""
         found = append_dict(rank, version, local.position) | {"loss_scale": self._loss_scale(local)}
         return [number(name, value) for name, value in found.items() if name not in self._memory.held]
 
@@ -232,7 +236,10 @@ class MindSporeSource(PagedSource):
 
 
 def append_dict(rank: int, version: int, position: Position) -> dict[str, Any]:
-    """Return the numbers that MindSpore's TFTRegister saves too; ``step_num`` counts from the first epoch on."""
+    """Return the numbers that MindSpore's TFTRegister saves too.
+
+    ``step_num`` counts from the beginning of the first epoch; ``global_step`` is the version.
+    """
     return {
         "epoch_num": position.epoch,
         "step_num": position.step,
@@ -251,33 +258,39 @@ def _job_state(version: int, position: Position) -> bytes:
 
 # ----------------------------------------------------------------------------------------------------------- inspection
 #
-# Comparison of replicas: a digest of what must be equal on them, and the names of tensors that hold NaN or Inf.
+# Comparison of replicas: a digest of the parameters that must be equal on them, and the names of parameters that hold
+# NaN or Inf.
 #
-# A state of up to 64 MiB is read whole; of a larger one evenly spaced blocks are read, others at each version. Digests
-# can be compared at the same version and in the same mode only.
+# A state of up to 64 MiB is read whole. Of a larger state evenly spaced blocks are read, and different blocks at each
+# version. Digests can be compared only if they are of the same version and made in the same mode.
 
 
 WHOLE_BYTES = 64 << 20
+"""Largest state, in bytes, that is read whole in the mode ``sample``."""
 SAMPLE_BYTES = 16 << 20
+"""Bytes of a larger state that are read, divided among parameters by their sizes."""
 _SHARE_MIN = 1 << 10
+"""Bytes that are read at least of each parameter."""
 _BLOCK_BYTES = 64 << 10
+"""Size of a block in bytes."""
 _BAD_MAX = 8
+"""Number of names of parameters with NaN or Inf that are reported."""
 
 
 class Inspector:
-    """Computes digests of memory of the host.
+    """Computes digests of parameters in host memory.
 
     Args:
-        mode: ``sample`` or ``all``.
+        mode: ``sample`` (read blocks of a large state) or ``all`` (read everything).
     """
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
 
     def look(self, held: Iterable[Held], version: int) -> tuple[str, tuple[str, ...]]:
-        """Return a digest of the state of ``version``, and names of parameters with NaN or Inf.
+        """Return a digest of the parameters ``held``, of ``version``, and the names of those with NaN or Inf.
 
-        Nobody may change the state meanwhile.
+        The state must not change during the call.
         """
         known = sorted(held, key=lambda h: h.name)
         total = sum(h.array.nbytes for h in known)

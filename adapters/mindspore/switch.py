@@ -1,4 +1,4 @@
-"""Reads the two environment variables of MindSpore's documentation that switch the power-off checkpoint on."""
+"""Reads the two environment variables that switch the power-off checkpoint on, as in MindSpore's documentation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _TTP_ON = re.compile(r"(^|[{,\s])TTP:1($|[},\s])")
 def require_switched_on(environ: Mapping[str, str] | None = None) -> None:
     """Check that both variables are set, as ``TFTRegister`` and ``TrainFaultTolerance`` need them.
 
+    Args:
+        environ: the environment; None: that of this process.
+
     Raises:
-        ConfigError: one is missing or says something else; the text says what to set.
+        ConfigError: a variable is missing or has another value; the message says what to set.
     """
     environ = os.environ if environ is None else environ
     wrong = []
@@ -29,12 +32,12 @@ def require_switched_on(environ: Mapping[str, str] | None = None) -> None:
     if wrong:
         raise ConfigError(
             f"the power-off checkpoint is switched on by two environment variables: set {' and '.join(wrong)} in the "
-            "environment of every worker, or take the callback out of Model.train"
+            "environment of every worker, or remove the callback from Model.train"
         )
 
 
 def may_be_protected(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether ttp may be switched on, so that an optimizer that is wrapped now has to report updates."""
+    """Return whether ttp may be on in this job: then an optimizer that is wrapped now must report its updates."""
     environ = os.environ if environ is None else environ
     return bool(environ.get("TTP_PORT")) or bool(_TTP_ON.search(environ.get(TFT, "")))
 

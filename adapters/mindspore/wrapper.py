@@ -1,4 +1,4 @@
-"""The optimizer's wrapper: reports each update, after the gradients are final and again after the last write.
+"""The wrapper of an optimizer: it reports when an update begins (gradients are final) and ends (last write is done).
 
 Theory of operation
 -------------------
@@ -6,17 +6,17 @@ The wrapper adds nothing to the arithmetic: the gradients go into the wrapped op
 returned unchanged.
 
 **Graph mode** compiles ``construct``; a Python call in it would run once, at compile time. So the two reports are
-operators (``ops.Custom`` with a Python function) that the graph runs in every step. Their order is data flow, which no
-pass of the compiler may break: the first report takes a value that depends on *all* gradients, the optimizer takes
+operators (``ops.Custom`` with a Python function) that the graph runs in every step. Data flow fixes their order, which
+no pass of the compiler may break: the first report takes a value that depends on *all* gradients, the optimizer takes
 gradients that depend on the first report's result, the second report takes a value that depends on the optimizer's
-result, and the step's result depends on the second report's. ``side_effect_mem`` keeps the compiler from dropping the
-reports or merging them as equal.
+result, and the step's result depends on the second report's result. ``side_effect_mem`` prevents the compiler from
+removing the reports, or merging them because they look equal.
 
-**PyNative** runs ``construct`` as Python. Kernels are launched asynchronously there; reading ``global_step`` to the
-host waits for the kernels that were launched before.
+**PyNative mode** runs ``construct`` as Python and launches kernels asynchronously. Reading ``global_step`` to the host
+waits for the kernels that were launched before.
 
-With a sliced layout an update may only begin when every rank can make it (docs/concepts.md). MindSpore's own
-``OptTFTWrapper`` has an AllReduce there; here the first report waits for all ranks (``barrier.py``).
+In a layout of several slices an update may only begin when every rank can make it (docs/concepts.md). MindSpore's own
+``OptTFTWrapper`` has an AllReduce for this; here the first report waits for all ranks (``barrier.py``).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _STATE = (
     "_parameters decay_flags dynamic_decay_flags weight_decay exec_weight_decay cache_enable reciprocal_scale "
     "need_scale global_step_increase_tensor param_length enable_tuple_broaden _unique _target "
 )
-"""Attributes that MindSpore reads from an optimizer; the wrapper shares them with the wrapped one, without copies."""
+"""Attributes that MindSpore reads from an optimizer. The wrapper has the same objects as the wrapped optimizer."""
 
 
 class Reporter(Protocol):
-    """An object that is told of updates. Its methods run on the training thread; they may wait, but not raise."""
+    """Receives the reports of a wrapped optimizer. Its methods run on the training thread; they may wait, not raise."""
 
     def begin_update(self) -> None:
         """Note that an update begins: all gradients are final, and nothing has been written."""
@@ -53,17 +53,17 @@ class Reporter(Protocol):
 
 
 class OptTTPWrapper(nn.Optimizer):
-    """An ``nn.Optimizer`` whose updates are reported to ttp. ``OptTFTWrapper`` is another name for it.
+    """An ``nn.Optimizer`` whose updates are reported to ttp. ``OptTFTWrapper`` is another name of the class.
 
-    Losses and weights are those of the optimizer alone, bit for bit. If ttp is not switched on when the wrapper is made
-    (``MS_ENABLE_TFT='{TTP:1}'`` or ``TTP_PORT``), nothing is reported, and nothing is added to the graph.
+    Losses and weights are the same as without the wrapper, bit for bit. If ttp is not switched on when the wrapper is
+    made (``MS_ENABLE_TFT='{TTP:1}'`` or ``TTP_PORT``), nothing is reported, and nothing is added to the graph.
 
     Args:
         opt: a MindSpore optimizer.
         undo: see ``ttp.wrap_optimizer``.
 
     Raises:
-        UsageError: ``opt`` is no ``nn.Optimizer``, or is wrapped already.
+        UsageError: ``opt`` is not an ``nn.Optimizer``, or is wrapped already.
         ConfigError: ttp is on, and the state has no replicas (optimizer parallelism without
             ``optimizer_weight_shard_size`` 2).
     """
@@ -89,7 +89,8 @@ class OptTTPWrapper(nn.Optimizer):
         self.reporter: Reporter | None = None
         self.ttp_reports = reports
         self.ttp_reached = 0
-        """The version at which an earlier training of this process has ended; the next one counts on from there."""
+        """The version at which an earlier training in this process ended; the next training continues counting there.
+        """
         self.ttp_by_python = context.get_context("mode") == context.PYNATIVE_MODE
         self.ttp_one = Tensor([1], ms.float32)
         self.ttp_depend = ops.Depend()
@@ -97,7 +98,7 @@ class OptTTPWrapper(nn.Optimizer):
             self.ttp_begin, self.ttp_end = _operator(self._begins), _operator(self._ends)
 
     def construct(self, gradients: Any) -> Any:
-        """Report that the update begins, make it, and report that it has ended."""
+        """Report that the update begins, run the wrapped optimizer, and report that the update has ended."""
         if not self.ttp_reports:
             return self.opt(gradients)
         if self.ttp_by_python:
@@ -137,9 +138,9 @@ _ONE = np.array([1], np.float32)
 
 
 def _operator(function: Any) -> Any:
-    """Return ``function`` as an operator of the graph, which runs on the host."""
+    """Return ``function`` as an operator of the graph that runs on the host."""
     custom = ops.Custom(function, out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
     custom.add_prim_attr("side_effect_mem", True)
     if context.get_context("device_target") != "CPU":
-        custom.set_device("CPU")  # never tried: no such device was at hand
+        custom.set_device("CPU")  # not tested: no such device was available
     return custom

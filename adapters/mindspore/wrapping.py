@@ -24,7 +24,16 @@ def wrap(
     buddy: bool,
     others: Mapping[str, Any],
 ) -> OptTTPWrapper:
-    """Wrap the optimizer, and protect the training now if ``model`` is given. For the arguments see ``wrap_optimizer``.
+    """Wrap the optimizer. If ``model`` is given, also register the training. See ``ttp.wrap_optimizer``.
+
+    Args:
+        optimizer: the optimizer.
+        model: the network (a Cell), or None.
+        save_dir: directory of checkpoints.
+        layout: the layout that the user gives, or None.
+        undo: see ``ttp.wrap_optimizer``.
+        buddy: must be False; MindSpore jobs keep no second copies on other hosts.
+        others: further arguments of ``ttp.wrap_optimizer``, by name; each must be None.
 
     Raises:
         UsageError: an argument has no meaning for MindSpore.
@@ -34,7 +43,7 @@ def wrap(
     if given:
         raise UsageError(
             f"wrap_optimizer({', '.join(given)}=) is not for MindSpore, where schedules and the loss "
-            "scale are parameters of the network and are saved with it: leave it out"
+            "scale are parameters of the network and are saved with it: leave the argument out"
         )
     if model is not None and not isinstance(model, nn.Cell):
         raise UsageError(

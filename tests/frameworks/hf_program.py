@@ -27,7 +27,7 @@ FSDP: dict[str, dict[str, Any]] = {
     "fsdp2": {"fsdp_version": 2, "sync_module_states": False, "state_dict_type": "FULL_STATE_DICT"},
     "hsdp": {"state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["GPT2Block"]},
 }
-PAUSES = ("evaluation", "what was due behind the last step")
+PAUSES = ("evaluation", "log, evaluation and save after the last step")
 
 
 class Watch(TrainerCallback):

@@ -159,7 +159,7 @@ class TestRefused:
     def test_a_trainer_without_the_callback(self) -> None:
         from ttp import hf
 
-        with pytest.raises(UsageError, match=r"comes behind trainer\.add_callback"):
+        with pytest.raises(UsageError, match=r"call trainer\.add_callback"):
             hf.resume_directory(self.trainer())
         with pytest.raises(UsageError, match="TtpCallback does not know its trainer"):
             hf.TtpCallback("nowhere").on_train_begin(None, None, None)

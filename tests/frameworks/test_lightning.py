@@ -134,7 +134,7 @@ def test_what_cannot_be_protected_is_refused(make_trainer: Any, tmp_path: Path) 
         make_trainer().fit(model, data, ckpt_path=str(tmp_path / "last.ckpt"))
     with pytest.raises(ConfigError, match="is for fit"):
         make_trainer().validate(model, data, ckpt_path="ttp://last")
-    with pytest.raises(ConfigError, match="Saves keeps its state by on_save_checkpoint"):
+    with pytest.raises(ConfigError, match="Saves saves its state in on_save_checkpoint"):
         make_trainer(Saves()).fit(model, data)
 
 

@@ -135,7 +135,7 @@ def test_one_rank_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
         constraints.check_world(4)
     monkeypatch.setattr(constraints, "GlobalComm", SimpleNamespace(INITED=True))
     monkeypatch.setattr(constraints, "get_group_size", lambda: 1)
-    with pytest.raises(ConfigError, match="speaks of 4 ranks and MindSpore of 1"):
+    with pytest.raises(ConfigError, match="started 4 ranks, and MindSpore has 1"):
         constraints.check_world(4)
     with pytest.raises(ConfigError, match="data parallelism of at least 2"):
         constraints.check_world(1)
