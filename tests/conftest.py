@@ -1,4 +1,4 @@
-"""For all tests: a busy machine is no finding of hypothesis, and tests that share a run share a worker."""
+"""For all tests: settings of hypothesis for busy machines, and tests that share a run stay on one worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damages files as broken memory or a broken disk does: the size stays."""
+"""Damages files without changing their size, as broken memory or a broken disk does."""
 
 from __future__ import annotations
 

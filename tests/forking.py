@@ -1,7 +1,7 @@
-"""Processes forked from one that has imported torch: a start costs a tenth of a second, not three to five.
+"""Forks processes from one that has imported torch: a start costs a tenth of a second, not three to five.
 
-So are the ranks of launchers that are forked here, from the first: as in a warm restart. Where ``TTP_CONTINUITY`` is
-set their first start is cold, as it is for users.
+The ranks of launchers that are forked here are forked too, from their first start, as in a warm restart. If
+``TTP_CONTINUITY`` is set, their first start is cold, as it is for users.
 """
 
 from __future__ import annotations

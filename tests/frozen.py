@@ -1,6 +1,6 @@
-"""Imported last by the process that tests fork from: what is there is no garbage, and children need not copy it.
+"""Excludes all present objects from garbage collection, so forked children need not copy them. Import it last.
 
-So does ``ttp.launch.warm.template``.
+``ttp.launch.warm.template`` does the same.
 """
 
 import gc

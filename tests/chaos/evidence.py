@@ -1,4 +1,4 @@
-"""A run of a made-up job, as it would be recorded: three ranks on one host, hurt in step 5."""
+"""The evidence of a run of a made-up job: three ranks on one host, with a fault in step 5."""
 
 from __future__ import annotations
 

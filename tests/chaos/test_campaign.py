@@ -1,4 +1,4 @@
-"""What a seed draws."""
+"""The scripts and faults that a seed draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A good run has no findings; every way to tamper with it has one."""
+"""The checks of a chaos run: a good run has no findings, and each kind of tampered evidence has one."""
 
 from __future__ import annotations
 

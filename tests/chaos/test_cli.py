@@ -1,4 +1,4 @@
-"""The command line: what is wrong is said before anybody is hurt."""
+"""``ttp chaos`` as a command: wrong arguments are refused before any job is hurt."""
 
 from __future__ import annotations
 

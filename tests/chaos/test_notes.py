@@ -1,4 +1,4 @@
-"""What ranks wrote down, also when a crash cut the last line off."""
+"""The notes of ranks are read, also when a crash has cut the last line off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts: what is read is what was written, and every mistake is named."""
+"""Scripts are read as they were written, and every mistake in one is named."""
 
 from __future__ import annotations
 

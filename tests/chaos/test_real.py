@@ -1,4 +1,4 @@
-"""Real jobs that are really hurt, and what is left when whoever hurts them is killed."""
+"""Faults in real jobs, and the processes that are left when the injecting process is killed."""
 
 from __future__ import annotations
 

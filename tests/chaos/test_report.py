@@ -1,4 +1,4 @@
-"""The page that is written from results."""
+"""The report page that is written from the results of a campaign."""
 
 from __future__ import annotations
 

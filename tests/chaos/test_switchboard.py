@@ -1,4 +1,4 @@
-"""Ranks call in over a real socket; who hurts them meets them where they stand."""
+"""Ranks report their points over a real socket, and wait there for the fault that hits them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks came back: which way it was, and that nobody is left without a reason for a worse one."""
+"""How ranks came back after a fault, and whether a reason is logged if they could have come back faster."""
 
 from __future__ import annotations
 

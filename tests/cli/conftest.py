@@ -1,4 +1,6 @@
-"""Commands run in this process; a save_dir made by the store itself; a real controller with ranks that obey."""
+"""Fixtures: commands run in this process, a save_dir made by the store itself, a real controller with obedient
+ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ClusterD's ``Recover`` service, as far as a job's agent needs it: sends what a test says, keeps what it hears."""
+"""ClusterD's ``Recover`` service, as far as a job's agent needs it: sends what a test says, records what it
+receives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ttp clusterd``: rounds with a server that has ClusterD's service, and a real controller."""
+"""``ttp clusterd`` between a server with ClusterD's service and a real controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ttp goodput``: stories of jobs, added up."""
+"""``ttp goodput``: the histories of jobs, summed up."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""``ttp incidents``: incident files as tables, as JSON, and damaged or hostile ones."""
+
 from __future__ import annotations
 
 import json

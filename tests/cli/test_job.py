@@ -1,4 +1,4 @@
-"""status, save, report-fault: against a real controller process."""
+"""``ttp status``, ``save`` and ``report-fault`` against a real controller process."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The command line as a whole: help, wrong usage, exit codes, and start without heavy imports."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""``ttp reshard`` as a command: what it takes, says and answers."""
+"""``ttp reshard`` as a command: its arguments, messages and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""list, verify, inspect: what is said of a save_dir."""
+"""``ttp list``, ``verify`` and ``inspect``: what they say of a save_dir."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ttp simulate``: the same seed is the same run, and a broken one is printed as the command that repeats it."""
+"""``ttp simulate``: the same seed is the same run, and a broken run is printed as the command that repeats it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ttp suspects``: the hosts that incidents speak against."""
+"""``ttp suspects``: the hosts that several incidents have named."""
 
 from __future__ import annotations
 

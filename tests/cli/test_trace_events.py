@@ -1,4 +1,4 @@
-"""``ttp incidents --trace``: what a trace viewer takes."""
+"""``ttp incidents --trace``: the events for a trace viewer."""
 
 from __future__ import annotations
 

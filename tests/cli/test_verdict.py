@@ -1,4 +1,4 @@
-"""``ttp verdict``: directories that were made up, damaged, or are somebody else's."""
+"""``ttp verdict`` on save_dirs that are made up, damaged, or of another job."""
 
 from __future__ import annotations
 

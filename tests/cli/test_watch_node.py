@@ -1,4 +1,4 @@
-"""``ttp watch-node``: a check, and MindCluster's reset.json, against a real controller."""
+"""``ttp watch-node``: a check of the node, and MindCluster's reset.json, against a real controller."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Sizes, durations and counts in words."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,6 @@
-"""Imports what puts ``mindio_ttp`` into place, and takes it back: this process and its children run other tests too."""
+"""Imports the code that makes ``mindio_ttp`` importable, and undoes that: this process and its children run other tests
+too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches ``program.py`` on some ranks and reads what they left."""
+"""Launches ``program.py`` on some ranks and reads their output files."""
 
 from __future__ import annotations
 

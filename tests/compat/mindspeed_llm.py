@@ -1,9 +1,10 @@
-"""MindSpeed-LLM's own ``high_availability`` modules against ttp, unchanged: four processes on CPU. To be run by hand.
+"""Runs MindSpeed-LLM's own, unchanged ``high_availability`` modules against ttp: four processes on CPU. Run it by hand.
 
 ``python -m tests.compat.mindspeed_llm CHECKOUT {kill,uce}``, with ``CHECKOUT`` a clone of Ascend/MindSpeed-LLM (commit
-c77308a1 was used). They need an accelerator, Megatron and MindSpeed, so these are stand-ins: ``torch_npu``,
-``torch.npu``, all of ``megatron`` and ``mindspeed``, the optimizer, and the transfer and the roll-back of a repair. All
-that speaks to ``mindio_ttp`` is theirs but for those two. ``kill`` ends rank 1 in step 3, ``uce`` has it lose memory.
+c77308a1 was used). The modules need an accelerator, Megatron and MindSpeed, which are replaced by stand-ins:
+``torch_npu``, ``torch.npu``, all of ``megatron`` and ``mindspeed``, the optimizer, and the transfer and the roll-back
+of a repair. All other code that speaks to ``mindio_ttp`` is theirs. ``kill`` ends rank 1 in step 3; with ``uce`` it
+loses memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""MindSpore's own client of ``mindio_ttp``, unchanged: ``_tft_handler``, ``TrainFaultTolerance``, ``Model.train``.
+"""Runs MindSpore's own, unchanged client of ``mindio_ttp``: ``_tft_handler``, ``TrainFaultTolerance``, ``Model.train``.
 
-They refuse everything but Ascend, so what they call of the device is faked here: which device it is, its kernels and
-its collectives, which are files of ``JOB_DIR``. All that speaks to ``mindio_ttp`` is theirs.
+The client works only on Ascend, so the calls that it makes to the device are faked: the device's name, its kernels and
+its collectives, which are files of ``JOB_DIR``. All code that speaks to ``mindio_ttp`` is MindSpore's.
 
-``python mindspore_client.py FAULT`` with ``FAULT`` one of ``kill``, ``uce``, ``none``: what befalls rank 1 in step 3.
+``python mindspore_client.py FAULT`` with ``FAULT`` one of ``kill``, ``uce``, ``none``: the fault of rank 1 in step 3.
 """
 
 from __future__ import annotations

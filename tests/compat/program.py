@@ -1,11 +1,12 @@
-"""A training program written for ``mindio_ttp``: knows nothing of ttp. State and collectives are files of ``JOB_DIR``.
+"""A training program written for ``mindio_ttp``, without any code of ttp. State and collectives are files of
+``JOB_DIR``.
 
 ``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``), ``copies``, ``sets``,
 ``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would; rank -1, if there is one, is
-a process of the manager's own, which does what files ``ask0``, ``ask1`` say: a function and its
-arguments), ``hostile`` (``{"save": {"1": "raise"}}``: what handlers do wrong, by rank),
-``delay_s`` by rank, ``starts`` of the controller. What it does is told by one line of JSON each in ``rank{r}.jsonl``.
-With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
+a process of the manager's own, which follows the files ``ask0``, ``ask1``: a function and its arguments), ``hostile``
+(``{"save": {"1": "raise"}}``: wrong behaviour of handlers, by rank), ``delay_s`` by rank, ``starts`` of the controller.
+Each rank writes its actions as lines of JSON to ``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of
+that dialect.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A torch program written for ``mindio_ttp`` with ARF, over gloo: ZeRO-1 with two pieces, each on every other rank.
 
 It does what the original's adapter does: survivors stop, clean, make their groups anew with the newcomer, send it the
-piece that it holds, roll back, and train on. ``JOB_FAULTS``: ``[{"rank": 1, "step": 5, "at": "data"}]``; ``at`` may be
-a handler's name, and ``what`` ``raise``, ``hang`` or ``nothing`` (when a file ``after`` is there) instead of ``kill``.
-Each happens once in a job; ``warm``: not before a rank can be started alone; ``with``: ranks that die at one moment, as
-a later death would be another fault.
+piece that they hold, roll back, and train on. ``JOB_FAULTS``: ``[{"rank": 1, "step": 5, "at": "data"}]``. ``at`` may be
+a handler's name; ``what`` may be ``raise``, ``hang`` or ``nothing`` (when a file ``after`` exists) instead of ``kill``.
+Each fault happens once in a job. ``warm``: not before a rank can be started alone; ``with``: ranks that die at the same
+moment, because a later death would be another fault.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A host is drained, and another one stands by: its ranks are moved there while the others keep their processes.
+"""A host is drained while another one stands by: its ranks move there, and the others keep their processes.
 
-Real launchers, real processes over gloo, whose groups the program makes anew; the bits of the unbroken run.
+Real launchers and real processes over gloo, whose groups the program makes anew; the bits of the unbroken run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Elastic training of a program for MindIO, by the checkpoint: fewer ranks when one dies, more when a host comes."""
+"""Elastic training of a program for MindIO through the checkpoint: fewer ranks when one dies, more when a host
+comes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Programs, handlers and managers that do wrong, and faults in the middle of what mends a fault: nothing hangs, and no
-checkpoint that can be had is lost."""
+"""Programs, handlers and managers that misbehave, and faults during a repair: nothing hangs, and no checkpoint that
+could be made is lost.
+"""
 
 from __future__ import annotations
 

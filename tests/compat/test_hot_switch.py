@@ -1,4 +1,4 @@
-"""A hot switch, over real processes: the manager starts another process for a rank that lives, which takes its seat."""
+"""A hot switch over real processes: the manager starts another process for a living rank, which takes its seat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MindSpore 2.10's own client against ttp: two processes, the device faked, nothing of the client changed."""
+"""MindSpore 2.10's own, unchanged client against ttp: two processes, with a faked device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that imports MindSpore's own names for the power-off checkpoint gets ttp's; its mistakes end with 64."""
+"""A program that imports MindSpore's names for the power-off checkpoint gets ttp's; its mistakes end with 64."""
 
 from __future__ import annotations
 

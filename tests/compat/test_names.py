@@ -1,4 +1,4 @@
-"""Names, numbers and texts of the original: what they are, and what is said when they are used wrongly."""
+"""The names, numbers and texts of the original's interface, and the messages when they are used wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mindio_ttp`` is put into place by choice, once, and never over the original."""
+"""``mindio_ttp`` becomes importable only on request, once, and never in place of the original."""
 
 from __future__ import annotations
 

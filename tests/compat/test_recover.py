@@ -1,7 +1,7 @@
 """ARF of programs for MindIO: under ``ttp run`` a rank is killed, and a new process takes its seat.
 
-Real processes over gloo, handlers of the program's own; the bits of the unbroken run. Whatever goes wrong meanwhile
-ends in the start of all ranks from the checkpoint that was made first.
+Real processes over gloo, with handlers of the program's own; the bits of the unbroken run. A failure during the
+replacement ends in the start of all ranks from the checkpoint that was made first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs for the original, over real processes: one test per row of the table in docs/mindio.md."""
+"""Programs for the original over real processes: one test per row of the table in docs/mindio.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another controller takes over where one is lost, over TLS as over anything else."""
+"""A standby controller takes over from a lost one, over TLS too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What waits for a peer that does not read, and what happens when the machine fails: nothing grows, nothing stops."""
+"""Orders for a peer that does not read them, and errors of the machine: memory stays bounded, and the controller goes
+on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver does of what the machine says, when some of it cannot be done."""
+"""How the driver carries out the machine's actions, if some of them fail."""
 
 from __future__ import annotations
 

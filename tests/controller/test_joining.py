@@ -1,4 +1,4 @@
-"""A rank that cannot join, or is refused late: it says so, trains on, and waits for nobody."""
+"""A rank that cannot join, or is refused late, says so, trains on, and does not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The story of an incident is written down, whatever the storage does: it may be what the story is about."""
+"""An incident is written down whatever the storage does, as the storage may be the cause of the incident."""
 
 from __future__ import annotations
 

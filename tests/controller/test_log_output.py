@@ -1,4 +1,4 @@
-"""The log of a controller never keeps it waiting."""
+"""The controller never waits for its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The service for an outside manager: behind the token, one at a time, and clear about what makes no sense."""
+"""The service for an outside manager: it needs the token, serves one manager at a time, and refuses nonsense in
+words.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told, while a rank is killed and the job starts again."""
+"""The metrics for Prometheus while a rank is killed and the job starts again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller as its peers see it: a real process, real streams."""
+"""The controller as a real process, with real streams to its peers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Machines as numbers: two that know the same have the same number, whatever happened to them.
+"""Numbers the states of machines: two machines with the same knowledge have the same number, whatever their history.
 
-A step of a machine depends on nothing but the machine, the event and the time, so each is made once.
+A step of a machine depends only on the machine, the event and the time, so each step is computed once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Every interleaving of the real machines in a small world, explored breadth first with states seen before left out.
+"""Explores every interleaving of the real machines in a small world, breadth first, without states seen before.
 
-A state is the controllers' machines, the machines of the ranks, what is on its way in each direction of each stream,
-the gates, what each saver is doing, and the storage. Anything enabled may happen next: a message arrives, a second time
-too, an update begins or ends, a rank comes to the gate, a saver finishes a piece, a committer renames, a rank is killed
-or its stream breaks (what was said last may arrive or not), a controller dies and another takes over, and only when
-nothing else can happen: time passes to the next deadline. Ranks in ``hanging`` never leave the barrier.
+A state is the controllers' machines, the machines of the ranks, the messages on their way in each direction of each
+stream, the gates, the work of each saver, and the storage. Any enabled event may happen next: a message arrives, also a
+second time; an update begins or ends; a rank comes to the gate; a saver finishes a piece; a committer renames; a rank
+is killed or its stream breaks (its last messages may arrive or not); a controller dies and another takes over. Only
+when nothing else can happen, time passes to the next deadline. Ranks in ``hanging`` never leave the barrier.
 
-With a rival there are two controllers. A rank whose stream breaks goes to the one that its machine wants to go to, and
-asks it to take over; the other one goes on with whom it has.
+With a rival there are two controllers. A rank whose stream breaks goes to the controller that its machine chooses, and
+asks it to take over; the other controller goes on with its remaining ranks.
 
 ``python -m tests.core.model_large`` explores larger worlds than the tests do and prints how many states they have.
 """

@@ -1,8 +1,8 @@
 """The model of ``model`` with second streams: ranks that hear nothing of their controller have another one save.
 
-To what happens there comes: a rank sees that nothing comes from its controller, and opens a second stream to the rival,
-which arrives or not; it sees that something comes again; a second stream breaks; orders arrive on it, and reports.
-Streams, controllers and ranks are lost as before, so takeovers come at every point of what the rival does meanwhile.
+Additional events: a rank finds its controller silent and opens a second stream to the rival, which arrives or not; it
+hears the controller again; a second stream breaks; orders and reports arrive on it. Streams, controllers and ranks are
+lost as before, so takeovers happen at every point of the rival's save.
 """
 
 from __future__ import annotations

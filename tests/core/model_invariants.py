@@ -1,4 +1,4 @@
-"""What has to hold in every state of the model check: I1, I2, I4 and I6 of the design; see ``model``."""
+"""The invariants of every state of the model check: I1, I2, I4 and I6 of the design; see ``model``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The model of ``model``, where survivors of a death go on in their processes (``--continuity keep``).
 
-To what happens there comes: the launcher of each host says that a rank has died and whether it could be started alone;
-ranks that are released to go on leave their loops and wait; their launcher starts the dead, or kills those that wait
-where one of its ranks has left, or has failed before it made its first update; whoever wants to gives up on its way;
-time passes to the limit of those that are on their way. The processes of the next launch say hello, restore and make
-one update, which takes all of them.
+Additional events: the launcher of each host reports that a rank has died and whether it could be started alone; ranks
+that are released to go on leave their loops and wait; their launcher starts the dead ranks, or kills the waiting ones
+if one of its ranks has left or has failed before its first update; a rank gives up on its way; time passes to the limit
+of the ranks on their way. The processes of the next launch say hello, restore and make one update, which takes all of
+them.
 """
 
 from __future__ import annotations

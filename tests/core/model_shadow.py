@@ -1,8 +1,8 @@
-"""A checkpoint is held in memory first, where survivors go on: ``model_keep`` with another actor, who makes it durable.
+"""The model of ``model_keep``, where a checkpoint is held in memory first and another process makes it durable.
 
-``State.committed`` is what can be restored, ``State.held`` what of it is in memory only. The process that brings it to
-the storage may do so at any time, and time may pass before where no rank waits for it. A newer checkpoint there takes
-the place of what is held. Memory may refuse a save or a commit, and the storage what comes from memory.
+``State.committed`` is what can be restored, ``State.held`` the part of it that is in memory only. The writer process
+may copy it to the storage at any time; time may pass before that if no rank waits for it. A newer checkpoint on the
+storage replaces the held one. Memory may refuse a save or a commit, and the storage may refuse the writer's copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a state of the model check is made of; see ``model``."""
+"""The parts of a state of the model check; see ``model``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Breaks the core on purpose, many ways, and looks which tests notice.
+"""Breaks the core on purpose in many ways, and finds out which tests notice.
 
-The ways are in ``mutants.txt``. ``python -m tests.core.mutants`` prints a table (``--quick``: until the first suite
-notices); ``python -m tests.core.mutants NAME SUITE`` runs one suite on one of them. A mutant that no suite catches is a
+The changes are in ``mutants.txt``. ``python -m tests.core.mutants`` prints a table (``--quick``: until the first suite
+notices); ``python -m tests.core.mutants NAME SUITE`` runs one suite on one mutant. A mutant that no suite catches is a
 hole in the tests.
 """
 

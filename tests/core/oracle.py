@@ -1,4 +1,4 @@
-"""Statement 1 once more, written from its text alone and as slowly as it reads."""
+"""A slow, second implementation of Statement 1, written from its text alone."""
 
 from __future__ import annotations
 

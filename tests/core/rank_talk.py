@@ -1,4 +1,4 @@
-"""Short words for tests that talk to the machine of one rank."""
+"""Short helpers for tests that exchange messages with the machine of one rank."""
 
 from __future__ import annotations
 

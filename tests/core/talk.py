@@ -1,4 +1,4 @@
-"""Short words for tests that talk to one machine."""
+"""Short helpers for tests that exchange messages with one controller's machine."""
 
 from __future__ import annotations
 

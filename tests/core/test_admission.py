@@ -1,4 +1,4 @@
-"""Who is let into a job, as transcripts: what ranks say, and what the controller answers."""
+"""Which ranks may join a job, as transcripts: messages of ranks, and the answers of the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks restore, and what is said when they see different ones."""
+"""Which checkpoint all ranks restore, and the error if they see different ones."""
 
 from __future__ import annotations
 

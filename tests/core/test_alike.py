@@ -1,4 +1,4 @@
-"""What several ranks say alike does what it does when each says it alone."""
+"""A message that stands for several ranks has the same effect as one message of each rank."""
 
 from __future__ import annotations
 

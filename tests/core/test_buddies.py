@@ -1,4 +1,4 @@
-"""Second copies: who copies what, what is told to whom, and that a common version is there at every moment."""
+"""Second copies: which rank copies what, the messages about it, and that all ranks always have a common version."""
 
 from __future__ import annotations
 

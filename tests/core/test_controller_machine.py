@@ -1,4 +1,4 @@
-"""Single behaviours of the controller's machine, as transcripts: what comes in, and the line of what it says."""
+"""Single behaviours of the controller's machine, as transcripts: an event, and the line of actions that it causes."""
 
 from __future__ import annotations
 

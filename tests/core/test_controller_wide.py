@@ -1,4 +1,4 @@
-"""The controller in a world of several hosts: redo and undo, replicas that disagree, hangs."""
+"""The controller in a world of several hosts: redo and undo, replicas that differ, hangs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What ``decide`` allows: tables to read, properties against an oracle.
+"""The plans of ``decide``: tables to read, and properties against an oracle.
 
 Notation of an answer: ``o(rank, version)`` is whole, ``x(rank, version)`` torn after that version. Letters behind it:
-``g`` holds the gradient of the next version, ``p`` a pre-image of the last, ``s`` its main thread hangs, ``u`` what
-follows its step is not done. A rank that gives no answer is dead.
+``g`` holds the gradient of the next version, ``p`` a pre-image of the last, ``s`` its main thread hangs, ``u`` the
+post-step is not done. A rank that gives no answer is dead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is no fault, or is none after all: streams that come back, and checkpoints on request."""
+"""Evidence that turns out to be false: streams that come back; and checkpoints on request, which are no faults."""
 
 from __future__ import annotations
 

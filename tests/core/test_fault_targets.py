@@ -1,4 +1,4 @@
-"""Who is meant by a report from outside."""
+"""Which ranks a report from outside accuses."""
 
 from __future__ import annotations
 

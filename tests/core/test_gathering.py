@@ -1,4 +1,4 @@
-"""After a takeover nobody is accused because it stood in a queue."""
+"""After a takeover no rank is accused because it waited in a queue."""
 
 from __future__ import annotations
 

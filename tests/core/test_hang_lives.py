@@ -1,4 +1,4 @@
-"""Whole lives of jobs, in virtual time and against an oracle: who is found to hang, and when."""
+"""Whole lives of jobs in virtual time, against an oracle: which ranks are found to hang, and when."""
 
 from __future__ import annotations
 

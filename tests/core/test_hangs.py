@@ -1,4 +1,4 @@
-"""When a job is said to hang, and who is named: cases, a slow oracle, and whole jobs in virtual time."""
+"""When a job counts as hanging, and which ranks are named: cases, a slow oracle, and whole jobs in virtual time."""
 
 from __future__ import annotations
 

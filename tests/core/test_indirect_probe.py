@@ -1,4 +1,4 @@
-"""Who sees a death first in a world of several hosts: neighbours, and a rank of a third host."""
+"""Who sees a death first in a world of several hosts: neighbours, the launcher, or a rank of a third host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One exit code for a job, and launches that bring it nowhere."""
+"""One exit code for a job, and launches that bring no new version."""
 
 from __future__ import annotations
 

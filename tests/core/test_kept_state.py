@@ -1,4 +1,4 @@
-"""When a state in memory may be gone on with, and who gives it to whom."""
+"""When a rank may go on with its state in memory, and which ranks give theirs to which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a controller learns what the digest in a hello stands for; and that a hello is small, whatever the layout is."""
+"""How a controller learns the layout of a digest, and that the size of a hello does not depend on the layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When communicators of a device may be aborted."""
+"""When a rank may abort the communicators of its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of ranks that another host keeps."""
+"""Pages that ranks of another host keep."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every quiet state of small worlds, counted and decided.
+"""Counts every quiet state of small worlds, and decides each.
 
-Why the counts are what they are. The yardstick (the theory's table of bad / coverable quiet states, policy "largest
-common n") does not say what makes two states the same, nor how many steps are played. With the model written down in
-``tests.core.worlds`` four of its eight rows come out to the last state, two more in the number of bad states:
+Why the counts are what they are. The reference (the theory's table of bad / coverable quiet states, policy "largest
+common n") does not define when two states are the same, nor how many steps are played. With the model of
+``tests.core.worlds`` four of its eight rows are met to the last state, two more in the number of bad states:
 
 =========  =======  =====  ========  ========  ======================================================
 S,D,kills  barrier  steps  table     measured  difference
@@ -17,11 +17,11 @@ S,D,kills  barrier  steps  table     measured  difference
 3,2,1      none     1      18/54     18/54
 =========  =======  =====  ========  ========  ======================================================
 
-The rows of one kill fix the model (which rank waits for whom, what a death in mid-collective may leave behind); no
-variant tried gives all eight. What remains open is which second kills the table's author regarded as possible.
+The rows of one kill fix the model (which rank waits for which, what a death in mid-collective may leave behind); no
+variant that was tried gives all eight. It remains open which second kills the table's author considered possible.
 
-What the theory claims does not depend on the counting, and is asserted below for every single state: undo leaves no bad
-state; redo leaves none with a barrier; without a barrier redo helps nowhere; an atomic barrier has no bad state.
+The theory's claims do not depend on the counting, and are asserted below for every single state: undo leaves no bad
+state; redo leaves none with a barrier; without a barrier redo never helps; an atomic barrier has no bad state.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Survivors that go on in their processes, explored exhaustively; see ``tests.core.model_keep``.
 
-From every state each rank ends with 75 or makes a further update: that is what the outcomes say.
+From every state each rank ends with 75 or makes a further update; the outcomes show that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What is held in memory only is never taken for saved, explored exhaustively; see ``tests.core.model_shadow``."""
+"""A checkpoint that is only held in memory never counts as saved; explored exhaustively, see
+``tests.core.model_shadow``.
+"""
 
 from __future__ import annotations
 

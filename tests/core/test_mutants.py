@@ -1,4 +1,4 @@
-"""The tests of the core can fail: every mutant is caught by one of the suites."""
+"""The tests of the core can fail: each mutant of the core is caught by one of the suites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storage refuses: another directory, or once more after a while."""
+"""The storage refuses: the save is made in another directory, or once more after a while."""
 
 from __future__ import annotations
 

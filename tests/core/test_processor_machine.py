@@ -1,4 +1,4 @@
-"""Single behaviours of a rank's machine, as transcripts: its stream, its training, what it restores."""
+"""Single behaviours of a rank's machine, as transcripts: its stream, its training, its restore."""
 
 from __future__ import annotations
 

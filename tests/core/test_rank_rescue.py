@@ -1,4 +1,4 @@
-"""What a rank does in an incident, as transcripts: freeze, save and commit, redo and undo."""
+"""The behaviour of a rank in an incident, as transcripts: freeze, save and commit, redo and undo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A relay between ranks and controller: each line says what a stream of its own would have said."""
+"""A relay between ranks and controller: each line carries what a stream of its own would have carried."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The vote between replicas that differ: the majority is saved, a tie is disputed, and copies with NaN come last."""
+
 from __future__ import annotations
 
 from collections import Counter

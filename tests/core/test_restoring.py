@@ -1,4 +1,4 @@
-"""All ranks restore the same checkpoint, and a launch after the next knows what was committed."""
+"""All ranks restore the same checkpoint, and the next launch knows the last commit."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Which controller a rank connects to: the present one again, or the next one of the ring."""
+
 from __future__ import annotations
 
 from ttp.core.rank.failover import HOME, Route

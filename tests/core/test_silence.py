@@ -1,4 +1,4 @@
-"""Hosts from which nothing comes: looked at, doubted, saved around, and never released for a doubt."""
+"""Hosts that fall silent: looked at, doubted, saved without them, and never released for a doubt."""
 
 from __future__ import annotations
 

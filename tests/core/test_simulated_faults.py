@@ -1,4 +1,4 @@
-"""Single faults of a simulated job, each read as a story."""
+"""Single faults of a simulated job, each test readable as a story."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that go on from what is held in memory, with faults before that is durable; see ``ttp.testing.sim_memory``."""
+"""Ranks that go on from a held checkpoint, with faults before it is durable; see ``ttp.testing.sim_memory``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that lose their power or their network, with the patience of real jobs, in virtual time."""
+"""Hosts that lose their power or their network, with the timeouts of real jobs, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How ranks that go on come to their state: kept, from another one, or read; see ``ttp.testing.sim_transfers``.
+"""How ranks that go on get their state: kept, received, or read; see ``ttp.testing.sim_transfers``.
 
-Whatever goes wrong, each rank makes an update of the state that was committed or is gone within its time.
+Whatever goes wrong, each rank makes an update from the committed state, or has left within its time.
 """
 
 from __future__ import annotations

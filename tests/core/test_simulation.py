@@ -1,6 +1,6 @@
-"""Whole jobs in virtual time, seeded. A failure names its seed:
+"""Whole jobs in virtual time, drawn from seeds. A failure names its seed.
 
-``ttp simulate --seed 1234 --trace`` shows what happened in it, event by event.
+``ttp simulate --seed 1234 --trace`` shows the events of that job one by one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The controller's own host falls silent: a standby saves meanwhile, and leads nobody. Patience as in real jobs."""
+"""The controller's own host falls silent: a standby saves meanwhile, without leading. With the timeouts of real
+jobs.
+"""
 
 from __future__ import annotations
 

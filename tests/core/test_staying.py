@@ -1,4 +1,4 @@
-"""All ranks stay in their loops, or none does."""
+"""Either all ranks stay in their loops, or none does."""
 
 from __future__ import annotations
 

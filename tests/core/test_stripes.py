@@ -1,4 +1,4 @@
-"""Shards that are cut: names, how many parts, who writes them, and what happens when one of the writers is lost."""
+"""Shards that are cut into parts: names, number of parts, their writers, and the loss of a writer."""
 
 from __future__ import annotations
 

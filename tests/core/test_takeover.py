@@ -1,4 +1,4 @@
-"""Another controller leads the job, or its next launch: what it is told again."""
+"""Another controller leads the job, or its next launch: what ranks tell it again."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""Small worlds, enumerated: every quiet state that ``shards x replicas`` ranks can be left in when some are killed.
+"""Enumerates every quiet state in which ``shards x replicas`` ranks can be left when some of them are killed.
 
-The model of one step of one rank, and what it waits for:
+The model of one step of one rank, and its waits:
 
 ==============  ========================================================================================================
 computing       forward and backward; the gradient of every group depends on every rank's part
 in the reduce   of its replica group; over when all of the group have arrived and all ranks have begun this step
 reduced         holds the final gradient
-in the barrier  over all ranks; over when all have arrived. Without a barrier nobody waits here
+in the barrier  over all ranks; over when all have arrived. Without a barrier no rank waits here
 passed          about to write
 updating        torn if killed here
 ==============  ========================================================================================================
 
 A rank that dies while computing may or may not have given other groups what they need. A rank that dies in a collective
-that was complete leaves its neighbours in one of two ways: an *atomic* collective lets everybody go, or nobody; from a
-*real* one some get away and others hang. A state is quiet when nothing has to happen any more. Two quiet states are the
-same when the dead died at the same points and the living have the same version and gradient. States are counted if
-somebody was killed and every shard has a living copy.
+that was complete leaves its neighbours in one of two ways: an *atomic* collective lets all of them go, or none; from a
+*real* one some get away and others hang. A state is quiet when no further event has to happen. Two quiet states are the
+same when the dead ranks died at the same points and the living ranks have the same version and gradient. States are
+counted if a rank was killed and every shard has a living copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A disk that fails when it is told to: real system calls, through the kernel, into a directory.
+r"""A disk that fails on command: real system calls, through the kernel, into a directory.
 
 ```python
 with BadDisk(mountpoint, directory) as disk:
-    disk.rules(Rule(("WRITE",), name=r"\\.distcp$", skip=3, error=errno.ENOSPC))
+    disk.rules(Rule(("WRITE",), name=r"\.distcp$", skip=3, error=errno.ENOSPC))
 ```
 
 Needs ``/dev/fuse`` and the right to mount (root, or a container with CAP_SYS_ADMIN); ``why_not`` says what is missing.

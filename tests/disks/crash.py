@@ -1,8 +1,8 @@
 """Works out what a disk may hold after a power cut, from the journal of a ``BadDisk``.
 
-The journal is what the kernel was really asked, in order. A cut may come between any two lines. What was not synced
-then may be there or not: bytes of a file without an ``fsync`` after them, names without one of their directory. POSIX
-promises no more, and file systems differ in what they make of it.
+The journal lists the requests of the kernel in order. A power cut may come between any two lines. Data that was not
+synced then may be lost or not: bytes of a file without an ``fsync`` after them, names without a sync of their
+directory. POSIX promises no more, and file systems differ in what they keep.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process behind a ``BadDisk``: ``python -m tests.disks.fuse_server MOUNTPOINT DIRECTORY``.
 
-Commands come on stdin and are answered on stdout, one JSON object per line. When stdin ends the mount is taken away, so
-nothing is left of it whatever becomes of the test. One thread does everything: a request that is slow holds up the
-others, as a slow server does.
+Commands come on stdin and are answered on stdout, one JSON object per line. When stdin ends the file system is
+unmounted, so nothing is left of it however the test ends. One thread does everything: a slow request holds up the
+others, as with a slow server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A FUSE file system that hands everything through to a directory, and can write down what changed it.
+"""A FUSE file system that passes all requests on to a directory, and can record the changes.
 
-Nodes are inodes of the directory below, held by ``O_PATH`` descriptors: names may change as they like.
+Nodes are inodes of the directory below, held by ``O_PATH`` descriptors, so names may change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The kernel's FUSE protocol (7.31), as far as a file system of regular files and directories needs it.
 
-Requests come from ``/dev/fuse``, one per read; answers go back the same way. No library and no helper program: what
-the tests need of FUSE is there wherever the kernel has it and this process may mount.
+Requests come from ``/dev/fuse``, one per read; answers go back the same way. It needs no library and no helper program,
+only a kernel with FUSE and the right to mount.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A disk that loses its power at a chosen call, and what is left on it.
+"""A disk that loses its power at a chosen call, and the files that are left on it.
 
-A process that dies leaves what it gave to the kernel. A power cut may leave less: names that nobody synced are gone,
-all of them or some. ``PluggedDisk`` remembers which those are, so that a test can look at each outcome.
+Data that a dead process gave to the kernel is kept. A power cut may lose more: some or all of the names whose directory
+was not synced. ``PluggedDisk`` remembers which those are, so a test can look at each outcome.
 """
 
 from __future__ import annotations

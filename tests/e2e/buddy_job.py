@@ -1,7 +1,7 @@
 """A rank of a job whose shards have one copy each (``fully_shard`` over one dimension). Run by ``test_buddy.py``.
 
 Environment: ``JOB_DIR``, ``JOB_STEPS``, ``JOB_FAULT`` (``RANK:STEP:kill`` or ``RANK:STEP:host``, in the first life; a
-host takes its shared memory with it). Writes a line for each version with the digest of all that this rank holds.
+host takes its shared memory with it). Writes a line for each version with the digest of this rank's state.
 """
 
 from __future__ import annotations

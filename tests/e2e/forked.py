@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported torch, and jobs of them: a start costs a tenth of a second, not five.
+"""Runs jobs of processes forked from one that has imported torch: a start costs a tenth of a second, not five.
 
 Each life of a job has a controller of its own, and no launcher: the ranks witness each other's deaths.
 """

@@ -1,4 +1,4 @@
-"""Runs ``job.py`` under a real launcher and reads what it left."""
+"""Runs ``job.py`` under a real launcher and reads its output files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A small, deterministic DDP job that can be hurt at every point. Run by the tests through real launchers.
+"""A small, deterministic DDP job with faults at any point. Run by the tests through real launchers.
 
-Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list, each fault done once per directory:
-``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file is there; ``"launch"``: in
-this launch only, as torchelastic counts them, in words). ``JOB_AGAIN``: see ``misbehave``.
+Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list, each fault happens once per directory:
+``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file exists; ``"launch"``: in this
+launch only, as torchelastic counts them, as a string). ``JOB_AGAIN``: see ``misbehave``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Twenty random kills for each way in which a model can be wrapped, under ``--continuity keep``; compares bits.
 
-``python -m tests.e2e.keep_matrix [ROW ...] [--kills N] [--seed N]``; all without one. Each kill is of a random
-rank at a random point of a step. Printed: how often the others kept their processes, how often their loops were not
-left, why not, the time until all had made a new step, and whether the bits are those of the unbroken run.
+``python -m tests.e2e.keep_matrix [ROW ...] [--kills N] [--seed N]``; without arguments all rows. Each kill hits a
+random rank at a random point of a step. Printed: how often the other ranks kept their processes, how often they stayed
+in their loops, why not, the time until all had made a new step, and whether the bits are those of the unbroken run.
 """
 
 from __future__ import annotations

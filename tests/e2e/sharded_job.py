@@ -1,8 +1,8 @@
 """The job of ``job.py`` with its model cut in other ways, on four ranks.
 
-``JOB_KIND`` is hsdp, fsdp, tp, pp, or of the optimizer's state: replicated or zero. The faults are those of ``job.py``,
-and three more phases: ``barrier``, when this rank has entered the barrier before the update and may or may not have let
-others out of it, ``passed``, when it has left it, and ``halfway``; see ``Halfway``.
+``JOB_KIND`` is hsdp, fsdp, tp, pp, or, for the optimizer's state, replicated or zero. The faults are those of
+``job.py``, with three more phases: ``barrier``: this rank has entered the barrier before the update and may or may not
+have released others from it; ``passed``: it has left the barrier; ``halfway``: see ``Halfway``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The matrix of jobs with several shards: who is killed and when, what has to come of it, and what came of it.
+"""The matrix of jobs with several shards: which rank is killed and when, the expected result, and the actual one.
 
 Four ranks, two shards of two copies each (``zero``: four of one). Jobs have the barrier before the update ("redo"),
-pre-images instead ("undo"), or keep second copies ("buddy"). One job for each row is hurt in one phase after the
-other, life after life, and goes on to its end. After every version of every life the weights, moments and random
+pre-images instead ("undo"), or keep second copies ("buddy"). The job of each row has a fault in one phase after the
+other, life after life, and then trains to its end. After every version of every life the weights, moments and random
 streams of each rank are compared with those of an unbroken run.
 """
 

@@ -1,10 +1,10 @@
-"""One rank, a few steps: for what goes wrong before and after training. Run by the tests.
+"""One rank with a few steps, for failures before and after training. Run by the tests.
 
 ``python solo.py SAVE_DIR STEPS [WIDTH]``: prints ``start N``, trains, prints ``weights DIGEST``. ``SOLO_SAVE``: the
-step after which it asks for a checkpoint; ``SOLO_FSIZE``: no file may be larger from then on, as on a full disk;
+step after which it asks for a checkpoint; ``SOLO_FSIZE``: from then on no file may be larger, as on a full disk;
 ``SOLO_AFTER``: it fails after training; ``SOLO_TELL``: prints ``trained`` after its first step; ``SOLO_MISUSE``: the
-step after which it calls ttp as it may not; ``SOLO_ODD``: its optimizer keeps what cannot be saved; ``SOLO_STRANGER``:
-it gets a parameter that the model does not have.
+step after which it makes a forbidden call; ``SOLO_ODD``: its optimizer has state that cannot be saved;
+``SOLO_STRANGER``: it gets a parameter that the model does not have.
 """
 
 from __future__ import annotations

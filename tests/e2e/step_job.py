@@ -1,11 +1,11 @@
-"""The job of ``job.py`` with other updates, each of which one function decorated with ``ttp.one_step`` makes.
+"""The job of ``job.py`` with other kinds of updates, each made by one function with the decorator ``ttp.one_step``.
 
 ``JOB_KIND``: plain, unused (a branch that some batches do not take), two (DistributedDataParallel modules, the second
 of which is used in every fourth iteration), static (``static_graph``), late (the DistributedDataParallel is made after
-``ttp.restore()``), hook (gradients are rounded on their way), compiled, bare (no wrapper: the program averages
-gradients itself), or scaler (a GradScaler; iteration ``JOB_OVERFLOW`` overflows). ``JOB_OUTSIDE``: model and optimizer
-are made before train(). ``JOB_LEAVE``: the function is not decorated. Iterations are counted in
-``extra_state``: one that the scaler leaves out makes no version. The faults are those of ``job.py``, and ``micro0`` to
+``ttp.restore()``), hook (gradients are rounded by a communication hook), compiled, bare (no wrapper: the program
+averages gradients itself), or scaler (a GradScaler; iteration ``JOB_OVERFLOW`` overflows). ``JOB_OUTSIDE``: model and
+optimizer are made before train(). ``JOB_LEAVE``: the function is not decorated. Iterations are counted in
+``extra_state``: one that the scaler skips makes no version. The faults are those of ``job.py``, and ``micro0`` to
 ``micro3``: before that micro-batch, of which all but the last are under ``no_sync()``.
 """
 

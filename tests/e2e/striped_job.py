@@ -1,4 +1,4 @@
-"""``job.py``, on two hosts by its own word; the rank ``JOB_DIES_SAVING`` is killed in the middle of its first part."""
+"""``job.py`` with names of two hosts; the rank ``JOB_DIES_SAVING`` is killed in the middle of its first part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input through the public face: one clear message that says what to do, nothing lost, nobody hurt."""
+"""Bad input to the public interface: one clear message with a remedy, nothing lost, no other process hurt."""
 
 from __future__ import annotations
 

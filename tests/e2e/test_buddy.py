@@ -1,4 +1,4 @@
-"""A shard that only one rank has is lost with it, or with its whole host: the job goes on from the kept copies."""
+"""The only copy of a shard is lost with its rank, or with its whole host: the job goes on from the second copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real job under ``ttp run`` whose faults are known to ClusterD alone, or which has to tell it of them."""
+"""A real job under ``ttp run`` with faults that only ClusterD knows, and faults that it has to report to ClusterD."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job, as the README's first command runs it after installation; and the other examples."""
+"""The README's first command after installation, and the other examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host of the controller is lost, and the job is led from another one: who speaks to it from outside finds it."""
+"""The controller's host is lost and another controller leads the job: launchers and commands find it."""
 
 from __future__ import annotations
 

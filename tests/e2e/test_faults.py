@@ -1,10 +1,10 @@
 """Faults in real jobs: real launchers, real ranks, real SIGKILL; every run ends with the bits of the unbroken one.
 
-A job survives several faults one after the other, each in an incarnation of its own: that is what a long job does, and
-it saves the start of the processes.
+A job survives several faults one after the other, each in an incarnation of its own, as a long job does; that also
+saves starts of processes.
 
-By default stock torchrun runs only what differs most from ``ttp run``; everything runs with
-``python -m pytest tests/e2e/test_faults.py -m "slow or not slow"``.
+By default stock torchrun runs only the cases that differ most from ``ttp run``; everything runs with ``python -m pytest
+tests/e2e/test_faults.py -m "slow or not slow"``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Ranks that do not die but stop: they are found by what the job does, named, explained, and the job is saved."""
+"""Ranks that do not die but stop: the lack of progress reveals them, they are named with their stacks, and the job is
+saved.
+"""
 
 from __future__ import annotations
 

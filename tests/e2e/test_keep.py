@@ -1,6 +1,6 @@
 """Survivors that go on in their processes (``--continuity keep``): real kills, the bits of the unbroken run.
 
-Whatever goes wrong while they do ends in the start of all ranks from the checkpoint that was there before.
+A failure on the way ends in the start of all ranks from the checkpoint that was made before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Survivors on several hosts keep their processes: each launcher starts its own dead, without a new rendezvous."""
+"""Survivors on several hosts keep their processes: each launcher starts its own dead ranks, without a new
+rendezvous.
+"""
 
 from __future__ import annotations
 

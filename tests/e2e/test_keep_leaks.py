@@ -1,4 +1,4 @@
-"""What a process holds that has gone on many times: old connections of gloo, and nothing else."""
+"""The resources of a process that has gone on many times: old connections of gloo, and nothing else."""
 
 from __future__ import annotations
 

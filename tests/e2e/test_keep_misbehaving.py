@@ -1,4 +1,4 @@
-"""Programs that do not keep what ``--continuity keep`` asks of them: the way back is the one without it, in time."""
+"""Programs that do not meet the conditions of ``--continuity keep``: they are restarted as without it, in time."""
 
 from __future__ import annotations
 

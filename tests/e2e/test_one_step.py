@@ -1,6 +1,6 @@
-"""``@ttp.one_step`` with ``--continuity keep``: a loop that is not left when another rank dies; real kills.
+"""``@ttp.one_step`` with ``--continuity keep``: ranks stay in their loops when another rank dies; real kills.
 
-The bits are those of the unbroken run each time. Where a loop cannot go on all leave ``train()``, as without it.
+The bits are those of the unbroken run each time. If a loop cannot go on, all ranks leave ``train()``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""``@ttp.one_step`` with updates of other kinds: scalers, branches, micro-batches; real kills, bits as unbroken."""
+"""``@ttp.one_step`` with other kinds of updates: scalers, branches, micro-batches; real kills, bits of the unbroken
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A power cut between any two system calls of a real job: start, save, commit, removal of the old, incident file."""
+"""A power cut between any two system calls of a real job: start, save, commit, removal of the old checkpoint, incident
+file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relays in real jobs: two hosts of two ranks each, and SIGKILL of ranks and relays; nothing is lost, not a bit."""
+"""Relays in real jobs: two hosts of two ranks each, and SIGKILL of ranks and relays; no step and no bit is lost."""
 
 from __future__ import annotations
 

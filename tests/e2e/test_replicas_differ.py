@@ -1,4 +1,4 @@
-"""A copy with a flipped bit: outvoted by the others in a real job, and gone with the restart."""
+"""A copy with a flipped bit in a real job: the other replicas outvote it, and the restart replaces it."""
 
 from __future__ import annotations
 

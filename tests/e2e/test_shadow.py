@@ -1,4 +1,4 @@
-"""Ranks go on from a checkpoint that is held in memory, while slow or full storage takes it (``TTP_SHADOW_S``)."""
+"""Ranks go on from a held checkpoint while slow or full storage takes it (``TTP_SHADOW_S``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Many shards in real jobs: HSDP, stages, tensor parallel, ZeRO-1; killed anywhere, resumed with the same bits."""
+"""Several shards in real jobs: HSDP, stages, tensor parallel, ZeRO-1; killed at any point, resumed with the
+same bits.
+"""
 
 from __future__ import annotations
 

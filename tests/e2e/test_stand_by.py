@@ -1,4 +1,4 @@
-"""A host is lost, and another one that stood by takes its place; or none does."""
+"""A host is lost: another one that stood by takes its place, or the job ends if there is none."""
 
 from __future__ import annotations
 

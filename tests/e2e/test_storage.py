@@ -1,4 +1,6 @@
-"""Storage that fails under a real job: another saver or the fallback directory takes over, or the errno is said."""
+"""Storage that fails in a real job: another saver or the fallback directory takes over, or the error names the
+errno.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas write parts of the state side by side; one of them is killed while it does."""
+"""Replicas write parts of the state side by side, and one of them is killed meanwhile."""
 
 from __future__ import annotations
 

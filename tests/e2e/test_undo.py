@@ -1,4 +1,4 @@
-"""Every copy is torn: without a pre-image nothing is left, with one the job goes on with its bits."""
+"""Every copy is torn: without a pre-image nothing can be saved, with one the job goes on with its bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One verdict per job: on each launcher, from the controller, and afterwards from what is on disk."""
+"""One verdict per job: from each launcher, from the controller, and afterwards from the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ZeRO-1 with copies in real jobs: killed anywhere, saved from what is left, resumed with the bits of plain DDP."""
+"""ZeRO-1 with copies in real jobs: killed at any point, saved from the other copies, resumed with the bits of plain
+DDP.
+"""
 
 from __future__ import annotations
 

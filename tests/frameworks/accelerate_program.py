@@ -1,6 +1,6 @@
-"""A loop as Accelerate's examples have it, with a loader that keeps its place; see ``ttp.testing.kit``.
+"""A loop in the style of Accelerate's examples, with a loader that keeps its place; see ``ttp.testing.kit``.
 
-``LOOP`` names what is changed: ``scaler``, ``bf16``, ``split``, ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas).
+``LOOP`` names the variant: ``scaler``, ``bf16``, ``split``, ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas).
 """
 
 from __future__ import annotations

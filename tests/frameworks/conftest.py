@@ -1,4 +1,6 @@
-"""In an environment of its own: ``make frameworks``. Ranks are forked from a process that has imported them."""
+"""Runs in an environment of its own: ``make frameworks``. Ranks are forked from a process that has imported the
+frameworks.
+"""
 
 from __future__ import annotations
 

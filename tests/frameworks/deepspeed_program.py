@@ -1,6 +1,6 @@
-"""A loop with DeepSpeed's engine. ``PROGRAM_STAGE``: of ZeRO; ``PROGRAM_TYPE``: ``bf16``, ``fp16`` or nothing.
+"""A loop with DeepSpeed's engine. ``PROGRAM_STAGE``: stage of ZeRO; ``PROGRAM_TYPE``: ``bf16``, ``fp16`` or nothing.
 
-``PROGRAM_FROM``: a job with ttp goes on from the checkpoints of another.
+``PROGRAM_FROM``: a job with ttp goes on from the checkpoints of another job.
 """
 
 from __future__ import annotations

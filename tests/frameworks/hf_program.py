@@ -1,6 +1,6 @@
-"""The example's Trainer, with evaluations, a best metric and a callback that has a state; see ``ttp.testing.kit``.
+"""The example's Trainer with evaluations, a best metric and a callback with a state; see ``ttp.testing.kit``.
 
-``HF_SHARD``: ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas). ``HF_SCALER``: a scaler that leaves out steps.
+``HF_SHARD``: ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas). ``HF_SCALER``: a scaler that skips steps.
 """
 
 from __future__ import annotations

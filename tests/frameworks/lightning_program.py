@@ -1,7 +1,8 @@
-"""A job of PyTorch Lightning. ``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``workers`` (a loader that
-knows where it is), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` and ``hsdp1`` (the
-strategy of Lightning).
-In the first life rank 0 sends itself SIGTERM behind ``PROGRAM_TERM`` steps, or raises behind ``PROGRAM_RAISE``.
+"""A job of PyTorch Lightning.
+
+``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``workers`` (a loader that keeps its place), ``fsdp2`` and
+``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` and ``hsdp1`` (Lightning's strategy). In the first life
+rank 0 sends itself SIGTERM after ``PROGRAM_TERM`` steps, or raises after ``PROGRAM_RAISE``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A driver of Ray Train: two workers train, and one is killed. ``DIRECTORY STEPS KILLED_IN [plain|drain|broken]``.
 
-``plain``: without ttp; ``drain``: a cluster of three nodes, of which one is drained behind step ``KILLED_IN``, none is
-killed; ``broken``: the program fails in each launch, before it has made a step.
+``plain``: without ttp; ``drain``: a cluster of three nodes, one of which is drained after step ``KILLED_IN``, without a
+kill; ``broken``: the program fails in each launch before its first step.
 """
 
 from __future__ import annotations

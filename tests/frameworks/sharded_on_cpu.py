@@ -1,4 +1,4 @@
-"""Accelerate shards on devices only: here it believes that the CPU is one. All that follows is its own."""
+"""Makes Accelerate shard on the CPU, which it does on devices only. Everything else is Accelerate's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, ZeRO 0 to 2: killed in the phases of a step, it ends with its bits."""
+"""DeepSpeed's engine, ZeRO 0 to 2: killed in each phase of a step, a job ends with the bits of the unbroken one."""
 
 from __future__ import annotations
 

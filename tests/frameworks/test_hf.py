@@ -1,4 +1,6 @@
-"""The Trainer of Hugging Face: killed between its hooks, it ends with the bits, the log and the callbacks' states."""
+"""The Trainer of Hugging Face: killed between its hooks, a job ends with the bits, the log and the callbacks'
+states.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: killed between its hooks, it ends with the bits, the loops and the callbacks' states."""
+"""PyTorch Lightning: killed between its hooks, a job ends with the bits, the loops and the callbacks' states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loader that keeps its place is given back what it was about to give, in its order."""
+"""A loader that keeps its place gives the batches that were due next, in their order."""
 
 from __future__ import annotations
 

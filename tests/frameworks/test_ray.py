@@ -1,4 +1,4 @@
-"""Ray Train: workers that Ray would end save first. On a local cluster, which takes a minute to start."""
+"""Ray Train: workers save before Ray ends them. On a local cluster, which takes a minute to start."""
 
 from __future__ import annotations
 

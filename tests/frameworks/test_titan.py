@@ -1,4 +1,4 @@
-"""torchtitan's Trainer: killed in the phases of a step, it ends with its bits."""
+"""torchtitan's Trainer: killed in each phase of a step, a job ends with the bits of the unbroken one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""torchtitan looks for an accelerator when it is imported: here it is told that the CPU is one. Imported first.
+"""Makes torchtitan take the CPU for an accelerator, which it looks for at its import. Import this module first.
 
-What stands in: the questions about a device's name and memory, and two modules that are not called here and that want
-packages the CPU build of torch comes without. All else, the Trainer to begin with, is torchtitan's own.
+It replaces the questions about a device's name and memory, and two modules that are not called here and need packages
+that the CPU build of torch lacks. Everything else, the Trainer included, is torchtitan's own.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Input that nobody should send, and files that nobody should find: no crash, no hang, no unbounded memory."""
+"""Malformed input and files: no crash, no hang, no unbounded memory."""

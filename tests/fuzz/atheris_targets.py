@@ -1,8 +1,9 @@
 """The same tests, driven by coverage: ``python -m tests.fuzz.atheris_targets NAME -max_total_time=60``.
 
-Needs ``pip install atheris`` (Python 3.11 or older); not part of CI. Without a name it lists the targets. What follows
-the name is for libFuzzer: a directory keeps what was found, ``-runs=N`` and ``-max_total_time=S`` end the search, and a
-file repeats one input. A finding ends it with the exception, and is left as ``crash-...`` in the current directory.
+Needs ``pip install atheris`` (Python 3.11 or older); not part of CI. Without a name it lists the targets. The arguments
+after the name are for libFuzzer: a directory keeps the corpus, ``-runs=N`` and ``-max_total_time=S`` end the search,
+and a file repeats one input. A finding ends it with the exception, and is left as ``crash-...`` in the current
+directory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What these tests borrow from others."""
+"""Fixtures that these tests share with others."""
 
 from tests.store.conftest import world
 

@@ -1,4 +1,4 @@
-"""Files of ttp as nobody has written them: good ones, changed here and there."""
+"""Damaged files of ttp: good files with random changes."""
 
 from __future__ import annotations
 

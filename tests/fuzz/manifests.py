@@ -1,4 +1,4 @@
-"""A good manifest, and bad ones."""
+"""A good manifest, and malformed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of the protocol as nobody means them: every field at an edge, or beyond one."""
+"""Malformed messages of the protocol: every field at its limit, or beyond it."""
 
 from __future__ import annotations
 

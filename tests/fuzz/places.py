@@ -1,4 +1,4 @@
-"""Directories for thousands of small files: in memory, and gone at the end."""
+"""Temporary directories in memory for thousands of small files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How long is looked for. The default suite looks at the same few hundred inputs each time; ``-m slow`` at new ones."""
+"""How many inputs are tried. The default suite tries the same few hundred inputs each time; ``-m slow`` tries
+new ones.
+"""
 
 from __future__ import annotations
 

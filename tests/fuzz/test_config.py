@@ -1,4 +1,4 @@
-"""Any environment makes settings that everybody can work with, or an error that names the variable."""
+"""Any environment gives valid settings, or an error that names the variable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories in which anything may lie: nothing hangs, nothing is removed that was not ours, and it is said."""
+"""Directories with unexpected contents: commands do not hang, remove only files of ttp, and report what they find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoded state and pages that somebody changed: refused, and never more memory than was read."""
+"""Damaged encoded state and pages: refused, and the memory used is bounded by the bytes read."""
 
 from __future__ import annotations
 

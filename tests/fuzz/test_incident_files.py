@@ -1,4 +1,4 @@
-"""Incident files that were torn, mixed up or written by somebody else: what can be read is told."""
+"""Incident files that are torn, mixed up or foreign: the readable parts are shown."""
 
 from __future__ import annotations
 

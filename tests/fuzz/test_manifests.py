@@ -1,4 +1,4 @@
-"""Manifests that ttp did not write, or not like that: everybody who reads them says what is wrong."""
+"""Manifests that are damaged or not of ttp: every reader reports what is wrong."""
 
 from __future__ import annotations
 

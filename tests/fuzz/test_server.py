@@ -1,4 +1,4 @@
-"""A real controller among peers that are broken, hostile or something else: it stays up and serves the others."""
+"""A real controller among broken, hostile or foreign peers: it stays up and serves the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fuzzers that look at coverage would call exists, and takes bytes."""
+"""The targets of the coverage-driven fuzzer exist, and take bytes."""
 
 from __future__ import annotations
 

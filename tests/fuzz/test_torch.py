@@ -1,6 +1,6 @@
-"""Checkpoints of torch with changed tables and pieces, behind digests that are right: refused, or loaded as they say.
+"""Checkpoints of torch with changed tables and pieces and matching digests: refused, or loaded as their tables say.
 
-Digests find accidents before any of this is read. What is shown here is that nothing bad can follow when they do not.
+Digests find accidental damage before any of this is read. These tests show that nothing bad follows when they do not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whatever a peer sends: the machines do not raise, and what they answer can be sent."""
+"""Whatever a peer sends, the machines do not raise, and their answers can be sent."""
 
 from __future__ import annotations
 
