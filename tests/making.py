@@ -1,4 +1,4 @@
-"""Fixtures that make several of a thing."""
+"""A context for fixtures that make several objects and end them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports for tests."""
+"""Free ports for tests."""
 
 from __future__ import annotations
 

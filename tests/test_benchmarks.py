@@ -1,4 +1,4 @@
-"""Every group of the benchmarks runs, small. What it measures is not looked at."""
+"""Every group of the benchmarks runs at a small size. The measured values are not checked."""
 
 from __future__ import annotations
 

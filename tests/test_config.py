@@ -1,4 +1,4 @@
-"""Settings: every bad value is named together with what would be right."""
+"""Settings: every bad value is named together with the valid ones."""
 
 from __future__ import annotations
 

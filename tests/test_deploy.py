@@ -1,4 +1,4 @@
-"""The examples in ``deploy/`` decide as the exit codes mean it."""
+"""The examples in ``deploy/`` react to each exit code as it is meant."""
 
 from __future__ import annotations
 

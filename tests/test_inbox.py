@@ -1,4 +1,4 @@
-"""What ``queue.SimpleQueue`` does not keep to, and what it does."""
+"""Where ``ttp.inbox`` keeps time limits that ``queue.SimpleQueue`` does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kit says where something is not as it should be; that it says nothing where all is well: tests/programs."""
+"""The findings of the kit when something is wrong; tests/programs shows that it finds nothing otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The old names: a program that drives the protocol by hand, in a process of its own, against a real controller."""
+"""The old names: a program that drives the protocol by hand, in a process of its own, with a real controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/mindx.md says of every row by which tests it is shown, or that there is nothing to show; and they exist."""
+"""Every row of docs/mindx.md names tests that exist, or says that there is nothing to show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``@ttp.one_step``: a plain call wherever it is, and errors that say what is wrong with its use."""
+"""``@ttp.one_step`` without a job is a plain call, and its wrong use raises errors that name the mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ttp.paused``: what a rank says that it does."""
+"""``ttp.paused``: the activity that a rank reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/support.md and the tests it names agree: every row has tests, they carry its name, and nobody else does."""
+"""docs/support.md and the tests that it names agree: every row has tests with its name, and no other test has one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source keeps its own rules: what may import what, how long functions get, what is shipped."""
+"""The source keeps its own rules: imports between layers, length of functions and files, contents of the wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/walkthrough.md`` speaks of what is there: its paths are files, its names stand in the files beside them."""
+"""``docs/walkthrough.md`` is up to date: its paths are files, and its names stand in the files beside them."""
 
 from __future__ import annotations
 

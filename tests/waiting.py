@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes do."""
+"""Waits until other threads and processes have done something."""
 
 from __future__ import annotations
 

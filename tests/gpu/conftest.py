@@ -1,4 +1,4 @@
-"""Runs cases: each in a process of its own on the device, where a hang would poison the others; see docs/gpu.md."""
+"""Runs each case in a process of its own on the device, because a hang would disturb the others; see docs/gpu.md."""
 
 from __future__ import annotations
 

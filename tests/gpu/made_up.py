@@ -1,7 +1,7 @@
-"""The device of ``tests/adapters/torch/fake_device.py`` as a stand-in for a real one, for whole jobs in one process.
+"""The device of ``tests/adapters/torch/fake_device.py`` in place of a real one, for whole jobs in one process.
 
-Every thread's work on its memory is queued, and runs as late as it may: the host is ahead of it, and a kernel that
-spins holds up what is queued behind it. Deterministic, so that a case's bytes can be compared as on a real device.
+Work of any thread on its memory is queued, and runs as late as possible: the host is ahead of it, and a kernel that
+spins holds up the work queued behind it. It is deterministic, so a case's bytes can be compared as on a real device.
 """
 
 from __future__ import annotations

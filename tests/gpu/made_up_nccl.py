@@ -1,10 +1,10 @@
-"""A backend with the name and the calls of NCCL's, made of gloo on the host, as unkind as a real one may be.
+"""A backend with the name and the calls of NCCL's, made of gloo on the host, that behaves as badly as a real one may.
 
-torch asks it for collectives of whatever device it is registered for: with ``cpu:nccl`` whole jobs run over it. On a
-device that is made up (``fake_device.py``) a collective is a kernel in a stream: it ends when all ranks have made it,
-and never when one of them is dead. Aborted, it leaves garbage, and what is queued behind it runs on that.
+torch uses it for collectives of any device that it is registered for: with ``cpu:nccl`` whole jobs run over it. On a
+made-up device (``fake_device.py``) a collective is a kernel in a stream: it ends when all ranks have made it, and never
+when one of them is dead. An abort leaves garbage in its result, and the work queued behind it runs on that.
 
-How an abort behaves can be changed by ``ProcessGroupNCCL.on_abort``.
+``ProcessGroupNCCL.on_abort`` changes the behaviour of an abort.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the suite for one GPU needs of the Python that runs it, said in one sentence. Imports only what it asks for.
+"""Checks what the suite for one GPU needs of the Python that runs it. Imports only the modules that it checks.
 
-``python -m tests.gpu.needs`` prints the sentence and exits with 1 where something is missing.
+``python -m tests.gpu.needs`` prints in one sentence what is missing, and exits with 1 then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ranks of one job that share one device, with a fault each life. Run by ``tests/gpu/ranks.py`` through ``ttp run``.
+"""Ranks of one job that share one device, with a fault in each life. Run by ``tests/gpu/ranks.py`` through ``ttp run``.
 
-Environment: as for ``tests/e2e/job.py``, and ``JOB_DEVICE``, ``JOB_BACKEND``, ``JOB_KIND``: ddp, fsdp or hsdp, and
-``JOB_SPREAD``: each rank has a device of its own. Without a GPU device and NCCL may be made up. Faults are kill, stop,
-raise, assert (one in a kernel), hang (a kernel that spins) and kill-controller. What a rank leaves is a digest of its
+Environment: as for ``tests/e2e/job.py``, and ``JOB_DEVICE``, ``JOB_BACKEND``, ``JOB_KIND`` (ddp, fsdp or hsdp), and
+``JOB_SPREAD``: each rank has a device of its own. Without a GPU, device and NCCL may be made up. Faults are kill, stop,
+raise, assert (one in a kernel), hang (a kernel that spins) and kill-controller. Each rank writes a digest of its
 weights, moments and random streams.
 """
 

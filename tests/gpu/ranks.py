@@ -1,4 +1,4 @@
-"""Jobs of several ranks on one device: killed, stopped, broken; resumed with the bits of an unbroken run."""
+"""Jobs of several ranks on one device: killed, stopped or broken, and resumed with the bits of an unbroken run."""
 
 from __future__ import annotations
 

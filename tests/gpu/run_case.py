@@ -1,6 +1,6 @@
 """Runs cases in this process: ``python -m tests.gpu.run_case DEVICE DEADLINE_S CASE [CASE ...]``.
 
-A case is ``module:function`` of ``tests.gpu.cases``, or that with arguments: ``module:function{"lead": 3}``. Prints a
+A case is ``module:function`` of ``tests.gpu.cases``, perhaps with arguments: ``module:function{"lead": 3}``. Prints a
 line of JSON with the numbers of each. The process ends at the deadline whatever the device does.
 """
 

@@ -1,4 +1,4 @@
-"""A kernel that spins until it is released: what a collective whose peer is gone does to a stream.
+"""A kernel that spins until it is released, which affects a stream like a collective whose peer is gone.
 
 It always ends: by itself after some seconds, by ``release()``, or with its process.
 """

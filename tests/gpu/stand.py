@@ -1,8 +1,8 @@
-"""What a case works with: a device, a kernel that spins on it, a training under ttp, and the bytes that were saved.
+"""The equipment of a case: a device, a kernel that spins on it, a training under ttp, and the saved bytes.
 
-Where there is no GPU the same cases run on a device that is made up (``tests.gpu.made_up``), and on the host, where
-nothing spins and nobody is ahead of anything. That shows that the cases do what they say, and that ttp does what it
-should on a device that behaves as that one; not how CUDA behaves.
+Without a GPU the same cases run on a made-up device (``tests.gpu.made_up``), and on the host, where nothing spins and
+the device is never behind. That shows that the cases do what they say, and that ttp works on a device that behaves like
+the made-up one; it does not show how CUDA behaves.
 """
 
 from __future__ import annotations

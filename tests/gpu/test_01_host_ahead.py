@@ -1,4 +1,4 @@
-"""The host is one or three updates ahead of a device that hangs: saved are the bytes that the device holds."""
+"""The host is one or three updates ahead of a device that hangs: the saved bytes are those that the device holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NCCL's watchdog: what torch's settings do to a rank behind a hung collective, and that ttp's do nothing to it."""
+"""NCCL's watchdog: torch's settings end a rank behind a hung collective, and ttp's leave it alone."""
 
 from __future__ import annotations
 

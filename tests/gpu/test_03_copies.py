@@ -1,4 +1,4 @@
-"""Tensors of every form come off a device that hangs."""
+"""Tensors of every form are copied from a device that hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training thread never waits for the device on behalf of ttp: torch raises at each implicit synchronisation."""
+"""ttp never makes the training thread wait for the device: torch raises at each implicit synchronisation."""
 
 from __future__ import annotations
 

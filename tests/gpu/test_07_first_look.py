@@ -1,4 +1,4 @@
-"""Kernels that the rescue needs were loaded before: behind a kernel that spins loading may wait for ever."""
+"""The kernels that the rescue needs are loaded at start: behind a kernel that spins, loading may wait for ever."""
 
 from __future__ import annotations
 

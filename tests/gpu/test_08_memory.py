@@ -1,4 +1,4 @@
-"""A device whose memory is taken."""
+"""A save on a device whose memory is all in use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Two ranks on one device with NCCL itself: from 2.30 on a communicator may have several ranks on one GPU.
 
-``TTP_GPU_NCCL=/path/to/libnccl.so.2`` preloads a newer one than torch has brought.
+``TTP_GPU_NCCL=/path/to/libnccl.so.2`` preloads a newer NCCL than that of torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Survivors whose state is on a device keep their processes: communicators are aborted, and made again.
 
-On one GPU over gloo, with NCCL where it puts several ranks on one (as in item 12), and with a GPU for each rank where
-there are two. Where there is none: on a device that is made up, with an NCCL that is made up, whole jobs all the same.
+On one GPU over gloo; with NCCL if it accepts several ranks on one GPU (as in item 12); and with a GPU for each rank if
+there are two. Without a GPU: whole jobs on a made-up device with a made-up NCCL.
 """
 
 from __future__ import annotations

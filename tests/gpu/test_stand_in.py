@@ -1,4 +1,4 @@
-"""The cases themselves, where there is no GPU: on the host, where nothing hangs, and on a device that is made up."""
+"""The cases themselves without a GPU: on the host, where nothing hangs, and on a made-up device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small training that never has a reason of its own to wait for the device."""
+"""A small training that never waits for the device by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs ``worker.py`` on some ranks, with a controller, and reads what they left."""
+"""Runs ``worker.py`` on some ranks, with a controller, and reads their output files."""
 
 from __future__ import annotations
 

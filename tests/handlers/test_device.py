@@ -1,4 +1,4 @@
-"""Handlers run on the device of the training thread, and a save goes round what hangs on it."""
+"""Handlers run on the device of the training thread, and a save does not wait for work that hangs there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers in real processes, on a real controller: what they are called with, in which order, and how it ends."""
+"""Handlers in real processes with a real controller: their arguments, their order, and the end of the job."""
 
 from __future__ import annotations
 

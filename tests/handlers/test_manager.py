@@ -1,4 +1,4 @@
-"""An outside manager: what it is told, what it can choose, and a job that stands still and goes on."""
+"""An outside manager: its messages, its choices, and a job that is paused and goes on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One rank of a job whose handlers save, send and receive; state and collectives are files of ``JOB_DIR``.
 
-What happens to it is told by ``JOB_FAULTS``: ``[{"rank": 1, "step": 4, "what": "memory"}]``. What it does is told by
-one line of JSON each in ``rank{r}.jsonl``.
+``JOB_FAULTS`` lists its faults: ``[{"rank": 1, "step": 4, "what": "memory"}]``. It writes each of its actions as a line
+of JSON to ``rank{r}.jsonl``.
 """
 
 from __future__ import annotations

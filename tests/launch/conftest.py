@@ -1,4 +1,4 @@
-"""Real launchers with fake ranks."""
+"""Fixtures: real launchers with fake ranks."""
 
 from __future__ import annotations
 

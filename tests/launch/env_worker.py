@@ -1,4 +1,4 @@
-"""A rank that notes its environment and leaves with the code it was given; with ``wait`` only when told."""
+"""A rank that writes its environment to a file and exits with a given code; with ``wait`` it exits when told to."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A rank without a framework: arms itself, trains until the test says ``rescue``, saves for a while, exits 75.
+"""A rank without a framework: asks for time to save, trains until the test says ``rescue``, saves for a while, exits
+75.
 
-Usage: fake_worker.py OUT PLAN. PLAN is JSON; the keys of its object are read below.
+Usage: fake_worker.py OUT PLAN. PLAN is a JSON object, whose keys are read below.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank of a real MindSpore job without ttp's adapter: sums in a loop; when told to, asks for time, saves, exits 75.
+"""A rank of a real MindSpore job without ttp's adapter: sums in a loop; on request gets a lease, saves, exits 75.
 
 Usage: mindspore_worker.py OUT STEPS SAVE_S. A thread saves: the main thread hangs in the sum once a peer is dead.
 """

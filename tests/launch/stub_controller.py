@@ -1,4 +1,4 @@
-"""A controller that only answers status and notes accusations; run as a program with a controller's flags."""
+"""A controller that only answers status requests and records reported faults; a program with a controller's flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding and starting a controller, with the stub in its place."""
+"""Finds and starts a controller; a stub takes its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher hands over of workers that have died, when it is the last one on their host."""
+"""The pages of dead workers that the launcher hands over when no rank is left on their host."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The launcher sees the death of each of its child processes once, with its exit status or signal."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""The verdicts of ``Hold``, as stories: time, who lives, who left how, who holds a lease until when -> verdict."""
+"""The decisions of ``Hold`` as stories: time, living ranks, exit codes, leases and their ends -> decision."""
 
 from __future__ import annotations
 

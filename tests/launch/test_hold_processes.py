@@ -1,4 +1,4 @@
-"""Real launchers, fake ranks, real kills: who is stopped when."""
+"""Real launchers, fake ranks and real kills: which ranks are stopped, and when."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The files by which ranks ask their launcher for time to save."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""What the command line of ``ttp run --mindspore`` means, and what processes get to know of it."""
+"""The command line of ``ttp run --mindspore``, and the environment that it gives to processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ttp run --mindspore``: fake ranks and the real MindSpore; nothing of torch is needed."""
+"""``ttp run --mindspore`` with fake ranks and with real MindSpore; torch is not needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NCCL's settings: what is exported, what is refused, what is only told."""
+"""NCCL's settings: which are exported, which are refused, and which cause only a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry point, and what happens with a torch that is not as we know it."""
+"""The entry point for torchrun, and torch versions that lack what it needs."""
 
 from __future__ import annotations
 

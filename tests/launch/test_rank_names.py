@@ -1,4 +1,4 @@
-"""Who a process is, by the names that msrun, mpirun and rank tables use."""
+"""The rank and world size of a process, from the variables of msrun, mpirun and rank tables."""
 
 from __future__ import annotations
 

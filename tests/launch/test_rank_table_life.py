@@ -1,4 +1,4 @@
-"""Rank tables of version 2.0, and tables that are not finished when they are looked for."""
+"""Rank tables of version 2.0, and tables that are not complete yet when they are read."""
 
 from __future__ import annotations
 

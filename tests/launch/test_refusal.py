@@ -1,4 +1,4 @@
-"""A launcher whose settings are refused tells those that wait for it."""
+"""A launcher whose settings are refused tells the launchers that wait for it."""
 
 from __future__ import annotations
 

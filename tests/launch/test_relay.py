@@ -1,4 +1,4 @@
-"""A relay and a controller as real processes' parts: what ranks say through it arrives, and ends when they end."""
+"""A relay and a controller in real processes: reports arrive through it, and lines end with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seats that a launcher fills: what an operator says meanwhile."""
+"""The seats of dead ranks that a launcher fills, and signals of an operator meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher learns of a worker's death from its sentinel, and of no other process' death."""
+"""The launcher learns of a worker's death from its sentinel, and of no other process's death."""
 
 from __future__ import annotations
 

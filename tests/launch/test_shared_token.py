@@ -1,4 +1,4 @@
-"""The token that launchers make, and hand to one another through their rendezvous."""
+"""The token that launchers make and hand to each other through their rendezvous."""
 
 from __future__ import annotations
 

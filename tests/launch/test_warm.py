@@ -1,4 +1,4 @@
-"""Warm restarts with real launchers: a forked worker is the same as one that was started; in doubt it is started."""
+"""Warm restarts with real launchers: a forked worker equals one that was started; in doubt it is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When forking is the same as starting."""
+"""When forking a worker is equivalent to starting it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A rank that says all that a program can see of its process, names what it has imported, and waits to be killed.
+"""A rank that reports everything a program can see of its process, and its imports, and waits to be killed.
 
-Usage: warm_worker.py OUT END. In the first attempt rank 1 waits until ``OUT/go`` exists and kills itself; END is what
-happens in the next one: nothing, ``exit 7``, ``raise``, ``draw``, ``interrupt``, ``main``.
+Usage: warm_worker.py OUT END. In the first attempt rank 1 waits until ``OUT/go`` exists and kills itself; END is its
+end in the next attempt: nothing, ``exit 7``, ``raise``, ``draw``, ``interrupt``, ``main``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks with handlers, as a controller's machine sees them: each does what it is told, unless a test says otherwise."""
+"""Ranks with handlers, as a controller's machine sees them: each obeys, unless a test says otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ClusterD says, as notices to the controller of a job that has handlers, and back."""
+"""ClusterD's messages as notices to the controller of a job with handlers, and the controller's calls as messages."""
 
 from __future__ import annotations
 

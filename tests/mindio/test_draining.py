@@ -1,4 +1,4 @@
-"""A host is drained: its ranks are moved to one that stands by, whatever comes between."""
+"""A host is drained and its ranks move to one that stands by, with faults at every point."""
 
 from __future__ import annotations
 

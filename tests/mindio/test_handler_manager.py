@@ -1,4 +1,4 @@
-"""A manager outside of the job: its hand-shake, and pausing at the end of a step."""
+"""A manager outside the job: its handshake, and pauses at the end of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts of rounds on the controller's machine: what is done in which order, whatever fails on the way."""
+"""Scripts of rounds on the controller's machine: the order of actions, with failures at every point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's side of rounds: once each, said again when asked again, and told to every controller."""
+"""A rank's side of rounds: each act once, its answer repeated on request, and reported to every controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New processes in the seats of ranks that have died: what is done in which order, whatever fails on the way."""
+"""New processes in the seats of dead ranks: the order of actions, with failures at every point."""
 
 from __future__ import annotations
 

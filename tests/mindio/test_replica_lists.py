@@ -1,4 +1,4 @@
-"""Who saves and who repairs whom, against an oracle that walks through the places one by one."""
+"""Which rank saves and which rank repairs which, against an oracle that walks through the places one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hot switch: ranks that live are replaced by processes that were started on other hosts; whatever comes between."""
+"""A hot switch: living ranks are replaced by processes on other hosts, with faults at every point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tests of a processor's parts share."""
+"""Fixtures for all tests of a processor's parts."""
 
 from __future__ import annotations
 

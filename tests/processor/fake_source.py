@@ -1,4 +1,4 @@
-"""A source of state without any framework: pieces are small files that say the version."""
+"""A source of state without any framework: pieces are small files with the version."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Every order in which a few ranks can meet: the real protocol over a memory that suspends at each access.
+"""Explores every order in which a few ranks can meet: the real protocol over a memory that suspends at each access.
 
-A state is the memory, what of it is still in the store buffer of a processor (x86 lets a later load overtake a store;
-only an atomic operation waits for the buffer), how far each thread is, which gates are closed and who is dead. Threads
-are the training threads, the couriers, and whoever rings: for a gate that was closed, for a neighbour that died.
-Anything enabled may happen next: a thread makes its next access, a buffer reaches memory, a gate is closed, a process
-is killed (between any two accesses). Nobody's sleep times out here, unless the world is ``impatient``.
+A state is the memory, the store buffers of the processors (x86 lets a later load overtake a store; only an atomic
+operation waits for the buffer), the position of each thread, the closed gates and the dead processes. Threads are the
+training threads, the couriers, and those that ring the bell: for a gate that was closed, for a neighbour that died. Any
+enabled event may happen next: a thread makes its next access, a buffer reaches memory, a gate is closed, a process is
+killed (between any two accesses). Sleeps never time out, unless the world is ``impatient``.
 
-How far a thread is, is known by its frames. A coroutine cannot be copied, so it is made again by what it was told, once
-for each place that it can get to.
+The position of a thread is known by its frames. A coroutine cannot be copied, so it is made again from its inputs, once
+for each position that it can reach.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kills a process that writes pages, again and again, and reads what is left. Run on its own: it forks.
+"""Kills a process that writes pages, again and again, and reads the pages that are left. Run on its own: it forks.
 
 python page_killer.py DIRECTORY SEED KILLS      prints one JSON object
 """

@@ -1,4 +1,4 @@
-"""Where in a page file the record of a version is, for tests that tear it."""
+"""Finds the record of a version in a page file, for tests that tear it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that holds a sentinel and does what it is told on standard input.
+"""A process that holds a sentinel and obeys commands on standard input.
 
 python sentinel_owner.py DIRECTORY RANK INCARNATION LOOK_S      looks for other ranks every LOOK_S; 0: does not watch
 """

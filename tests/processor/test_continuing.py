@@ -1,4 +1,4 @@
-"""A rank that was released to go on in its process, on its way out of the loop and into it again."""
+"""A rank that was released to go on in its process leaves its loop and enters it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Second copies of shards that only one rank has: made beside the training, and saved from."""
+"""Second copies of shards that only one rank holds: made beside the training, and used for a save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Second copies in the memory of a host, and on their way there."""
+"""Second copies in the memory of a host, and their transfer to it."""
 
 from __future__ import annotations
 

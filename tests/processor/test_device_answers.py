@@ -1,4 +1,4 @@
-"""What a rank says of a device that is behind its frozen host: soon, and anew when the device goes on after all."""
+"""The report of a rank whose device is behind its frozen host: soon, and again when the device goes on after all."""
 
 from __future__ import annotations
 

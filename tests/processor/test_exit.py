@@ -1,4 +1,4 @@
-"""A rank that is told to leave does, whatever hangs in it: its log's storage, or a driver with the interpreter lock."""
+"""A released rank exits, whatever hangs in it: the storage of its log, or a driver that holds the interpreter lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which exceptions are what a peer's death looks like from here."""
+"""Which exceptions are only consequences of a peer's death."""
 
 from __future__ import annotations
 

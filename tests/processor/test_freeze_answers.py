@@ -1,4 +1,4 @@
-"""What a rank answers to a freeze: all of it of one moment, whatever the threads do meanwhile."""
+"""A rank's answer to a freeze: all of it from one moment, whatever the threads do meanwhile."""
 
 from __future__ import annotations
 

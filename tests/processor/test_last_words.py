@@ -1,4 +1,4 @@
-"""What a rank that exits leaves for others to read."""
+"""The files that an exiting rank leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a host meet: nobody leaves before all came, nobody sleeps on when all did, or when its gate is closed."""
+"""Ranks of a host meet: none leaves before all have come, and none sleeps on after that or after its gate is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks find out who shares memory with them; whoever is not sure stands for a host alone."""
+"""Ranks find out which of them share memory; a rank that cannot be sure counts as a host of its own."""
 
 from __future__ import annotations
 

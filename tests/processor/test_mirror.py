@@ -1,4 +1,4 @@
-"""Pages on two hosts: what is handed over, what is kept, and what is refused."""
+"""Pages kept on another host: which are sent, which are kept, and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a host watch each other in a ring, whoever comes, leaves and dies."""
+"""Ranks of a host watch each other in a ring, while ranks come, leave and die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page directories come, are shared, and go with the last process, however it ends."""
+"""Page directories are made, shared, and removed with the last process, however it ends."""
 
 from __future__ import annotations
 

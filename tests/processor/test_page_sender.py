@@ -1,4 +1,4 @@
-"""Pages go from rank to rank: over real sockets, with the job's token."""
+"""Pages are sent from rank to rank over real sockets, with the job's token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank-local pages: what was written is read back, and nothing else ever is."""
+"""Rank-local pages: a reader gets exactly what was written, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a saver does to the storage before it says that its pieces are there."""
+"""A saver makes its pieces durable before it reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sentinel shows death as death, leaving as leaving, and nothing else as either."""
+"""A sentinel shows a death as a death, an orderly exit as that, and nothing else as either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs one after the other, whoever hands them in."""
+"""Jobs run one after the other, from whichever thread they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks of real processes: that wait, that hold the interpreter lock, that are stopped, that are gone."""
+"""Stacks of real processes that wait, hold the interpreter lock, are stopped, or are gone."""
 
 from __future__ import annotations
 

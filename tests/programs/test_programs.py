@@ -1,5 +1,5 @@
-"""Programs as others write them, with ttp's few lines: each is killed, in four phases with ``-m slow``, and ends with
-the bits of a run that was never hurt. Nothing in a program is there for the test; see ``ttp.testing.kit``.
+"""Programs of common styles with ttp's few lines: each is killed, in four phases with ``-m slow``, and ends with the
+bits of a run without a fault. The programs contain nothing for the test; see ``ttp.testing.kit``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Rules, alerts and the dashboard, judged by Prometheus itself: Debian's ``prometheus`` package, which has promtool."""
+"""Rules, alerts and the dashboard, checked by Prometheus itself: Debian's ``prometheus`` package, which has
+promtool.
+"""
 
 from __future__ import annotations
 

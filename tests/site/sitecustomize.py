@@ -1,4 +1,4 @@
-"""Imported by every Python that a test starts: a tenth of a start with torch would be the search for garbage."""
+"""Makes garbage collection rare in every Python that a test starts: it would take a tenth of a start with torch."""
 
 import gc
 

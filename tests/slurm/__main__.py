@@ -1,4 +1,4 @@
-"""``python -m tests.slurm``: pytest over this folder, inside namespaces of which nothing is left behind."""
+"""``python -m tests.slurm``: runs pytest on this folder inside namespaces, so that nothing is left behind."""
 
 from __future__ import annotations
 

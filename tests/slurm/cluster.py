@@ -1,7 +1,7 @@
-"""A real SLURM cluster on one machine: a host for slurmctld, four for slurmd, made of namespaces.
+"""A real SLURM cluster on one machine: a host for slurmctld and four for slurmd, made of namespaces.
 
-Each host has an address, a name, processes and shared memory of its own, so that a node can lose its power, and no
-plugin has to be told that the nodes are one machine. Munge is shared; cgroups are not used.
+Each host has an address, a name, processes and shared memory of its own. So a node can lose its power, and no plugin
+has to know that the nodes are one machine. Munge is shared; cgroups are not used.
 """
 
 from __future__ import annotations

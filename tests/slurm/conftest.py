@@ -1,4 +1,4 @@
-"""A cluster for each test: it is up in two seconds, and some tests break nodes of it."""
+"""A cluster for each test: it starts in two seconds, and some tests break nodes of it."""
 
 from __future__ import annotations
 

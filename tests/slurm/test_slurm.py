@@ -1,4 +1,4 @@
-"""``deploy/slurm.sbatch`` on a real cluster of four nodes: what SLURM does to a job, and what becomes of it."""
+"""``deploy/slurm.sbatch`` on a real cluster of four nodes: the job after kills, requeues, preemption and lost nodes."""
 
 from __future__ import annotations
 

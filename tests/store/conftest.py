@@ -1,4 +1,4 @@
-"""A small world of checkpoints: ranks, drafts, orders."""
+"""Fixtures: a small world of ranks, drafts and save orders."""
 
 from __future__ import annotations
 

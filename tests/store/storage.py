@@ -1,4 +1,4 @@
-"""Real file systems for tests: mounted by a shell of their own that takes them away again, whatever becomes of us."""
+"""Real file systems for tests, mounted by a separate shell that unmounts them however the test ends."""
 
 from __future__ import annotations
 

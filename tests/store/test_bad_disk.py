@@ -1,4 +1,4 @@
-"""The disk that fails on purpose is a disk otherwise, and its journal tells what a power cut leaves."""
+"""The disk that fails on command is otherwise a normal disk, and its journal tells what a power cut leaves."""
 
 from __future__ import annotations
 

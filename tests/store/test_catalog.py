@@ -1,3 +1,5 @@
+"""The checkpoints of a directory: which are whole, what is wrong with the others, and which are removed."""
+
 from __future__ import annotations
 
 import json

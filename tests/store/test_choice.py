@@ -1,4 +1,4 @@
-"""What a rank offers to restore when there are two places to look at."""
+"""The checkpoints that a rank offers to restore if there are two directories."""
 
 from __future__ import annotations
 

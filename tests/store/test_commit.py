@@ -1,3 +1,5 @@
+"""A commit makes a checkpoint of a draft, keeps others aside, and removes old ones only afterwards."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

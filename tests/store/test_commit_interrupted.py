@@ -1,4 +1,4 @@
-"""A commit that two ranks make, or that a power cut ends anywhere: a checkpoint exists whole, or not at all."""
+"""A commit that two ranks make, or that a power cut ends at any point: a checkpoint exists whole, or not at all."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Files that compute their digest while they are written."""
+
 from __future__ import annotations
 
 import array

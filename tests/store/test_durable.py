@@ -1,3 +1,5 @@
+"""Small files and names are durable when a call returns."""
+
 from __future__ import annotations
 
 import errno

@@ -1,3 +1,5 @@
+"""States come back as they were encoded; values that cannot be stored and damaged bytes are refused."""
+
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""Storage that fails, for real: the failure is said with its errno, and the previous checkpoint stays whole."""
+"""Real storage that fails: the error names its errno, and the previous checkpoint stays whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are held in memory until a process has brought them to the storage."""
+"""Checkpoints that are held in memory until the writer has copied them to the storage."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Manifests come back as they were written; damaged and malformed ones are refused with the reason."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,3 +1,5 @@
+"""The names of checkpoints and drafts, and names that are neither."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""What is left of an order of which one piece could not be written: nothing."""
+"""If one piece of an order cannot be written, no piece of that order is left."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The real system calls of a save and a commit, and a power cut between any two of them.
 
-``test_commit_interrupted`` pulls the plug at each call of ``Disk``. Here the kernel is asked through a file system of
-ours that writes down everything: whatever goes around ``Disk`` is seen too, and bytes that were never synced are lost.
+``test_commit_interrupted`` cuts the power at each call of ``Disk``. Here a FUSE file system records every request of
+the kernel. So calls that bypass ``Disk`` are seen too, and bytes that were never synced are lost.
 """
 
 from __future__ import annotations

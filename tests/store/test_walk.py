@@ -1,4 +1,4 @@
-"""Walking back, against a list made the slow way."""
+"""The walk back to the newest whole checkpoint, against a simple list."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""A ``save_dir`` is tried at the start; one that cannot be used is refused with path, reason and remedy."""
+
 from __future__ import annotations
 
 import errno

@@ -1,4 +1,4 @@
-"""Spans of an incident, as a collector gets them."""
+"""The spans of an incident, as a collector receives them."""
 
 from __future__ import annotations
 

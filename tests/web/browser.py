@@ -1,4 +1,4 @@
-"""A real Chromium, and a real ``ttp web``."""
+"""A real Chromium and a real ``ttp web`` for tests."""
 
 from __future__ import annotations
 

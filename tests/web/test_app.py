@@ -1,4 +1,4 @@
-"""The application, called as a server would call it: who is let in, and what leaves."""
+"""The web application, called as a server would call it: access, and the answers."""
 
 from __future__ import annotations
 

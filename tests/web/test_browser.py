@@ -1,6 +1,6 @@
-"""The page in a real Chromium: a real job of which a rank is killed, 4,096 ranks, and texts that want to be scripts.
+"""The page in a real Chromium: a real job with a killed rank, 4,096 ranks, and texts that look like scripts.
 
-``nox -s web`` brings Selenium and axe-core; Chromium is Debian's ``chromium`` and ``chromium-driver``.
+``nox -s web`` installs Selenium and axe-core; Chromium is Debian's ``chromium`` and ``chromium-driver``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``ttp web`` as a process: TLS, ports that are taken, clients that misbehave."""
+"""``ttp web`` as a process: TLS, ports in use, clients that misbehave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page says: who is late, who waits for what, and what an incident comes to."""
+"""The contents of the page: which ranks are late, who waits for what, and incidents."""
 
 from __future__ import annotations
 

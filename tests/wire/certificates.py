@@ -1,4 +1,4 @@
-"""Certificates of a test, made with openssl."""
+"""Makes the certificates of a test with openssl."""
 
 from __future__ import annotations
 

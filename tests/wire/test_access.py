@@ -1,4 +1,4 @@
-"""Who is let in: secrets in files, addresses that are bound, users of this host."""
+"""Access to services: secrets in files, bound addresses, users of this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every message survives the wire, and the two descriptions of the protocol agree."""
+"""Every message survives the conversion to protobuf and back, and both descriptions of the protocol agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every RPC of every service of ttp: whom it serves, and what a message of an older launch of the job does there.
+"""Every RPC of every service of ttp: whom it serves, and that a message of an older launch has no effect.
 
 The RPCs come from the protos: a new one fails here until it is in the tables below.
 """

@@ -1,4 +1,4 @@
-"""TLS of servers that are not gRPC's: who was let in once is judged again."""
+"""TLS of servers that are not gRPC's: a resumed session is checked again."""
 
 from __future__ import annotations
 

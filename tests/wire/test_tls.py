@@ -1,4 +1,4 @@
-"""Mutual TLS: what an identity must be, and real processes that do or do not believe each other."""
+"""Mutual TLS: requirements of an identity, and real processes that accept or refuse each other."""
 
 from __future__ import annotations
 

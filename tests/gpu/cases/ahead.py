@@ -1,4 +1,4 @@
-"""The host runs ahead of a device that hangs; what is saved is the version that the device holds."""
+"""The host runs ahead of a device that hangs; the saved version is the one that the device holds."""
 
 from __future__ import annotations
 

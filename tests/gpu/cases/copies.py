@@ -1,4 +1,4 @@
-"""Tensors of every form leave a device that hangs, byte for byte; also when nothing was ever looked at before."""
+"""Tensors of every form are copied from a device that hangs, byte for byte, also if nothing was copied before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``TTP_CONTINUITY=keep`` does to communicators, in a group of one."""
+"""Communicators in a group of one, aborted and replaced as ``TTP_CONTINUITY=keep`` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: forward and backward pass may be one; a graph of the whole step, where no hook runs, is refused."""
+"""CUDA graphs: forward and backward pass may be one; a graph of the whole step, in which no hook runs, is refused."""
 
 from __future__ import annotations
 

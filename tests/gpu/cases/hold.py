@@ -1,4 +1,4 @@
-"""A stream of the training that waits for a word of the host, as the barrier before an update makes it."""
+"""A stream of the training waits for a word of the host, as in the barrier before an update."""
 
 from __future__ import annotations
 

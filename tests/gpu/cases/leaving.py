@@ -1,4 +1,4 @@
-"""A rank that has been saved ends, whatever its device does; and processes that a data loader forks do no harm."""
+"""A rank that has been saved ends, whatever its device does; processes that a data loader forks do no harm."""
 
 from __future__ import annotations
 

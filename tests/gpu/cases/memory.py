@@ -1,4 +1,4 @@
-"""A device without memory to spare: what the rescue needs was set aside at start."""
+"""A device without free memory: the memory that the rescue needs was allocated at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ttp may not do in the steady state: wait for the device, or lose what a buffer held at a version."""
+"""The steady state must not wait for the device, nor lose the values of a buffer at a version."""
 
 from __future__ import annotations
 

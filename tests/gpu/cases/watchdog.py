@@ -1,4 +1,4 @@
-"""NCCL's watchdog and monitor, beside a collective that never ends. A world of one rank is enough for their threads."""
+"""NCCL's watchdog and monitor beside a collective that never ends. A world of one rank is enough for their threads."""
 
 from __future__ import annotations
 
