@@ -1,1 +1,1 @@
-"""Loads a checkpoint into live objects. Start with ``restore``."""
+"""Loads a checkpoint into a live model, optimizer and so on. Start with ``restore``."""

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint belongs to this model and this optimizer, before anything is modified."""
+"""Compares a checkpoint with the model and the optimizer into which it is to be loaded, before anything is modified."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_HYPERPARAMETERS = {
     "max_momentum",
     "base_momentum",
 }
-"""Keys of a param group that are no settings of the optimizer's class, because schedulers and callers add them too."""
+"""Keys of a param group that do not identify the optimizer's class: schedulers and programs add them."""
 
 SavedGroups = Sequence[Mapping[str, Any]]
 
@@ -31,7 +31,16 @@ SavedGroups = Sequence[Mapping[str, Any]]
 def model_differences(
     names: ModelNames, items: Sequence[IndexEntry], left_out: Collection[str], cutter: Cutter | None = None
 ) -> list[str]:
-    """Return sentences about names that only one side has, and about different shapes or dtypes; empty: none differ."""
+    """Return the differences between a model and a checkpoint of a model, as sentences; empty if there are none.
+
+    Compared are names, shapes and dtypes.
+
+    Args:
+        names: names of the live model's tensors.
+        items: the entries of the checkpoint about the model.
+        left_out: names of values that the checkpoint does not have, because they could not be stored.
+        cutter: knows the whole shapes of sharded parameters; None: all tensors are whole.
+    """
     here: dict[str, str] = {
         name: _signature(
             str(tensor.dtype).removeprefix("torch."),
@@ -41,7 +50,7 @@ def model_differences(
     }
     kept = {name: "" for name in names.extra_states if not is_left_out(name, left_out)}
     there = {str(item.path[1]): _signature(item.dtype, item.shape) for item in items if item.path[0] == "model"}
-    # A module's extra state may be a tensor today and a number tomorrow: its own code has to cope.
+    # The type of a module's extra state is not compared: the module's own code has to accept it.
     there = {name: "" if name in names.extra_states else signature for name, signature in there.items()}
     here |= kept
     for name in names.of_any_shape & there.keys():  # such a buffer takes the saved shape
@@ -59,12 +68,22 @@ def model_differences(
 
 
 def is_left_out(extra_state: str, left_out: Collection[str]) -> bool:
-    """Return whether a module's extra state, or a part of it, is not in the checkpoint as it could not be stored."""
+    """Return whether a module's extra state, or a part of it, was left out of the checkpoint."""
     return any(key == f"model.{extra_state}" or key.startswith(f"model.{extra_state}.") for key in left_out)
 
 
 def optimizer_differences(names: ModelNames, optimizer: Optimizer, saved: SavedGroups, saved_kind: str) -> list[str]:
-    """Return sentences about differences in class, settings, and which parameter is in which group; empty: none."""
+    """Return the differences between an optimizer and a saved one, as sentences; empty if there are none.
+
+    Compared are the class, the kinds of settings, and which parameter is in which group. A different class is accepted
+    if both have the same kinds of settings.
+
+    Args:
+        names: names of the live model's tensors.
+        optimizer: the live optimizer.
+        saved: the saved param groups, with names of parameters.
+        saved_kind: class of the saved optimizer; empty: unknown.
+    """
     groups = optimizer.param_groups
     here, there = _settings(groups), _settings(saved)
     if saved_kind and saved_kind != optimizer_kind(optimizer) and here != there:

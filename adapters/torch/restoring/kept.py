@@ -1,8 +1,8 @@
-"""Keeps the state of a rank that goes on in its process, and hands it over to the new model and optimizer.
+"""Keeps the state of a rank that stays in its process after an incident, and hands it over to new objects.
 
-``train()`` is called again and makes new objects. The new optimizer takes the old tensors, a new parameter the values
-of the old one. Everything is compared before anything is modified; ``ttp.core.rank.kept_state`` says when a state may
-be kept.
+``train()`` is called again and makes a new model and a new optimizer. The new optimizer takes the old optimizer's
+tensors; the values of the old parameters are copied into the new ones. Everything is compared before anything is
+modified. ``ttp.core.rank.kept_state`` decides whether a state may be kept.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class UnlikeError(Exception):
-    """A kept state does not fit: nothing was modified, and the checkpoint has to be read. The text says why."""
+    """A state cannot be kept, or does not fit the new objects. Nothing was modified: read the checkpoint instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor of an optimizer.
+    """A tensor of the optimizer's state.
 
     Args:
-        tensor: the part of it that is in the memory of this rank.
-        cut: whether it is a distributed tensor, sharded as its parameter is.
+        tensor: the part of the tensor that is in the memory of this rank.
+        cut: True if it is a distributed tensor, sharded as its parameter is.
     """
 
     tensor: Tensor
@@ -48,11 +48,10 @@ class Kept:
     """The state that a rank holds of the model and the optimizer, as plain memory.
 
     Args:
-        origin: the commit to which it belongs.
+        origin: the commit to which the state belongs.
         kind: the class of the optimizer.
-        parameters: the parameters by every name; tied ones are the same tensor.
-        optimizer: the values of the optimizer's state, each a ``Held`` or a plain value, by the name of the parameter
-            and the optimizer's key.
+        parameters: the parameters by name; the names of a tied parameter have the same tensor.
+        optimizer: the optimizer's state: name of a parameter -> key of the optimizer -> a ``Held`` or a plain value.
     """
 
     origin: Origin
@@ -61,7 +60,7 @@ class Kept:
     optimizer: Mapping[str, Mapping[str, Any]]
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, each once, in an order that is the same on ranks with the same names."""
+        """Return all tensors, each once. The order is the same on ranks with the same names."""
         held = (
             value.tensor for values in self.optimizer.values() for value in values.values() if isinstance(value, Held)
         )
@@ -76,11 +75,16 @@ class Kept:
 def keep(origin: Origin, names: ModelNames, optimizer: Optimizer) -> Kept:
     """Return references to the state of this rank.
 
+    Args:
+        origin: the commit to which the state belongs.
+        names: names of the model's tensors.
+        optimizer: the registered optimizer.
+
     Raises:
         UnlikeError: the state is of a kind that cannot be handed over; the text says why.
     """
     if is_sharded(optimizer):
-        raise UnlikeError(f"{type(optimizer).__name__} shards its state and exchanges what it has updated")
+        raise UnlikeError(f"{type(optimizer).__name__} shards its state and exchanges updated weights")
     if names.extra_states or names.of_any_shape:
         raise UnlikeError("a module has an extra state, or buffers that may take any shape")
     tensors = {id(tensor): local(tensor).detach() for tensor in names.parameters.values()}
@@ -88,10 +92,10 @@ def keep(origin: Origin, names: ModelNames, optimizer: Optimizer) -> Kept:
     state: dict[str, dict[str, Any]] = {}
     for owner, values in list(unwrap_optimizer(optimizer).state.items()):
         if not isinstance(owner, Tensor) or not isinstance(values, Mapping):
-            raise UnlikeError("the optimizer keeps something that belongs to no parameter")
+            raise UnlikeError("the optimizer keeps state that belongs to no parameter")
         state[names.of(owner)] = {str(key): _held(value, owner) for key, value in values.items()}
         if any(not isinstance(key, str) for key in values):
-            raise UnlikeError("the optimizer has keys that are no text")
+            raise UnlikeError("the optimizer's state has keys that are not strings")
     kept = Kept(origin, optimizer_kind(optimizer), parameters, state)
     _refuse_shared(kept.tensors())
     return kept
@@ -103,12 +107,12 @@ def _held(value: Any, owner: Any) -> Any:
             _refuse_another_cut(value, owner)
         return Held(local(value).detach(), cut)
     if not isinstance(value, PLAIN):
-        raise UnlikeError(f"the optimizer keeps a {type(value).__name__}")
+        raise UnlikeError(f"the optimizer's state has a {type(value).__name__}, which is no tensor and no plain value")
     return value
 
 
 def _refuse_another_cut(value: Any, owner: Any) -> None:
-    """Refuse a tensor that is sharded otherwise than its parameter, because the parameter's sharding is used for it."""
+    """Refuse a tensor that is not sharded as its parameter is, because ``hand_over`` gives it that sharding."""
     if not is_distributed(owner) or _cut(value) != _cut(owner):
         raise UnlikeError("the optimizer keeps a tensor that is distributed in another way than its parameter")
 
@@ -121,7 +125,7 @@ def _refuse_shared(tensors: Sequence[Tensor]) -> None:
     seen: set[int] = set()
     for tensor in tensors:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized or overlaps(tensor):
-            raise UnlikeError("a tensor is no plain memory")
+            raise UnlikeError("a tensor is not plain and dense")
         memory = tensor.untyped_storage().data_ptr()
         if memory in seen and tensor.numel():
             raise UnlikeError("two tensors share their memory")
@@ -132,16 +136,16 @@ def _refuse_shared(tensors: Sequence[Tensor]) -> None:
 
 
 def hand_over(kept: Kept, names: ModelNames, optimizer: Optimizer, saved: Sequence[IndexEntry]) -> None:
-    """Give the kept state to these objects.
+    """Put a kept state into a new model and optimizer.
 
     Args:
-        kept: the state of this rank, or one received from a rank that holds the same.
+        kept: the state of this rank, or of another rank that holds the same shards.
         names: names of the new model.
         optimizer: the new registered optimizer.
         saved: the entries of the checkpoint about the optimizer's state.
 
     Raises:
-        UnlikeError: the new objects are not like the old ones. Nothing has been modified.
+        UnlikeError: the new objects differ from the old ones. Nothing has been modified.
     """
     owners = {names.of(p): p for group in optimizer.param_groups for p in group["params"]}
     _compare(kept, names, optimizer, owners, saved)
@@ -170,17 +174,17 @@ def _compare(
         differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
         raise UnlikeError(f"{', '.join(differing[:4])} had another shape or dtype, or was not there")
     if _ties(names.parameters) != _ties(kept.parameters):
-        raise UnlikeError("other parameters are tied to each other")
+        raise UnlikeError("other parameters were tied to each other")
     if names.extra_states or names.of_any_shape:
         raise UnlikeError("a module has an extra state, or buffers that may take any shape")
     mine = {(name, key) for name, values in kept.optimizer.items() for key in values}
     theirs = {(str(item.path[2]), str(item.path[3])) for item in saved if str(item.path[2]) in owners}
     if mine != theirs or not kept.optimizer.keys() <= owners.keys():
-        raise UnlikeError("the optimizer kept other values than the checkpoint has")
+        raise UnlikeError("the optimizer kept other entries than the checkpoint has")
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return for each name the first name of the same tensor."""
+    """Return for each name the first name of its tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
@@ -204,14 +208,14 @@ def _given(value: Any, parameter: Any) -> Any:
 
 
 def _give(parameter: Tensor, old: Tensor) -> None:
-    """Copy the old values into the parameter, whose memory others may hold already (as a ``state_dict()`` does)."""
+    """Copy the old values into the parameter. Its memory is not replaced: a ``state_dict()`` may refer to it."""
     here = local(parameter)
     if here.data_ptr() != old.data_ptr() or here.stride() != old.stride():
         here.copy_(old)
 
 
 def values_of(kept: Kept) -> Iterator[tuple[str, str, Any]]:
-    """Yield all values of the optimizer's state, each with the name of its parameter and its key."""
+    """Yield (name of the parameter, key, value) for all values of the optimizer's state."""
     for name, values in kept.optimizer.items():
         for key, value in values.items():
             yield name, key, value

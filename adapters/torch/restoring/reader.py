@@ -1,4 +1,4 @@
-"""Reads a checkpoint through ``torch.distributed.checkpoint`` without unpickling anything that could run code."""
+"""Reads a checkpoint through ``torch.distributed.checkpoint``, but without unpickling data that could run code."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ttp.store.plain_file import open_plain
 
 
 class ManifestReader(FileSystemReader):
-    """A storage reader that takes the contents of the checkpoint from the manifest, not from ``.metadata``.
+    """A storage reader that takes the checkpoint's metadata from the manifest, not from the pickle ``.metadata``.
 
     Args:
         path: the directory of the checkpoint.
         pieces: the pieces in the manifest.
 
     Raises:
-        CheckpointError: the tables are garbled, or the shards do not fit together.
+        CheckpointError: the tables of contents are garbled, or the shards do not fit together.
     """
 
     def __init__(self, path: Path, pieces: Sequence[Piece]) -> None:
@@ -46,7 +46,7 @@ class ManifestReader(FileSystemReader):
         self._metadata = build_metadata(items_of(pieces), StorageMeta())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the contents of ``.metadata``, made from the manifest."""
+        """Return what ``.metadata`` would contain, made from the manifest."""
         if self._metadata.storage_meta is not None:
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
@@ -56,7 +56,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     """The default planner, except that plain values are loaded with ``weights_only=True``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one plain value into the state dict."""
+        """Load one plain value and put it into the state dict."""
         loaded = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:
@@ -71,25 +71,26 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
     Args:
         path: the directory of the checkpoint.
         manifest: its manifest.
-        state_dict: nested as in torch: ``{"model": ..., "optim": ...}``. Tensors (plain or distributed, of any
-            sharding) are written into; placeholders of plain values are replaced.
-        partial: whether names that the checkpoint lacks are left alone instead of being an error.
+        state_dict: nested as in torch: ``{"model": ..., "optim": ...}``. Its tensors (plain or distributed, of any
+            sharding) are overwritten; its other values are placeholders and are replaced.
+        partial: True to leave values unchanged that the checkpoint does not have; False: they are an error.
 
     Raises:
-        CheckpointError: the checkpoint lacks a name, or has another shape for it, or cannot be read.
+        CheckpointError: the checkpoint does not have a name, or has another shape for it, or cannot be read.
     """
     _load(ManifestReader(path, manifest.pieces), state_dict, partial=partial)
 
 
 def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[StatePath, Sequence[Chunk]]]) -> None:
-    """Fill chunks that torch itself cannot describe: several chunks of one tensor on one rank.
+    """Fill chunks of tensors that torch's own loader cannot fill: several chunks of one tensor on one rank.
 
-    Only saved chunks that overlap them are read, one at a time, so the call takes the memory of one saved chunk.
+    Only saved chunks that overlap these chunks are read, one at a time, so the call takes the memory of one saved
+    chunk.
 
     Args:
         path: the directory of the checkpoint.
         manifest: its manifest.
-        wanted: paths of tensors in the nested state, and the chunks of each tensor to write into.
+        wanted: for each tensor its path in the nested state, and the chunks to fill.
 
     Raises:
         CheckpointError: see ``load``.
@@ -107,10 +108,10 @@ def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[StatePath
 
 
 def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> None:
-    """Copy the overlaps of one saved chunk with these chunks. The saved chunk is read only if there is an overlap.
+    """Copy one saved chunk into ``chunks``, where they overlap. The file is not read if they do not overlap.
 
     Raises:
-        CheckpointError: its file cannot be read, or does not match its table.
+        CheckpointError: the file cannot be read, or does not match its table of contents.
     """
     piece: Tensor | None = None
     for chunk in chunks:
@@ -128,7 +129,14 @@ Slices = tuple[slice, ...]
 def overlap(
     offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[Slices, Slices] | None:
-    """Return where the intersection of two boxes of a tensor lies in each of them; None: they do not intersect."""
+    """Return the slices of two boxes of a tensor at which they intersect; None if they do not intersect.
+
+    Args:
+        offsets: where the first box begins in the tensor, one number per dimension.
+        sizes: shape of the first box.
+        others: where the second box begins.
+        other_sizes: shape of the second box.
+    """
     bounds = zip(offsets, sizes, others, other_sizes, strict=True)
     spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds]
     if any(begin >= end for begin, end in spans):
@@ -152,10 +160,10 @@ def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool =
 
 
 def read_values(path: Path, items: Sequence[IndexEntry]) -> dict[str, Any]:
-    """Read these items, whole, to the CPU, as a nested state of their own. For small items.
+    """Read small items to the CPU and return them as a nested state.
 
     Raises:
-        CheckpointError: a file cannot be read, or does not match its table.
+        CheckpointError: a file cannot be read, or does not match its table of contents.
     """
     root: dict[str, Any] = {}
     for item in items:
@@ -164,16 +172,16 @@ def read_values(path: Path, items: Sequence[IndexEntry]) -> dict[str, Any]:
 
 
 def read_value(path: Path, item: IndexEntry) -> Any:
-    """Read one item, whole, to the CPU, without a second copy of its bytes in memory.
+    """Read one item to the CPU, without a second copy of its bytes in memory.
 
     Raises:
-        CheckpointError: its file cannot be read, or does not match its table.
+        CheckpointError: the file cannot be read, or does not match its table of contents.
     """
     try:
         with open_plain(path / item.file) as file:
             size = os.fstat(file.fileno()).st_size
             if item.offset + item.length > size:
-                raise ValueError(f"it ends at {item.offset + item.length}, the file at {size}")
+                raise ValueError(f"it would end at byte {item.offset + item.length}, and the file has {size} bytes")
             view: Any = _create_file_view(file, item.offset, item.length)
             value = torch.load(view, weights_only=True, map_location="cpu")
     except Exception as problem:
@@ -181,6 +189,6 @@ def read_value(path: Path, item: IndexEntry) -> Any:
     told = (item.torch_dtype, tuple(item.sizes)) if item.is_tensor else None
     if told and (not isinstance(value, Tensor) or (value.dtype, tuple(value.shape)) != told):
         raise CheckpointError(
-            f"{item.key} in {path / item.file} is not the {item.dtype} {list(item.sizes)} it should be"
+            f"{item.key} in {path / item.file} is not a tensor of {item.dtype} {list(item.sizes)}, as the manifest says"
         )
     return value

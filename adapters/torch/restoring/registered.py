@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.torch")
 
 TRANSFER_BYTES = 100 << 20
-"""Ranks send states to each other only if the checkpoint has at least so many bytes: a smaller one, which this host has
-just written, is read as fast as it could be sent."""
+"""Ranks on one host send states to each other only if the checkpoint has at least this many bytes. A smaller one, which
+this host has just written, is read as fast as the state could be sent."""
 
 
 class Restoring(abc.ABC):
-    """The part of ``TorchAdapter`` that restores its objects. The attributes are described there."""
+    """The part of ``TorchAdapter`` that restores the registered objects. ``TorchAdapter`` describes the attributes."""
 
     _model: nn.Module
     _optimizer: Optimizer
@@ -64,14 +64,23 @@ class Restoring(abc.ABC):
     _post_step: PostStepState | None
     _resumed: bool
     start: Repeating | None = None
-    """The broken call, if ranks stay in their loops: rank-local state is put back to the beginning of that call."""
+    """The interrupted call of the step function, if ranks stay in their loops (``ttp.one_step``); else None. A restore
+    puts rank-local state back to the beginning of that call."""
 
     @abc.abstractmethod
     def sharding(self, world_size: int) -> Sharding:
         """Return how the state is spread over the ranks."""
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
-        """Agree on a checkpoint through the default process group; without one this rank decides alone."""
+        """Agree on a checkpoint through the default process group; without a group this rank decides alone.
+
+        Args:
+            found: the checkpoints that this rank found whole.
+            skipped: the checkpoints that this rank skipped, with the reasons.
+
+        Returns:
+            The checkpoint to restore (see ``restore_choice.agree``), or why the ranks have none in common.
+        """
         mine = RestoreView(Rank(0), found, skipped)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return agree([mine])
@@ -80,8 +89,17 @@ class Restoring(abc.ABC):
     def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
         """Load a verified checkpoint into the registered objects.
 
+        Args:
+            checkpoint: the directory of the checkpoint.
+            rank: this rank.
+            world_size: number of ranks of the job.
+            protected: True if ttp is switched on, so that the restored rank-local state is captured.
+
+        Returns:
+            The restored version.
+
         Raises:
-            CheckpointError: the checkpoint belongs to another model, or cannot be read. Nothing has been changed then.
+            CheckpointError: the checkpoint belongs to another model (nothing has been changed), or cannot be read.
         """
         return self._load(checkpoint, Manifest.load(checkpoint), rank, world_size, protected=protected)
 
@@ -95,19 +113,22 @@ class Restoring(abc.ABC):
     ) -> Version:
         """Load a checkpoint where survivors go on in their processes, with tensors from memory as far as possible.
 
-        Tensors that a rank has in memory, or gets from another rank, are not read. All ranks call this with the same
-        checkpoint, and meet in it. First they verify all of the checkpoint together, because every rank reads rates,
-        schedules, random streams and buffers from it.
+        A collective call, with the same checkpoint on all ranks. Tensors that a rank has in memory, or receives from
+        another rank, are not read. Every rank reads learning rates, schedules, random streams and buffers from the
+        checkpoint, so the ranks first verify it together, each a share.
 
         Args:
-            checkpoint: the checkpoint on which all ranks agreed, as its digest shows.
+            checkpoint: the checkpoint on which all ranks agreed by its digest.
             rank: this rank.
             world_size: number of ranks of the job.
-            state: the state of this rank from when all stopped, or why it has none; it is emptied.
-            verify: raises if this rank's share of the checkpoint is not whole.
+            state: the state that this rank kept when all ranks stopped, or why it kept none; this call empties it.
+            verify: raises an error if this rank's share of the checkpoint is not whole.
+
+        Returns:
+            The restored version.
 
         Raises:
-            RestoreError: the checkpoint is not whole, as this or another rank has found.
+            RestoreError: this rank or another one found that the checkpoint is not whole.
             CheckpointError: see ``load``.
             RuntimeError: another rank is lost.
         """
@@ -120,21 +141,23 @@ class Restoring(abc.ABC):
         except UnlikeError as problem:
             way = f"read from the checkpoint ({problem})"
             kept = None
-        if kept is None:  # outside of the except block, which keeps the objects in the error's traceback alive
+        if kept is None:  # not in the except block: there the error's traceback keeps the objects alive
             version = self._load(checkpoint, manifest, rank, world_size, protected=True)
         state.say(f"its state was {way}, in {time.monotonic() - began:.3f} s")
         return version
 
     def _brought(self, kept: Kept | None, why: str, manifest: Manifest, rank: int, world_size: int) -> tuple[Kept, str]:
-        """Return the state that this rank kept or received, and a text about it. Ranks with a state send it to others.
+        """Return the state that this rank kept or received, and which of the two, in words. A collective call.
+
+        Ranks that kept their state send it to ranks that did not.
 
         Raises:
-            UnlikeError: there is none, so the checkpoint has to be read; the text says why.
+            UnlikeError: this rank has no state in memory, so it has to read the checkpoint; the text says why.
         """
         committed = Origin(manifest.version, manifest.incident)
         if kept is not None and (why := self._why_not(kept, committed, manifest, rank, world_size)):
             kept = None
-        several = connected(world_size) and not self._source.on_device  # no device's state is sent so far
+        several = connected(world_size) and not self._source.on_device  # state on devices is not sent yet
         if several and (manifest.size >= TRANSFER_BYTES or several_hosts(world_size)):
             said = gather_bytes(b"1" if kept is not None else b"0")
             holders = [Rank(other) for other, word in enumerate(said) if word == b"1"]
@@ -152,9 +175,9 @@ class Restoring(abc.ABC):
         return kept, f"kept ({kept.size} bytes)"
 
     def _why_not(self, kept: Kept, committed: Origin, manifest: Manifest, rank: int, world_size: int) -> str:
-        """Return why a kept state may differ from the checkpoint's; empty: only the tables are left to compare."""
+        """Return why a kept state may differ from the checkpoint's; an empty string if it is of the same commit."""
         if not self._same_places(manifest, world_size):
-            return "the checkpoint is of another world"
+            return "the checkpoint is of a job with another layout or number of ranks"
         if rank not in ranks_kept(manifest.pieces):
             return "the checkpoint has no random streams and buffers of this rank"
         return why_not_adopted(kept.origin, committed)
@@ -184,7 +207,7 @@ class Restoring(abc.ABC):
         self._load_modules(checkpoint, manifest)
         if manifest.extra.get("disputed"):
             log.warning(
-                "replicas of %s differed when version %s was saved; nobody could tell which was right: watch the loss",
+                "replicas of %s differed when version %s was saved, and which was right is unknown: watch the loss",
                 ", ".join(map(str, manifest.extra["disputed"])),
                 manifest.version,
             )
@@ -201,7 +224,7 @@ class Restoring(abc.ABC):
         return Version(restored.version)
 
     def _load_modules(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Load averages of the weights and other modules that were given as extra state."""
+        """Load the modules that were given as ``extra_state``, such as averages of the weights."""
         items = [item for item in items_of(manifest.pieces) if item.path[0] == "extra"]
         values = read_values(checkpoint, items).get("extra", {})
         for name, module in self._extra.modules.items():
@@ -212,12 +235,12 @@ class Restoring(abc.ABC):
             elif name in values:
                 module.load_state_dict(values[name])
             else:
-                log.warning("extra_state[%r] was not saved: it begins anew", name)
+                log.warning("extra_state[%r] is not in the checkpoint: it keeps its initial value", name)
 
     def _load_local(
         self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int, world_size: int
     ) -> list[str]:
-        """Load the rank-local state and return notes. In another layout it is made anew: see docs/concepts.md."""
+        """Load the rank-local state and return notes. In another layout it is derived anew: see docs/concepts.md."""
         if self.start is not None:
             self.start.put_back(self._capture)
             return []
@@ -227,8 +250,11 @@ class Restoring(abc.ABC):
         if local is None:
             reseed(restored.version, self._number(rank, world_size))
             notes = self._extra.restore(constant)
-            why = why_lost(manifest.pieces, rank) if same_world else "this job is another world"
-            return [*notes, f"nothing was kept of rank {rank} ({why}): its random streams are derived from its seed"]
+            why = why_lost(manifest.pieces, rank) if same_world else "this job has another layout or number of ranks"
+            return [
+                *notes,
+                f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed",
+            ]
         if same_world:
             return self._capture.restore(
                 type(local)(rng=local.rng, buffers=local.buffers, extra={**constant, **local.extra})
@@ -243,9 +269,9 @@ class Restoring(abc.ABC):
         ]
 
     def _number(self, rank: int, world_size: int) -> int:
-        """Return a number by which the random streams of ranks differ, in addition to their seeds.
+        """Return the number that ``reseed`` mixes into the seed of a rank, so that ranks with equal seeds differ.
 
-        It is 0 if there are several shards, because ranks of one tensor-parallel group have to draw the same.
+        It is 0 if there are several shards: ranks of one tensor-parallel group have to draw the same numbers.
         """
         several = connected(world_size) and len(self.sharding(world_size).layout.groups) > 1
         return 0 if several else rank
@@ -259,7 +285,7 @@ class Restoring(abc.ABC):
 
 
 def _together(verify: Callable[[], None], world_size: int) -> None:
-    """Verify a checkpoint on all ranks, each its share; raise on all what one of them finds wrong."""
+    """Let each rank verify its share of a checkpoint; if one rank finds an error, all ranks raise it."""
     if not connected(world_size):
         verify()
         return
@@ -274,12 +300,12 @@ def _together(verify: Callable[[], None], world_size: int) -> None:
 
 
 def several_hosts(world_size: int) -> bool:
-    """Return whether some ranks are on other hosts, as far as the launcher says: their files are not in memory here."""
+    """Return whether the job has ranks on other hosts, by ``LOCAL_WORLD_SIZE``. Their files are not cached here."""
     return os.environ.get("LOCAL_WORLD_SIZE", str(world_size)) != str(world_size)
 
 
 def reseed(version: int, rank: int) -> None:
-    """Set new random streams that depend only on the job's seed, the version and the rank."""
+    """Seed the random streams of torch, python and numpy from the job's seed, the version and ``rank`` only."""
     seed = (torch.initial_seed() * 1_000_003 + version * 7919 + rank) % (1 << 63)
     torch.manual_seed(seed)
     random.seed(seed)

@@ -43,8 +43,8 @@ class Restored:
 
     Args:
         version: finished updates.
-        job: the job-wide scalars; the caller has to restore ``extra``.
-        notes: differences from the state that was saved, in words.
+        job: the job-wide scalars; the caller has to restore ``job.extra``.
+        notes: differences from the saved state, in words.
     """
 
     version: int
@@ -65,19 +65,18 @@ def restore_into(
 ) -> Restored:
     """Load the checkpoint at ``path`` into these objects, in place.
 
-    Every rank calls it, with the same checkpoint, before the first forward pass; nothing is communicated.
+    Every rank calls it with the same checkpoint, before the first forward pass. The ranks do not communicate.
 
     Args:
         path: the directory of the checkpoint, whose digests have been verified.
         manifest: its manifest.
-        model: wrapped or not, in any way.
-        optimizer: of the same class and with the same param groups as the saved one; in a pipeline stage, with a part
-            of them.
-        scheduler: has ``load_state_dict``; a step that was due when the checkpoint was made is made here.
-        scaler: a GradScaler; an update that was due when the checkpoint was made is made here.
-        elsewhere: names that only other ranks of this job have: other stages of a pipeline.
-        kept: the state of model and optimizer that is in memory already; None: none. With it no tensors are read, and
-            buffers are left to the rank-local state.
+        model: the module, wrapped or not.
+        optimizer: has the class and the param groups of the saved one; in a pipeline stage a part of the groups.
+        scheduler: one or a list of LR schedulers; None: none. A pending ``step()`` is made (see ``JobState``).
+        scaler: a GradScaler; None: none. A pending ``update()`` is made (see ``JobState``).
+        elsewhere: names that only other ranks of this job have, such as other pipeline stages.
+        kept: the state of model and optimizer that is in memory already; None: none. With it, no tensors are read, and
+            buffers are restored with the rank-local state.
 
     Raises:
         UnlikeError: ``kept`` does not fit (nothing has been modified).
@@ -94,7 +93,7 @@ def restore_into(
         raise CheckpointError(f"{path} cannot be understood ({problem!r}). Nothing was loaded") from problem
     if kept is not None:
         if added or saved.weights_only or saved.left_out:
-            raise UnlikeError("the checkpoint has param groups that are added later, or less than everything")
+            raise UnlikeError("the checkpoint has param groups that the program adds later, or lacks some of the state")
         hand_over(kept, names, optimizer, saved.optimizer)
         _load_groups(saved, optimizer)
     else:
@@ -104,10 +103,10 @@ def restore_into(
         if not saved.weights_only:
             _load_optimizer(saved, names, optimizer, cutter)
     job = saved.job
-    notes = ["it holds weights only: the optimizer begins anew"] if saved.weights_only else []
+    notes = ["it holds weights only: the optimizer keeps its initial state"] if saved.weights_only else []
     if added:
         notes.append(f"param groups that this program adds later ({len(added)}) were added to its optimizer now")
-    notes += [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in saved.left_out]
+    notes += [f"{key} could not be saved: it keeps the value that this program gave it" for key in saved.left_out]
     notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, names, job)
     notes += [] if elsewhere else _frozen_otherwise(names, optimizer, job)
     for note in notes:
@@ -117,7 +116,7 @@ def restore_into(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """The part of a checkpoint that is read before anything is modified: all descriptions, and the small values."""
+    """What is read of a checkpoint before anything is modified: the tables of contents and the small values."""
 
     path: Path
     manifest: Manifest
@@ -134,12 +133,12 @@ class _Saved:
 def _read(
     path: Path, manifest: Manifest, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]
 ) -> _Saved:
-    # One item per name: any chunk of a tensor tells its name, dtype and whole shape.
+    # One item per name is enough: any chunk of a tensor has its dtype and whole shape.
     items = list({item.key: item for item in items_of(manifest.pieces)}.values())
     items = [item for item in items if _owner(item) not in elsewhere]
     short = next((item for item in items if len(item.path) < _parts_min(item)), None)
     if short is not None:
-        raise ValueError(f"{short.key} is the name of nothing")
+        raise ValueError(f"{short.key} is the path of a container, not of a value")
     small = read_values(path, [item for item in items if _is_small(item, names)])
     return _Saved(
         path=path,
@@ -151,18 +150,18 @@ def _read(
         optimizer_kind=str(small.get("ttp", {}).get("optimizer", "")),
         extra_states=small.get("model", {}),
         left_out=left_out_of(manifest.pieces),
-        weights_only=small.get("ttp", {}).get("weights_only") is True,  # `ttp convert` made it of a file
+        weights_only=small.get("ttp", {}).get("weights_only") is True,  # `ttp convert` made it from a file of weights
     )
 
 
 def _owner(item: IndexEntry) -> str:
-    """Return the parameter or buffer to which a saved value belongs; empty: to none."""
+    """Return the name of the parameter or buffer to which a saved value belongs; empty if it belongs to none."""
     at = 2 if item.path[:2] in (_STATE, _GROUPS) else 1 if item.path[0] == "model" else len(item.path)
     return str(item.path[at]) if at < len(item.path) else ""
 
 
 def _parts_min(item: IndexEntry) -> int:
-    """Return how many steps the path of a saved value has at least."""
+    """Return the least number of steps that the path of such a value has."""
     return 4 if item.path[:2] == _STATE else 2 if item.path[0] == "model" else 1
 
 
@@ -183,7 +182,7 @@ def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
     if problems:
         raise OtherModelError(
             f"{saved.path} belongs to another model: {'; '.join(problems)}. Nothing was loaded. Use the code that "
-            "wrote it, or another save_dir to start from nothing"
+            "wrote it, or another save_dir to start at step 0"
         )
 
 
@@ -207,7 +206,7 @@ def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
 
 
 def _make_buffers(saved: _Saved, names: ModelNames) -> None:
-    """Make the buffers that the saving program had made or enlarged while training."""
+    """Give buffers of any shape (see ``takes_any_shape``) the shapes and dtypes that they have in the checkpoint."""
     changing, live = names.of_any_shape, names.buffers
     for item in saved.model:
         name, form = str(item.path[1]), (item.shape, item.torch_dtype) if item.is_tensor else None
@@ -220,7 +219,7 @@ def _make_buffers(saved: _Saved, names: ModelNames) -> None:
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or a new one if its elements share memory: torch refuses to write to such a tensor."""
+    """Return ``tensor``, or a new tensor if its elements share memory: torch refuses to write to such a tensor."""
     tensor = tensor.detach()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlaps(tensor) else tensor
 
@@ -243,7 +242,7 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
     for item in items:
         int_keys = [position - len(_STATE) for position in item.int_keys]
         put(loaded, item.path[len(_STATE) :], values[item.path], int_keys)
-    state: dict[Any, Any] = kept.state  # keys that are no tensors are allowed too
+    state: dict[Any, Any] = kept.state  # torch allows keys that are not tensors
     state.clear()
     order = {
         name: number for number, name in enumerate(owners)
@@ -254,7 +253,7 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
 
 
 def _fill(saved: _Saved, values: dict[StatePath, Any], cutter: Cutter) -> None:
-    """Load the optimizer's values: write into tensors, replace other values."""
+    """Load the optimizer's values into ``values``: fill its tensors, replace its other values."""
     target: dict[str, Any] = {}
     pieces: list[tuple[StatePath, Sequence[Chunk]]] = []
     for steps, value in values.items():
@@ -288,8 +287,8 @@ def _empty(
 def _belongs_to_device(item: IndexEntry, saved_parameter: str, parameter: Tensor, group: Mapping[str, Any]) -> bool:
     """Return whether a tensor of the optimizer's state goes to its parameter's device; if not, it goes to the CPU.
 
-    The saved job decides. If that is no answer (everything was on the CPU, and now there is an accelerator), the rule
-    of torch's optimizers decides.
+    It goes where it was in the saved job. If that does not decide it (everything was on the CPU, and now there is an
+    accelerator), the rule of torch's optimizers applies.
     """
     if item.device != saved_parameter:
         return item.device != "cpu"
@@ -309,7 +308,7 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
         if key == "params":
             continue
         if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
-            current.copy_(value)  # schedulers and compiled steps hold on to the tensor
+            current.copy_(value)  # in place: schedulers and compiled steps keep references to the tensor
         else:
             group[key] = value
 
@@ -318,9 +317,9 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _frozen_otherwise(names: ModelNames, optimizer: Optimizer, job: JobState) -> list[str]:
-    """Return notes on parameters whose ``requires_grad`` differs; the program sets it, and may change it in mid-run."""
+    """Return notes on parameters whose ``requires_grad`` differs from the saved one; the program has to set it."""
     if not isinstance(saved := job.extra.get(FROZEN), list):
-        return []  # an older ttp has made the checkpoint and saved no such list
+        return []  # an older ttp made the checkpoint, without such a list
     here = frozen(names, optimizer)
     both = ("trained", "frozen", sorted({*here} - {*saved})), ("frozen", "trained", sorted({*saved} - {*here}))
     return [
@@ -340,21 +339,21 @@ def _load_buckets(model: nn.Module, names: ModelNames, job: JobState) -> list[st
 #
 # Conversion of a checkpoint's param groups to those of this rank's optimizer, where the two differ.
 #
-# A program may add groups in mid-run, for layers that are trained later. If it resumes after that step, it never adds
-# them, so they are added here.
+# A program may add groups in mid-run, for layers that are trained later. If it resumes after that step, it does not add
+# them again, so the restore adds them.
 #
-# Pipeline stages have different parameters in their groups. Their checkpoint keeps the settings of each parameter by
-# its name, as torch's ``flatten_optimizer_state_dict`` does, and any number of stages can be made of it again.
+# Pipeline stages have different parameters in their groups. Their checkpoint has the settings of each parameter by its
+# name, as torch's ``flatten_optimizer_state_dict`` does, so that another number of stages can load it.
 
 
 SavedGroups = Sequence[Mapping[str, Any]]
 
 
 def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]) -> SavedGroups:
-    """Return the saved settings in the groups that ``optimizer`` has, with names of parameters in ``params``.
+    """Return the saved settings, arranged in the groups that ``optimizer`` has, with names of parameters in ``params``.
 
     Args:
-        saved: a list of groups, or settings by parameter.
+        saved: a list of groups, or a mapping from the name of each parameter to its settings.
         names: names of this rank's model.
         optimizer: the optimizer of this rank.
         elsewhere: names of parameters of other stages, which are left out.
@@ -368,18 +367,18 @@ def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: C
         found.append({**(each[present[0]] if present else {}), "params": present})
     nobodys = each.keys() - {name for group in found for name in group["params"]} - set(elsewhere)
     if nobodys and found:
-        found[-1]["params"] = [*found[-1]["params"], *sorted(nobodys)]  # so the comparison reports them
+        found[-1]["params"] = [*found[-1]["params"], *sorted(nobodys)]  # so that optimizer_differences reports them
     return found
 
 
 def added_since(saved: SavedGroups, names: ModelNames, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the saved groups that this optimizer lacks, ready for ``add_param_group``; empty: none that fit.
+    """Return the saved groups that this optimizer lacks, in the form for ``add_param_group``; empty if none fit.
 
     Args:
         saved: groups as ``groups_for`` returns them.
         names: names of this rank's model.
-        optimizer: the optimizer of this rank. With several combined the result is empty: nobody knows which one had
-            these groups.
+        optimizer: the optimizer of this rank. For a ``CombinedOptimizer`` the result is empty, because the checkpoint
+            does not tell which member had these groups.
     """
     more = saved[len(optimizer.param_groups) :]
     owned = {names.of(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,4 +1,4 @@
-"""Sends the state of a rank to another one that has none, through the default process group.
+"""Sends the kept state of a rank to a rank that has none, through the default process group.
 
 The sender sends a description, then the tensors, small ones together, and last a digest of all bytes. The receiver
 checks the digest before it uses the tensors.
@@ -20,11 +20,11 @@ from ttp.core.rank.kept_state import Origin
 from ttp.store.encoding import decode, encode
 
 PACK = 8 << 20
-"""The most bytes of tensors that are sent together; a larger tensor is sent alone."""
+"""Bytes up to which tensors are sent together in one message. A larger tensor is sent alone."""
 
 
 def give(kept: Kept, to: int) -> None:
-    """Send the state to rank ``to``, which calls ``receive``.
+    """Send ``kept`` to rank ``to``, which has to call ``receive``.
 
     Raises:
         RuntimeError: the other rank is lost.
@@ -45,7 +45,7 @@ def give(kept: Kept, to: int) -> None:
 
 
 def receive(source: int) -> Kept:
-    """Receive the state of rank ``source``, which calls ``give``.
+    """Receive the state of rank ``source``, which has to call ``give``.
 
     Raises:
         UnlikeError: the received bytes do not have the sender's digest.
@@ -72,7 +72,7 @@ def receive(source: int) -> Kept:
     told = torch.empty(digest.digest_size, dtype=torch.uint8)
     dist.recv(told, source)
     if told.numpy().tobytes() != digest.digest():
-        raise UnlikeError(f"what rank {source} has sent came with other bytes")
+        raise UnlikeError(f"the state that rank {source} sent was damaged on the way: its digest differs")
     return _kept(described, tensors)
 
 
@@ -102,7 +102,7 @@ def _kept(described: Any, tensors: Sequence[Tensor]) -> Kept:
 
 
 def _packs(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the numbers of the tensors that are sent together; tensors without bytes are not sent."""
+    """Yield the indices of the tensors of each message. Tensors without bytes are not sent."""
     pack: list[int] = []
     total = 0
     for index, size in enumerate(sizes):

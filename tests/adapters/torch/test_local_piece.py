@@ -138,7 +138,7 @@ def test_a_rank_that_gets_nothing_back_is_told_why(
     caplog.clear()
     adapter().load(path, BAD, 2, protected=False)
     (said,) = said_by_ttp(caplog)
-    assert f"nothing was kept of rank {BAD} (" in said and why in said and "derived from its seed" in said
+    assert f"no rank-local state of rank {BAD} was saved (" in said and why in said and "derived from its seed" in said
     caplog.clear()
     adapter().load(path, SOUND, 2, protected=False)
     assert said_by_ttp(caplog) == []

@@ -358,7 +358,7 @@ def test_an_extra_state_that_could_not_be_stored_is_noted_and_left_alone(tmp_pat
     restored = restore_into(tmp_path / "c", manifest, model=other, optimizer=sgd(other.parameters()))
     assert other.seen == "mine"
     assert restored.notes == (
-        "model._extra_state.seen was left out when the checkpoint was made: it is as this job made it",
+        "model._extra_state.seen could not be saved: it keeps the value that this program gave it",
     )
 
 
