@@ -32,13 +32,15 @@ from ttp.wire.access import listening_address
 log = logging.getLogger("ttp.controller")
 
 COLLECT_AFTER = 50_000, 20, 20
-"""Thresholds of the garbage collector. With Python's own, ten thousand answers set it off several times."""
+"""Thresholds of the garbage collector. With Python's defaults it runs several times during ten thousand answers."""
 
 OWNER_CHECK_S = 1.0
+"""Seconds between two checks whether the owner's process exists."""
 IDLE_CHECK_S = 0.1
+"""Seconds between two checks whether ranks are still connected, after a SIGTERM."""
 
 QUIET_BEATS, DOUBT_BEATS, DOUBT_MIN_S = 1.25, 2.0, 1.0
-"""Silence in heartbeats after which a host is probed, and after which it is in doubt; doubt begins after
+"""Number of heartbeats that a silent host misses before it is probed, and before it is in doubt. Doubt begins after
 ``DOUBT_MIN_S`` seconds at the earliest.
 """
 
@@ -48,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="ttp controller",
         description="Run one controller. Ranks find it at MASTER_ADDR:TTP_PORT. It ends when the job is over, or when "
-        "nobody has spoken to it for a while. Settings come from TTP_* variables; the shared secret from "
-        "TTP_TOKEN_FILE or TTP_TOKEN. Without one it serves this user on loopback only.",
+        "no rank has been connected for a while (--abandoned-s). Settings come from TTP_* variables, the shared secret "
+        "from TTP_TOKEN_FILE or TTP_TOKEN. Without a secret it serves this user on loopback only.",
     )
     p.add_argument("--port", type=int, default=None, help="port to listen on (default: TTP_PORT)")
     p.add_argument(
@@ -66,9 +68,9 @@ def parser() -> argparse.ArgumentParser:
         "--orphan-s",
         type=float,
         default=0.0,
-        help="how many seconds it goes on without that process and without any rank",
+        help="seconds that the controller runs on without that process and without any rank",
     )
-    p.add_argument("--abandoned-s", type=float, default=None, help="end after so many seconds without any rank")
+    p.add_argument("--abandoned-s", type=float, default=None, help="end after this many seconds without any rank")
     return p
 
 
@@ -87,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if port is None:
             raise ConfigError("no port: give --port or set TTP_PORT")
         if not 1 <= port <= 65535:
-            raise ConfigError(f"--port {port} is not a port: a number from 1 to 65535 is wanted")
+            raise ConfigError(f"--port {port} is not a port: give a number from 1 to 65535")
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -98,9 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
-    """Return the machine's timeouts.
+    """Return the state machine's timeouts from the settings and the command line.
 
-    ``--abandoned-s`` lets a standby idle for weeks; the time in which the ranks of a job must join does not follow it.
+    ``--abandoned-s`` may let a standby wait for weeks. It does not change ``forming_s``, the time in which the ranks of
+    a job must join.
     """
     return ControllerTimeouts(
         answer_s=config.answer_patience_s,
@@ -109,7 +112,7 @@ def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
         rescue_s=config.rescue_patience_s,
         abandoned_s=args.abandoned_s or config.abandoned_s,
         forming_s=config.abandoned_s,
-        stall_s=max(config.stall_s, 3 * config.heartbeat_s),  # heartbeats tell whether bytes move
+        stall_s=max(config.stall_s, 3 * config.heartbeat_s),  # a saver's heartbeats tell whether it still writes
         hang_s=config.hang_s,
         heartbeat_s=config.heartbeat_s,
         silent_s=3 * config.heartbeat_s,
@@ -120,7 +123,7 @@ def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
 
 
 def _why_not(bind: str, port: int) -> str:
-    """Return why binding the port failed, and what to do."""
+    """Return why the port cannot be bound, and what to do."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET) as probe:
             probe.bind((bind.strip("[]"), 0))
@@ -131,15 +134,15 @@ def _why_not(bind: str, port: int) -> str:
         with socket.socket() as probe:
             probe.bind(("", port))
     except PermissionError:
-        return "this user may not listen there: ports below 1024 are for root, usually. Choose another TTP_PORT."
+        return "this user may not listen there: ports below 1024 are usually for root. Choose another TTP_PORT."
     except OSError:
         pass  # in use
-    held = f"it is in use by {owner}" if owner else "it is in use by a hidden process (another user's?)"
+    held = f"it is in use by {owner}" if owner else "it is in use by a process that this user cannot see"
     return f"{held}. Choose another TTP_PORT."
 
 
 async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
-    """Start the controller, serve until it is stopped, and end it. Return the exit code, as ``main`` does."""
+    """Start the controller, serve until it is stopped, and stop it. Return the exit code, as ``main`` does."""
     run_dir = args.run_dir or config.resolved_run_dir()
     journal = Journal(run_dir, (config.save_dir, config.fallback_dir), config.fallback_dir)
     host = config.host or socket.gethostname()
@@ -177,10 +180,10 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
 
 
 async def _end_when_idle(driver: Driver, asked: asyncio.Event) -> None:
-    """Stop the controller after a SIGTERM, once its ranks have left.
+    """Wait for a SIGTERM (``asked``), then stop the controller once its ranks have left.
 
-    A scheduler that preempts a job sends SIGTERM to all its processes at once (SLURM to a step, systemd to a unit).
-    The ranks then want to be saved, and that takes a controller.
+    A scheduler that preempts a job sends SIGTERM to all its processes at once (SLURM to a step, systemd to a unit). The
+    controller must outlive its ranks then, because it leads their save.
     """
     await asked.wait()
     if driver.machine.job.live:
@@ -191,7 +194,7 @@ async def _end_when_idle(driver: Driver, asked: asyncio.Event) -> None:
 
 
 async def _watch_owner(driver: Driver, pid: int, orphan_s: float) -> None:
-    """Stop the controller once the process ``pid`` has been gone for ``orphan_s`` seconds with no rank attached."""
+    """Stop the controller when for ``orphan_s`` seconds the process ``pid`` was gone and no rank was connected."""
     needed_at = time.monotonic()
     while not driver.stopped.is_set():
         await asyncio.sleep(OWNER_CHECK_S)

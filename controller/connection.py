@@ -10,11 +10,11 @@ from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
 
 ORDERS_MAX = 10_000
-"""Most orders that may wait for one stream. A healthy rank has a handful waiting; more means that it does not read."""
+"""Most orders that may wait for one stream. A healthy rank has a few waiting; a rank with so many does not read."""
 
 
 class Peer(Protocol):
-    """The outgoing half of a rank's stream, as the driver sees it: its own stream, or its line behind a relay."""
+    """The outgoing half of a rank's stream, as the driver uses it: the rank's own stream, or its line in a relay's."""
 
     id: ConnectionId
     peer: str
@@ -22,17 +22,17 @@ class Peer(Protocol):
     closing: bool
 
     def put(self, order: m.Order) -> bool:
-        """Queue an order. Return False if the peer does not read, in which case the stream is ended."""
+        """Queue an order. Return False if the peer does not read its orders: then the stream is ended."""
 
     def end(self) -> None:
-        """End the stream once everything queued has been sent."""
+        """End the stream once all queued orders have been sent."""
 
 
 class Connection:
-    """The bounded queue of orders for one stream. No method blocks.
+    """The bounded queue of orders for one stream. No method but ``next`` waits.
 
     Args:
-        id: unique in this controller.
+        id: the stream's id, unique in this controller.
         cancel: ends the stream even if its peer does not read.
         peer: address of the other end, as gRPC writes it.
     """
@@ -40,7 +40,7 @@ class Connection:
     def __init__(self, id: ConnectionId, cancel: Callable[[], object], peer: str = "") -> None:
         self.id, self.peer = id, peer
         self.closing = False
-        """Whether the stream is ending: no order is queued any more, and reports that still arrive are ignored."""
+        """Whether the stream is ending: further orders are not queued, and further reports are ignored."""
         self._cancel = cancel
         self._queue: asyncio.Queue[m.Order | None] = asyncio.Queue()
 
@@ -48,7 +48,7 @@ class Connection:
         """Queue an order. After a ``Refused`` the stream ends.
 
         Returns:
-            False if ``ORDERS_MAX`` orders are waiting already: the stream is cancelled.
+            False if ``ORDERS_MAX`` orders are already waiting; then the stream is cancelled.
         """
         if self.closing:
             return True
@@ -62,7 +62,7 @@ class Connection:
         return True
 
     def end(self) -> None:
-        """End the stream once everything queued has been sent."""
+        """End the stream once all queued orders have been sent."""
         self.closing = True
         self._queue.put_nowait(None)
 

@@ -34,19 +34,23 @@ P = TypeVar("P", bound=Peer)
 
 HISTORY_MAX = 10_000
 HISTORY_BYTES_MAX = 64 << 20
-"""Most events, and most characters of them, that are kept for watchers that connect later."""
+"""Most events, and most characters of their facts, that are kept for watchers that connect later."""
 WATCH_MAX = 2 * HISTORY_MAX
-"""Events that a watcher may lag behind before it is dropped."""
+"""Most events that may wait for a watcher before it is dropped."""
 GIVES_UP_MS = 10_000
-"""Milliseconds without an answer after which the kernel drops a connection that it probes; gRPC waits as long, see
+"""Milliseconds without an answer after which the kernel drops a connection that it probes. gRPC waits equally long, see
 ``ttp.wire.channel``.
 """
 RETRY_S = 1.0
-"""Seconds until the next try after a tick that failed."""
+"""Seconds until the next tick after a tick that failed."""
 
 
 class Watch:
-    """The events that one watcher has still to read, then None. A watcher that lags ``WATCH_MAX`` events is dropped."""
+    """The queue of events for one watcher, with None at its end. A watcher with ``WATCH_MAX`` waiting is dropped.
+
+    Args:
+        past: earlier events that the watcher gets first.
+    """
 
     def __init__(self, past: Iterable[Happening]) -> None:
         self.lagging = False
@@ -55,25 +59,25 @@ class Watch:
             self.queue.put_nowait(happening)
 
     def add(self, happening: Happening) -> bool:
-        """Queue an event. Return False if the watcher lags too far and gets no more."""
+        """Queue an event. Return False if the watcher is too far behind, and is dropped."""
         self.lagging = self.queue.qsize() >= WATCH_MAX
         self.queue.put_nowait(None if self.lagging else happening)
         return not self.lagging
 
     def end(self) -> None:
-        """End the watch once everything queued is read."""
+        """End the watch once all queued events are read."""
         self.queue.put_nowait(None)
 
 
 class Driver:
-    """Performs what ``ControllerMachine`` decides. Everything runs on one event loop, so nothing is locked.
+    """Runs a ``ControllerMachine``: feeds it events, and performs its actions. One event loop, so there are no locks.
 
     Args:
         patience: the machine's timeouts.
         journal: records every event of an incident.
         host: name of this host, as its ranks give it.
-        port: the controller's port; it is told to standbys.
-        program: makes the part that leads jobs that save and repair themselves.
+        port: the controller's port, which ranks get in a list of controllers.
+        program: makes the part of the machine that leads jobs that save and repair themselves (MindIO handlers).
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class Driver:
         self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port, program)
         self.stopped = asyncio.Event()
         self.closed = False
-        """Whether the controller is stopping: then the end of a stream is no evidence against its rank."""
+        """Whether the controller is stopping: then the end of a stream is no evidence of a fault of its rank."""
         self.started_at = time.monotonic()
         self.history: collections.deque[Happening] = collections.deque()
         self._history_bytes = 0
@@ -99,14 +103,14 @@ class Driver:
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self.perform_program: Callable[[ce.ProgramAction], None] = lambda action: None
-        """Called with each action of ``program``, to perform it."""
+        """Function that performs each action of ``program``."""
         self.observers: list[Callable[[str, dict[str, object], float, float], None]] = []
         """Called with each recorded event: its kind, its facts, and its time on the monotonic and on the wall clock."""
         self.on_close: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._settling = False
         self._alike: tuple[list[tuple[ce.ConnectionId, Rank]], m.Heartbeat | m.Frozen] | None = None
-        """Ranks that have just sent one and the same report, and that report. The machine gets them as one event."""
+        """Ranks that have just sent equal reports, and this report. The machine gets them as one event."""
         self._loop = asyncio.get_running_loop()
         self._plan_timer()
 
@@ -122,7 +126,11 @@ class Driver:
         return self.admit(lambda id: Connection(id, cancel, peer))
 
     def admit(self, make: Callable[[ce.ConnectionId], P]) -> P:
-        """Register a new stream, or a line of a relay. ``make`` gets its id and returns its outgoing half."""
+        """Register a new stream, or a line of a relay, and return its outgoing half.
+
+        Args:
+            make: takes the id of the new stream and returns its outgoing half.
+        """
         connection = make(ce.ConnectionId(next(self._ids)))
         self._connections[connection.id] = connection
         if self.closed:
@@ -138,9 +146,9 @@ class Driver:
         """Give the machine an event and perform its actions.
 
         Args:
-            event: what has happened.
-            more: of a report, that others may follow at once. Equal reports of several ranks then become one event, and
-                what follows from answers to a freeze is decided once all reports that have arrived are taken.
+            event: the event.
+            more: whether further reports may follow at once. Then equal reports of several ranks become one event, and
+                the machine decides on answers to a freeze once all reports that have arrived are taken.
         """
         if self.closed:
             return
@@ -155,18 +163,18 @@ class Driver:
             self._plan_timer()
 
     def feed_all(self, events: Iterable[ce.Event]) -> None:
-        """Give the machine several events. An event that raises does not keep the others from being handled."""
+        """Give the machine several events. If one raises, the exception is logged, and the others are handled."""
         for event in events:
             try:
                 self.feed(event, more=True)
             except Exception:
-                log.exception("an error while a report of a rank was handled")
+                log.exception("an error while the controller handled a report of a rank")
 
     def _gathered(self, event: ce.Event) -> bool:
-        """Keep a report to give it to the machine with equal ones: thousands of ranks answer a freeze alike.
+        """Keep a report, to give it to the machine together with equal ones: thousands of ranks answer a freeze alike.
 
         Returns:
-            False if the event is not of a kind that is kept: the caller handles it.
+            False if the event is not of a kind that is kept; then the caller handles it.
         """
         match event:
             case ce.ReceivedAlike(who, report):
@@ -188,7 +196,7 @@ class Driver:
         try:
             self._perform_all(self.machine.on_event(ce.ReceivedAlike(tuple(who), report), time.monotonic(), more=True))
         except Exception:
-            log.exception("an error while the reports of %d ranks were handled", len(who))
+            log.exception("an error while the controller handled the reports of %d ranks", len(who))
 
     def _settle(self) -> None:
         self._settling = False
@@ -198,7 +206,7 @@ class Driver:
         try:
             self._perform_all(self.machine.settle(time.monotonic()))
         except Exception:
-            log.exception("an error while the controller acted on reports")
+            log.exception("an error while the controller decided on the reports that have arrived")
         self._plan_timer()
 
     def add_evidence(
@@ -214,16 +222,25 @@ class Driver:
 
         Args:
             ranks: the ranks that failed.
-            kind: of fault.
-            reason: for people.
-            pids: of the ranks' processes, in their order; empty if unknown.
-            pages: rank-local state that dead ranks left behind on their host.
-            seat: ``"ready"`` if their launcher can start them alone, beside the running ranks; else why it cannot.
+            kind: the kind of fault.
+            reason: the reason, for people.
+            pids: process ids of the ranks, in the same order; empty if unknown.
+            pages: pages with rank-local state that dead ranks left behind on their host.
+            seat: ``"ready"`` if the launcher can start these ranks alone, beside the running ranks; else the reason why
+                it cannot.
         """
         self.feed(ce.Accused(ranks, kind, reason, pids, pages, seat))
 
     async def save(self, reason: str, *, again: bool = False) -> ce.AnswerSave:
-        """Save a checkpoint now and wait until it is committed or refused. With ``again`` the ranks go on from it."""
+        """Save a checkpoint now, and wait until it is committed or refused.
+
+        Args:
+            reason: the reason, for people.
+            again: whether the ranks continue training from the checkpoint.
+
+        Returns:
+            Whether the checkpoint was saved, its version and path, and a text for people.
+        """
         request = next(self._ids)
         if self.closed:
             return _no_more(request)
@@ -235,7 +252,7 @@ class Driver:
             self._saves.pop(request, None)
 
     def watch(self, replay: int) -> Watch:
-        """Start a watch with the last ``replay`` events and all that follow."""
+        """Start a watch of the last ``replay`` events and of all later events."""
         watch = Watch(list(self.history)[-replay:] if replay else [])
         self._watchers.add(watch)
         if self.closed:
@@ -247,7 +264,7 @@ class Driver:
         self._watchers.discard(watch)
 
     def close(self) -> None:
-        """End every stream once its peer has read what is queued, and answer every call that waits."""
+        """End every stream once its queued orders are sent, and answer every waiting call."""
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -266,7 +283,7 @@ class Driver:
         for action in actions:
             try:
                 self._perform(action)
-            except Exception:  # such as a journal without a thread: the orders go out all the same
+            except Exception:  # for example, no thread can be started for the journal; orders must still be sent
                 log.exception("the controller could not carry out %s", type(action).__name__)
 
     def _perform(self, action: ce.Action) -> None:
@@ -288,7 +305,7 @@ class Driver:
                 peers = (self._connections[c].peer for c in connections if c in self._connections)
                 asyncio.get_running_loop().call_soon(self.feed, ce.LookedAt(host, self._sockets.silent_s(peers)))
             case ce.Stop(reason):
-                log.info("stopping: %s", reason)
+                log.info("the controller stops: %s", reason)
                 self.stopped.set()
 
     def _send(self, connection_id: ce.ConnectionId, order: m.Order) -> None:
@@ -301,7 +318,7 @@ class Driver:
         text = _to_json(facts)
         happening = Happening(next(self._sequence), time.time(), time.monotonic(), kind, incident, text)
         self._remember(happening)
-        level = logging.DEBUG if kind == "answer" else logging.INFO  # every rank answers; the journal has the answers
+        level = logging.DEBUG if kind == "answer" else logging.INFO  # one per rank; the journal has them
         if log.isEnabledFor(level):
             shown = {"event": kind, "incident": incident, **facts}
             log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000], extra={FACTS: shown})
@@ -317,9 +334,7 @@ class Driver:
             observe(kind, facts, happening.monotonic_s, happening.unix_s)
 
     def _remembered(self, fruitless: int, progress: bool) -> None:
-        """Tell the machine what the history of launches says; see ``Journal.launch_begins``. On the journal's
-        thread.
-        """
+        """Give the machine the result of ``Journal.launch_begins``. Called on the journal's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.feed, ce.Remembered(fruitless, progress))
 
@@ -330,7 +345,11 @@ class Driver:
             self._history_bytes -= len(self.history.popleft().facts)
 
     def _plan_timer(self) -> None:
-        """Keep one timer at the machine's deadline or before. Reports move the deadline; a firing timer follows."""
+        """Keep one timer that fires at the machine's deadline or before it.
+
+        Reports move the deadline to a later time often. The timer is not moved each time: when it fires too early, the
+        next timer is set.
+        """
         deadline = self.machine.deadline()
         if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
             return
@@ -340,7 +359,7 @@ class Driver:
         self._timer = self._loop.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        """Handle a deadline that is due. Another tick is planned whatever goes wrong."""
+        """Give the machine a ``Tick`` if its deadline is due. Even after an error another tick is planned."""
         self._timer = None
         try:
             deadline = self.machine.deadline()
@@ -349,7 +368,7 @@ class Driver:
             else:
                 self._plan_timer()
         except Exception:
-            log.exception("an error in what the controller does at a set time; it is tried again")
+            log.exception("an error in a timed action of the controller; the controller tries again")
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._tick)
 
 

@@ -2,16 +2,16 @@
 
 Theory of operation
 -------------------
-Each directory has a writer thread of its own, so that a slow or hanging disk delays one copy of an incident's file and
-never the rescue. Failing storage is often the cause of an incident, so its lines are kept in memory until they are safe
-somewhere:
+Each directory has its own writer thread, so that a slow or hanging disk delays one copy of an incident's file and never
+the rescue. Failing storage is often the cause of an incident, so the lines of an incident are kept in memory until they
+are on some disk:
 
-- Only directories are written to that the controller was told when it was started, or that a process of this host has
-  named in the run directory: ranks speak to the controller from other hosts, and one of them may be faulty.
-- When a directory refuses a line, all lines of the incident go to ``run_dir`` too. The refused lines are tried again
-  with the next one.
-- When the incident moves to the fallback directory, its lines are written there from the beginning.
-- When the controller ends and a directory still hangs, the lines that it has not taken go to ``run_dir``.
+- The controller writes only to directories that it was given at its start, or that a process of this host has named in
+  the run directory: a rank on another host may be faulty, and must not choose where the controller writes.
+- If a write to a directory fails, all lines of the incident are written to ``run_dir`` too. The failed lines are tried
+  again with the next line.
+- If the incident moves to the fallback directory, all its lines are written there.
+- If the controller ends and a directory still hangs, the lines of its incidents are written to ``run_dir``.
 """
 
 from __future__ import annotations
@@ -36,24 +36,35 @@ from ttp.store.mounts import Mounts
 log = logging.getLogger("ttp.controller")
 
 FOLDER = "incidents"
+"""Name of the folder with the files of incidents, in each directory."""
 LINES_MAX = 100_000
 """Most lines that may wait for one directory, or are kept of one incident; further lines are dropped."""
 REFUSED_MAX = 16 << 20
-"""Most characters of refused lines that are kept for another try."""
+"""Most characters of failed lines of an incident that are kept for another try."""
 GATHER_S = 0.005
-"""Seconds that a line waits so that others are written with it."""
+"""Seconds that a line waits, so that further lines are written together with it."""
 STORIES_MAX = 8
-"""Incidents whose lines are kept in memory."""
+"""Number of incidents whose lines are kept in memory."""
 NOT_TOLD = (
-    "no rank on this host saves there: start a controller that has no rank on its host "
-    "with TTP_SAVE_DIR (and TTP_FALLBACK_DIR)"
+    "no rank on this host saves there, so the controller may not write there: start a controller without a rank on its "
+    "host with TTP_SAVE_DIR (and TTP_FALLBACK_DIR)"
 )
 _FSYNC_AFTER = {"committed", "released", "closed", "thawed"}
+"""Kinds of events that are made durable at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """One recorded event, as watchers and the journal get it."""
+    """One recorded event, as watchers and the journal get it.
+
+    Args:
+        sequence: number of the event in this controller, from 1.
+        unix_s: time on the wall clock.
+        monotonic_s: time on the controller's monotonic clock.
+        kind: kind of the event.
+        incident: id of the incident; empty: the event belongs to none.
+        facts: further facts, as a JSON object.
+    """
 
     sequence: int
     unix_s: float
@@ -65,19 +76,19 @@ class Happening:
 
 @dataclass(slots=True)
 class _Story:
-    """The lines of one incident, and the directories that they are written to."""
+    """The lines of one incident, and the directories to which they are written."""
 
     lines: list[str] = field(default_factory=list)
     places: list[Path] = field(default_factory=list)
 
 
 class Journal:
-    """Appends events to the file of their incident.
+    """Appends events to the file of their incident, and launches to the history of launches.
 
     Args:
-        run_dir: on a local disk; gets the lines that save_dir refuses.
-        told: directories that may be written to, besides those of ``journals_allowed``.
-        fallback_dir: gets the history of launches too, as ``save_dir`` may be what is broken.
+        run_dir: a directory on a local disk; gets the lines that cannot be written to save_dir.
+        told: directories that may be written to, in addition to those of ``journals_allowed``.
+        fallback_dir: gets a copy of the history of launches, in case ``save_dir`` is broken.
     """
 
     def __init__(self, run_dir: Path, told: Iterable[str | None] = (), fallback_dir: str | None = None) -> None:
@@ -90,14 +101,15 @@ class Journal:
     def launch_begins(
         self, save_dir: str, happening: Happening, resumed: bool, told: Callable[[int, bool], None]
     ) -> None:
-        """Record the start of a launch, and remember which file system is mounted at ``save_dir`` from now on.
+        """Record the start of a launch, and read the history of launches.
 
         Args:
-            save_dir: of the job.
+            save_dir: the job's directory of checkpoints; empty: nothing is recorded.
             happening: the event, with the facts of the launch.
-            resumed: this controller took over during the launch; the controller before it has recorded the start.
-            told: called on another thread with the number of launches before this one that brought no new version, and
-                whether this launch has brought one.
+            resumed: whether this controller took over during the launch; then the controller before it has recorded the
+                start.
+            told: called on another thread with the number of launches before this one that made no new version, and
+                whether this launch has made one.
         """
         if not save_dir:
             return
@@ -108,7 +120,7 @@ class Journal:
             self.launch_goes_on(save_dir, happening)
 
     def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
-        """Record an event of the launch. A refused line is not tried again: the incident's file has the event too."""
+        """Record an event of the launch. A failed line is not tried again: the incident's file has the event too."""
         if save_dir:
             line = history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts))
             with self._lock:
@@ -116,9 +128,7 @@ class Journal:
                     self._writer(Path(place)).note(line)
 
     def write(self, save_dir: str, happening: Happening) -> None:
-        """Queue the line of an event; never blocks. Beyond ``LINES_MAX`` lines that wait for a hanging disk it is
-        dropped.
-        """
+        """Queue the line of an event; never blocks. If ``LINES_MAX`` lines wait for a hanging disk, it is dropped."""
         incident, line = happening.incident, line_of(happening)
         with self._lock:
             story = self._stories.get(incident) or self._begin(incident, Path(save_dir) if save_dir else self._run_dir)
@@ -130,7 +140,7 @@ class Journal:
                 self._also_to(Path(place), incident)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is queued, for at most ``timeout_s`` seconds, and half as long again if a directory hangs."""
+        """Write the queued lines, for at most ``timeout_s`` seconds; half as long again if a directory hangs."""
         if hanging := self._finish(timeout_s):
             with self._lock:
                 for incident, story in self._stories.items():
@@ -139,7 +149,7 @@ class Journal:
             self._finish(timeout_s / 2)
 
     def _finish(self, timeout_s: float) -> set[Path]:
-        """End all writers, also those that begin meanwhile. Return the directories of the writers that hang."""
+        """End all writers, including those that start meanwhile. Return the directories of the writers that hang."""
         deadline = time.monotonic() + timeout_s
         hanging: set[Path] = set()
         while open_ones := {place: w for place, w in self._open_writers().items() if not w.ended}:
@@ -164,7 +174,7 @@ class Journal:
         return self._writers[place]
 
     def _may_write_to(self, place: Path) -> bool:
-        """Return whether this host has named ``place``, not only a rank over the network. Reads ``run_dir``."""
+        """Return whether the controller's settings, or a process of this host in ``run_dir``, have named ``place``."""
         return str(place) in self._told or str(place) in journals_allowed(self._run_dir)
 
     def _refused(self, incident: str) -> None:
@@ -184,7 +194,7 @@ class _Writer:
     Args:
         place: save_dir, the fallback directory or the run directory.
         refused: called with an incident whose lines could not be written; they are tried again with its next line.
-        may_write_to: asked before each write whether the directory may be written to.
+        may_write_to: called before each write; returns whether the directory may be written to.
     """
 
     def __init__(self, place: Path, refused: Callable[[str], None], may_write_to: Callable[[Path], bool]) -> None:
@@ -196,7 +206,7 @@ class _Writer:
         self._thread.start()
 
     def put(self, incident: str, text: str, durable: bool) -> None:
-        """Queue ``text``, whole lines of ``incident``, with an fsync after it if ``durable``."""
+        """Queue ``text``, which is one or more lines of ``incident``; ``durable``: with an fsync after the write."""
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put((incident, text, durable))
 
@@ -206,23 +216,23 @@ class _Writer:
             self._inbox.put(lambda: self._note(line))
 
     def read(self, resumed: bool, told: Callable[[int, bool], None]) -> None:
-        """Call ``told`` on the writer's thread with what the history says; see ``Journal.launch_begins``."""
+        """Read the history of launches on the writer's thread, and call ``told``; see ``Journal.launch_begins``."""
         self._inbox.put(lambda: told(*history.behind(self._place, resumed)))
 
     def _do(self, job: Callable[[], None]) -> None:
-        """Run a job on the history of launches. A failure is only logged, because the history is a convenience."""
+        """Run a job on the history of launches. A failure is only logged: no rescue depends on the history."""
         try:
             self._mounts.check(self._place)
             job()
         except (OSError, ValueError) as problem:
-            log.info("cannot read or write the history of launches in %s: %s", self._place, problem)
+            log.info("the history of launches in %s cannot be read or written: %s", self._place, problem)
 
     def _note(self, line: str) -> None:
         if self._place.is_dir() and self._may_write_to(self._place):
             _append(self._place / FOLDER, history.FILE, line.encode(), True)
 
     def end(self) -> None:
-        """Write what is queued, then end the thread."""
+        """Write the queued lines, then end the thread."""
         self.ended = True
         self._inbox.put(None)
 
@@ -232,7 +242,7 @@ class _Writer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # an impossible path is reported with its first line
+        with contextlib.suppress(OSError, ValueError):  # an invalid path is reported when its first line is written
             self._mounts = Mounts(self._place)
         refused: dict[str, str] = {}
         warned: set[str] = set()
@@ -244,9 +254,9 @@ class _Writer:
                     if not self._may_write_to(self._place):
                         raise PermissionError(NOT_TOLD)
                     _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
-                except (OSError, ValueError) as problem:  # ValueError: an impossible path
+                except (OSError, ValueError) as problem:  # ValueError: an invalid path
                     level = logging.DEBUG if incident in warned else logging.WARNING
-                    log.log(level, "cannot write the record of the incident in %s: %s", self._place, problem)
+                    log.log(level, "the incident's file in %s cannot be written: %s", self._place, problem)
                     warned.add(incident)
                     if len(text) < REFUSED_MAX:
                         refused[incident] = text
@@ -255,8 +265,8 @@ class _Writer:
     def _batch(self) -> dict[str, tuple[list[str], bool]]:
         """Return the lines queued since the last call, by incident, and whether to make them durable; empty at the end.
 
-        Waits for a first line, then ``GATHER_S`` for others, so that the answers of ten thousand ranks become a few
-        writes.
+        Waits for a first line, then ``GATHER_S`` seconds for further lines, so that the answers of ten thousand ranks
+        become a few writes.
         """
         batch: dict[str, tuple[list[str], bool]] = {}
         item = None if self._last else self._inbox.get()
@@ -278,9 +288,9 @@ class _Writer:
 
 
 def line_of(happening: Happening) -> str:
-    """Return an event as a line of its incident's file."""
+    """Return an event as a line (JSON) of its incident's file."""
     h = happening
-    facts = h.facts[1:-1]  # without the braces; encoded once, for watchers too
+    facts = h.facts[1:-1]  # without the braces; the facts are already JSON
     return (
         f'{{"sequence": {h.sequence}, "unix_s": {h.unix_s:.6f}, "monotonic_s": {h.monotonic_s:.6f}, '
         f'"kind": {_quoted(h.kind)}, "incident": {_quoted(h.incident)}{", " if facts else ""}{facts}}}\n'
@@ -291,7 +301,7 @@ _quoted = functools.lru_cache(json.dumps)
 
 
 def _append(folder: Path, name: str, data: bytes, durable: bool) -> None:
-    """Append all of ``data``, or nothing where the disk lets us truncate: half a line would corrupt the next one."""
+    """Append all of ``data``. On an error truncate the file again: half a line would corrupt the next line."""
     if not folder.is_dir():
         make_directory(folder)
     handle = os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -309,7 +319,7 @@ def _append(folder: Path, name: str, data: bytes, durable: bool) -> None:
             now = os.fstat(handle).st_size
             if written and now == size + written:  # no other process has written meanwhile
                 os.ftruncate(handle, size)
-            if not size and now in (0, written):  # an empty file would hide the whole file in the run directory
+            if not size and now in (0, written):  # readers would take an empty file for the incident's, not run_dir's
                 (folder / name).unlink()
         raise
     finally:

@@ -1,4 +1,4 @@
-"""The controller's log, written by a thread of its own: a disk that hangs below it must not hang the rescue."""
+"""Writes the controller's log on a thread of its own: a hanging disk must not stop the rescue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ttp.launch.log_format import TEXT, formatter
 LINES_MAX = 20_000
 """Most lines that may wait. Further lines are dropped, and the next line that is written says how many."""
 FLUSH_S = 2.0
-"""Seconds that the end of the process waits for queued lines to be written."""
+"""Seconds that the process waits at its end for queued lines to be written."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
@@ -32,18 +32,18 @@ class _Lossy(QueueHandler):
             self.lost += 1
             return
         if self.lost:
-            record.msg = f"{record.msg} ({self.lost} lines before this one were lost: the log is written too slowly)"
+            record.msg = f"{record.msg} ({self.lost} lines before this one were dropped: the log is written too slowly)"
             self.lost = 0
 
 
 @contextmanager
 def written_aside(level: str, stream: TextIO | None = None, kind: str = TEXT) -> Iterator[None]:
-    """Log to ``stream`` from a thread while the context is open. Does nothing if logging is configured already.
+    """Write log records to ``stream`` on a thread while the context is open. Does nothing if logging is configured.
 
     Args:
-        level: of the root logger.
-        stream: default: standard error.
-        kind: of format; see ``formatter``.
+        level: level of the root logger.
+        stream: the stream; None: standard error.
+        kind: kind of format; see ``formatter``.
     """
     root = logging.getLogger()
     if root.handlers:

@@ -1,8 +1,8 @@
 """Metrics of the job for Prometheus, on ``TTP_METRICS_PORT``.
 
 The controller's event loop publishes a snapshot once a second and when the job's stage changes; a thread of the HTTP
-server reads the latest one. So a scrape takes no lock, makes no call into the machine and cannot delay a rescue. Names
-and units follow https://prometheus.io/docs/practices/naming/.
+server reads the latest snapshot. So a scrape takes no lock, does not call the state machine, and cannot delay a rescue.
+Names and units follow https://prometheus.io/docs/practices/naming/.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ STAGES = (
 )  # fmt: skip
 CAUSES = (*(kind.value for kind in FaultKind), "unknown")
 OUTCOMES = ("saved", "held", "nothing_new", "mended", "thawed", "not_saved")
+"""Values of labels: states of a rank, stages of the job, causes and outcomes of an incident."""
 PUBLISH_S = 1.0
+"""Seconds between two snapshots."""
 RANKS_MAX = 64
-"""Most ranks of a job for which each rank has metrics of its own: every rank is a time series."""
+"""Largest job whose ranks have metrics of their own: each rank is two time series."""
 SCRAPE_S = 10.0
-"""Seconds for which a client may send nothing."""
+"""Seconds after which a client that sends nothing is disconnected."""
 MISSING = "TTP_METRICS_PORT is set and prometheus-client is not installed: pip install 'ttp-ft[metrics]'"
 
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """The metrics of one rank. ``silent_s``: seconds since the controller last heard the rank."""
+    """The metrics of one rank; ``silent_s`` is the number of seconds since its last message."""
 
     rank: int
     host: str
@@ -58,7 +60,7 @@ class RankNumbers:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The values that are shown of a job; see the table in docs/monitoring.md."""
+    """The values of a job at one moment; for their meaning see the table in docs/monitoring.md."""
 
     stage: str = "waiting"
     run_id: str = ""
@@ -76,11 +78,11 @@ class Snapshot:
     replicas_min: int | None = None
     ranks: tuple[RankNumbers, ...] = ()
     tally: Tally | None = None
-    """The sums; None for a single look from outside, which has none."""
+    """The sums over events; None: this snapshot was not made by a controller, which alone has them."""
 
 
 def snapshot(driver: Driver, tally: Tally) -> Snapshot:
-    """Return the job's values as they are now. Takes microseconds for each rank."""
+    """Return the present values of the job. Takes a few microseconds per rank."""
     machine, now = driver.machine, time.monotonic()
     job, layout = machine.job, machine.job.layout
     members = job.members
@@ -123,11 +125,11 @@ class Collector:
         self.latest = Snapshot()
 
     def describe(self) -> list[Any]:
-        """Return nothing: without this method ``collect`` would be called at registration."""
+        """Return an empty list. Without this method the registry would call ``collect`` at registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield every metric family. Runs on the thread of a scrape."""
+        """Yield all metric families. Runs on the thread of a scrape."""
         from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
         now = self.latest
@@ -190,7 +192,7 @@ def _sums(tally: Tally) -> Iterator[Any]:
     incidents = CounterMetricFamily(
         "ttp_incidents", "Number of incidents that have ended, by cause and outcome.", labels=["cause", "outcome"]
     )
-    for cause, outcome in itertools.product(CAUSES, OUTCOMES):  # also with 0, so that the first increase is visible
+    for cause, outcome in itertools.product(CAUSES, OUTCOMES):  # zeros too, so that a first increase is visible
         incidents.add_metric([cause, outcome], tally.incidents[cause, outcome])
     spent = CounterMetricFamily("ttp_job_seconds", "Seconds that the job has spent in each state.", labels=["state"])
     for state in ("training", "freezing", "saving", "down", "restoring"):
@@ -238,32 +240,32 @@ def _of_ranks(ranks: tuple[RankNumbers, ...]) -> Iterator[Any]:
 
 
 class _Server(socketserver.ThreadingMixIn, wsgiref.simple_server.WSGIServer):
-    """A server with a thread for each scrape, so that a client that sends nothing keeps no other waiting."""
+    """An HTTP server with a thread for each scrape, so that a silent client does not make other clients wait."""
 
     daemon_threads = True
     request_queue_size = 32
 
     def server_bind(self) -> None:
-        """Bind without the name look-up that ``http.server`` makes here, because it may hang."""
+        """Bind without the name look-up of ``http.server``, because it may hang."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do nothing: a client that went away or has no certificate is no error of this server."""
+        """Do nothing: a client that disconnects or has no certificate is not an error of this server."""
 
 
 class _Handler(wsgiref.simple_server.WSGIRequestHandler):
     timeout = SCRAPE_S
 
     def setup(self) -> None:
-        """Make the TLS handshake here, on the request's own thread, where no other client waits for it."""
+        """Make the TLS handshake on the request's own thread, where it does not delay other clients."""
         super().setup()
         if isinstance(self.request, ssl.SSLSocket):
             self.request.do_handshake()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a scrape comes every few seconds."""
+        """Log nothing, because a scrape comes every few seconds."""
 
 
 def _server(app: Any, address: str, port: int, secured: ssl.SSLContext | None) -> _Server:
@@ -277,7 +279,7 @@ def _server(app: Any, address: str, port: int, secured: ssl.SSLContext | None) -
 
 
 async def serve_metrics(driver: Driver, config: Config) -> None:
-    """Serve metrics until cancelled. A problem is logged once, and the controller goes on without metrics."""
+    """Serve metrics until cancelled. If that fails, the reason is logged, and the controller runs without metrics."""
     try:
         from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError:
@@ -289,7 +291,7 @@ async def serve_metrics(driver: Driver, config: Config) -> None:
     try:
         server = _server(make_wsgi_app(registry), address, port, server_context(config))
     except (OSError, ValueError, OverflowError, ConfigError) as problem:
-        log.warning("cannot serve metrics on %s:%s (TTP_METRICS_PORT): %s", address, port, problem)
+        log.warning("metrics cannot be served on %s:%s (TTP_METRICS_PORT): %s", address, port, problem)
         return
     thread = threading.Thread(target=server.serve_forever, name="ttp-metrics", daemon=True)
     thread.start()

@@ -1,6 +1,6 @@
-"""The controller's end of a relay's stream, which carries one *line* for each rank behind the relay.
+"""The controller's end of a relay's stream. The stream carries one *line* for each rank behind the relay.
 
-The driver treats a line like the stream of a rank that is connected directly.
+The driver treats a line like the stream of a directly connected rank.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class RelayedStream:
     """The line of one rank behind a relay; see ``Peer``.
 
     Args:
-        id: unique in this controller.
-        line: its number at the relay.
-        rank: the rank that has opened it.
+        id: the line's id, unique in this controller.
+        line: the line's number at the relay.
+        rank: the rank that has opened the line.
         link: the relay's stream.
     """
 
@@ -60,7 +60,7 @@ class RelayedStream:
 
 
 class RelayLink:
-    """Splits a relay's frames into reports of its ranks, and joins orders for the ranks into frames.
+    """Splits a relay's frames into reports of ranks, and joins orders for these ranks into frames.
 
     Args:
         driver: receives the reports.
@@ -81,7 +81,7 @@ class RelayLink:
     # --------------------------------------------------------------------------------------------------------- inwards
 
     async def read(self, frames: AsyncIterator[bytes]) -> None:
-        """Feed the driver with the reports of every frame until the stream ends."""
+        """Give the driver the reports of every frame until the stream ends."""
         try:
             async for data in frames:
                 frame, problems = parse_frame(data)
@@ -89,12 +89,12 @@ class RelayLink:
                 for line, problem in problems.items():
                     self._refuse(line, problem)
         except WireError as problem:
-            log.warning("cannot parse a message of a relay, its stream is closed: %s", problem)
+            log.warning("a message of a relay cannot be parsed, so its stream is closed: %s", problem)
         except (grpc.RpcError, asyncio.CancelledError):
-            pass  # the stream broke; the machine decides what that means for each rank
+            pass  # the stream broke; the state machine decides what that means for each rank
         except Exception:
             if not self._driver.closed:  # a closed server makes grpc raise on every read
-                log.exception("an error while a relay was served; its stream is closed")
+                log.exception("an error while the controller served a relay; the relay's stream is closed")
         finally:
             self.close()
 
@@ -104,7 +104,7 @@ class RelayLink:
                 for line in lines:
                     if line not in self._lines:
                         self._open(line, report.rank)
-            known = [self._lines[line] for line in lines if line in self._lines]  # the controller has ended the others
+            known = [self._lines[line] for line in lines if line in self._lines]  # other lines have been ended already
             if report is None:
                 for ended in known:
                     del self._lines[ended.line]
@@ -118,7 +118,7 @@ class RelayLink:
 
     def _open(self, line: LineId, rank: Rank) -> RelayedStream:
         if len(self._lines) >= LINES_MAX:
-            raise WireError(f"a relay serves {LINES_MAX} ranks at most")
+            raise WireError(f"a relay may serve {LINES_MAX} ranks at most")
         opened = self._driver.admit(lambda id: RelayedStream(id, line, rank, self))
         self._lines[line] = opened
         return opened
@@ -131,7 +131,7 @@ class RelayLink:
     # -------------------------------------------------------------------------------------------------------- outwards
 
     def put(self, line: LineId, order: m.Order) -> bool:
-        """Queue an order for ``line``. Return False if the relay does not read: the stream is then cancelled."""
+        """Queue an order for ``line``. Return False if the relay does not read; then its stream is cancelled."""
         if len(self._orders) >= ORDERS_MAX:
             self._cancel()
             return False
@@ -140,7 +140,7 @@ class RelayLink:
         return True
 
     def end(self, line: RelayedStream) -> None:
-        """End ``line`` once everything queued for it has been sent."""
+        """End ``line`` once all orders queued for it have been sent."""
         self._orders.append((line.line, None))
         self._wake.set()
         asyncio.get_running_loop().call_soon(self._ended, line)
@@ -152,7 +152,7 @@ class RelayLink:
         self._driver.disconnect(line)
 
     async def orders(self) -> AsyncIterator[pb.RelayOrders]:
-        """Yield frames to send; each holds every order queued since the frame before."""
+        """Yield the frames to send. A frame holds all orders queued since the frame before it."""
         while not self._over:
             await self._wake.wait()
             self._wake.clear()

@@ -1,5 +1,5 @@
-"""The controller's gRPC server: the services ``ttp.wire.v1.Controller`` and ``Manager``, health and reflection, all
-behind the access control of ``ttp.wire.access``.
+"""The controller's gRPC server, with the access control of ``ttp.wire.access`` in front of all its services:
+``ttp.wire.v1.Controller``, ``ttp.wire.v1.Manager``, health and reflection.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ log = logging.getLogger("ttp.controller")
 SERVICE = "ttp.wire.v1.Controller"
 
 RAW = (f"/{SERVICE}/Attach", f"/{SERVICE}/Relay")
-"""Methods whose requests reach the handler as bytes."""
+"""Methods whose handlers get their requests as bytes; see ``RawReports``."""
 GRACE_S = 0.5
-"""Seconds that streams get to end when the controller stops."""
+"""Seconds that streams may take to end when the controller stops."""
 
 
 class ControllerService(rpc.ControllerServicer):
@@ -60,7 +60,7 @@ class ControllerService(rpc.ControllerServicer):
         self._driver = driver
 
     async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.ControllerOrder]:
-        """See the proto. Reports arrive as bytes, see ``RawReports``."""
+        """See the proto. Reports arrive as bytes; see ``RawReports``."""
         task = asyncio.current_task()
         assert task is not None
         connection = self._driver.connect(task.cancel, context.peer())
@@ -83,16 +83,16 @@ class ControllerService(rpc.ControllerServicer):
             log.warning("stream %s is refused: %s", connection.id, problem)
             connection.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, str(problem)))
         except (grpc.RpcError, asyncio.CancelledError):
-            pass  # the stream broke; the machine decides what that means
+            pass  # the stream broke; the state machine decides what that means
         except Exception:
             if not self._driver.closed:  # a closed server makes grpc raise on every read
-                log.exception("an error while a report of a rank was handled; its stream is closed")
+                log.exception("an error while the controller handled a report of a rank; the rank's stream is closed")
         finally:
             self._driver.disconnect(connection)
             connection.end()
 
     async def Relay(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.RelayOrders]:
-        """See the proto. Frames arrive as bytes, see ``RawReports``."""
+        """See the proto. Frames arrive as bytes; see ``RawReports``."""
         problem = mismatch(context.invocation_metadata(), f"the relay at {context.peer()}")
         if problem:
             log.warning("a relay is refused: %s", problem)
@@ -154,7 +154,7 @@ class ControllerService(rpc.ControllerServicer):
             self._driver.feed(ce.RankWasWrong(f"ranks {compact_ranks(pid_of)} {words}"))
         meant = fault_targets(self._driver.machine.job, pid_of, request.host)
         if not meant.ranks:
-            return pb.ReportFaultResponse(text=meant.problem or "no rank and no host was given: nothing was done")
+            return pb.ReportFaultResponse(text=meant.problem or "nothing was done: give a rank or a host")
         reason = limits.text("reason", request.reason) or "reported from outside"
         pids = tuple(pid_of.get(rank, 0) for rank in meant.ranks) if request.pids else ()
         if request.drain:
@@ -167,14 +167,17 @@ class ControllerService(rpc.ControllerServicer):
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
 
     def _recovered(self, host: str) -> pb.ReportFaultResponse:
-        """Let a drained host start ranks again. ``host`` is its name or the short form of it."""
+        """Let a drained host start ranks again; ``host`` is the host's name with or without its domain."""
         hosts = {name for name in self._driver.machine.drained_hosts if host in (name, name.partition(".")[0])}
         self._driver.feed(ce.HostsDrained(frozenset(hosts), drained=False))
         text = f"{host} may start ranks again" if hosts else f"{host} is not drained; nothing was done"
         return pb.ReportFaultResponse(text=text)
 
     def _are_of_this_launch(self, pid_of: Mapping[Rank, int]) -> bool:
-        """Return whether no reported rank has joined with another pid. A rank may end before it joins."""
+        """Return whether no reported rank has joined with another pid.
+
+        Ranks that have not joined count as of this launch, because a rank may end before it joins.
+        """
         members = self._driver.machine.job.members
         return all(rank not in members or members[rank].hello.pid == pid for rank, pid in pid_of.items())
 
@@ -199,7 +202,7 @@ class ControllerService(rpc.ControllerServicer):
 
 
 def status_of(driver: Driver) -> pb.GetStatusResponse:
-    """Return the status of the job, its ranks and the last incident, as they are now."""
+    """Return the present status of the job, its ranks and the last incident."""
     machine, now = driver.machine, time.monotonic()
     job = machine.job
     response = pb.GetStatusResponse(
@@ -228,7 +231,7 @@ def status_of(driver: Driver) -> pb.GetStatusResponse:
 
 
 def rank_state(machine: ControllerMachine, rank: Rank) -> str:
-    """Return a rank's state in the word that ``ttp status`` and the metrics use."""
+    """Return a rank's state, as one of the words in ``ttp status`` and the metrics (``metrics.STATES``)."""
     member = machine.job.members.get(rank)
     if member is None:
         return "missing"
@@ -273,10 +276,10 @@ def _incident_status(incident: Incident, *, open_now: bool, now: float) -> pb.In
 
 
 class RawReports(grpc.aio.ServerInterceptor):
-    """Passes reports to the handler as bytes, so that it can check them and answer a bad one on its own stream."""
+    """Passes reports to the handlers as bytes, so that a handler can refuse an invalid report on the rank's stream."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """Replace the handlers of ``RAW`` by ones that do not parse their requests."""
+        """Return the handler of a method; for methods in ``RAW``, one that does not parse its requests."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method not in RAW:
             return handler
@@ -284,11 +287,11 @@ class RawReports(grpc.aio.ServerInterceptor):
 
 
 async def start_server(driver: Driver, config: Config, port: int) -> grpc.aio.Server:
-    """Start a server on ``port``; ``ttp.wire.access`` decides on which address and who may call it.
+    """Start a server on ``port``. ``ttp.wire.access`` determines its address and who may call it.
 
     Raises:
         RuntimeError: the port cannot be bound.
-        ConfigError: the TLS settings cannot be used, or the address would serve more than loopback without a token.
+        ConfigError: the TLS settings cannot be used, or the address is not loopback and there is no token.
     """
     where = target(listening_address(config), port)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*aio_guards(config), RawReports()])
@@ -306,9 +309,10 @@ async def start_server(driver: Driver, config: Config, port: int) -> grpc.aio.Se
 
 
 async def stop_server(server: grpc.aio.Server, driver: Driver) -> None:
-    """Deliver what is queued, then stop the server.
+    """Send all queued orders, then stop the server.
 
-    Waits for the handlers to return, because gRPC logs an exception for each one that is unfinished when the loop ends.
+    Waits for the handlers to return, because gRPC logs an exception for each handler that still runs when the event
+    loop ends.
     """
     driver.close()
     with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
-"""Sends each incident that is over as a trace, and the restore that follows it; see ``ttp.cli.spans``.
+"""Sends each finished incident, and the restore after it, as an OpenTelemetry trace; see ``ttp.cli.spans``.
 
-A separate process sends each trace: the SDK is heavy, exporters wait and retry, and none of it may slow a controller
-that watches over a job. The process gets the events in memory, so it works even when storage fails.
+A separate process sends each trace: the SDK is heavy, and exporters wait and retry, which must not slow the controller.
+The process gets the events in memory, so it works even when storage fails.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from ttp.store.history import line_of as history_line
 log = logging.getLogger("ttp.controller")
 
 OVER = ("closed", "thawed")
+"""Kinds of events that end an incident."""
 SENDING_S = 60.0
+"""Seconds that sending a trace may take."""
 LEAVING_S = 3.0
-"""Seconds that a controller that ends waits for its last trace to be sent."""
+"""Seconds that a stopping controller waits for its last traces to be sent."""
 
 
 def wanted(environ: Mapping[str, str]) -> bool:
-    """Return whether a trace collector is configured, by OpenTelemetry's own variables."""
+    """Return whether OpenTelemetry's own environment variables name a trace collector."""
     named = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     return bool(named) and environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
 
 
 class SpanSender:
-    """Watches a controller's events and sends a trace for each incident or restore that is over.
+    """Watches a controller's events, and sends a trace for each finished incident and each finished restore.
 
     Args:
-        history: the controller's events; the last one is the event that ``take`` is called for.
+        history: the controller's events; its last element is the event for which ``take`` is called.
     """
 
     def __init__(self, history: Sequence[Happening]) -> None:
@@ -46,7 +48,7 @@ class SpanSender:
         self._said: set[str] = set()
 
     def take(self, kind: str, facts: Mapping[str, Any], now: float, unix_s: float) -> None:
-        """Take an event of the controller as it is recorded. Never blocks."""
+        """Take an event that the controller records. Never blocks."""
         incident = self._history[-1].incident
         if kind in OVER and incident:
             story = [happening for happening in self._history if happening.incident == incident]
@@ -62,7 +64,7 @@ class SpanSender:
         thread.start()
 
     def close(self) -> None:
-        """Wait at most ``LEAVING_S`` in all for traces being sent. A process that takes longer goes on alone."""
+        """Wait at most ``LEAVING_S`` seconds for running senders. A slower process continues without the controller."""
         for thread in self._threads:
             thread.join(LEAVING_S / len(self._threads))
 

@@ -1,4 +1,4 @@
-"""The sums over a controller's events that its metrics show. Pure: events and time are passed in."""
+"""Sums over a controller's events, for its metrics. Pure: events and times are arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-"""Upper bounds of the histograms' buckets, in seconds; the last bucket has none."""
+"""Upper bounds of the histograms' buckets, in seconds; a last bucket without a bound follows."""
 SPENDING = {
     "training": "training",
     "forming": "restoring",
@@ -21,7 +21,7 @@ SPENDING = {
     "released": "down",
     "waiting": "down",
 }
-"""The state that time is counted for, by the stage of the job. Time in stage ``finished`` is not counted."""
+"""Stage of the job -> state under which its time is counted. Time in the stage ``finished`` is not counted."""
 
 
 @dataclass
@@ -37,13 +37,25 @@ class Histogram:
         self.total_s += seconds
 
     def copy(self) -> Histogram:
-        """Return a copy that does not change."""
+        """Return an independent copy."""
         return Histogram(list(self.counts), self.total_s)
 
 
 @dataclass
 class Tally:
-    """The sums. ``incidents`` are by cause and outcome; ``parts`` are freeze, save, commit, release, total."""
+    """The sums of one controller.
+
+    Args:
+        incidents: number of ended incidents, by (cause, outcome).
+        parts: durations of the parts of incidents: freeze, save, commit, release, total.
+        recovery: durations from the first sign of a fault to the first new step after the saved one.
+        spent_s: seconds spent in each state, see ``SPENDING``.
+        lost_steps: finished steps that were lost.
+        saved_bytes: bytes of committed checkpoints.
+        save_failures: failed saves and commits.
+        saved_version: the last committed version.
+        committed_unix_s: time of the last commit, on the wall clock.
+    """
 
     incidents: Counter[tuple[str, str]] = field(default_factory=Counter)
     parts: dict[str, Histogram] = field(default_factory=dict)
@@ -62,12 +74,19 @@ class Tally:
     """The newest version that a rank is known to have finished."""
     _down_since: float | None = None
     _begins_with: int | None = None
-    """The version that a launch goes on from, until all ranks have read it or one rank has trained further."""
+    """The version from which a launch resumes, until all ranks have loaded it or a rank has a newer version."""
     _spending: str = ""
     _looked_at: float = 0.0
 
     def take(self, kind: str, facts: Mapping[str, Any], now: float, unix_s: float) -> None:
-        """Take an event of the controller as it is recorded."""
+        """Add an event that the controller records.
+
+        Args:
+            kind: kind of the event.
+            facts: facts of the event.
+            now: its time on the monotonic clock, in seconds.
+            unix_s: its time on the wall clock, in seconds.
+        """
         match kind:
             case "opened":
                 self._at, self._cause, self._outcome = {"opened": now}, "", ""
@@ -108,7 +127,13 @@ class Tally:
                 self._finished = restored
 
     def look(self, stage: str, newest: int, now: float) -> None:
-        """Account for the time since the last call. ``stage`` is the job's, ``newest`` a rank's newest version."""
+        """Count the time since the last call under the state that held since then.
+
+        Args:
+            stage: the present stage of the job.
+            newest: the newest version of any rank.
+            now: time on the monotonic clock, in seconds.
+        """
         if self._spending and (self.spent_s or self._spending != "down"):  # else nothing has begun
             self.spent_s[self._spending] += now - self._looked_at
         if self._begins_with is not None and newest > self._begins_with:
@@ -122,7 +147,7 @@ class Tally:
             self._finished = max(self._finished, newest)
 
     def copy(self) -> Tally:
-        """Return a copy that does not change, for another thread."""
+        """Return an independent copy, for another thread."""
         return replace(
             self,
             incidents=Counter(self.incidents),

@@ -190,7 +190,7 @@ def test_a_port_that_is_taken_is_said_and_nothing_stops(start: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         controller = start(TTP_METRICS_PORT=str(port))
-        until(lambda: f"cannot serve metrics on 127.0.0.1:{port} (TTP_METRICS_PORT)" in controller.output())
+        until(lambda: f"metrics cannot be served on 127.0.0.1:{port} (TTP_METRICS_PORT)" in controller.output())
         assert controller.status().stage == "waiting"
 
 
