@@ -1,1 +1,1 @@
-"""Measurements against the budgets of the design. ``python -m benchmarks`` runs all of them."""
+"""Benchmarks, compared with the budgets of the design. ``python -m benchmarks`` runs all of them."""

@@ -37,49 +37,50 @@ GROUPS = {
     "controller": "controller_load",
     "gpu": "gpu",
 }
-"""The groups of benchmarks, each with its module. A module is imported when its turn comes: most import torch."""
+"""Group of benchmarks -> its module. A module is imported only when its group is measured: most import torch."""
 
 
 def group(name: str) -> Any:
     """Return the module of a group.
 
-    Its ``run(quick)`` gives the results; its ``needs()``, if it has one, says why it cannot be measured here.
+    The module's ``run(quick)`` yields the results. If it has ``needs()``, this function returns the reason why the
+    group cannot be measured on this machine, or an empty string.
     """
     return importlib.import_module(f"benchmarks.{GROUPS[name]}")
 
 
 def lacking(name: str) -> str:
-    """Return why a group cannot be measured on this machine; empty if it can."""
+    """Return the reason why a group cannot be measured on this machine; empty: it can be measured."""
     needs = getattr(group(name), "needs", lambda: "")
     return str(needs())
 
 
 def main() -> int:
-    """Run the groups that are asked for and print one table."""
+    """Run the chosen groups, and print one table of results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of: {', '.join(GROUPS)} (default: all)")
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes, few repetitions: for a look, not for numbers"
+        "--quick", action="store_true", help="small sizes, few repetitions: a smoke test, whose numbers mean nothing"
     )
     parser.add_argument(
         "--peers",
         nargs="?",
         const=sys.executable,
         metavar="PYTHON",
-        help="kill jobs of other systems too, those that this Python has installed (default: the one that runs this)",
+        help="kill ranks of other systems too, of those installed for this Python (default: the running one)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     args = parser.parse_args()
     if args.peers:
         os.environ[PEERS_PYTHON] = str(Path(args.peers).absolute())
         args.names += ["peers"] if args.names and "peers" not in args.names else []
     unknown = set(args.names) - set(GROUPS)
     if unknown:
-        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; choose from {', '.join(GROUPS)}")
     left_out = {name: reason for name in args.names or GROUPS if (reason := lacking(name))}
     for name, reason in left_out.items() if args.names else ():
         parser.error(f"{name} cannot be measured here: {reason}")
-    with os.fdopen(os.dup(1), "w", buffering=1) as lines:  # line-buffered, also into a file
+    with os.fdopen(os.dup(1), "w", buffering=1) as lines:  # line-buffered, even if the output is a file
         results = measure(args.names or [name for name in GROUPS if name not in left_out], args.quick, lines)
         console = Console(file=lines)
         for name, reason in left_out.items():
@@ -93,7 +94,7 @@ def main() -> int:
 
 
 def measure(names: Sequence[str], quick: bool, lines: IO[str]) -> list[tuple[str, Result]]:
-    """Run these groups, print each result when it is known, and return all of them."""
+    """Run groups of benchmarks, print each result as soon as it is measured, and return (group, result) pairs."""
     console = Console(file=lines)
     results: list[tuple[str, Result]] = []
     for name in names:
@@ -105,7 +106,7 @@ def measure(names: Sequence[str], quick: bool, lines: IO[str]) -> list[tuple[str
 
 
 def machine() -> str:
-    """Return the class of machine that the numbers are from."""
+    """Return a description of this machine, to print with the numbers."""
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release().split('-')[0]}, "
@@ -114,7 +115,7 @@ def machine() -> str:
 
 
 def as_table(results: list[Result]) -> Table:
-    """Return the table that is printed."""
+    """Return the results as a table to print."""
     table = Table("what", "measured", "budget", "verdict", "how", title="ttp against its budgets")
     for r in results:
         verdict = "" if r.budget is None else "[green]met[/]" if r.met else "[red]missed[/]"

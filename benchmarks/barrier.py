@@ -1,4 +1,4 @@
-"""The barrier before an update by itself: ranks that do nothing but meet, on one host and as if each had its own."""
+"""The barrier before an update, alone: ranks that only pass it, on one host and as if each rank had its own host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.world import free_port, scratch, train
 
 RANKS = 4
 BUDGET_US = 50.0
-"""Microseconds for four ranks of one host that have a core each, or wait anyway."""
+"""Microseconds for four ranks of one host, if each rank has a core."""
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Measure blocks of meetings. The time of one meeting is that of its block divided by their number."""
+    """Measure blocks of barriers. The time of one barrier is the time of its block divided by their number."""
     world, *numbers = (2, 1, 20, 1, 20) if quick else (RANKS, 15, 5000, 5, 200)
     with scratch() as directory:
         arguments = [str(directory / "pages"), *map(str, numbers)]

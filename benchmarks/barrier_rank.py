@@ -1,8 +1,8 @@
-"""A rank that only meets the others before updates that it does not make. Started by ``benchmarks.barrier``.
+"""A rank that only passes barriers, without updates. Started by ``benchmarks.barrier``.
 
-Arguments: a directory for the sentinels; then, for ranks of one host and again for ranks of many hosts, the number of
-blocks and the meetings in each. Prints JSON, a pair: microseconds of a meeting and of this process's CPU for it, in
-every block.
+Arguments: a directory for the sentinels; then twice the number of blocks and the number of barriers in a block, first
+for ranks on one host, then for ranks on many hosts. Prints a JSON list of two objects, for one host and for many: for
+every block the microseconds of one barrier (``us``) and of this process's CPU for one barrier (``cpu_us``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ def main(pages: Path, one_host: tuple[int, int], many_hosts: tuple[int, int]) ->
 
 
 def measure(page_dir: Path | None, blocks: int, meetings: int) -> dict[str, list[float]]:
-    """Measure blocks of meetings, after one block that is not counted."""
+    """Measure blocks of barriers, after one block that is not counted.
+
+    Args:
+        page_dir: the directory of this host's sentinels; None: as if each rank had its own host.
+        blocks: number of counted blocks.
+        meetings: number of barriers in a block.
+    """
     barrier = UpdateBarrier(dist.get_world_size(), (), Processor(page_dir))
     took, cpu = [], []
     for _ in range(blocks + 1):

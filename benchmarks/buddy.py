@@ -1,4 +1,4 @@
-"""Second copies: what they cost a step, how long an update waits for one, and how long one takes to arrive."""
+"""Second copies on another host (``buddy=True``): step time, wait of an update for a copy, duration of a copy."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from ttp.processor.copies.transfer import Receiver
 
 STEP_S = 0.05
 EVERY = 10
+"""Updates from one copy to the next (k, ``TTP_BUDDY_EVERY``)."""
 ROUNDS = 4
-"""Copies in a row in a block with copies on; a block with copies off has as many steps."""
+"""Number of copies in a block with copies on; a block with copies off has the same number of steps."""
 
 
 def run(quick: bool) -> list[Result]:
-    """Measure one rank that trains, and a process that takes its copies; blocks with copies on and off alternate."""
+    """Measure one training rank, with a process that receives its copies; blocks with copies on and off alternate."""
     with scratch() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         ours, theirs = multiprocessing.Pipe()
         buddy = multiprocessing.get_context("spawn").Process(target=_take, args=(theirs, memory), daemon=True)
@@ -49,7 +50,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def _take(answer: Connection, memory: str) -> None:
-    """Run the process that stands for the other host and takes the copies."""
+    """Receive copies, as the process that plays the other host. Sends its port to ``answer``."""
     receiver = Receiver(Config(), "none")
     receiver.store = CopyStore(Path(memory), 1)
     answer.send(receiver.port)
@@ -57,7 +58,7 @@ def _take(answer: Connection, memory: str) -> None:
 
 
 def _measure(save_dir: str, address: str, megabytes: int, blocks: int, rounds: int) -> list[Result]:
-    """Measure weights and two moments of so many megabytes. A step takes 50 ms, most of it in matrix products."""
+    """Measure with weights and two moments of ``megabytes`` in all. A step takes 50 ms, mostly in matrix products."""
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(max(1, round(megabytes / 12.6)))))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -78,13 +79,13 @@ def _measure(save_dir: str, address: str, megabytes: int, blocks: int, rounds: i
     value, p90 = median_of(arrived or [float("nan")])
     return [
         Result(f"step time, buddy on / off, {size:.0f} MB", statistics.mean(on) / statistics.mean(off), "x", None, how),
-        Result("wait of an update for a copy", waited, "ms", None, "mean for each copy, in front of the next update"),
+        Result("wait of an update for a copy", waited, "ms", None, "mean per copy, before the next update"),
         Result("a copy, until it is whole on the other host", value, "ms", None, "from the end of its update", p90),
     ]
 
 
 def _watch(copying: Copying) -> list[float]:
-    """Return a list that gets the milliseconds from each turn to the whole copy."""
+    """Return a list, to which the milliseconds from the begin of each copy until it is whole will be appended."""
     arrived: list[float] = []
     watched: Any = copying
     tell, updated = watched._tell, watched.updated
@@ -107,6 +108,7 @@ def _watch(copying: Copying) -> list[float]:
 def _steps(
     copying: Copying, optimizer: torch.optim.Optimizer, blocks: int, rounds: int
 ) -> tuple[list[float], list[float]]:
+    """Return the seconds of every step with copies on, and with copies off."""
     on: list[float] = []
     off: list[float] = []
     square = torch.randn(512, 512)

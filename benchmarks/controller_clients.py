@@ -1,11 +1,11 @@
 """Plays many ranks in one process: ``python -m benchmarks.controller_clients PORT FIRST COUNT WORLD PER_RELAY``.
 
-The ranks say hello, send a heartbeat once a second with a version that grows, and answer a freeze at once. With
-``PER_RELAY`` 0 each has a stream of its own, else that many ranks share one. The process ends with its standard input.
+The ranks say hello, send a heartbeat once a second with a growing version, and answer a freeze at once. With
+``PER_RELAY`` 0 each rank has its own stream; otherwise ``PER_RELAY`` ranks share one. The process ends when its
+standard input ends.
 
-It shares a machine with the controller that is measured, so it is as cheap as it can be: no gRPC but its HTTP/2 frames
-written by hand, and answers that were serialised in advance. To the controller the ranks look like ranks, and relays,
-of hosts of their own.
+The process shares a machine with the measured controller, so it must be cheap: it writes gRPC's HTTP/2 frames by hand,
+and serialises its answers in advance. The controller cannot tell these ranks and relays from real ones.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ from ttp.wire.relay import PROTOCOL, frame_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
 TOKEN = "benchmark"
-"""The job's token. A job of several hosts has one, and without it the controller asks the kernel who calls."""
+"""The job's token. A job on several hosts has one; without a token the controller asks the kernel for each caller."""
 TOGETHER = 64
-"""Streams that are opened at the same time."""
+"""Number of streams that are opened at the same time."""
 BEAT_S = 1.0
+"""Seconds between two heartbeats of a rank."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
 ACK, END_HEADERS, STREAM, FRAME_MAX, WINDOW = 1, 4, 1, 16_384, (1 << 30).to_bytes(4, "big")
+"""Constants of HTTP/2 (RFC 9113): preface, types of frames, flags, id of the stream, largest frame, window."""
 SOME_INCIDENT = "x" * len("20261123-123456-1-abcd")
-"""A stand-in for an incident's id of the same length in prepared answers."""
+"""Placeholder for the id of an incident in prepared answers; it has the length of an id."""
 
 
 class Ranks(asyncio.Protocol):
-    """Some ranks and their stream. With ``relayed`` they are the lines of a relay, numbered by their ranks.
+    """Ranks on one stream: a single rank, or the ranks behind a relay, whose lines are numbered by rank.
 
     Args:
         ranks: the ranks.
-        layout: of the job.
-        relayed: whether they share a stream.
+        layout: the layout of the job.
+        relayed: whether the stream is that of a relay.
     """
 
     transport: asyncio.Transport
@@ -77,7 +79,7 @@ class Ranks(asyncio.Protocol):
         self.transport.write(self._said(beats, beat=True))
 
     def data_received(self, data: bytes) -> None:
-        """Handle the frames that have arrived, and answer those that need an answer."""
+        """Handle the frames that have arrived, and answer orders, settings and pings."""
         read = self._read + data
         while len(read) >= 9 and len(read) >= 9 + (size := int.from_bytes(read[:3], "big")):
             kind, flags, content, read = read[3], read[4], read[9 : 9 + size], read[9 + size :]
@@ -129,14 +131,14 @@ def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
 
 
 def said(message: bytes) -> bytes:
-    """Return one message of gRPC, in frames of HTTP/2."""
+    """Return one gRPC message, in HTTP/2 frames."""
     whole = b"\0" + len(message).to_bytes(4, "big") + message
     parts = (whole[at : at + FRAME_MAX] for at in range(0, len(whole), FRAME_MAX))
     return b"".join(frame(DATA, 0, STREAM, part) for part in parts)
 
 
 def hello(rank: int, layout: Layout) -> m.Hello:
-    """Return the hello of a rank that starts; eight ranks share a host."""
+    """Return the hello of a starting rank; eight ranks share a host."""
     return toy.hello(rank, layout, host=host_of(rank), local_rank=rank % 8, save_dir="")
 
 
@@ -146,7 +148,15 @@ def host_of(rank: int) -> str:
 
 
 async def serve(port: int, first: int, count: int, world: int, per_relay: int) -> None:
-    """Open all streams, then send heartbeats until the standard input ends."""
+    """Open all streams, then send heartbeats until the standard input ends.
+
+    Args:
+        port: the controller's port.
+        first: the first rank of this process.
+        count: number of ranks of this process.
+        world: number of ranks of the job.
+        per_relay: number of ranks per relay; 0: no relays.
+    """
     layout, size, loop = Layout.data_parallel(world), per_relay or 1, asyncio.get_running_loop()
     streams: list[Ranks] = []
     for begin in range(first, first + count, size * TOGETHER):
@@ -160,7 +170,7 @@ async def serve(port: int, first: int, count: int, world: int, per_relay: int) -
         streams += part
     over = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     moments = [BEAT_S * at / len(streams) for at in range(len(streams))]
-    if per_relay:  # at the moments at which relays send
+    if per_relay:  # relays send at moments that follow from their host's name
         moments = [BEAT_S - slot_s(host_of(stream.ranks[0]), BEAT_S) for stream in streams]
     due = sorted(zip(moments, streams, strict=True), key=lambda item: item[0])
     began = (time.time() // BEAT_S) * BEAT_S

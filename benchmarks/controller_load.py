@@ -1,4 +1,4 @@
-"""Load of a job on its controller, over real sockets: memory, CPU at one beat a second, time from evidence to plan."""
+"""The controller under load, over real sockets: memory, CPU at a heartbeat a second, time from evidence to plan."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
 PER_RELAY = 8
+"""Ranks behind one relay."""
 PER_CLIENT = 5_000
 """Ranks in one client process."""
 FORM_S = 120.0
 """Seconds that a job may take to form."""
 PLAN_S = 30.0
+"""Seconds that the controller may take from the evidence to the plan."""
 
 BUDGETS_MS = {(1_000, False): 50.0, (10_000, True): 300.0, (1_000, True): 50.0}
-"""Wall time in ms from the first evidence to the plan, by number of ranks and whether they have relays."""
+"""Budgets: milliseconds from the first evidence to the plan, by (number of ranks, whether they have relays)."""
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Measure jobs of several sizes, through relays and without."""
+    """Measure jobs of several sizes, with and without relays."""
     cases = [(16, True), (8, False)] if quick else [(1_000, True), (1_000, False), (10_000, True), (10_000, False)]
     for world, relayed in cases:
         yield from measure(world, relayed=relayed, seconds=1 if quick else 10)
@@ -60,15 +62,15 @@ def measure(world: int, *, relayed: bool, seconds: int) -> list[Result]:
         Result("controller, resident per rank", kib, "KiB", 32.0, how),
         Result("controller, one core busy at a beat a second", busy, "%", 20.0, how),
         Result("controller, evidence to plan", plan_ms, "ms", BUDGETS_MS.get((world, relayed)), how),
-        Result("controller, CPU of that", 1e3 * own_s, "ms", None, how),
-        Result("controller, CPU of the players meanwhile", 1e3 * players_s, "ms", None, how),
+        Result("controller, its CPU from evidence to plan", 1e3 * own_s, "ms", None, how),
+        Result("controller, CPU of the played ranks meanwhile", 1e3 * players_s, "ms", None, how),
         Result("controller, until formed", formed_s, "s", None, how),
     ]
 
 
 @contextlib.contextmanager
 def clients(port: int, world: int, per_relay: int) -> Iterator[list[int]]:
-    """Start the ranks of a job in few processes; yield the pids."""
+    """Start processes that play the ranks of a job, ``PER_CLIENT`` ranks in each; yield their pids."""
     module = [sys.executable, "-m", "benchmarks.controller_clients"]
     processes = [
         subprocess.Popen(
@@ -87,7 +89,7 @@ def clients(port: int, world: int, per_relay: int) -> Iterator[list[int]]:
 
 
 def form(service: ControllerStub) -> float:
-    """Wait until all ranks have joined; return the seconds that it took."""
+    """Wait until all ranks have joined; return the seconds until then."""
     begin = time.monotonic()
     while service.GetStatus(pb.GetStatusRequest(), metadata=metadata(TOKEN)).stage != "training":
         if time.monotonic() - begin > FORM_S:
@@ -97,9 +99,9 @@ def form(service: ControllerStub) -> float:
 
 
 def lose(service: ControllerStub, directory: Path, world: int) -> float:
-    """Report the last rank as dead; return the milliseconds of the controller's clock until the plan is made.
+    """Report the last rank as dead; return the milliseconds on the controller's clock until it has made the plan.
 
-    The times are taken from the journal: a watcher would make the controller send everything once more.
+    The times are read from the journal, because sending all events to a watcher would slow the controller.
     """
     fault = pb.ReportFaultRequest(ranks=[world - 1], reason="killed", kind=pb.FAULT_KIND_EXITED)
     service.ReportFault(fault, metadata=metadata(TOKEN))
@@ -116,6 +118,6 @@ def lose(service: ControllerStub, directory: Path, world: int) -> float:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """Return the CPU time of processes, of all their threads, in seconds; finer than the ticks of the clock."""
+    """Return the CPU time of all threads of the processes, in seconds, from ``schedstat`` (nanoseconds, not ticks)."""
     stats = (path.read_text() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
     return sum(int(stat.split()[0]) for stat in stats) / 1e9

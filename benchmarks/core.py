@@ -1,4 +1,4 @@
-"""The decision core: begin + end of an update, decide, freeze + decide."""
+"""The decision core: begin and end of an update at the gate, ``decide``, and freeze with ``decide``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ttp.testing import toy
 
 
 def run(quick: bool) -> list[Result]:
-    """Measure all three."""
+    """Measure the gate, ``decide`` for several numbers of ranks, and freeze with ``decide``."""
     sizes = (1_000,) if quick else (1_000, 10_000, 100_000)
     budgets = {100_000: 1_000.0}
     return [begin_end(), *(decide_once(n, budgets.get(n)) for n in sizes), freeze_and_decide(1_000)]
 
 
 def begin_end() -> Result:
-    """Measure the gate as the training thread passes it."""
+    """Measure how long the training thread takes to pass the gate: begin and end of an update."""
     gate, loops = Gate(), 1_000
     samples = []
     for _ in range(200):
@@ -39,7 +39,7 @@ def begin_end() -> Result:
 
 
 def decide_once(ranks: int, budget_ms: float | None) -> Result:
-    """Measure one decision over a world of data-parallel ranks."""
+    """Measure one decision for a job of ``ranks`` data-parallel ranks."""
     layout = Layout.data_parallel(ranks)
     answers = [Answer(Rank(r), Version(7), host=f"host{r // 8}") for r in range(1, ranks)]
     samples = []
@@ -51,7 +51,7 @@ def decide_once(ranks: int, budget_ms: float | None) -> Result:
 
 
 def freeze_and_decide(ranks: int) -> Result:
-    """Measure from the end of a stream to the orders to save, with every answer going through the machine."""
+    """Measure from the end of a stream to the orders to save; the state machine gets each rank's answer."""
     samples = []
     for _ in range(5):
         machine = _formed(ranks)

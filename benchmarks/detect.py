@@ -1,4 +1,4 @@
-"""kill -9 of processes of several sizes: when each witness knows, and when a controller has opened the incident."""
+"""kill -9 of processes of several sizes: when each witness knows of the death, and when the incident is opened."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
 BUDGET_MS = 2.0
 LOOK_AROUND_S = 1.5
-"""Seconds that watchers may take to find a sentinel. Nothing is measured meanwhile."""
+"""Seconds that watchers get to find new sentinels, before the measurement begins."""
 Times = dict[str, float]
 
 
 def run(quick: bool) -> list[Result]:
-    """Measure by resident size: witnesses side by side, then whole jobs."""
+    """Measure, for several resident sizes, three witnesses of one death, then whole jobs."""
     sizes, repeat = ((0.05,), 1) if quick else ((0.05, 1, 4), 9)
     results = [witnesses(gib, repeat) for gib in sizes]
     for launcher in (True,) if quick else (False, True):
@@ -39,7 +39,12 @@ def run(quick: bool) -> list[Result]:
 
 
 def witnesses(gib: float, repeat: int) -> Result:
-    """Kill one process; three witnesses in this process note the time."""
+    """Kill a process ``repeat`` times; three witnesses note the time: sentinel, socket, pidfd.
+
+    Args:
+        gib: resident size of the killed process, in GiB.
+        repeat: number of deaths.
+    """
     runs = [_witnessed(gib) for _ in range(repeat)]
     value, p90 = median_of([run["sentinel"] for run in runs])
     socket_ms, pidfd_ms = (statistics.median(run[key] for run in runs) for key in ("socket", "pidfd"))
@@ -48,7 +53,13 @@ def witnesses(gib: float, repeat: int) -> Result:
 
 
 def incidents(gib: float, repeat: int, launcher: bool) -> Result:
-    """Kill a rank of a job; the time is that of the controller's first record."""
+    """Kill a rank of a job of two; the time is that of the controller's event ``opened``.
+
+    Args:
+        gib: resident size of the killed rank, in GiB.
+        repeat: number of jobs.
+        launcher: whether this process also watches the ranks' sentinels, as a launcher does.
+    """
     value, p90 = median_of([_opened_ms(gib, launcher) for _ in range(repeat)])
     witness = "neighbour and launcher watch" if launcher else "a neighbour watches"
     return Result(f"kill -9 -> incident open, {gib:g} GiB, {witness}", value, "ms", BUDGET_MS, "jobs of 2", p90)

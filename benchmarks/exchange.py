@@ -1,4 +1,4 @@
-"""Measures how long survivors of a death need to connect all their process groups anew, with ``keep``."""
+"""With ``keep``: how long the survivors of a death take to connect all their process groups anew."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.world import free_port, scratch, train
 
 RANKS = 4
 BUDGETS_MS = {1: 10.0, 8: 60.0, 32: 250.0}
-"""Budget in milliseconds by number of groups. Each group has all ranks as members."""
+"""Budget in milliseconds, by number of groups. All ranks are members of each group."""
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Measure the first and the third exchange of each job: a process keeps the old backends of its groups."""
+    """Measure the first and the third exchange of each job. The old backends stay in the process."""
     jobs, ranks = (1, 2) if quick else (5, RANKS)
     for groups, budget in {1: BUDGETS_MS[1]}.items() if quick else BUDGETS_MS.items():
         found = [_job(groups, ranks) for _ in range(jobs)]

@@ -1,7 +1,7 @@
 """A rank that connects its process groups anew, as a survivor does with ``keep``. Started by ``benchmarks.exchange``.
 
-Takes the number of groups. Rank 0 prints JSON: milliseconds of each exchange, from the first connection that is broken
-until all ranks have made a collective in the new ones.
+Argument: the number of groups. Rank 0 prints a JSON list: the milliseconds of each exchange, from the first broken
+connection until all ranks have finished a collective over the new connections.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Measurements that need a device: steps with ttp on and off, time from a death to durable, CPU of ttp's threads.
+"""Measurements on a device: steps with ttp on and off, time from a death to durable, CPU of ttp's threads.
 
-Left out of "all" if there is no CUDA device: ``needs`` says what is missing.
+The group is left out of "all" if there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _WITH_GRADIENTS = 4 / 3
 
 
 def needs() -> str:
-    """Return why this cannot be measured here; empty if it can."""
+    """Return the reason why this group cannot be measured here; empty: it can be measured."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is not built for CUDA"
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
 
 
 def run(quick: bool, device: str = "cuda") -> list[Result]:
-    """Measure everything. ``device``: ``"cpu"`` only tries whether the program runs."""
+    """Measure everything. With ``device="cpu"`` the program is only tested; its numbers mean nothing."""
     torch.set_num_threads(1)
     results = []
     for target_ms in STEPS_MS[:2] if quick else STEPS_MS:
@@ -64,7 +64,10 @@ def _steps(device: torch.device, target_ms: float, blocks: int) -> list[Result]:
 
 
 def _on_and_off(device: torch.device, target_ms: float, blocks: int, save_dir: str) -> list[Result]:
-    """Measure alternating blocks of steps. Waits for the device at the end of a block only: the host may run ahead."""
+    """Measure blocks of steps, with ttp on and off in turns.
+
+    A block waits for the device only at its end, so that the host may run ahead as in a real training.
+    """
     model = nn.Sequential(nn.Linear(256, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Dropout(0.1), nn.Linear(1024, 16))
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -91,7 +94,7 @@ def _on_and_off(device: torch.device, target_ms: float, blocks: int, save_dir: s
     return [
         Result(f"{at} on {device.type}, ttp on / off", statistics.median(on) / statistics.median(off), "x", 1.005, how),
         Result(
-            f"CPU of ttp's threads, {at}", share, "%", None, "of one core: no more of the interpreter lock than that"
+            f"CPU of ttp's threads, {at}", share, "%", None, "of one core; they hold the interpreter lock no longer"
         ),
     ]
 
@@ -103,7 +106,7 @@ def _fixed_work(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     target_ms: float,
 ) -> Callable[[], float]:
-    """Return a function that runs a block of fixed steps of about ``target_ms`` and returns the seconds of one step."""
+    """Return a function that runs a block of equal steps of about ``target_ms`` and returns the seconds of a step."""
     size = 4096 if device.type == "cuda" else 128
     data, target = torch.randn(64, 256, device=device), torch.randint(0, 16, (64,), device=device)
     square = torch.randn(size, size, device=device)
@@ -133,7 +136,7 @@ def _fixed_work(
 
 
 def _cpu_of_ttp_s() -> float:
-    """Return the CPU time in seconds of the threads of this process that belong to ttp."""
+    """Return the CPU time of ttp's threads in this process, in seconds."""
     ours = [t.native_id for t in threading.enumerate() if t.name.startswith("ttp") and t.native_id is not None]
     told = [Path(f"/proc/self/task/{thread}/schedstat") for thread in ours]
     return sum(int(path.read_text().split()[0]) for path in told if path.exists()) / 1e9
@@ -165,7 +168,7 @@ def _rescue(device: torch.device, size_gb: float, repeat: int) -> list[Result]:
 
 
 def _fitting(device: torch.device, size: int) -> int:
-    """Return how many ranks with a state of ``size`` bytes have room; 2 are enough."""
+    """Return how many ranks with a state of ``size`` bytes fit on the device, at most 2."""
     if device.type != "cuda":
         return 2
     free = torch.cuda.mem_get_info(device)[0] - (2 << 30)
@@ -191,7 +194,7 @@ def _asked_s(size_gb: float) -> float:
 
 
 def _plain_s(device: torch.device, size: int) -> float:
-    """Return the seconds to bring as many bytes to the host through two pinned buffers, write and fsync them."""
+    """Return the seconds to copy ``size`` bytes to the host through two pinned buffers, write and fsync them."""
     source = torch.ones(min(size, 1 << 30), dtype=torch.uint8, device=device)
     buffers = [torch.empty(BLOCK * 8, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
     with scratch() as directory:

@@ -1,4 +1,4 @@
-"""The time that ``--continuity keep``, and ``ttp.one_step`` with it, add to a step of a job that has ttp."""
+"""The time that ``--continuity keep``, and ``ttp.one_step`` with it, add to a step of a job under ttp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ttp.update_function import one_step
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Measure one real rank with a real controller."""
+    """Measure one real rank with a real controller: without keep, with keep, and with ``ttp.one_step``, in turns."""
     torch.set_num_threads(1)
     os.environ["TTP_CONTINUITY"] = "keep"
     with scratch() as directory, protected(directory) as save_dir:

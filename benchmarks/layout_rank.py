@@ -1,9 +1,9 @@
 """A rank of a small training in one layout, with ttp's hooks on and off in turns. Started by ``benchmarks.layouts``
 and ``benchmarks.zero``.
 
-Prints JSON: milliseconds per step of every block: with ttp on; with ttp off; with only the barrier before the update,
-if ttp needs one; of plain DDP with AdamW, if that takes turns too. Also the bytes of weights and of optimizer state on
-this rank.
+Prints a JSON object with the milliseconds per step of every block: with ttp on (``on``); with ttp off (``off``); with
+only the barrier before the update, if ttp needs one (``barrier``); of plain DDP with AdamW, if it was chosen
+(``plain``). Also with the bytes of ``weights`` and of optimizer ``state`` on this rank.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
 
 Step = Callable[[], object]
-"""A function that runs a forward and a backward pass, after which the gradients are reduced."""
+"""A function that runs a forward and a backward pass and reduces the gradients."""
 
 
 class Job:
-    """A model over all ranks, the function that makes its gradient, and its optimizer."""
+    """A model in one layout over all ranks, the function that computes its gradients, and its optimizer.
+
+    Args:
+        kind: the layout; see ``make`` and ``make_optimizer``.
+        width: width of a layer.
+        layers: number of layers.
+        batch: number of samples.
+    """
 
     def __init__(self, kind: str, width: int, layers: int, batch: int) -> None:
         torch.manual_seed(0)
@@ -49,9 +56,9 @@ class Job:
         self.optimizer: Any = make_optimizer(kind, self.model)
 
     def block_ms(self, steps: int, pause_s: float) -> float:
-        """Return the milliseconds per step of one block, all ranks together; each step begins with a pause.
+        """Return the milliseconds per step of one block, from barrier to barrier; each step begins with a pause.
 
-        The first step is not counted: in the first step after hooks are attached, they look for what they protect.
+        A first step is not counted: in the first step after hooks are attached, the hooks do additional work.
         """
         self._make_step()
         dist.barrier()
@@ -69,7 +76,7 @@ class Job:
 
 
 def make(kind: str, whole: nn.Sequential, data: torch.Tensor) -> tuple[nn.Module, Step]:
-    """Return the model as this layout has it, and the function that makes its gradient."""
+    """Return this rank's part of the model in a layout, and the function that computes its gradients."""
     if kind == "pp":
         return stage_of(whole, data)
     model = {"hsdp": hsdp, "tp": tensor_parallel}.get(kind, DistributedDataParallel)(whole)
@@ -117,7 +124,18 @@ def stage_of(model: nn.Sequential, data: torch.Tensor) -> tuple[nn.Module, Step]
 
 @ttp.ttp_to_persist
 def train(layout: str, beside: str, blocks: int, steps: int, step_ms: float, sizes: list[int]) -> None:
-    """Run blocks in turns, after one of each kind that is not counted and shows how long the pause has to be."""
+    """Run blocks of each kind in turns, and print the results.
+
+    The first block of each kind is not counted. It determines the pause that makes a step ``step_ms`` long.
+
+    Args:
+        layout: layout, and ``-preimage`` for ``undo="preimage"``.
+        beside: layout of a second job without ttp that takes turns (``ddp``); empty: none.
+        blocks: number of blocks of each kind.
+        steps: steps in a block.
+        step_ms: least duration of a step.
+        sizes: width, layers, batch.
+    """
     kind, _, undo = layout.partition("-")
     job, plain = Job(kind, *sizes), Job(beside, *sizes) if beside else None
     ttp.wrap_optimizer(job.optimizer, model=job.model, save_dir=os.environ["BENCH_SAVE_DIR"], undo=undo or None)

@@ -1,4 +1,4 @@
-"""Measures the step time with ttp on and off in every layout, as ratios within one run of four ranks."""
+"""Step time with ttp on and off in every layout, as the ratio within one run of four ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ LAYOUTS = {
     "replicated:2": "ReplicatedOptimizer, 2 copies",
 }
 QUICK = ("hsdp-preimage",)
-"""Layouts of a quick run; only one, because each layout starts a process for every rank."""
+"""Layouts of a quick run: only one, because each layout starts a process for every rank."""
 RANKS, RANKS_QUICK = 4, 2
 SIZES = (512, 4, 32)
 """Width, layers, batch."""
 STEP_MS = 50.0
-"""Least duration of a step in milliseconds. A pause without CPU fills it up, as if ranks waited for a device."""
+"""Least duration of a step in milliseconds. A shorter step begins with a sleep, as if the rank waited for a device."""
 BUDGET, BUDGET_DDP = 1.01, 1.005
+"""Budgets of the ratio on / off: for layouts with a barrier before the update, and for DDP."""
 
 
 def run(quick: bool) -> Iterator[Result]:

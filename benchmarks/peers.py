@@ -1,7 +1,7 @@
-"""kill -9 of a rank under ttp and other systems: time until all ranks make a new step, and steps repeated.
+"""kill -9 of a rank under ttp and other systems: time until all ranks make a new step, and number of repeated steps.
 
-The other systems are torchft, NVIDIA's resiliency extension (its launcher) and plain torchrun, as far as the Python of
-``--peers`` has them; see ``peers_rank`` for what each of them does.
+The other systems are torchft, NVIDIA's resiliency extension (its launcher) and plain torchrun, if they are installed
+for the Python of ``--peers``; see ``peers_rank`` for what each of them does.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ from benchmarks.resume import Times, wait_until, warm_state
 from benchmarks.world import free_port, scratch
 
 PYTHON = "BENCH_PEERS_PYTHON"
-"""Name of the variable with the Python that has the other systems; ``--peers`` sets it."""
+"""Environment variable with the path of the Python that has the other systems; ``--peers`` sets it."""
 RANKS, MEGABYTES, STEPS = 2, 25.0, 25
-"""Ranks, size of the checkpoint, and the steps that are made before each kill."""
+"""Number of ranks, size of the checkpoint, and number of steps before each kill."""
 TTP = ("ttp, keep", "ttp, warm")
+"""ttp with its two kinds of continuity."""
 SYSTEMS = {"torchrun": "torch", "NVRx": "nvidia_resiliency_ext", "torchft": "torchft"}
-"""The other systems, by the package that has to be installed."""
+"""Name of each other system -> package that has to be installed for it."""
 
 
 class Step(NamedTuple):
-    """A record that a process has made so many steps, at a second of the machine's clock."""
+    """A process's note after a step.
+
+    Args:
+        pid: the process.
+        made: number of steps that it has made.
+        at: time on the machine's monotonic clock, in seconds.
+    """
 
     pid: int
     made: int
@@ -42,12 +49,12 @@ class Step(NamedTuple):
 
 
 def needs() -> str:
-    """Return why this cannot be measured here; empty if it can."""
-    return "" if os.environ.get(PYTHON) else "it compares with what the Python of `--peers PYTHON` has installed"
+    """Return the reason why this group cannot be measured here; empty: it can be measured."""
+    return "" if os.environ.get(PYTHON) else "give --peers PYTHON, a Python that has the other systems installed"
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Measure jobs of two ranks, one after the other."""
+    """Measure a job of two ranks for each system, one after the other."""
     python, kills, own = os.environ[PYTHON], 1 if quick else 5, 0.0
     for system in (*TTP, *installed(python)) if not quick else (TTP[0], "torchrun"):
         try:
@@ -64,7 +71,7 @@ def run(quick: bool) -> Iterator[Result]:
         name = f"{RANKS} ranks, {MEGABYTES:g} MB, {system}"
         yield Result(f"kill -9 -> all ranks at a new step, {name}", middle["all"], "ms", None, how)
         if system not in TTP:
-            yield Result(f"ttp, keep / {system}", own / middle["all"], "x", None, "of these times")
+            yield Result(f"ttp, keep / {system}", own / middle["all"], "x", None, "ratio of these times")
 
 
 def installed(python: str) -> list[str]:
@@ -75,7 +82,12 @@ def installed(python: str) -> list[str]:
 
 
 def killed(system: str, python: str, kills: int) -> list[Times]:
-    """Run one job and kill one rank after the other; return milliseconds after each kill."""
+    """Run one job, and kill its ranks one after the other.
+
+    Returns:
+        For each kill: milliseconds until the last (``all``) and the first rank (``some``) has made a new step, number
+        of repeated steps (``again``), and milliseconds of a step before the kill (``step``).
+    """
     with scratch() as directory, ExitStack() as jobs:
         env = {key: value for key, value in os.environ.items() if not key.startswith("TTP_")}
         env |= {"PEERS_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run"), "OMP_NUM_THREADS": "1"}
@@ -93,7 +105,7 @@ def killed(system: str, python: str, kills: int) -> list[Times]:
 
 
 def commands(system: str, python: str, kills: int, env: dict[str, str]) -> list[list[str]]:
-    """Return the commands that start a job; what its processes need to know of each other goes into ``env``."""
+    """Return the commands that start a job of ``system``, and add the variables that its processes need to ``env``."""
     script, folder = str(Path(__file__).with_name("peers_rank.py")), Path(python).parent
     flags = ["--standalone", "--max-restarts", str(kills)]
     ranks = [*flags, "--nproc-per-node", str(RANKS), script]
@@ -107,7 +119,7 @@ def commands(system: str, python: str, kills: int, env: dict[str, str]) -> list[
         lighthouse = [str(folder / "torchft_lighthouse"), "--min_replicas", "1", "--join_timeout_ms", "1000"]
         one = [*torchrun, *flags, "--nproc-per-node", "1", script, "torchft", str(MEGABYTES)]
         return [[*lighthouse, "--bind", f"127.0.0.1:{port}"], *([*one, str(slot)] for slot in range(RANKS))]
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else restarted ranks find the addresses of the dead
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else restarted ranks find addresses of dead ranks
     launcher = [str(folder / "ft_launcher")] if system == "NVRx" else torchrun
     return [[*launcher, *ranks, "restart", str(MEGABYTES)]]
 
@@ -126,7 +138,7 @@ def _started(command: list[str], env: dict[str, str], directory: Path) -> Iterat
 
 
 def _kill(directory: Path, slot: int, job: Popen[bytes], warm: bool) -> Times:
-    """Kill the process of ``slot`` when all have made some steps, and wait until all have made a new one."""
+    """Kill the process of ``slot`` when all ranks have made ``STEPS`` steps, and wait until all have made a new one."""
     wait_until(lambda: all(_by_the_last(directory, each) >= STEPS for each in range(RANKS)), job)
     if warm:
         wait_until(lambda: warm_state(directory) == "ready", job)
@@ -157,6 +169,6 @@ def _steps(directory: Path, slot: int) -> list[Step]:
 
 
 def _by_the_last(directory: Path, slot: int) -> int:
-    """Return how many steps the process that has the slot now has noted."""
+    """Return the number of steps that the present process of ``slot`` has noted."""
     steps = _steps(directory, slot)
     return sum(step.pid == steps[-1].pid for step in steps)

@@ -1,7 +1,8 @@
 """A rank of ``benchmarks.peers``: the same training under each of several systems, until ``PEERS_DIR/over`` exists.
 
-Usage: peers_rank.py SYSTEM MEGABYTES [SLOT]. Each system's part is written as its documents say. It runs in the Python
-that has the system, so it imports nothing but that system and torch. Lines of ``slot<n>`` are ``PID STEPS SECONDS``.
+Usage: peers_rank.py SYSTEM MEGABYTES [SLOT]. The code for each system follows that system's documentation. The script
+runs in the Python that has the system, so it imports only that system and torch. It appends a line
+``PID STEPS SECONDS`` to the file ``slot<SLOT>`` after each step.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from torch.nn.parallel import DistributedDataParallel
 DIRECTORY = Path(os.environ["PEERS_DIR"])
 SLOT = sys.argv[3] if len(sys.argv) > 3 else os.environ["RANK"]
 EVERY = 10
-"""Steps between the checkpoints of systems that make them at intervals."""
+"""Steps between two checkpoints, under systems that save at intervals."""
 MOMENTS = 3
 """Tensors in a checkpoint per weight: the weight and AdamW's two moments."""
 
 
 def build(megabytes: float) -> Any:
-    """Return a model whose checkpoint has that size."""
+    """Return a model whose checkpoint (weights and AdamW's moments) has ``megabytes``."""
     width = max(8, int((megabytes * 1e6 / 4 / MOMENTS / 2) ** 0.5))
     return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
 
 
 def steps(first: int, model: Any, optimizer: Any, count: Callable[[], int] | None = None) -> Iterator[int]:
-    """Train until the benchmark is over; yield the number of steps that have been made, after each.
+    """Train until the benchmark is over; after each step yield the number of steps that have been made.
 
     Args:
         first: number of steps already made.
-        model: wrapped, so that ``model.module`` is the bare one.
-        optimizer: of the model.
-        count: returns that number, if a step may also be left out.
+        model: the wrapped model; ``model.module`` is the bare one.
+        optimizer: the model's optimizer.
+        count: returns the number of steps, for a system that may skip a step; None: each call is a step.
     """
     made = first
     while not (DIRECTORY / "over").exists():
@@ -54,7 +55,7 @@ def steps(first: int, model: Any, optimizer: Any, count: Callable[[], int] | Non
 
 
 def under_ttp(megabytes: float) -> None:
-    """Train under ttp, which saves nothing before a rank dies."""
+    """Train under ttp, which saves only when a rank dies."""
     import ttp
 
     @ttp.ttp_to_persist
@@ -70,7 +71,7 @@ def under_ttp(megabytes: float) -> None:
 
 
 def under_a_restart(megabytes: float) -> None:
-    """Train under torchrun or NVRx's launcher: all ranks restart and load what rank 0 saves every ``EVERY`` steps."""
+    """Train under torchrun or NVRx's launcher: all ranks restart, and load rank 0's last checkpoint."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build(megabytes))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -87,7 +88,7 @@ def under_a_restart(megabytes: float) -> None:
 
 
 def under_torchft(megabytes: float) -> None:
-    """Train one replica under torchft: the others train on without a lost one, and it gets their state later."""
+    """Train one replica under torchft: the others continue without a lost replica, which later gets their state."""
     torchft: Any = importlib.import_module("torchft")
     module = build(megabytes)
     adam = torch.optim.AdamW(module.parameters())
@@ -113,4 +114,4 @@ SYSTEMS = {"ttp": under_ttp, "restart": under_a_restart, "torchft": under_torchf
 if __name__ == "__main__":
     torch.set_num_threads(1)
     SYSTEMS[sys.argv[1]](float(sys.argv[2]))
-    os._exit(0)  # all see the end within a step of each other
+    os._exit(0)  # without teardown, as the ranks may see ``over`` at different steps

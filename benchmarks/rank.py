@@ -1,4 +1,4 @@
-"""A rank that trains alone: AdamW on fixed gradients, about 5 ms a step. Started by ``benchmarks.world``."""
+"""A rank that trains without collectives: AdamW on constant gradients. Started by ``benchmarks.world.ranks``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train() -> None:
     optimizer = ttp.wrap_optimizer(optimizer, model=model, save_dir=os.environ["BENCH_SAVE_DIR"])
     while True:
         if optimizer.state and elements > 1_000_000:
-            time.sleep(0.05)  # large updates would take the cores from what is measured
+            time.sleep(0.05)  # large updates in a row would occupy the cores that the measured processes need
         optimizer.step()
         time.sleep(0.005)
         assert ballast is not None

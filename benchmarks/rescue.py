@@ -1,4 +1,7 @@
-"""kill -9 of a rank, to detected, frozen, decided and durable; for several sizes of state and of resident memory."""
+"""kill -9 of a rank: time until the incident is open, all ranks are frozen, the plan is made, the commit is durable.
+
+For several sizes of state and of resident memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ Times = dict[str, float]
 
 
 def run(quick: bool) -> list[Result]:
-    """Measure sizes of state with a small rank, then resident sizes with a small state."""
+    """Measure several sizes of state, then several resident sizes with a small state."""
     results: list[Result] = []
     for state_mb in (1,) if quick else (1, 50, 500):
         results += describe(
@@ -37,7 +40,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def describe(label: str, times: Times, state_mb: float) -> list[Result]:
-    """Return one row per stage. The budget of the commit allows the bytes at the measured speed of the storage."""
+    """Return one result per stage. The budget of the commit includes a plain write of the same bytes."""
     durable_budget = 50.0 + (times["plain"] if state_mb > 1 else 0.0)
     return [
         Result(f"kill -9 -> incident open, {label}", times["opened"], "ms", 2.0, "median of 5"),
@@ -54,13 +57,24 @@ def describe(label: str, times: Times, state_mb: float) -> list[Result]:
 
 
 def repeated(state_mb: float, resident_gib: float, times: int, world: int = WORLD) -> Times:
-    """Return the medians over several jobs."""
+    """Return the median of each time of ``once`` over ``times`` jobs."""
     runs = [once(state_mb, resident_gib, world) for _ in range(times)]
     return {key: statistics.median(r[key] for r in runs) for key in runs[0]}
 
 
 def once(state_mb: float, resident_gib: float, world: int = WORLD, *, plain: bool = True) -> Times:
-    """Run one job: form, train a little, kill the last rank. Return the events' times, and that of a plain write."""
+    """Run one job: let it form and train, then kill its last rank.
+
+    Args:
+        state_mb: size of the state, in MB.
+        resident_gib: additional memory of the killed rank, in GiB.
+        world: number of ranks.
+        plain: whether to measure a plain write too.
+
+    Returns:
+        Milliseconds from the kill to each event (``opened``, ``frozen``, ``plan``, ``committed``), and those of a plain
+        write of the same bytes (``plain``).
+    """
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, service, _):

@@ -1,4 +1,4 @@
-"""Time to verify a checkpoint before the ranks of a host load it: each rank all of it, or each its share."""
+"""Time to verify a checkpoint before the ranks of a host load it: each rank verifies all of it, or only its share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANKS, RANKS_QUICK = 8, 2
 
 
 def run(quick: bool) -> list[Result]:
-    """Measure one host with one piece for each rank, as a sharded job saves."""
+    """Measure one host with one piece per rank, as a sharded job saves."""
     size_mb, repeat, ranks = (16, 1, RANKS_QUICK) if quick else (512, 7, RANKS)
     alone: list[float] = []
     shared: list[float] = []

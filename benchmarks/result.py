@@ -1,4 +1,4 @@
-"""One measured number with its unit and budget."""
+"""``Result``: one measured number with its unit and budget; and functions that measure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Result:
         what: what was measured.
         value: the median, or the ratio.
         unit: "us", "ms", "s", "x", "KiB", "MB/s".
-        budget: what the design allows, in the same unit; None if there is no budget.
+        budget: largest value that the design allows, in the same unit; None: there is no budget.
         how: how it was measured, in a few words.
         p90: the 90th percentile, if there are enough samples.
     """
@@ -47,13 +47,13 @@ class Result:
 
 
 def median_of(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the median and the 90th percentile."""
+    """Return the median and the 90th percentile of the samples."""
     ordered = sorted(samples)
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.9))]
 
 
 def time_us(call: Callable[[], object], repeat: int) -> list[float]:
-    """Return the microseconds of each of ``repeat`` calls."""
+    """Call ``call`` ``repeat`` times; return the microseconds of each call."""
     samples = []
     for _ in range(repeat):
         begin = time.perf_counter_ns()

@@ -24,25 +24,26 @@ WANTED_MS = {2: 1000.0, 4: 1500.0}
 WANTED_KEPT_MS = {(4, 1): 400.0}
 """Budgets in ms for survivors that keep their state, by number of ranks and megabytes."""
 THROUGH_DISK = "keep, all read"
-"""Survivors keep their processes, and read the checkpoint as newcomers do."""
+"""Survivors keep their processes, and read the checkpoint like new processes."""
 IN_LOOP = "keep, one_step"
-"""Survivors keep their processes, and do not leave their loops."""
+"""Survivors keep their processes, and do not leave their training loops."""
 WAITS = "keep, all wait"
-"""Survivors keep their processes, and go on when the checkpoint is durable, however long that takes."""
+"""Survivors keep their processes, and continue only when the checkpoint is durable."""
 SLOW_MB_S = 100.0
 WRITE_BYTES = 1 << 20
-"""The speed of slow storage, and what the kernel gives it at once."""
+"""Speed of the slow storage in MB/s, and the bytes of one write request of the kernel to it."""
 SLOW_JOBS = ((2, 25, "ddp"), (2, 500, "ddp"))
 JOBS = (
     *((2, 1, "ddp"), (2, 25, "ddp"), (2, 500, "ddp"), (2, 25, "compiled")),
     *((4, 1, "ddp"), (4, 25, "ddp"), (4, 500, "ddp"), (4, 25, "hsdp"), (4, 500, "hsdp")),
 )
 PARTS = ("began", "grouped", "wrapped", "restored", "step")
+"""Points that a restarted rank notes: process began, process group made, optimizer wrapped, restored, first step."""
 Times = dict[str, float]
 
 
 def run(quick: bool) -> list[Result]:
-    """Measure by ranks, size of the checkpoint, layout, and the way in which workers are started again."""
+    """Measure by number of ranks, size of the checkpoint, layout, and continuity."""
     if quick:
         return measured(2, 1, "ddp", "warm", 1)
     found: list[Result] = []
@@ -54,7 +55,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def slow_storage() -> list[Result]:
-    """Storage that takes 100 MB/s, through FUSE: survivors wait for it, or go on from what is held in memory."""
+    """Measure with storage of 100 MB/s (FUSE): survivors wait for it, or continue with a checkpoint held in memory."""
     found: list[Result] = []
     for ranks, megabytes, layout in SLOW_JOBS:
         for continuity in ("warm", WAITS, "keep"):
@@ -65,7 +66,7 @@ def slow_storage() -> list[Result]:
 def measured(
     ranks: int, megabytes: float, layout: str, continuity: str, kills: int, *, slow: bool = False
 ) -> list[Result]:
-    """Return the medians over several kills of one job."""
+    """Return the medians over several kills in one job."""
     runs = killed(ranks, megabytes, layout, continuity, kills, slow=slow)
     middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     name = f"{ranks} ranks, {megabytes:g} MB, {layout.upper()}, {'cold' if continuity == 'off' else continuity}"
@@ -85,7 +86,12 @@ def measured(
 def killed(
     ranks: int, megabytes: float, layout: str, continuity: str, kills: int, *, slow: bool = False
 ) -> list[Times]:
-    """Run one job and kill one rank after the other; return milliseconds after each kill."""
+    """Run one job, and kill its ranks one after the other.
+
+    Returns:
+        For each kill: milliseconds from the kill until the checkpoint is durable, and until the last rank has reached
+        each of ``PARTS``.
+    """
     with scratch() as directory, _storage(directory, slow=slow):
         env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
         env |= {"RESUME_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run"), "OMP_NUM_THREADS": "1"}
@@ -113,7 +119,7 @@ def killed(
 
 @contextlib.contextmanager
 def _storage(directory: Path, *, slow: bool) -> Iterator[None]:
-    """Where the job saves."""
+    """Mount slow storage at the job's directory of checkpoints, if ``slow``."""
     if not slow:
         yield
         return
@@ -125,11 +131,11 @@ def _storage(directory: Path, *, slow: bool) -> Iterator[None]:
 
 
 def _kill(job: Popen[bytes], directory: Path, ranks: int, launch: int, continuity: str) -> Times:
-    """Kill one rank when all have made some steps, and wait until all have made a step again."""
+    """Kill one rank when all ranks have made 5 steps, and wait until all have made a step in the next launch."""
     wait_until(lambda: all(len(_notes(directory, rank, launch).get("step", [])) >= 5 for rank in range(ranks)), job)
     if continuity != "off":
         wait_until(lambda: warm_state(directory) == "ready", job)
-    wait_until(lambda: not Held.of(directory / "checkpoints").unfinished(), job)  # one is held at a time
+    wait_until(lambda: not Held.of(directory / "checkpoints").unfinished(), job)  # one can be held
     before = set(_checkpoints(directory))
     victim = int((directory / f"pid{launch % ranks}").read_text())
     at = time.monotonic()
@@ -138,7 +144,7 @@ def _kill(job: Popen[bytes], directory: Path, ranks: int, launch: int, continuit
     durable = time.monotonic()
     wait_until(lambda: all("step" in _notes(directory, rank, launch + 1) for rank in range(ranks)), job)
     notes = [_notes(directory, rank, launch + 1) for rank in range(ranks)]
-    # Processes that survive begin, and make their process group, in their first launch only.
+    # Surviving processes note "began" and "grouped" in their first launch only.
     last = {part: max(n[part][0] for n in notes if part in n) for part in PARTS}
     return {"durable": (durable - at) * 1e3} | {part: (last[part] - at) * 1e3 for part in PARTS}
 
@@ -172,5 +178,5 @@ def wait_until(holds: Callable[[], bool], job: Popen[bytes], look_s: float = 0.0
     deadline = time.monotonic() + WAIT_S
     while not holds():
         if job.poll() is not None or time.monotonic() > deadline:
-            raise TimeoutError(f"the job does not get there (its launcher: {job.poll()})")
+            raise TimeoutError(f"the job has not reached the awaited state (exit code of its launcher: {job.poll()})")
         time.sleep(look_s)

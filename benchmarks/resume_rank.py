@@ -1,7 +1,7 @@
-"""A rank of ``benchmarks.resume``: trains until ``RESUME_DIR/over`` exists, and notes when it gets where.
+"""A rank of ``benchmarks.resume``: trains until ``RESUME_DIR/over`` exists, and notes when it reaches which point.
 
-Usage: resume_rank.py MEGABYTES LAYOUT; the layout is ddp, compiled or hsdp. With RESUME_READ no rank keeps its state,
-with RESUME_ONE_STEP no rank leaves its loop. Lines of ``rank<n>`` are ``LAUNCH WORD SECONDS``.
+Usage: resume_rank.py MEGABYTES LAYOUT; the layout is ddp, compiled or hsdp. If RESUME_READ is set, no rank keeps its
+state; if RESUME_ONE_STEP is set, no rank leaves its loop. The notes are lines ``LAUNCH WORD SECONDS`` in ``rank<n>``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DIRECTORY, RANK = Path(os.environ["RESUME_DIR"]), int(os.environ["RANK"])
 
 
 def note(word: str) -> None:
-    """Append the launch, ``word`` and the second of the machine's clock to this rank's file."""
+    """Append the launch, ``word`` and the time on the machine's monotonic clock to this rank's file."""
     with (DIRECTORY / f"rank{RANK}").open("a") as log:
         log.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {word} {time.monotonic()}\n")
 
@@ -37,7 +37,7 @@ MOMENTS = 3
 
 
 def build(megabytes: float, layout: str) -> torch.nn.Module:
-    """Return a model whose checkpoint has that size."""
+    """Return a model whose checkpoint (weights and AdamW's moments) has ``megabytes``."""
     width = max(8, int((megabytes * 1e6 / 4 / MOMENTS / 2) ** 0.5))
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
     if layout == "hsdp":
@@ -60,7 +60,7 @@ def keep_nothing() -> None:
 
 @ttp.ttp_to_persist
 def train(megabytes: float, layout: str) -> None:
-    """Train in steps of some 20 ms, more with a large model."""
+    """Train in steps of about 20 ms, longer with a large model."""
     model = build(megabytes, layout)
     optimizer = torch.optim.AdamW(model.parameters())
     ttp.wrap_optimizer(optimizer, model=model, save_dir=DIRECTORY / "checkpoints")
@@ -89,4 +89,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     note("grouped")
     train(float(sys.argv[1]), sys.argv[2])
-    os._exit(0)  # all see the end within a step of each other
+    os._exit(0)  # without teardown, as the ranks may see ``over`` at different steps

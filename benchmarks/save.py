@@ -1,8 +1,8 @@
-"""Bytes per second of a save, against a plain sequential write with fsync of as many bytes in the same run.
+"""Speed of a save, compared with a plain sequential write and fsync of the same number of bytes in the same run.
 
-In parts: as many processes, each with a replica of the state, write a part each, as savers on several hosts do. On the
-one disk of this machine that may not be slower; if every host has a disk of its own (here: a limit for each process) it
-should be as many times faster.
+Also of a save in parts: several processes, each with a replica of the state, write one part each, like savers on
+several hosts. On the one disk of this machine this must not be slower than one process. If every host has its own disk
+(here: a speed limit for each process), n processes should be n times faster.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from ttp.core import stripes
 from ttp.core.layout import REPLICATED, Rank
 
 BLOCK = 8 << 20
+"""Bytes of one write."""
 OWN_DISK_MB_S = 25
-"""MB/s that a process may write where it is to have a disk of its own: so little that this machine is no limit."""
+"""Speed limit of a process that plays a host with its own disk, in MB/s: far below the speed of this machine."""
 
 Progress = Callable[[int], None]
 
 
 def run(quick: bool) -> list[Result]:
-    """Measure both writers in turns, so that a change of the disk's speed meets both."""
+    """Measure saves and plain writes in turns, so that changes of the disk's speed affect both."""
     results = []
     for size_mb in (50,) if quick else (50, 500, 2000):
         repeat = 1 if quick else 3 if size_mb > 500 else 7
@@ -43,7 +44,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def one_disk(size_mb: int, counts: Sequence[int], repeat: int) -> list[Result]:
-    """Measure savers that write all parts to one disk."""
+    """Measure saves of ``size_mb`` to one disk, in as many parts as ``counts`` says."""
     state = model(size_mb)
     ours: dict[int, list[float]] = {count: [] for count in counts}
     plain = []
@@ -66,7 +67,7 @@ def one_disk(size_mb: int, counts: Sequence[int], repeat: int) -> list[Result]:
 
 
 def own_disks(size_mb: int, counts: Sequence[int]) -> list[Result]:
-    """Measure savers that each have a disk of their own, of ``OWN_DISK_MB_S``."""
+    """Measure saves of ``size_mb`` whose savers each have their own disk, of ``OWN_DISK_MB_S``."""
     state, seconds = model(size_mb), {}
     with scratch() as directory:
         for count in counts:
@@ -80,7 +81,7 @@ def own_disks(size_mb: int, counts: Sequence[int]) -> list[Result]:
 
 
 def model(size_mb: int) -> dict[str, Any]:
-    """Return a state of that size, all of which can be dealt out."""
+    """Return a state of ``size_mb`` MB, all of which can be divided among savers."""
     rows = size_mb * 1_000_000 // 4 // 4096 // 8
     return {"model": nn.ModuleList(nn.Linear(4096, rows, bias=False) for _ in range(8)).state_dict()}
 
@@ -105,7 +106,10 @@ def limited() -> Progress:
 def side_by_side_s(
     directory: Path, state: dict[str, Any], count: int, limit: Callable[[], Progress | None] = lambda: None
 ) -> float:
-    """Return the seconds until ``count`` processes, forked so as not to copy it, have written all of ``state``."""
+    """Return the seconds until ``count`` processes have written all of ``state``, one part each.
+
+    The processes are forked, so that they share the state's memory.
+    """
     ready, start = os.pipe(), os.pipe()
     children = [_forked(directory, state, Share(n, count, lambda _: True), limit, ready, start) for n in _upto(count)]
     try:
@@ -130,6 +134,7 @@ def side_by_side_s(
 
 
 def _upto(count: int) -> range:
+    """Return the numbers of the parts, from 1."""
     return range(1, count + 1)
 
 
@@ -141,6 +146,7 @@ def _forked(
     ready: tuple[int, int],
     start: tuple[int, int],
 ) -> int:
+    """Fork a saver that says that it is ready, waits for the start, and writes its part. Return its pid."""
     child = os.fork()
     if child:
         return child

@@ -1,4 +1,4 @@
-"""The steady state: what ttp takes from the step of several kinds of jobs, as a ratio and as CPU time of its hooks."""
+"""The steady state: ratio of step times with ttp on and off, and CPU time of ttp's hooks, for several kinds of jobs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.api import wrap_optimizer
 
 STEP_S = 0.010
+"""Duration of a step, in seconds."""
 BLOCK_STEPS = 20
+"""Steps in a block."""
 GROUPS = 1_000
+"""Number of param groups of the job with many."""
 LEARNING_STEPS = 10
-"""First steps, in which ttp looks closer at what changes when; they are not part of the steady state."""
+"""Number of first steps, in which ttp finds out which state changes when. They are not part of the steady state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The contents of a step.
+    """A kind of job.
 
     Args:
-        title: in the table.
-        budget: of step time with ttp on / off; None: only the CPU time counts.
-        micro_batches: backward passes of a step; all but the last under ``no_sync``.
+        title: its name in the table.
+        budget: budget of step time with ttp on / off; None: only the CPU time is of interest.
+        micro_batches: number of backward passes in a step; all but the last run under ``no_sync``.
         groups: number of param groups.
-        extra: makes the ``extra_state``, given the model.
+        extra: takes the model and returns the ``extra_state``.
     """
 
     title: str
@@ -48,7 +51,7 @@ class Job:
 
 
 class Cursor:
-    """The 6 KB that a data loader would want back: its position, and the order of a shuffled epoch."""
+    """A state of 6 KB like that of a data loader: its position, and the order of a shuffled epoch."""
 
     def __init__(self) -> None:
         self.position, self.order = 0, [index * 7919 % 2003 for index in range(2_000)]
@@ -61,7 +64,7 @@ class Cursor:
 
 
 class Average:
-    """An average of 16 MB that is no module, as many programs write it."""
+    """An average of the weights, 16 MB, that is not a module, as many programs implement it."""
 
     def __init__(self) -> None:
         self.shadow = {f"layer{n}.weight": torch.zeros(1 << 20) for n in range(4)}
@@ -110,7 +113,10 @@ def _protected(job: Job, quick: bool) -> list[Result]:
 
 
 def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:
-    """Measure the ratio, then the CPU time of the hooks: reading the clock in each hook would be part of the ratio."""
+    """Measure the ratio of step times, then the CPU time of the hooks.
+
+    They are measured separately, because reading the clock in each hook would change the ratio.
+    """
     model: Any = DistributedDataParallel(model_of(job.groups))
     extra = job.extra(model)
     optimizer, scheduler, step = training(job, model, extra)
@@ -135,7 +141,14 @@ def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:
 
 
 def _shares(job: Job, taken: list[float], extra: Any, hot: list[float]) -> Iterator[Result]:
-    """Yield the CPU time of the hooks, and its ratios to what there is a budget for."""
+    """Yield the CPU time of the hooks, and numbers derived from it that have a budget.
+
+    Args:
+        job: the kind of job.
+        taken: microseconds of CPU in ttp's hooks, of each step.
+        extra: the job's ``extra_state``.
+        hot: microseconds of each capture, in a loop of captures; empty: not measured.
+    """
     value, p90 = median_of(taken)
     how = f"training thread, {len(taken)} steps"
     yield Result(f"CPU of ttp's hooks in a step, {job.title}", value, "us", None, how, p90)
@@ -152,14 +165,14 @@ def _shares(job: Job, taken: list[float], extra: Any, hot: list[float]) -> Itera
 
 
 def model_of(groups: int) -> nn.Module:
-    """Return a small model; if there are to be many groups, with a parameter for each."""
+    """Return a small model with at least ``groups`` parameters, one for each param group."""
     layers: list[nn.Module] = [nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10)]
     scales = nn.ParameterList(nn.Parameter(torch.ones(10)) for _ in range(max(0, groups - 6)))
     return _Scaled(nn.Sequential(*layers), scales)
 
 
 class _Scaled(nn.Module):
-    """A model that uses all its parameters."""
+    """A model whose output depends on all parameters of ``inner`` and ``scales``."""
 
     def __init__(self, inner: nn.Module, scales: nn.ParameterList) -> None:
         super().__init__()
@@ -171,7 +184,7 @@ class _Scaled(nn.Module):
 
 
 def training(job: Job, model: Any, extra: Any) -> tuple[Any, Any, Callable[[], float]]:
-    """Return optimizer, scheduler and a step of fixed work, about ``STEP_S`` long, that returns its seconds."""
+    """Return optimizer, scheduler, and a function that runs one step of about ``STEP_S`` and returns its seconds."""
     parameters = list(model.parameters())
     grouped = [{"params": [parameter]} for parameter in parameters]
     many = len(grouped) > 100
@@ -206,7 +219,7 @@ def training(job: Job, model: Any, extra: Any) -> tuple[Any, Any, Callable[[], f
 
 
 def _cpu_us(model: nn.Module, optimizer: Any, step: Callable[[], float], steps: int) -> list[float]:
-    """Return the microseconds of CPU that the training thread spends in ttp's hooks, for each step."""
+    """Return, for each step, the microseconds of CPU that the training thread spends in ttp's hooks."""
     spent = [0]
 
     def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +246,7 @@ def _cpu_us(model: nn.Module, optimizer: Any, step: Callable[[], float], steps: 
 
 @contextlib.contextmanager
 def _replaced(model: nn.Module, optimizer: Any, by: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace every hook of ttp, in the places where torch keeps hooks, until the end of the block."""
+    """Replace every hook of ttp, wherever torch keeps it, by ``by(hook)`` until the end of the block."""
     places = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     for module in model.modules():
         places += [module._forward_pre_hooks, module._forward_hooks]

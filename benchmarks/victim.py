@@ -1,6 +1,6 @@
-"""A process that holds memory, a sentinel and a socket, and waits to be killed. Started by ``benchmarks.detect``.
+"""A process with ``GIB`` of memory, a sentinel and a socket that waits to be killed. Started by ``benchmarks.detect``.
 
-python -m benchmarks.victim DIRECTORY RANK PORT GIB
+Usage: ``python -m benchmarks.victim DIRECTORY RANK PORT GIB``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small real worlds for the benchmarks: a controller and ranks that train without collectives."""
+"""Starts small real jobs for the benchmarks: a controller, and ranks as processes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
+    """Return a port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path | None = None) -> Popen[bytes]:
-    """Start ``python -m MODULE``: a rank, or a launcher. Its output goes into ``log``, or to this process's output.
+    """Start ``python -m MODULE``: a rank, or a launcher. Its output goes to ``log``, or to this process's output.
 
-    The test that runs all groups forks them instead, so that not every one imports torch.
+    The test that runs all groups replaces this function by one that forks, so that not every process imports torch.
     """
     with log.open("w") if log else contextlib.nullcontext() as stream:
         return Popen([sys.executable, "-m", module, *arguments], env=env, stdout=stream, stderr=stream)
@@ -38,7 +38,7 @@ def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path 
 
 @contextlib.contextmanager
 def controller(run_dir: Path, **settings: str) -> Iterator[tuple[int, ControllerStub, int]]:
-    """Run a controller process with more ``settings``; yield its port, a stub, its pid."""
+    """Run a controller process with environment variables ``settings``; yield its port, a stub, its pid."""
     port = free_port()
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | settings
     command = [sys.executable, "-m", "ttp.controller", "--port", str(port), "--run-dir", str(run_dir)]
@@ -58,7 +58,7 @@ def controller(run_dir: Path, **settings: str) -> Iterator[tuple[int, Controller
 def ranks(
     world_size: int, port: int, directory: Path, state_mb: float, resident_gib: float
 ) -> Iterator[dict[int, Popen[bytes]]]:
-    """Start the processes of ``benchmarks.rank``; the last one holds ``resident_gib`` more memory."""
+    """Start ranks (``benchmarks.rank``), and yield their processes; the last one holds ``resident_gib`` more memory."""
     processes = {}
     for rank in range(world_size):
         env = _environment(rank, world_size, port, directory) | {
@@ -75,10 +75,13 @@ def ranks(
 
 
 def train(module: str, arguments: list[str], world_size: int, port: int, directory: Path) -> list[str]:
-    """Run a job of ``module`` with collectives to its end; return every rank's line of JSON, empty if it printed none.
+    """Run a job of ``module`` to its end.
+
+    Returns:
+        The line of JSON that each rank has printed; empty: it has printed none.
 
     Raises:
-        RuntimeError: a rank has ended badly.
+        RuntimeError: a rank's exit code is not 0.
     """
     common = {"MASTER_PORT": str(free_port())}
     logs = [directory / f"rank{rank}.log" for rank in range(world_size)]
@@ -100,7 +103,10 @@ def train(module: str, arguments: list[str], world_size: int, port: int, directo
 
 @contextlib.contextmanager
 def protected(directory: Path, **settings: str) -> Iterator[str]:
-    """Make this process the one rank of a job that has a controller, with more ``settings``. Yield its ``save_dir``."""
+    """Make this process the only rank of a job with a controller, and yield the job's ``save_dir``.
+
+    ``settings`` are further environment variables.
+    """
     (directory / "run").mkdir()
     before = dict(os.environ)
     with controller(directory / "run") as (port, _, _):
@@ -127,7 +133,7 @@ def _environment(rank: int, world_size: int, port: int, directory: Path) -> dict
 
 
 def wait_for(service: ControllerStub, version: int, timeout_s: float = 180) -> None:
-    """Wait until every rank trains and has finished ``version``."""
+    """Wait until the job trains and every rank has finished ``version``."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         status = service.GetStatus(pb.GetStatusRequest(), timeout=10)
@@ -139,6 +145,6 @@ def wait_for(service: ControllerStub, version: int, timeout_s: float = 180) -> N
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Make a temporary directory on the disk that checkpoints would go to: the working directory's."""
+    """Make a temporary directory in the working directory, on whose disk a job would save."""
     with tempfile.TemporaryDirectory(dir=".", prefix=".bench-") as name:
         yield Path(name).absolute()

@@ -1,4 +1,4 @@
-"""Savings and costs of sharding the optimizer's state: memory per rank, step time, and ttp on top."""
+"""Sharded optimizer state: memory per rank, step time compared with plain DDP, and step time with ttp on and off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS, RANKS_QUICK = 4, 2
 
 
 def run(quick: bool) -> list[Result]:
-    """Measure each optimizer in a job of its own, in which plain DDP with AdamW takes turns with it."""
+    """Measure each optimizer in its own job, in turns with plain DDP with AdamW."""
     blocks, steps, width, ranks = (1, 3, 256, RANKS_QUICK) if quick else (15, 10, 1024, RANKS)
     kinds = {QUICK: KINDS[QUICK]} if quick else KINDS
     return [result for kind, title in kinds.items() for result in _measure(kind, title, blocks, steps, width, ranks)]

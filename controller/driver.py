@@ -76,7 +76,7 @@ class Driver:
         patience: the machine's timeouts.
         journal: records every event of an incident.
         host: name of this host, as its ranks give it.
-        port: the controller's port, which ranks get in a list of controllers.
+        port: the controller's port, which standby controllers are told.
         program: makes the part of the machine that leads jobs that save and repair themselves (MindIO handlers).
     """
 
