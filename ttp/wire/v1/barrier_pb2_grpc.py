@@ -25,7 +25,8 @@ class BarrierServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Come(self, request_iterator, context):
-        """Open for as long as both train. The first message says who comes, each one which update it has come to.
+        """The stream stays open while both ranks train. The first message names the caller and its secret; each later message
+        gives the number of an update at which the caller has arrived.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -30,15 +30,15 @@ class BuddyServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Store(self, request_iterator, context):
-        """Answers when the copy is stored whole and its digests are right; what was kept of the rank before and is not in
-        `begin.keep` is gone then.
+        """Answers when the copy is stored whole and its digests are verified. Then older copies of the rank are removed,
+        except those in `begin.keep`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Keep(self, request, context):
-        """Answers when the page is in the memory of this host, or says why it is not kept.
+        """Answers when the page is in the memory of the called host, or gives the reason why it is not kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,56 +60,58 @@ class ControllerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """One stream per rank. Ends without a Goodbye: the rank it spoke for is a suspect.
+        """One stream per rank. If it ends without a Goodbye, the end is evidence that the rank has failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Relay(self, request_iterator, context):
-        """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it.
+        """One stream per host, from a relay. Each rank behind the relay has a line in it, which the controller treats like a
+        stream of the rank. All lines end with the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Look(self, request, context):
-        """Of a relay, which alone serves it: how long its host has heard nothing of the controller that `ttp-to` names.
+        """Only relays serve this call: how long the relay's host has heard nothing from the controller that the metadata
+        entry `ttp-to` names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """A picture of the job now.
+        """The present state of the job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """Events from now on, preceded by the last `replay` ones.
+        """The last `replay` events, and all later events.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportFault(self, request, context):
-        """Evidence from outside: a launcher that saw a process die, a node monitor, an operator.
+        """Evidence from outside the job: from a launcher that saw a process die, a node monitor, or an operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveNow(self, request, context):
-        """A checkpoint now; training goes on afterwards. Answers when it is committed, or says why not.
+        """Saves a checkpoint now; training continues afterwards. Answers when it is committed, or with the reason why not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVerdict(self, request, context):
-        """One exit code for the whole job: every launcher asks at its end.
+        """One exit code for the whole job (the verdict). Every launcher calls it when it begins and when it ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

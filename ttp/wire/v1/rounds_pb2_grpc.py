@@ -35,21 +35,21 @@ class ManagerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attend(self, request, context):
-        """The manager is there for as long as this is open; it is told what happens.
+        """The manager attends while this stream is open, and gets the controller's calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Notify(self, request, context):
-        """The manager says what is to be done.
+        """The manager tells the controller its decision.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Offer(self, request, context):
-        """A launcher that stands by can start ranks that are moved to its host. It says so once a second, and hears which.
+        """A waiting launcher offers, once a second, to start ranks that are moved to its host; the answer names these ranks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
