@@ -1,7 +1,7 @@
 """Handles a rank's hello: admits the rank, sends it elsewhere, refuses it, or begins the next incarnation.
 
-A controller that knows nothing and is asked by a rank of a running job sends the rank to the standby controllers,
-unless the rank says that it wants this controller to take over. ``gathering`` waits for the other ranks.
+A controller without a job that gets a hello from a rank of a running job sends the rank to the standby controllers,
+unless the rank asks this controller to take over. After a takeover ``gathering`` waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ttp.core.layout import Rank, compact_ranks
 
 
 class Admission:
-    """Admits ranks, and tells all parts of the controller of each of them.
+    """Admits ranks, and tells the parts of the controller about each admitted rank.
 
     Args:
-        parts: of the controller.
-        end: knows whether the job is over.
+        parts: the parts of the controller.
+        end: tells whether the job is over.
         now: the time at which the controller starts, in seconds.
     """
 
@@ -29,10 +29,10 @@ class Admission:
         self._parts, self._end = parts, end
         self._job, self._outbox, self._rescue = parts.job, parts.outbox, parts.rescue
         self.gathering = Gathering(parts.job, parts.rescue, parts.timeouts, self._abdicate, now)
-        """Waits for the other ranks of a job that another controller has led."""
+        """Waits for the other ranks of a job that another controller led before."""
 
     def hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
-        """Handle a rank's hello: admit the rank, refuse it, or ask first what its layout is."""
+        """Handle a rank's hello: admit the rank, refuse it, or ask for its layout first if that is unknown."""
         unknown = hello.layout_digest not in self._job.layouts
         if not unknown and self._job.is_guest(hello):
             self._job.guests[hello.rank] = Guest(connection, hello)
@@ -83,13 +83,13 @@ class Admission:
         self._outbox.send(connection, m.Welcome(hello.rank, term, incarnation, hello.ttp_version, joins, guest))
 
     def guest_said(self, connection: ConnectionId, report: m.Report) -> None:
-        """Keep what the program of a guest reports; other reports of processes that are no members are ignored."""
+        """Keep the program reports of a guest; ignore every other report of a process that is not a member."""
         guest = self._job.guests.get(report.rank)
         if guest is not None and guest.connection == connection and isinstance(report, m.ProgramReport):
             guest.said[type(report)] = report
 
     def seat_guests(self, now: float) -> bool:
-        """Admit the guests whose seats are open. Return whether there were any."""
+        """Admit the guests whose seats are open. Return whether there was such a guest."""
         found = sorted(self._job.seats & self._job.guests.keys())
         for rank in found:
             guest = self._job.guests.pop(rank)
@@ -115,16 +115,14 @@ class Admission:
         return None
 
     def _elsewhere(self, hello: m.Hello) -> Refusal | None:
-        """Send a rank of a running job on if this controller is new and the rank knows standbys that should take
-        over.
-        """
+        """Send a rank of a running job to a standby, if this controller has no job and the rank knows standbys."""
         if self._job.layout is None and hello.resume and hello.standbys and not hello.takeover:
             text = f"this controller has just been started; {hello.standbys[0]} stands by for this job"
             return m.RefusalCode.MOVED, text
         return None
 
     def _abdicate(self, now: float) -> None:
-        """Forget the job, because another controller has led it meanwhile: what is known here is of the past."""
+        """Forget the job: another controller has led it meanwhile, so the state of this controller is out of date."""
         self._outbox.record("abdicated", term=self._job.term)
         self._rescue.close()
         for connection in sorted(self._job.by_connection):

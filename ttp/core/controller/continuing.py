@@ -1,7 +1,8 @@
-"""Decides whether the survivors of a fault may go on in their processes, once the checkpoint exists. Pure.
+"""Decides whether the survivors of a fault may go on in their processes, once the checkpoint exists. Pure functions.
 
-They go on only after deaths, and only if nothing is in doubt: any other fault ends with 75 and a start of the whole
-job. Both ways begin with the same checkpoint, so nothing is lost by either.
+Survivors go on only after deaths, and only if every rank is known to live or to be dead. After any other fault all
+ranks exit with 75 and the whole job is started again. Both ways begin with the same checkpoint, so neither loses a
+step.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_SAVED
 
 SEAT_READY = "ready"
-"""Word of a launcher that it can start a dead rank alone."""
+"""A launcher reports this word if it can start a dead rank alone."""
 SEAT_S = 0.5
-"""Seconds to wait for the launcher of a dead rank: a neighbour sees a death some milliseconds before the launcher."""
+"""Seconds to wait for the report of a dead rank's launcher: a neighbour sees a death milliseconds earlier."""
 
 _HARMLESS = frozenset({m.FaultKind.COLLECTIVE, m.FaultKind.SNAPSHOT})
 _LETHAL = frozenset({m.FaultKind.EXITED, m.FaultKind.LOST})
-"""Evidence of a death by its witnesses; to its peers a death looks like a collective that failed."""
+"""Evidence of a death. Peers of the dead rank see only that a collective failed, which is in ``_HARMLESS``."""
 
 
 def waits(job: Membership, incident: Incident, now: float) -> bool:
-    """Return whether a launcher may still say that it can start a dead rank alone."""
+    """Return whether a launcher may still report that it can start a dead rank alone."""
     unknown = any(not job.members[rank].seat for rank in job.members if rank not in job.live)
     return _wanted(job) and unknown and not incident.overtaken and incident.waits("a seat", SEAT_S, now)
 
 
 def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> tuple[bool, dict[str, Any]]:
-    """Return whether the survivors go on in their processes, and what to record of that.
+    """Return whether the survivors go on in their processes, and the facts to record about that decision.
 
     Args:
         job: the ranks.
-        incident: about to be released.
-        end: the verdict that they would leave with.
-        base: version that this incarnation has started from.
+        incident: the incident, which is about to be released.
+        end: the verdict with which the ranks would exit.
+        base: the version that this incarnation started from.
     """
     if not _wanted(job):
         return False, {}
@@ -48,7 +49,7 @@ def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> t
 
 
 def trial(job: Membership, incident: Incident, base: Version) -> tuple[bool, str]:
-    """Return whether ranks go on from a checkpoint that was asked for, without any death, and the outcome in words."""
+    """Return whether ranks go on from a requested checkpoint, without any death, and the outcome in words."""
     if not incident.trial:
         return False, incident.outcome
     unable = "" if _wanted(job) else "not every rank can; their logs say why, if TTP_CONTINUITY is keep"
@@ -69,7 +70,7 @@ def _why_not(job: Membership, incident: Incident, end: Verdict, base: Version) -
 
 
 def why_not_after(job: Membership, incident: Incident, plan: Plan, base: Version) -> str:
-    """Return why the survivors would hardly go on after this plan; empty: they may go on."""
+    """Return why the survivors cannot go on after this plan, as far as is known now; empty: they may go on."""
     if not _wanted(job):
         return "not every rank can"
     return _why_not_the_evidence(incident, _dead(job)) or _why_not_the_state(incident, plan.version, base, plan)
@@ -80,7 +81,7 @@ def _dead(job: Membership) -> set[Rank]:
 
 
 def _wanted(job: Membership) -> bool:
-    """Return whether every rank that can be spoken to is able to go on. If not, no reason is recorded later."""
+    """Return whether every connected rank is able to go on. If not, ``judge`` records no reason."""
     return bool(job.live) and all(job.members[rank].hello.can_continue for rank in job.live)
 
 

@@ -1,4 +1,4 @@
-"""Events that the controller's machine is fed, and actions that it returns."""
+"""The events that the controller's machine takes, the actions that it returns, and its timeouts."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ class ControllerTimeouts:
     grace_s: float = 1.0
     rescue_s: float = 360.0
     gather_s: float = 3.0
-    """After a takeover: a rank that has not said hello is lost once no other rank has come for so long. After two
-    thirds of that time a minority is sent to another controller.
+    """After a takeover: ranks that have not said hello are lost once no other rank has said hello for this time.
+
+    After two thirds of that time a minority is sent to another controller.
     """
     silent_s: float = 3.0
-    """Silence before the end of its stream after which a rank counts as on a host that may be cut off, not as dead."""
+    """A rank that was silent for longer before its stream ended may be cut off, with its host, instead of dead."""
     partition_s: float = 10.0
-    """Time that a rank has to come back if a second witness still reaches its host."""
+    """Time that a rank has to come back if a rank on a third host still reaches its host."""
     stall_s: float = 60.0
     """Time for which a save or commit may write no byte before it counts as failed."""
     second_look_s: float = 5.0
-    """Time that ranks suspected to hang have to show that they do not, while no rank trains."""
+    """Time that ranks suspected of a hang have to reach the gate, while all ranks are frozen."""
     hope_s: float = 2.0
-    """Time that ranks have to bring what a consistent checkpoint lacks, before it is given up."""
+    """Time that running ranks have to supply what a newer consistent checkpoint lacks."""
     quiet_s: float | None = 1.25
-    """Silence of all ranks of a host after which the host is looked at: more than a heartbeat. None: no host is."""
+    """Silence of all ranks of a host after which the host is looked at: more than a heartbeat. None: never look."""
     doubt_s: float = 2.0
-    """Silence of a host, even of its kernel, after which it is in doubt: all other hosts are frozen and saved."""
+    """Silence of a host, its kernel included, after which it is in doubt: all other hosts are frozen and saved."""
     doubt_max_s: float = 15.0
     """Longest doubt about a host; the streams of a dead host end before that."""
     meanwhile_s: float = 0.75
-    """While a controller is silent: time that ranks have to come to a standby, from the last one that came."""
+    """While a controller is silent: a standby waits this long after each rank that came, before it saves."""
     hang_s: float | None = None
-    """Seconds without progress that are never a hang, however fast the job is; None: hangs are not looked for."""
+    """Seconds without progress that never count as a hang, however fast the job is; None: hangs are not detected."""
     heartbeat_s: float = 1.0
     """Time between two heartbeats of a rank."""
     standbys: int = 2
     """Number of standby controllers on other hosts."""
     exit_s: float = 10.0
-    """After a release: time that ranks have to leave."""
+    """After a release: time that ranks have to exit."""
     abandoned_s: float = 120.0
     """Time for which the controller goes on without any rank."""
     forming_s: float = 120.0
@@ -61,11 +62,11 @@ class ControllerTimeouts:
 
 
 QUEUE_FROM, QUEUE_S = 100, 0.001
-"""Ranks that speak at once beyond ``QUEUE_FROM`` each add ``QUEUE_S`` seconds to the time that they are given."""
+"""Each rank beyond the first ``QUEUE_FROM`` adds ``QUEUE_S`` seconds to a timeout; see ``in_queue``."""
 
 
 def in_queue(seconds: float, ranks: int) -> float:
-    """Return ``seconds``, extended for many ranks of one controller: one of ten thousand waits behind the others."""
+    """Return the timeout ``seconds``, extended for a controller of many ranks: it serves them one after the other."""
     return seconds + QUEUE_S * max(0, ranks - QUEUE_FROM)
 
 
@@ -87,7 +88,7 @@ class Received(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReceivedAlike(Event):
-    """A heartbeat, or an answer to a freeze, that several ranks have sent alike; it names ``SEVERAL``."""
+    """Several ranks have sent the same heartbeat or answer to a freeze; its rank is ``SEVERAL``."""
 
     who: Who
     report: m.Heartbeat | m.Frozen
@@ -102,7 +103,7 @@ class StreamEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveRequested(Event):
-    """A checkpoint is requested now; ``again``: all ranks shall then go on from it as after a death, for a trial."""
+    """A checkpoint was requested; ``again``: all ranks then go on from it as after a death, as a trial of that."""
 
     request: int
     reason: str
@@ -111,7 +112,10 @@ class SaveRequested(Event):
 
 @dataclass(frozen=True, slots=True)
 class Accused(Event):
-    """Evidence from outside of the job against some ranks; ``pages`` are those that dead ranks left behind."""
+    """Evidence against some ranks from outside of the job.
+
+    ``pids`` are the processes of the ranks, 0 where unknown; ``pages`` are the pages that dead ranks left behind.
+    """
 
     ranks: tuple[Rank, ...]
     kind: m.FaultKind
@@ -119,12 +123,12 @@ class Accused(Event):
     pids: tuple[int, ...] = ()
     pages: tuple[Mirror, ...] = ()
     seat: str = ""
-    """``ready`` if their launcher can start these ranks alone; else why it cannot; empty if that is not known."""
+    """``ready`` if the launcher of these ranks can start them alone; else why it cannot; empty if that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherSaid(Event):
-    """A launcher starts ranks, or is at its end and would leave with ``code``."""
+    """A launcher starts ranks (``starts``), or is about to exit and would do so with ``code``."""
 
     host: str
     starts: bool
@@ -133,7 +137,7 @@ class LauncherSaid(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostsDrained(Event):
-    """The launchers of these hosts must not start ranks again: other hosts take their places."""
+    """The launchers of these hosts must not start ranks again, because other hosts take over their ranks."""
 
     hosts: frozenset[str]
     drained: bool = True
@@ -142,14 +146,14 @@ class HostsDrained(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankWasWrong(Event):
-    """A rank has left with 64, or will: its configuration or its program is wrong."""
+    """A rank has exited with 64, or will: its configuration or its program is wrong."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered(Event):
-    """The recorded results of earlier launches: see ``JobVerdict.remember``."""
+    """The results of earlier launches, as recorded on disk; see ``JobVerdict.remember``."""
 
     fruitless: int
     progress: bool
@@ -162,7 +166,7 @@ class ProgramEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class LookedAt(Event):
-    """The seconds since anything came from a host, seen from outside of its processes; None: that cannot be told."""
+    """The answer to ``LookAt``: seconds since the kernel received anything from a host; None: unknown."""
 
     host: str
     silent_s: float | None
@@ -191,7 +195,7 @@ class Send(Action):
 
 @dataclass(frozen=True, slots=True)
 class SendAlike(Action):
-    """Send the same order on several streams; it names ``SEVERAL``."""
+    """Send the same order on several streams; its rank is ``SEVERAL``."""
 
     who: Who
     order: m.Order
@@ -199,7 +203,7 @@ class SendAlike(Action):
 
 @dataclass(frozen=True, slots=True)
 class Record(Action):
-    """Write a line to the file of the incident, and to everybody who watches."""
+    """Write a line to the incident's file, and send it to everybody who watches."""
 
     kind: str
     incident: str
@@ -219,12 +223,12 @@ class AnswerSave(Action):
 
 @dataclass(frozen=True, slots=True)
 class ProgramAction(Action):
-    """Base of actions of ``program_recovery``; the part that feeds ``ProgramEvent`` carries them out."""
+    """Base of actions of ``program_recovery``, carried out by the part that makes ``ProgramEvent``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookAt(Action):
-    """Find out for how long nothing has come from a host, by its streams; the answer is ``LookedAt``."""
+    """Ask the kernel how long the streams of a host have received nothing; the answer is ``LookedAt``."""
 
     host: str
     connections: tuple[ConnectionId, ...]
@@ -232,6 +236,6 @@ class LookAt(Action):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Action):
-    """Stop the controller, which is not needed any more."""
+    """Stop the controller, because it is no longer needed."""
 
     reason: str

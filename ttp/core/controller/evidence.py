@@ -1,4 +1,4 @@
-"""The evidence of an incident: what speaks against which rank, and which of it still holds."""
+"""The evidence of an incident: the faults that were reported, against which ranks, and which reports still stand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Rank
 
 OUTSIDER = Rank(-1)
-"""Stands for a witness or subject that is no rank of the job."""
+"""Stands for a witness or a subject that is not a rank of the job."""
 
 _EXPLAINS = (
     m.FaultKind.EXITED,
@@ -24,7 +24,7 @@ _EXPLAINS = (
     m.FaultKind.COLLECTIVE,
     m.FaultKind.SNAPSHOT,
 )
-"""Kinds of evidence, the one that explains most first. A collective's error is how the neighbours see a death."""
+"""Kinds of evidence, the best explanation first. A failed collective is only how peers see the death of a rank."""
 
 
 @dataclass(slots=True)
@@ -38,28 +38,28 @@ class Evidence:
     host: str = ""
     """The subject's host."""
     final: bool = False
-    """True if the text is from the best witness: a neighbour sees an end first, the launcher knows the signal."""
+    """True if the text is from the best witness. A neighbour sees a death first, but the launcher knows the signal."""
 
 
 class EvidenceBook:
     """The evidence of one incident.
 
     Args:
-        record: records, under a keyword, what was added or withdrawn.
+        record: called with the kind of the record and its facts for everything that is added or withdrawn.
     """
 
     def __init__(self, record: Callable[..., None]) -> None:
         self.by_kind: dict[m.FaultKind, OrderedDict[Rank, Evidence]] = {}
-        """Evidence that stands, by kind and subject, the oldest first. Ordered: often the first of many is removed."""
+        """Evidence that stands, by kind and subject, the oldest first. An OrderedDict removes its first item fast."""
         self._record = record
         self._withdrawn: list[Evidence] = []
 
     def add(self, evidence: Evidence, detail: str = "", witness: int | None = None) -> None:
-        """Add evidence, unless it is known.
+        """Add evidence, unless evidence of this kind is known against the subject; a final text replaces another one.
 
         Args:
             evidence: the subject and the reason.
-            detail: more than ``evidence.text``, for the record.
+            detail: details beyond ``evidence.text``, for the record.
             witness: the rank that reports it.
         """
         found = self.by_kind.setdefault(evidence.kind, OrderedDict())
@@ -84,7 +84,7 @@ class EvidenceBook:
         return True
 
     def withdraw_from(self, subjects: Iterable[Rank], kind: m.FaultKind) -> list[Rank]:
-        """Withdraw evidence of one kind against ``subjects``. Return those against whom there was any."""
+        """Withdraw evidence of one kind against ``subjects``. Return the subjects that had such evidence."""
         found = self.by_kind.get(kind)
         return [subject for subject in subjects if self.withdraw(subject, kind)] if found else []
 
@@ -103,7 +103,7 @@ class EvidenceBook:
 
     @property
     def cause(self) -> str:
-        """The evidence that explains the most, in words."""
+        """The text of the evidence that explains the incident best."""
         for kind in _EXPLAINS:
             if self.by_kind.get(kind):
                 return next(iter(self.by_kind[kind].values())).text
@@ -118,5 +118,5 @@ class EvidenceBook:
 
     @property
     def kinds(self) -> set[m.FaultKind]:
-        """The kinds of evidence of real faults that stand."""
+        """The kinds of evidence that stand, without requests for a checkpoint."""
         return {kind for kind, found in self.by_kind.items() if found and kind is not m.FaultKind.SNAPSHOT}

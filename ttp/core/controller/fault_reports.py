@@ -1,4 +1,4 @@
-"""Decides what counts as evidence of a fault, and from which witness."""
+"""Decides which reports count as evidence of a fault, and which witnesses are believed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STACKS_MAX = 8
 
 
 class FaultReports:
-    """Passes evidence on to the rescue, and tells all parts of the controller of a rank that is lost.
+    """Passes evidence on to the rescue, and tells the parts of the controller about lost ranks.
 
     Args:
-        parts: of the controller.
-        end: is told when the last rank is gone.
+        parts: the parts of the controller.
+        end: notes when the last rank is gone.
     """
 
     def __init__(self, parts: ControllerParts, end: JobEnd) -> None:
@@ -29,7 +29,7 @@ class FaultReports:
         self._job, self._outbox, self._rescue = parts.job, parts.outbox, parts.rescue
 
     def stream_ended(self, connection: ConnectionId, now: float) -> None:
-        """Handle the end of a stream: none of its ranks can be spoken to any more."""
+        """Handle the end of a stream: all of its ranks are disconnected."""
         self._parts.layouts.ended(connection, now)
         for rank in self._job.guests_on(connection):
             del self._job.guests[rank]
@@ -45,10 +45,10 @@ class FaultReports:
         self._end.heard(now)
 
     def _rank_lost(self, member: Member, now: float) -> None:
-        """Tell all parts that keep something of a rank, in this order, that it cannot be spoken to any more.
+        """Tell the parts that keep state of a rank, in this order, that the rank is disconnected.
 
-        The rescue drops what the rank was writing; its host is not in doubt because of it; the job remembers it as gone
-        in good order, as never there (before the job was formed), or as lost; its steps are not compared any more.
+        The rescue drops the rank's save; the silence watch stops watching the rank; the job keeps the rank as left in
+        good order or as lost, or forgets it if the job was not formed yet; hang detection stops watching it.
         """
         rank = member.hello.rank
         self._rescue.lost(rank)
@@ -77,7 +77,7 @@ class FaultReports:
             self._parts.indirect_probe.ask(rank)
 
     def look_for_hangs(self, now: float) -> None:
-        """Report a hang as a fault if the training job does not move."""
+        """Report a hang as a fault if the job makes no progress."""
         suspicion = self._parts.hangs.check(now, self._job.live)
         if suspicion is None:
             return
@@ -87,7 +87,7 @@ class FaultReports:
             self._ask_for_stack(rank)
 
     def _ask_for_stack(self, subject: Rank) -> None:
-        """Ask another rank of the subject's host, which runs for sure, for the subject's stack; else the subject."""
+        """Ask another rank of the subject's host for the subject's stack; if there is none, ask the subject itself."""
         hello = self._job.members[subject].hello
         others = (r for r in self._job.live if r != subject and self._job.members[r].hello.host == hello.host)
         witness = min(others, default=subject)
@@ -95,7 +95,7 @@ class FaultReports:
         self._outbox.send_to(witness, m.TakeStack(witness, self._job.term, incident, subject, hello.pid))
 
     def accused(self, event: Accused, now: float) -> None:
-        """Take evidence from outside of the job: of a launcher, a node monitor or an operator."""
+        """Take evidence from outside of the job: from a launcher, a node monitor or an operator."""
         for index, rank in enumerate(event.ranks):
             member = self._job.members.get(rank)
             if member is None or member.left or not self._job.formed:
@@ -114,7 +114,7 @@ class FaultReports:
         self._end.heard(now)
 
     def _exited(self, member: Member, text: str, now: float) -> None:
-        """Handle the end of a process that a reliable witness has seen: no grace, and no way back."""
+        """Handle the end of a process that a reliable witness saw: fence the rank at once, without a grace period."""
         rank = member.hello.rank
         refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
         self._outbox.send_to(rank, refused)  # in case the process lives after all
@@ -122,9 +122,7 @@ class FaultReports:
         self._job.fence(rank, text)
 
     def reported(self, report: m.Fault, now: float) -> None:
-        """Take a rank's report that it cannot train on, or that a process of its host, which others cannot see,
-        ended.
-        """
+        """Take a rank's report that it cannot train on, or that another process of its host ended."""
         subject = self._job.members.get(report.subject)
         if subject is None or (report.nonce and report.nonce != subject.hello.nonce):
             return

@@ -1,4 +1,4 @@
-"""Finds the ranks that a report from outside is about: operators, monitors and schedulers name ranks or a host."""
+"""Finds the ranks that a report from an operator, monitor or scheduler is about: it names ranks or a host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HOSTS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class FaultTargets:
-    """The ranks that a report is about, and what in it cannot be used.
+    """The ranks that a report is about, and the parts of the report that cannot be used.
 
     Args:
-        ranks: of this job, in ascending order; they can be accused.
-        problem: why others cannot, for the operator; empty if there is no problem.
+        ranks: the ranks of this job that can be accused, in ascending order.
+        problem: why the other ranks cannot be accused, for the operator; empty if there is no problem.
     """
 
     ranks: tuple[Rank, ...]
@@ -27,13 +27,13 @@ class FaultTargets:
 def fault_targets(job: Membership, ranks: Iterable[Rank], host: str) -> FaultTargets:
     """Find the ranks of a report.
 
-    A host is meant by the name that its ranks give, by its address, or by its short name if that is unique: the
-    scheduler says ``n17`` where the machine calls itself ``n17.cluster.example``.
+    A report may name a host as its ranks do, by its address, or by its short name if that is unique: the scheduler
+    says ``n17`` where the machine calls itself ``n17.cluster.example``.
 
     Args:
         job: the ranks.
-        ranks: accused by number.
-        host: accused with all its ranks; empty if no host is.
+        ranks: the accused ranks.
+        host: the accused host, with all its ranks; empty: none.
     """
     if not job.formed or job.ended or job.layout is None:
         return FaultTargets((), f"{_not_training(job)}: no such rank can be accused, and nothing was done")
@@ -78,7 +78,7 @@ def _of_host(job: Membership, host: str) -> tuple[set[Rank], str]:
 
 
 def _alike(name: str, given: str) -> bool:
-    """Return whether one name is the short form of the other, or equal. An address has no short form."""
+    """Return whether two host names are equal or one is the short form of the other. An address has no short form."""
     if given.replace(".", "").isdigit() or ("." in name) == ("." in given):
         return name.lower() == given.lower()
     return name.partition(".")[0].lower() == given.partition(".")[0].lower()

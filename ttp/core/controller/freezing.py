@@ -1,4 +1,4 @@
-"""Orders ranks to stand still, and takes their answers."""
+"""Orders ranks to freeze, and takes their answers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ttp.core.layout import Rank
 
 
 class Freezing:
-    """Asks for answers, takes them, and stops waiting for those that do not come.
+    """Sends freeze orders, takes the answers, and stops waiting for answers that do not come in time.
 
     Args:
         job: the ranks.
         outbox: takes orders and records.
-        timeouts: of the controller.
-        meanwhile: knows whether ranks stand still for a checkpoint that has to end first.
+        timeouts: the timeouts of the controller.
+        meanwhile: tells whether ranks are frozen for another checkpoint, which has to end first.
     """
 
     def __init__(self, job: Membership, outbox: Outbox, timeouts: ControllerTimeouts, meanwhile: Meanwhile) -> None:
         self._job, self._outbox, self._timeouts, self._meanwhile = job, outbox, timeouts, meanwhile
 
     def ask(self, incident: Incident, ranks: Collection[Rank], cause: str, now: float) -> None:
-        """Order these ranks to close their gates, because of ``cause``, and to report (again) what they hold."""
+        """Order these ranks to close their gates, because of ``cause``, and to report (again) the state they hold."""
         if incident.deferred:
             return
         waited = bool(incident.waiting.difference(ranks))
@@ -46,21 +46,21 @@ class Freezing:
         return in_queue(self._timeouts.answer_s, len(self._job.members))
 
     def send(self, incident: Incident, ranks: Collection[Rank], cause: str) -> None:
-        """Repeat the freeze to these ranks, with its present cause; their answers stand."""
+        """Repeat the freeze order to these ranks, with the present cause; answers given before stay valid."""
         if incident.deferred:
             return
         order = m.Freeze(m.SEVERAL, self._job.term, incident.id, cause, incident.snapshot)
         self._outbox.send_alike(ranks, order)
 
     def take(self, incident: Incident, ranks: Collection[Rank], answer: m.Frozen, now: float) -> list[Rank]:
-        """Take the answer of these ranks. Return those for which it is new."""
+        """Take the answer of these ranks. Return the ranks for which it is new."""
         if not answer.main_thread_blocked:
             incident.evidence.withdraw_from(ranks, m.FaultKind.HUNG)  # they came to the gate after all
         news = [
             rank
             for rank in ranks
             if not incident.answered(rank) or (answer.final and not incident.is_stale(rank, answer))
-        ]  # else the answer is repeated: the rank stands still since its final answer
+        ]  # a rank that has given its final answer may only repeat it
         if not news:
             return []
         incident.accept(news, answer)
@@ -82,7 +82,10 @@ class Freezing:
         return news
 
     def expire(self, incident: Incident, now: float) -> None:
-        """Stop waiting for ranks that take too long to answer; that is evidence against them."""
+        """Stop waiting for ranks that take too long to answer, and add evidence against them.
+
+        Also sends the freeze orders that were deferred, once the other checkpoint has ended.
+        """
         if incident.deferred and not self._meanwhile.saves(self._job):
             incident.deferred = False
             self.ask(incident, sorted(self._job.live), incident.cause, now)
@@ -104,7 +107,7 @@ class Freezing:
         incident.expire_check_at = min(dues, default=now)
 
     def looks_again(self, incident: Incident, now: float) -> bool:
-        """Return whether the only evidence is that ranks seem to hang: slow ones come to the gate in a moment."""
+        """Return whether to wait for a second look: the only evidence is a hang, and slow ranks may reach the gate."""
         if self._job.broken or incident.evidence.kinds != {m.FaultKind.HUNG}:
             return False
         if not incident.waiting and all(not a.main_thread_blocked for a in incident.answers.values()):

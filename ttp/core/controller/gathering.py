@@ -1,11 +1,11 @@
-"""After a takeover: waits until the ranks of a running job have come to a controller that knows nothing yet.
+"""After a takeover: waits until the ranks of the running job have said hello to the new controller.
 
-A missing rank may be dead, or elsewhere, or still on its way. A rank that is late, behind thousands of others or
-because this controller did not run for a moment, is not missing: the waiting ends when no rank has come for a while
-(``ControllerTimeouts.gather_s``), and it begins anew if this controller was late itself.
+A missing rank may be dead, connected to another controller, or still on its way. It may be late because it queues
+behind thousands of others or because this controller was stopped. So the wait ends only when no rank has said hello for
+``ControllerTimeouts.gather_s``, and it begins again if this controller itself is late.
 
-A controller that only a minority has come to, none of them frozen, sends them to another controller once: the other
-ranks may have one, and a healthy job must not be called broken.
+If only a minority has come and no incident is open, the controller sends these ranks to another controller once: the
+majority may still have a controller, and a healthy job must not be declared broken.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ttp.core.layout import Rank
 
 
 class Gathering:
-    """Waits for ranks that another controller has led; ``Membership.gather_until`` says until when.
+    """Waits for ranks that another controller led before; ``Membership.gather_until`` is the end of the wait.
 
     Args:
         job: the ranks.
-        rescue: gets evidence against those that are missing.
+        rescue: takes evidence against missing ranks.
         patience: see ``ControllerTimeouts``.
-        abdicate: sends the ranks to another controller, as they may be led elsewhere.
+        abdicate: forgets the job and sends its ranks to another controller; takes the time.
         now: the time at which the controller starts.
     """
 
@@ -44,7 +44,13 @@ class Gathering:
         self._late_s = patience.gather_s / 6
 
     def joined(self, *, new: bool, resumes: bool, now: float) -> None:
-        """Note a rank's hello; ``new``: its first one here, ``resumes``: it was led by another controller."""
+        """Note a rank's hello.
+
+        Args:
+            new: this is the rank's first hello to this controller.
+            resumes: another controller led the rank before.
+            now: the time, in seconds.
+        """
         job = self._job
         if job.complete:
             job.gather_until, self._sent_on = None, False
@@ -52,14 +58,14 @@ class Gathering:
             job.gather_until, self._counted = now + self._patience.gather_s, self._sent_on
         elif new and resumes:
             job.gather_until = now + self._patience.gather_s
-            self._sent_on &= now < self._since + 2 * self._patience.forming_s  # else it was another launch
+            self._sent_on &= now < self._since + 2 * self._patience.forming_s  # later ranks are of another launch
             self._since = self._since if self._sent_on else now
             self._counted = self._sent_on
 
     def expire(self, now: float) -> None:
-        """End the waiting when it is time; ``now`` in seconds."""
+        """End the wait when it is time; ``now`` in seconds."""
         for due in self.deadlines():
-            if now >= due + self._late_s:  # other ranks may have come meanwhile, and were not heard
+            if now >= due + self._late_s:  # this controller is late: hellos may be waiting unread
                 self._job.gather_until = now + self._patience.gather_s
         if self._job.gather_until is not None and not self._counted and now >= self._mostly_over:
             self._count_ranks(now)
@@ -72,10 +78,11 @@ class Gathering:
             yield self._job.gather_until if self._counted else self._mostly_over
 
     def _is_over(self, now: float) -> None:
-        """Treat ranks that have not come to this new controller as lost.
+        """Report ranks that have not said hello to this controller as lost.
 
-        In a job that never trained a missing rank may not have begun, so the wait is longer, and the ranks that came
-        are sent elsewhere now and then; but not for ever: then only a restart brings them together.
+        In a job that never trained a missing rank may not have started yet. So the wait is longer, up to
+        ``forming_s``, and the ranks that came may be sent to another controller again. After that time only a restart
+        can bring all ranks together.
         """
         job = self._job
         assert job.layout is not None
@@ -96,14 +103,15 @@ class Gathering:
 
     @property
     def _mostly_over(self) -> float:
-        """Time at which a minority is sent on: ranks may notice the loss of their controller that far apart."""
+        """Time at which a minority is sent to another controller: not all ranks notice a lost controller at once."""
         assert self._job.gather_until is not None
         return self._job.gather_until - self._patience.gather_s / 3
 
     def _count_ranks(self, now: float) -> None:
-        """Send the ranks elsewhere if none is frozen and most are missing: those may have a controller that waits.
+        """Send the ranks to another controller if no incident is open and most ranks are missing.
 
-        In a job that never trained half of the ranks are sent too: nothing is lost by looking for the others.
+        The missing ranks may have a controller that waits for these. In a job that never trained exactly half of the
+        ranks are sent too, as there is no step to lose.
         """
         job = self._job
         assert job.layout is not None

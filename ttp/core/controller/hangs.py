@@ -1,4 +1,4 @@
-"""Detects hangs: nothing moves any more, and nothing says why. No I/O, no clock, no threads.
+"""Detects hangs: no rank makes progress, and no fault is known that explains it. No I/O, no clock, no threads.
 
 Theory of operation
 -------------------
@@ -6,19 +6,19 @@ A training job is synchronous: when one rank stops, all others stop within a ste
 is seen on the job, not on a rank: for longer than the job's patience no rank has moved. A rank has *moved* when its
 *place* changes: its version, whether it updates, and its mark, which counts the points of a step that it has passed.
 
-The patience is learnt. Heartbeats report places about once a second; the longest wait between two moves of the job is
-kept, and ``FACTOR`` times that is normal. It is never less than a floor, and an old wait is forgotten after some hours.
-An alarm that turned out to be false teaches as well: the wait that raised it is known once the job moves again.
+The patience is learnt. Heartbeats report places about once a second. The watch keeps the longest wait between two moves
+of the job; the patience is ``FACTOR`` times that wait, but never less than a floor. An old wait is forgotten after some
+hours. A false alarm teaches as well: once the job moves again, the wait that raised the alarm is the longest one.
 
-Nothing is looked for until the job has shown its pace: the first versions of an incarnation (compilation, warm caches,
-a jump of the version by ``restore()``) neither teach nor alarm. Nothing is looked for either while a rank says that it
-does something else on purpose, or has left its loop. When no rank at all is heard, it is this controller that was away,
-and the clock starts again.
+There is no alarm until the pace of the job is known: the first versions of an incarnation (compilation, cold caches, a
+jump of the version by ``restore()``) neither teach nor raise an alarm. There is none either while a rank reports that
+it does something else on purpose, or after a rank has left its loop. If no rank at all was heard for a while, this
+controller did not run, and the clock starts again.
 
-The suspects: ranks that send no heartbeats while others do are stopped, or something holds their interpreter lock; they
-are the suspects, whatever their last place was, as no rescue can count on them. Otherwise the suspects are the ranks
-with the least progress, if most others are further: their peers wait for them. Otherwise none is named: a collective or
-a device hangs.
+The suspects: a rank that sends no heartbeats while others do is stopped, or something holds its interpreter lock. Such
+ranks are the suspects, whatever their last place was, as no rescue can count on them. Without such ranks the suspects
+are the ranks with the least progress, if most ranks are further: their peers wait for them. Else no rank is suspected:
+a collective or a device hangs.
 
 Cost: constant per heartbeat of a rank; proportional to the world when something is suspected.
 """
@@ -32,26 +32,26 @@ from ttp.core.layout import Rank, Version, ranks_text
 from ttp.core.messages import FaultKind, Phase
 
 FACTOR = 3.0
-"""A wait is too long if it is this many times the longest known one."""
+"""A wait is too long if it is this many times the longest wait seen so far."""
 
 UNSETTLED_VERSIONS = 3
-"""First versions that teach nothing: they compile, allocate, fill caches."""
+"""Number of first versions whose waits are not learnt: they compile, allocate and fill caches."""
 
 LEARNT_VERSIONS = 10
 """Versions of an incarnation after which its pace is known."""
 
 LEARNT_BEATS = 3
-"""Heartbeats that have to have passed by then."""
+"""Heartbeat intervals over which the pace has to be learnt before it is known."""
 
 SILENT_BEATS = 3
 """Missed heartbeats after which a rank is silent."""
 
 PATIENT_BEATS = 4
-"""Least patience in heartbeats: a silent rank is known as such before any rank is named."""
+"""Least patience in heartbeats, so that a silent rank is recognised before a suspicion is made."""
 
 MEMORY_S = 6 * 3600.0
-"""Seconds. The longest wait is that of the last one to two such periods: an outage is forgotten, an evaluation is
-not.
+"""Seconds for which waits are kept. The longest wait is that of the last one to two such periods: so an outage is
+forgotten, and a regular evaluation is not.
 """
 
 Place = tuple[int, bool, int]
@@ -60,12 +60,12 @@ Place = tuple[int, bool, int]
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """The result of ``HangWatch.check``: which ranks hang, and why that is believed.
+    """The result of ``HangWatch.check``: which ranks hang, and the reasons.
 
     Args:
         subjects: the ranks that the others wait for; empty if none can be singled out.
-        text: what was seen, for the operator.
-        kind: of evidence.
+        text: the observations, for the operator.
+        kind: the kind of evidence.
     """
 
     subjects: tuple[Rank, ...]
@@ -85,8 +85,8 @@ class HangWatch:
     """Watches the progress of one incarnation.
 
     Args:
-        floor_s: seconds without any progress that are never too long; None: hangs are not looked for.
-        heartbeat_s: time between two heartbeats of a rank.
+        floor_s: the least patience, in seconds without any progress; None: hangs are not detected.
+        heartbeat_s: seconds between two heartbeats of a rank.
     """
 
     def __init__(self, floor_s: float | None, heartbeat_s: float = 1.0) -> None:
@@ -97,12 +97,12 @@ class HangWatch:
     # ------------------------------------------------------------------------------------------------- what is told
 
     def reset(self, now: float) -> None:
-        """Begin a new incarnation: everything is learnt anew."""
+        """Begin a new incarnation: forget all that was learnt."""
         self._seen: dict[Rank, _Seen] = {}
         self._pausing: set[Rank] = set()
         self._ending = False
         self._front: int | None = None  # the newest version of any rank
-        self._first: int | None = None  # the front after it moved for the first time: a restore moves it too
+        self._first: int | None = None  # the front after its first move, which may have been a restore
         self._learning_since: float | None = None
         self._longest_s = self._longest_before_s = 0.0
         self._turned_at = now
@@ -110,20 +110,29 @@ class HangWatch:
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Start the clock again, without learning: something other than training went on until now (an incident)."""
+        """Start the clock again without learning the wait: until now the ranks did not train (an incident, a pause)."""
         self.moved_at = now
-        """Time at which a rank last moved: after a suspicion it tells whether the job goes on after all."""
+        """Time at which a rank last moved; a move after a suspicion shows that the job goes on after all."""
         self._told = False
         self._excused_until = now
 
     def observed(
         self, ranks: Iterable[Rank], version: Version, mark: int, phase: Phase, activity: str, now: float
     ) -> None:
-        """Note where ranks are, as their hello or heartbeat says."""
+        """Note the places of ranks, from their hello or heartbeat.
+
+        Args:
+            ranks: the ranks that sent the message.
+            version: their version.
+            mark: the number of points of the running step that they have passed.
+            phase: their phase.
+            activity: what they do on purpose instead of training; empty: they train.
+            now: the time, in seconds.
+        """
         if self._floor_s is None:
             return
         if now - self._heard_at > SILENT_BEATS * self._beat_s:
-            self.restart(now)  # no rank was heard: this controller was away, not they
+            self.restart(now)  # no rank was heard: this controller did not run
         self._heard_at = now
         self._ending = self._ending or phase is Phase.DONE
         place, moved = (int(version), phase is Phase.UPDATING, mark), False
@@ -140,7 +149,7 @@ class HangWatch:
         self._follow_front(int(version), now)
 
     def forget(self, rank: Rank) -> None:
-        """Stop watching a rank that is gone."""
+        """Stop watching a lost rank."""
         self._seen.pop(rank, None)
         self._pausing.discard(rank)
 
@@ -148,7 +157,7 @@ class HangWatch:
 
     @property
     def patience_s(self) -> float | None:
-        """Seconds for which the job may stand still; None: not known yet, or hangs are not looked for."""
+        """Seconds for which the job may stand still; None: not known yet, or hangs are not detected."""
         if self._floor_s is None or not self._learnt():
             return None
         longest_s = max(self._longest_s, self._longest_before_s)
@@ -166,7 +175,7 @@ class HangWatch:
 
         Args:
             now: the time, in seconds of the clock that ``observed`` is given.
-            live: the ranks that can be spoken to.
+            live: the connected ranks.
         """
         due = self.deadline()
         if due is None or now < due:

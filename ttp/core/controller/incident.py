@@ -47,14 +47,14 @@ _EDGES = {
 
 @dataclass(slots=True)
 class Task:
-    """The order to one saver; ``pieces`` is ``None`` until all of it is durable."""
+    """The order to one saver; ``pieces`` is ``None`` until all of its pieces are durable."""
 
     order: m.SaverOrder
     generation: int
     pieces: tuple[m.Piece, ...] | None = None
 
     def keep_ordered(self) -> None:
-        """Drop the pieces of parts that are not ordered any more."""
+        """Drop the pieces of parts that are no longer in the order."""
         if self.pieces is not None:
             parts = {p.shard for p in self.pieces if stripes.parse(Shard(p.shard)).count > 1}
             stale = parts.difference(self.order.shards)
@@ -63,9 +63,9 @@ class Task:
 
 @dataclass(slots=True)
 class Incident:
-    """State of one incident. Ranks in ``waiting`` can be spoken to and have not given their final answer.
+    """State of one incident. Ranks in ``waiting`` are connected and have not given their final answer.
 
-    ``answers`` are of ranks that can be spoken to and stand still: a lost rank is asked again when it comes back.
+    ``answers`` holds the answers of connected, frozen ranks: a lost rank is asked again when it comes back.
     """
 
     id: str
@@ -74,61 +74,61 @@ class Incident:
     layout: Layout
     evidence: EvidenceBook
     recovered: bool = False
-    """True if a new controller opened the incident again after a takeover, because a rank said that it is frozen."""
+    """True if a new controller opened the incident again after a takeover, because a rank reported being frozen."""
     deferred: bool = False
-    """True while it freezes no rank: they stand still for another checkpoint, which ends first; see ``meanwhile``."""
+    """True while no freeze is sent: ranks are frozen for another checkpoint, which ends first; see ``meanwhile``."""
     rescue_since: float | None = None
-    """Time at which a fault turned a snapshot into a rescue; None: none did."""
+    """Time at which a fault turned a snapshot into a rescue; None: no fault did."""
     redoing: dict[Rank, Version] = field(default_factory=dict)
-    """Ranks that were ordered to redo an update to a version and have not reported yet: their version is unknown."""
+    """Ranks with an order to redo an update, which they have not reported yet: target versions by rank."""
     keepers: dict[Rank, tuple[Shard, ...]] = field(default_factory=dict)
-    """The shards that each rank keeps copies of; looked up once there are such copies."""
+    """The shards that each rank holds, for kept copies of its state; computed when the first such copy is reported."""
     reign: str = ""
-    """Suffix of the draft's name that differs between controllers of one incident: two never write into one draft."""
+    """Suffix of the draft's name, different for each controller of an incident, so that drafts are never shared."""
     directory: str = ""
     """The directory to save to instead of the job's own; empty: the job's own."""
     awaiting: bool = False
-    """True while a rank waits until the writer has copied the checkpoint in memory to the storage; see ``shadow``."""
+    """True while a rank waits until the writer has copied the checkpoint from memory to the storage; see ``shadow``."""
     hold: str = ""
-    """The directory in memory to which this incident saves, or saved, first; empty: none; see ``shadow``."""
+    """The directory in memory to which this incident saved first; empty: none; see ``shadow``."""
     progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)
-    """Bytes that each saver or the committer has written, and when that last changed; the longest unchanged first."""
+    """Bytes that each saver or the committer has written, and the time of the last change, the oldest change first."""
     pauses: dict[str, float] = field(default_factory=dict)
     """End of each wait that delays the incident, by the wait's name; ``OVER`` once it has passed."""
     look_again_at: float = 0.0
-    """Earliest time for another plan after one fell short, as answers come by the thousand; 0: none fell short."""
+    """Earliest time to plan again after a plan fell short (answers come by the thousand); 0: no plan fell short."""
     planned_at: float = 0.0
     losses: int = 0
-    """Number of plans that were made again because savers were lost."""
+    """Number of times that the plan was made again because savers were lost."""
     next_plan_at: float = 0.0
     """Earliest time for the next plan after savers were lost."""
     stage: Stage = Stage.FREEZING
     why: str = "a fault was seen, or a checkpoint was asked for"
     """Reason for the present stage, in words; only ``enter`` changes stage and reason."""
     waits_for: str = ""
-    """Reason for which no plan is made yet, as it was last recorded."""
+    """The last reason for which no plan was made yet."""
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
-    """Answers by rank, final or not. Often one object for many ranks, and of ``SEVERAL``."""
+    """Answers by rank, final or not. Many ranks often share one object, whose rank is ``SEVERAL``."""
     frozen_at: dict[Rank, float] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
     expire_check_at: float = 0.0
     failures: dict[Rank, str] = field(default_factory=dict)
-    """Ranks that could not save or commit, and the reason: they are asked again only if all ranks are."""
+    """Ranks that could not save or commit, and the reason; they get no order again, except by ``forgive``."""
     forgiven: dict[Rank, str] = field(default_factory=dict)
-    """Failures of earlier tries, of ranks that are asked again."""
+    """Reasons of earlier failures of ranks that may try again."""
     retries: int = 0
-    """Number of new tries of the whole save because the storage had refused."""
+    """Number of times that the whole save was tried again because the storage had refused it."""
     passing: set[Rank] = field(default_factory=set)
-    """Ranks of ``failures`` that failed for a reason that may pass."""
+    """Ranks of ``failures`` whose reason may be temporary."""
     generation: int = -1
     plan: Plan | None = None
     tasks: list[Task] = field(default_factory=list)
     pending: dict[Rank, Task] = field(default_factory=dict)
     """The tasks that are not durable yet; a rank has at most one."""
     cuts: dict[Shard, str] = field(default_factory=dict)
-    """Digest of the way in which the durable parts of each shard were cut."""
+    """For each shard that was written in parts: a digest of how it was cut into the parts that are durable."""
     uncut: set[Shard] = field(default_factory=set)
-    """Shards whose replicas do not cut them alike: they are written whole."""
+    """Shards that are written whole, because their replicas cut them differently."""
     dropped: list[Rank] = field(default_factory=list)
     """Savers that were lost or failed since the plan was made."""
     committer: Rank | None = None
@@ -140,9 +140,9 @@ class Incident:
     again: bool = False
     """True if ranks were released to go on in their processes."""
     trial: bool = False
-    """True if a request wants ranks to go on as after a death, for a trial."""
+    """True if a request asks all ranks to go on as after a death, as a trial of that."""
     overtaken: bool = False
-    """True if a process of the next launch has said hello: the launcher will end all living ranks of this one."""
+    """True if a process of the next launch has said hello: the launcher will end all living ranks of this launch."""
     release_text: str = ""
     released_at: float | None = None
     outcome: str = ""
@@ -155,12 +155,12 @@ class Incident:
 
     @property
     def cause(self) -> str:
-        """The evidence that explains the most, in words."""
+        """The text of the evidence that explains the incident best."""
         return self.evidence.cause
 
     @property
     def faulty(self) -> bool:
-        """True if evidence of a real fault stands, i.e. was not withdrawn."""
+        """True if evidence of a fault stands, i.e. was not withdrawn."""
         return bool(self.evidence.kinds)
 
     @property
@@ -175,46 +175,46 @@ class Incident:
         return f".draft-step_{self.plan.version}-{self.id}{self.reign}"
 
     def enter(self, stage: Stage, why: str) -> None:
-        """Go to another stage; the only way to change it. A thaw closes the incident in any stage.
+        """Go to another stage. Only this method changes the stage. A thaw closes the incident in any stage.
 
         ::
 
             FREEZING ---> SAVING ---> COMMITTING ---> SAVED ---> RELEASED
               | | ^         | ^            | |         ^ |          ^
-              | | |         | +------------+ |         | |          |   the committer failed: another one
-              | | +---------+----------------+---------|-+          |   a saver failed, a newer version came
-              | |                  +-------------------+            |   it is held only, and has to be durable
-              | +-------------------------------------->            |   it is on disk already, or held: COMMITTING
+              | | |         | +------------+ |         | |          |   the committer failed: another rank commits
+              | | +---------+----------------+---------|-+          |   a saver failed, or a newer version came
+              | |                  +-------------------+            |   the checkpoint is held, and has to be durable
+              | +-------------------------------------->            |   the version is on disk (if held: COMMITTING)
               +-----> PROGRAM --------------------------            |   the program itself saves
-            any stage ----------------------------------------------+   told to exit: saved, or it cannot be
+            any stage ----------------------------------------------+   ranks are told to exit: saved, or impossible
 
         Args:
             stage: the next stage.
-            why: what led to it, in words.
+            why: the reason, in words.
 
         Raises:
-            AssertionError: that stage cannot follow the present one.
+            AssertionError: the stage cannot follow the present one.
         """
         assert stage in _EDGES[self.stage], f"from {self.stage.value} ({self.why}) to {stage.value} ({why})"
         self.stage, self.why = stage, why
 
     @property
     def patient_since(self) -> float:
-        """Time from which ``TTP_OT`` counts: a fault during a snapshot has the whole time of a rescue."""
+        """Time from which ``TTP_OT`` counts: a snapshot that becomes a rescue gets the full time from the fault on."""
         return self.opened_at if self.rescue_since is None else self.rescue_since
 
     def waits(self, what: str, seconds: float, now: float) -> bool:
-        """Return whether the wait named ``what`` lasts still. It begins with the first call and lasts ``seconds``."""
+        """Return whether the wait named ``what`` still lasts. It begins with the first call and lasts ``seconds``."""
         return now < self.pauses.setdefault(what, now + seconds)
 
     def end_pauses(self, now: float) -> None:
-        """Mark pauses that are over, so that no deadline comes from them."""
+        """Mark the waits that are over, so that they no longer make a deadline."""
         for what, until in self.pauses.items():
             if until <= now:
                 self.pauses[what] = OVER
 
     def wrote(self, rank: Rank, size: int, now: float) -> None:
-        """Note that ``rank`` has reported ``size`` written bytes of its save or commit at ``now``."""
+        """Note that ``rank`` has written ``size`` bytes of its save or commit at ``now`` (-1: its order was sent)."""
         self.progress[rank] = (size, now)
         self.progress.move_to_end(rank)
 
@@ -228,7 +228,7 @@ class Incident:
             self.forget(rank)
             self.answers[rank] = answer
             if target is not None and answer.version < target and not torn:
-                self.redoing[rank] = target  # sent before the order arrived, or during the redo
+                self.redoing[rank] = target  # the answer was sent before the order arrived, or during the redo
         if not answer.final:
             return
         self.waiting.difference_update(ranks)
@@ -236,20 +236,20 @@ class Incident:
             self._count([rank for rank in ranks if rank not in self.failures], answer.version)
 
     def forget(self, rank: Rank) -> None:
-        """Drop the answer of a rank that is gone, or that is asked again."""
+        """Drop the answer of a rank that is lost or is asked again."""
         self.answers.pop(rank, None)
         self.redoing.pop(rank, None)
         self._discount(rank)
 
     def fail(self, rank: Rank, text: str, may_pass: bool = False) -> None:
-        """Note that a rank could not save or commit, so that others are asked. ``may_pass``: it may succeed later."""
+        """Note that a rank could not save or commit, so that another rank does. ``may_pass``: a retry may succeed."""
         self.failures[rank] = text
         if may_pass:
             self.passing.add(rank)
         self._discount(rank)
 
     def forgive(self, directory: str, failed: Iterable[Rank]) -> None:
-        """Let these ranks try again, in ``directory``: only what is durable there already counts."""
+        """Let these ranks try again, in ``directory``: of the pieces written so far only those there count."""
         failed = set(failed)
         self.forgiven.update((rank, self.failures.pop(rank)) for rank in sorted(failed))
         self.passing -= failed
@@ -264,7 +264,7 @@ class Incident:
                 self._count((rank,), answer.version)
 
     def use(self, layout: Layout) -> None:
-        """Replace the layout by one that says better which ranks hold what."""
+        """Replace the layout by a more accurate one."""
         counted = dict(self._counted)
         for rank in counted:
             self._discount(rank)
@@ -278,22 +278,22 @@ class Incident:
         return answer is not None and answer.final
 
     def is_stale(self, rank: Rank, answer: m.Frozen) -> bool:
-        """Return whether the rank has answered with a newer version since; only with a pre-image can it go back."""
+        """Return whether ``answer`` is older than the rank's known answer: a version falls only by a pre-image."""
         known = self.answers[rank]
         return answer.version < known.version and answer.phase is not m.Phase.TORN and not known.has_preimage
 
     def able(self, rank: Rank) -> bool:
-        """Return whether the rank stands still, can be spoken to, and has not failed."""
+        """Return whether the rank is frozen and connected, and has not failed."""
         return self.answered(rank) and rank not in self.failures
 
     def can_commit(self, rank: Rank) -> bool:
-        """Return whether the rank can be spoken to and has not failed. It may hang: a commit touches files only."""
+        """Return whether the rank is connected and has not failed. It may hang: a commit touches only files."""
         return rank in self.answers and rank not in self.failures
 
     def newest_is_known(self) -> bool:
-        """Return whether the newest version is known and whole in every shard, so that no rank has to be waited for.
+        """Return whether the newest version is known and complete in every shard, so that no more answers are needed.
 
-        Ranks differ by at most one version (Statement 2): with both seen, no answer can add a newer one.
+        Ranks differ by at most one version (Statement 2): once two versions are known, no answer can have a newer one.
         """
         if len(self._ranks_at) < 2:
             return False
@@ -306,14 +306,14 @@ class Incident:
         )
 
     def written(self) -> dict[Shard, Version]:
-        """Return shards and parts with a piece that is durable, or being written by a rank that can be spoken to."""
+        """Return the shards and parts whose pieces are durable or are being written, with the planned version."""
         if self.plan is None:
             return {}
         orders = [task.order for task in self.tasks]
         return {shard: self.plan.version for order in orders for shard in (*order.shards, *order.kept)}
 
     def forget_parts(self, wanted: Mapping[Shard, int]) -> None:
-        """Forget the pieces of shards that are now to be cut into ``wanted`` parts, and were cut otherwise."""
+        """Forget the pieces of shards that were cut into another number of parts than ``wanted`` says."""
         for task in list(self.tasks):
             parts = {name: stripes.parse(name) for name in task.order.shards}
             stale = {

@@ -1,8 +1,8 @@
-"""Asks a rank of a third host whether a silent host answers, before the host is given up.
+"""Asks a rank of a third host whether a silent host answers, before the host's ranks are given up.
 
-The controller sees only its own streams. When those of a host fall silent, a rank on a third host is asked whether it
-still reaches that host. If it does, the network between is at fault and the ranks get longer to come back; if not, or
-if there is no third host, they get only the usual grace.
+The controller sees only its own streams. When the streams of a host end after a silence, the controller asks a rank on
+a third host whether it still reaches that host. If it does, the network between controller and host is at fault, and
+the ranks get more time to come back. If it does not, or if there is no third host, they get only the usual grace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class IndirectProbe:
         job: the ranks.
         outbox: takes the questions.
         patience: see ``ControllerTimeouts``.
-        host: of this controller; its own ranks see what it sees.
+        host: the host of this controller; its ranks share the controller's view of the network.
     """
 
     def __init__(self, job: Membership, outbox: Outbox, patience: ControllerTimeouts, host: str) -> None:
@@ -39,7 +39,7 @@ class IndirectProbe:
                 return
 
     def said(self, answer: m.Probed, now: float) -> None:
-        """Take an answer: it holds for every suspect of that host."""
+        """Take an answer; it applies to every suspect of the silent host."""
         subject = self._job.members.get(answer.subject)
         if subject is None:
             return

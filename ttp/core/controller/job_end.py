@@ -1,4 +1,4 @@
-"""Decides when a job is over, and when its controller has nothing left to do."""
+"""Decides when a job is over, and when its controller can stop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ttp.errors import EXIT_BAD_CONFIG
 
 
 class JobEnd:
-    """The end of training, without an incident, and of the controller.
+    """Ends a job whose ranks have all trained to the end, and stops the controller of a job that is over.
 
     Args:
         job: the ranks.
         outbox: takes orders, records and ``Stop``.
-        verdict: the one exit code of the job.
+        verdict: the exit code of the job.
         timeouts: see ``ControllerTimeouts``.
         now: the time at which the controller starts, in seconds.
     """
@@ -28,19 +28,19 @@ class JobEnd:
         self, job: Membership, outbox: Outbox, verdict: JobVerdict, timeouts: ControllerTimeouts, now: float
     ) -> None:
         self.finished_at: float | None = None
-        """Time at which the last rank left its loop; None: some ranks have not left theirs."""
+        """Time at which the last rank left its training loop; None: not all ranks have left it."""
         self.stopped = False
-        """True if the controller has said that it ends."""
+        """True if ``Stop`` was returned."""
         self._job, self._outbox, self._verdict, self._timeouts = job, outbox, verdict, timeouts
         self._quiet_since = now
 
     def heard(self, now: float) -> None:
-        """Note that ranks are gone: after the last one no rank speaks to this controller."""
+        """Note that ranks are gone; from the last one on, the time without any rank counts (``abandoned_s``)."""
         if not self._job.live:
             self._quiet_since = now
 
     def told(self, event: LauncherSaid | HostsDrained | RankWasWrong | Remembered) -> None:
-        """Take a fact about the one exit code of the job, from a launcher, an operator, a rank or the history."""
+        """Take a fact about the exit code of the job, from a launcher, an operator, a rank or the history."""
         verdict = self._verdict
         before = verdict.now
         match event:
@@ -78,7 +78,7 @@ class JobEnd:
             yield self._quiet_since + self._timeouts.abandoned_s
 
     def _maybe_finished(self, now: float) -> None:
-        """End the job when every rank has left its loop; a rank that has never said hello is not waited for."""
+        """End the job when every rank that said hello has left its training loop."""
         if not self._job.training or self._job.ended:
             return
         if len(self._job.done) < len(self._job.members):

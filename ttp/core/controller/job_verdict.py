@@ -1,11 +1,11 @@
-"""The verdict: the result of a job in one exit code for all of its launchers.
+"""The verdict: the result of a job as one exit code for all of its launchers.
 
 A launcher sees only its own ranks: one has a rank whose configuration is wrong (64), another has ranks that were saved
-(75), a third a rank that was killed (137). The controller knows what happened to all: a wrong configuration comes
-first, as no restart mends it, then what was not saved (70), then what was (75), then the end of the training (0).
+(75), a third has a rank that was killed (137). The controller knows what happened to all ranks. A wrong configuration
+(64) has precedence, because no restart mends it; then come not saved (70), saved (75), and trained to the end (0).
 
-It also counts launches in a row that bring no new version, restarts by the launcher and launches of the whole job
-alike: the ``FRUITLESS_MAX``-th is not to be started again, however well it was saved.
+The verdict also counts launches in a row that brought no new version, whether the launcher restarted the ranks or the
+whole job was launched. After ``FRUITLESS_MAX`` such launches the job must not be started again, even if it was saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 
 FRUITLESS_MAX = 3
-"""Launches in a row without a new version after which starting again is no use."""
+"""Number of launches in a row without a new version after which the job must not be started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Verdict:
     """One exit code for the job.
 
     Args:
-        code: 64, 70, 75 or 0; None if no end is known.
-        text: why.
+        code: 64, 70, 75 or 0; None while the end is unknown.
+        text: the reason.
         final: starting again does not help, however many restarts are left.
     """
 
@@ -34,7 +34,7 @@ class Verdict:
 
 
 class JobVerdict:
-    """Keeps what is known of the end of this launch, and how many launches before it saved nothing."""
+    """Keeps how this launch ends, as far as known, and how many launches before it brought no new version."""
 
     def __init__(self) -> None:
         self.fruitless = 0
@@ -42,7 +42,7 @@ class JobVerdict:
         self.progress = False
         """True if this launch has brought a new version."""
         self.asked: set[str] = set()
-        """Hosts whose launcher has asked at its end."""
+        """Hosts whose launcher has asked for the verdict when it ended."""
         self.drained: set[str] = set()
         """Hosts whose launchers must not start ranks again after this launch."""
         self._launched = False
@@ -57,7 +57,7 @@ class JobVerdict:
     # ------------------------------------------------------------------------------------------------ what is happening
 
     def launch_begins(self, *, same_job: bool) -> None:
-        """Begin a launch: its first rank has come."""
+        """Begin a launch, whose first rank has said hello; ``same_job``: of the same job as the last launch."""
         if not same_job:
             self.fruitless = 0
         elif self._launched:
@@ -66,11 +66,17 @@ class JobVerdict:
         self._forget()
 
     def remember(self, fruitless: int, progress: bool) -> None:
-        """Take the history: how many launches before this one brought no version, and whether this one has."""
+        """Take the history: how many launches before this one brought no new version, and whether this one has."""
         self.fruitless, self.progress = max(self.fruitless, fruitless), self.progress or progress
 
     def released(self, code: int, text: str, cause: str) -> Verdict:
-        """Return the verdict that ranks are told instead of ``code``, with which the rescue wants them to leave."""
+        """Return the verdict to release the ranks with.
+
+        Args:
+            code: the exit code that the rescue asks for; the verdict may have another one.
+            text: the reason for ``code``.
+            cause: the cause of the incident.
+        """
         self._end = Verdict(code, text)
         if self._wrong:
             return replace(self.now, text=f"{self.now.text}. {text}")
@@ -96,11 +102,11 @@ class JobVerdict:
             self._forget()
 
     def is_wrong(self, text: str) -> None:
-        """Note that a rank has left with 64, or will."""
+        """Note that a rank has exited with 64, or will, because of ``text``; the first such text is kept."""
         self._wrong = self._wrong or text
 
     def asks(self, host: str, code: int) -> None:
-        """Note that a launcher is at its end and would leave with ``code``."""
+        """Note that a launcher is about to exit and would do so with ``code``."""
         self.asked.add(host)
         self._claims[host] = code
         if code == EXIT_BAD_CONFIG:
@@ -108,7 +114,7 @@ class JobVerdict:
 
     @property
     def wrong(self) -> bool:
-        """True if a configuration or a program is wrong."""
+        """True if the job's configuration or program is known to be wrong."""
         return bool(self._wrong)
 
     @property

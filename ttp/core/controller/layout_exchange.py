@@ -1,15 +1,15 @@
-"""The exchange of layouts, which are known by their digests: sends them in parts, and asks ranks for unknown ones.
+"""Gets the layouts that ranks announce by digest: asks one of the ranks for a layout, and takes it in parts.
 
 Theory of operation
 -------------------
-A rank says hello with the digest of its layout. A digest that is not known yet is an *inquiry*: one of the ranks that
-have announced it is asked for the layout, and all of them wait. If that rank is lost or takes too long, the next one is
-asked. Every rank that was asked may answer, so a slow answer still counts; but parts are put together per rank, so that
-a rank that sends nonsense spoils only its own answer. Once the layout is known, the hellos that waited are handled in
-the order in which they came.
+A rank says hello with the digest of its layout. An unknown digest opens an *inquiry*: the controller asks one of the
+ranks that announced the digest for the layout, and all of these ranks wait. If the asked rank is lost or takes too
+long, the next one is asked. Every rank that was asked may answer, so a slow answer still counts. Parts are put together
+per rank, so a rank that sends nonsense spoils only its own answer. Once the layout is known, the waiting hellos are
+handled in the order in which they came.
 
-One copy is kept of each layout, and of a few layouts only. In a world in which every rank announces another layout a
-few layouts are asked for at a time.
+The controller keeps one copy of each layout, and only a few layouts. Should every rank announce a different layout, it
+asks for a few of them at a time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ttp.errors import ConfigError
 
 PART_GROUPS_MAX = 8192
 PART_RANKS_MAX = 65_536
-"""Most groups, and most ranks in them, of one message: some hundred kilobytes."""
+"""Most groups in one message, and most ranks in all of these groups: some hundred kilobytes."""
 PARTS_MAX = 1024
 RANKS_MAX = 1 << 24
-"""Most ranks of all groups of a layout together: a hundred for each of 10^5 ranks."""
+"""Most members of all groups of a layout together: enough for 10^5 ranks that are in a hundred groups each."""
 ANSWER_S = 1.0
-"""Seconds that a rank may take for the next part before another one is asked; twice as long each time."""
+"""Seconds that a rank may take for the next part before another rank is asked; doubled with each rank asked."""
 PATIENCE_DOUBLED_MAX = 4
 TELLERS_MAX = 4
-"""Most ranks whose parts are kept, for one layout."""
+"""Most ranks per layout whose parts are kept."""
 INQUIRIES_MAX = 4
 """Most layouts that are asked for at one time."""
 
@@ -44,7 +44,7 @@ Speaker = tuple[ConnectionId, Rank]
 
 
 def in_parts(layout: Layout) -> lm.Parts:
-    """Return the groups of a layout, cut so that each part fits into a message."""
+    """Return the groups of a layout, in parts of which each fits into one message."""
     parts: list[tuple[lm.ShardGroup, ...]] = []
     part: list[lm.ShardGroup] = []
     room = PART_RANKS_MAX
@@ -71,7 +71,7 @@ class _Telling:
     ranks: int = 0
 
     def add(self, part: lm.LayoutPart) -> str:
-        """Add a part, which may come twice. Return what is wrong with it; empty if nothing is."""
+        """Add a part, which may come twice. Return what is wrong with it; empty if it is correct."""
         if not 0 <= part.index < part.count <= PARTS_MAX or (self.count and part.count != self.count):
             return f"part {part.index} of {part.count} is no part of a layout"
         if part.index not in self.parts:
@@ -88,7 +88,7 @@ class _Telling:
         return len(self.parts) == self.count
 
     def layout(self, world_size: int) -> Layout | str:
-        """Return the layout, or in words why the parts do not make one."""
+        """Return the layout, or the reason for which the parts are not a layout, in words."""
         groups: dict[Shard, list[tuple[Rank, ...]]] = {}
         for index in range(self.count):
             for number, group in enumerate(self.parts[index]):
@@ -103,12 +103,12 @@ class _Telling:
 
 @dataclass(slots=True)
 class _Inquiry:
-    """The ranks that wait until a layout is known, and those that were asked for it, the latest last."""
+    """The ranks that wait for one layout, and the ranks that were asked for it, the latest last."""
 
     waiting: OrderedDict[Speaker, m.Hello] = field(default_factory=OrderedDict)
     asked: OrderedDict[Speaker, _Telling] = field(default_factory=OrderedDict)
     turn: list[Speaker] = field(default_factory=list)
-    """Ranks still to be asked in this round, the next one last."""
+    """Ranks still to be asked in this round, in reverse order."""
     times: int = 0
     due: float = 0.0
 
@@ -126,14 +126,14 @@ class Layouts:
     """Asks ranks for the layouts that they have announced.
 
     Args:
-        job: keeps the layouts that are known.
+        job: keeps the known layouts.
         outbox: takes the questions.
     """
 
     def __init__(self, job: Membership, outbox: Outbox) -> None:
         self._job, self._outbox = job, outbox
         self._open: OrderedDict[str, _Inquiry] = OrderedDict()
-        """Open inquiries by digest; the first ``INQUIRIES_MAX`` of them are being asked about."""
+        """Open inquiries by digest; only for the first ``INQUIRIES_MAX`` of them is a rank being asked."""
         self._by_connection: dict[ConnectionId, set[tuple[str, Rank]]] = {}
 
     def wait(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
@@ -146,9 +146,9 @@ class Layouts:
             self._ask(digest, now)
 
     def told(self, connection: ConnectionId, part: lm.LayoutPart, now: float) -> list[tuple[ConnectionId, m.Hello]]:
-        """Take a part of an answer. Return the hellos that can be handled now.
+        """Take a part of a layout. Return the hellos that can be handled now; empty if the layout is still unknown.
 
-        A rank that sends nonsense is refused here.
+        A rank that sends an impossible part or layout is refused here.
         """
         speaker, inquiry = (connection, part.rank), self._open.get(part.digest)
         telling = inquiry.asked.get(speaker) if inquiry is not None else None
@@ -169,7 +169,7 @@ class Layouts:
         return []
 
     def ended(self, connection: ConnectionId, now: float) -> None:
-        """Forget the ranks of a stream that has ended: those that waited and those that were asked."""
+        """Forget the waiting ranks of a stream that has ended, and ask others in their place."""
         for digest, rank in sorted(self._by_connection.get(connection, ())):
             self._drop(digest, (connection, rank), now)
 
@@ -197,7 +197,7 @@ class Layouts:
                 self._ask(digest, now)
 
     def _ask(self, digest: str, now: float) -> None:
-        """Ask the next rank for a layout; the first one again when all were asked."""
+        """Ask the next rank for a layout; begin again with the first rank when all were asked."""
         inquiry = self._open[digest]
         speaker = inquiry.next()
         inquiry.asked.setdefault(speaker, _Telling())
