@@ -2,38 +2,38 @@
 
 Theory of operation
 -------------------
-A *job* is a world of ranks that said hello. The first evidence of a fault opens an *incident*, and the world is frozen
-at once, because freezing is reversible and waiting is not. From then on the incident moves through stages, each of
-which only depends on what is known and can be entered again when more ranks are lost:
+A *job* is a world of ranks that said hello. The first evidence of a fault opens an *incident*, and all ranks are frozen
+at once, because a freeze can be taken back and a lost step cannot. Then the incident moves through stages. Each depends
+only on what is known now, and can be entered again when more ranks are lost:
 
-``FREEZING``   every rank that can be spoken to is told to close its gate. Each answers what it can still materialise. A
-               rank that is updating acknowledges first and answers when the update has ended.
-``SAVING``     a plan exists; its savers write their pieces. A saver that is lost or fails is replaced: back to
-               ``FREEZING``, where the plan is made again for the pieces that are missing (generation + 1).
-``COMMITTING`` all pieces are durable; one rank renames the draft. If it is lost another one is asked; the commit is
-               idempotent.
+``FREEZING``   every connected rank is ordered to close its gate, and answers with the versions that it can materialise.
+               A rank that is updating acknowledges first, and answers when the update has ended.
+``SAVING``     a plan exists; its savers write their pieces. If a saver is lost or fails, the incident goes back to
+               ``FREEZING``, where the plan is made again for the missing pieces (generation + 1).
+``COMMITTING`` all pieces are durable; one rank renames the draft. If that rank is lost, another one is ordered to do
+               it; the commit is idempotent.
 ``PROGRAM``    replaces both if the program itself saves or repairs (``program_recovery``).
-``SAVED``      the checkpoint exists. What is left is to learn whether the fault is real: a stream that broke and came
-               back within the grace was a false alarm, and the world is thawed.
+``SAVED``      the checkpoint exists, but the fault may not be real: if a stream that broke comes back within the grace,
+               it was a false alarm, and all ranks are thawed.
 ``RELEASED``   all ranks were told to exit (75 saved, 70 could not save). The incident ends when the streams have ended.
 
-A rank that is lost loses its answer with its stream: its gate may be open when it comes back, so it is asked again. If
+When the stream of a rank ends its answer is dropped: its gate may be open when it comes back, so it is asked again. If
 it then turns out to hold a newer version than the planned one, the plan is made again.
 
-The controller holds soft state only. After a takeover it hears from every rank's ``Hello`` whether it is frozen and for
-which incident, opens that incident again under a higher term and goes through the same stages. If every rank comes back
-and nothing is broken, the world is thawed. While ranks are still coming back nothing is decided.
+The controller holds only soft state. After a takeover each rank's ``Hello`` tells the new controller whether the rank
+is frozen and for which incident. The controller opens that incident again under a higher term and goes through the same
+stages. If every rank comes back and nothing is broken, all are thawed. While ranks are coming back it makes no plan.
 
 Cost: constant time per event, O(world size) per stage of an incident. Equal reports of the ranks of a host are one
-event, and what follows from the answers that came in one message is worked out once (``settle``).
+event, and the consequences of the answers that came in one message are worked out once (``settle``).
 
 Files: this one takes events, and passes each on. ``admission`` admits ranks, ``fault_reports`` decides what is evidence
 of a fault, ``rescue`` moves an incident through its stages (with ``evidence``, ``freezing``, ``planning``, ``saving``,
-``retries``), ``job_end`` knows when it is over. ``parts`` lists the rest: ``membership`` says who belongs to a job,
-``restore_agreement`` makes all ranks restore the same checkpoint, ``hangs`` notices that nothing moves, ``silence``
-doubts hosts from which nothing comes, ``indirect_probe`` asks a second host about a silent one, ``standby`` sees to it
-that there are controllers to take over, ``layout_exchange`` asks what the digest of a layout stands for, ``mirrors``
-and ``ttp.core.replication`` say which pages and shards other hosts keep.
+``retries``), ``job_end`` ends the job. ``parts`` makes the rest: ``membership`` keeps the ranks of the job,
+``restore_agreement`` makes all ranks restore the same checkpoint, ``hangs`` detects that no rank makes progress,
+``silence`` watches for silent hosts, ``indirect_probe`` asks a rank of a third host about a silent one, ``standby``
+has standby controllers started, ``layout_exchange`` gets the layout behind a digest, ``mirrors`` and
+``ttp.core.replication`` choose which other hosts keep copies of pages and shards.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ from ttp.core.restore_messages import Restored, RestoreView
 
 
 class ControllerMachine:
-    """The controller's machine. ``on_event`` is the only way in; ``deadline`` says when the next ``Tick`` is due.
+    """The controller's machine: ``on_event`` takes every event; ``deadline`` tells when the next ``Tick`` is due.
 
     Args:
         patience: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number; injected, so that runs can be repeated.
         now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
-        host: where it runs, as ranks name their hosts.
-        port: where it listens; 0 if not known.
+        host: the host it runs on, named as ranks name their hosts.
+        port: the port it listens on; 0 if unknown.
         program: leads jobs that save and repair themselves.
     """
 
@@ -104,8 +104,8 @@ class ControllerMachine:
         self._admission = Admission(parts, self._end, now)
         self._faults = FaultReports(parts, self._end)
         self.stand_in = StandIn(patience, new_id, parts.rescue.meanwhile)
-        """Saves for ranks whose controller is silent, independently of the job that is led here."""
-        self._suspected = 0  # the most suspects at one time since there was none
+        """Saves for ranks whose own controller is silent, independently of the job that this controller leads."""
+        self._suspected = 0  # the most suspects at one time since there last were none
         self._unsettled = False
 
     # ------------------------------------------------------------------------------------------------------- entrance
@@ -114,9 +114,9 @@ class ControllerMachine:
         """Take one event; return the actions to be done, in order. Late and duplicate events change nothing.
 
         Args:
-            event: what has happened.
-            now: in seconds.
-            more: of answers to a freeze: what follows from them is left to ``settle``, which has to be called.
+            event: the event.
+            now: the time, in seconds.
+            more: more answers to a freeze follow: the caller calls ``settle`` after them, which does the rest.
         """
         meanwhile, rest = self.stand_in.part(event)
         if meanwhile is not None:
@@ -135,7 +135,7 @@ class ControllerMachine:
                 return self.on_event(ReceivedAlike(((connection, report.rank),), report), now, more=more)
             case ReceivedAlike(who, m.Heartbeat() as beat):
                 if not self._heartbeats(who, beat, now):
-                    return self._outbox.take()  # nothing can follow from it
+                    return self._outbox.take()  # nothing else can change
             case ReceivedAlike(who, m.Frozen() as answer):
                 self._answered(who, answer, now)
                 if more:
@@ -161,7 +161,7 @@ class ControllerMachine:
         return self._settle(now)
 
     def settle(self, now: float) -> list[Action]:
-        """Return what follows from the events that came with ``more``."""
+        """Return the actions that follow from the events that came with ``more``."""
         return self._settle(now) if self._unsettled else []
 
     def _settle(self, now: float) -> list[Action]:
@@ -175,7 +175,7 @@ class ControllerMachine:
         if self.incident is None:
             self._rescue.program.advance()
         if frozen and self.incident is None:
-            self._parts.hangs.restart(now)  # no rank could move meanwhile: that was no hang
+            self._parts.hangs.restart(now)  # ranks were frozen until now, which was no hang
         self._end.advance(now, incident=self.incident is not None)
         return [*self._outbox.take(), *meanwhile]
 
@@ -225,7 +225,7 @@ class ControllerMachine:
 
     @property
     def false_alarms(self) -> int:
-        """Incidents that ended with a thaw, as nothing was broken."""
+        """Number of incidents that ended with a thaw, as nothing was broken."""
         return self._rescue.false_alarms
 
     @property
@@ -235,12 +235,12 @@ class ControllerMachine:
 
     @property
     def copied_version(self) -> Version | None:
-        """The newest version of which every rank keeps a copy in another host's memory; None: copies are not kept."""
+        """The newest version that every rank has copied to another host's memory; None: no copies are kept."""
         return self._parts.buddies.whole if self._parts.buddies.named else None
 
     @property
     def base_version(self) -> Version:
-        """The version that this incarnation started from; it is on disk already."""
+        """The version that this incarnation started from, which is on disk."""
         return self._rescue.base_version
 
     @property
@@ -250,7 +250,7 @@ class ControllerMachine:
 
     @property
     def verdict(self) -> Verdict:
-        """One exit code for the whole job, as far as it is known."""
+        """The exit code of the whole job, as far as it is known."""
         return self._rescue.verdict.now
 
     @property
@@ -260,13 +260,13 @@ class ControllerMachine:
 
     @property
     def unheard_hosts(self) -> list[str]:
-        """Hosts whose ranks have left in good order, and whose launcher has not asked for the verdict."""
+        """Hosts whose ranks have left in good order but whose launcher has not asked for the verdict."""
         left = {mb.hello.host for mb in self.job.members.values() if mb.left}
         return sorted(left - self._rescue.verdict.asked)
 
     @property
     def save_dir(self) -> str:
-        """The directory that the job saves to, as its ranks say."""
+        """The directory that the job saves to, from its ranks' hellos."""
         return self.job.save_dir
 
     @property
@@ -308,7 +308,7 @@ class ControllerMachine:
             self._rescue.answered(list(speaking), answer, now)
 
     def _speaking(self, who: Who) -> dict[Rank, Member]:
-        """Return the ranks among these whose stream is the one that speaks for them."""
+        """Return the ranks of ``who`` whose stream is their current one."""
         members = self.job.members
         return {
             rank: member
@@ -324,9 +324,9 @@ class ControllerMachine:
         return ends_a_doubt
 
     def _formed_by(self, known: Version, version: Version) -> None:
-        """Note that the job is formed once an update, which needs every rank, was made: missing ranks are unprotected.
+        """Note that the job is formed once a rank has made an update, which needs all ranks: others are unprotected.
 
-        The first change of a version may be a restore that was not reported; the next one is an update.
+        The first change of a version may be an unreported restore; the next one is an update.
         """
         job = self.job
         if not version > known > self.base_version or job.layout is None:

@@ -1,11 +1,11 @@
-"""Remembers what a controller that takes over has saved, or still saves, as a stand-in for the same ranks.
+"""Remembers the checkpoint that a controller has saved, or still saves, as a stand-in for ranks that it then leads.
 
-Ranks come to a standby controller twice: *meanwhile*, when they hear nothing of their own controller (``stand_in``),
-and to be taken over, when they are sure that it is lost. A checkpoint that is being made by then goes on: an incident
-that is opened during it freezes no rank before it has ended, as its ranks stand still already and a freeze would have
-them begin again. So evidence waits while all ranks that have come to be taken over stand still for that checkpoint and
-none has failed in it; never longer than ``TTP_OT``, as no incident may. The takeover then plans as always, and finds
-that version on disk.
+Ranks come to a standby controller twice: *meanwhile*, when they hear nothing from their own controller (``stand_in``),
+and for a takeover, when they are sure that it is lost. A checkpoint that is being made at that time goes on. Its ranks
+are frozen already, and a new freeze would make them begin again; so an incident that is opened during the checkpoint
+sends no freeze before the checkpoint has ended. It waits as long as all ranks that have come for the takeover are
+frozen for that checkpoint and no save has failed, and at most for ``TTP_OT``, like every incident. Then the takeover
+makes its plan as usual, and finds that the version is on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Job = tuple[str, int]
 
 @dataclass(slots=True)
 class Meanwhile:
-    """The saves of the stand-in. The stand-in writes this object, and the parts that lead the job read it."""
+    """The saves of the stand-in, which writes this object. The parts that lead the job read it."""
 
     _saves_for: Membership | None = None
     _made_for: _Job | None = None
@@ -33,8 +33,8 @@ class Meanwhile:
 
         Args:
             job: the ranks of the stand-in.
-            incident: its open incident; None: none is open.
-            last: the incident that it closed last; None: none yet.
+            incident: the open incident of the stand-in, if any.
+            last: the incident that the stand-in closed last, if any.
         """
         going = incident is not None and incident.plan is not None and not (incident.failures or incident.forgiven)
         self._saves_for = job if going else None
@@ -44,12 +44,12 @@ class Meanwhile:
             self._whose = {job.members[rank].hello.nonce for rank in pages if rank in job.members}
 
     def saves(self, job: Membership) -> bool:
-        """Return whether all ranks of this job that can be spoken to stand still for a checkpoint in progress."""
+        """Return whether all connected ranks of this job are frozen for a checkpoint that the stand-in is making."""
         there = self._saves_for
         return there is not None and _of(there) == _of(job) and job.live <= there.live
 
     def made(self, job: Membership) -> tuple[Version, str] | None:
-        """Return version and path of the last checkpoint; None if a rank that can be spoken to has no part in it."""
+        """Return version and path of the stand-in's last checkpoint; None if it lacks the page of a connected rank."""
         if self._made_for != _of(job) or any(job.members[rank].hello.nonce not in self._whose for rank in job.live):
             return None
         return self._made

@@ -1,4 +1,4 @@
-"""Keeps which ranks belong to the job, of which incarnation, and which of them can be spoken to."""
+"""Keeps the ranks of the job's current incarnation, and whether each of them is connected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ttp.core.layout import Layout, Rank, Version, describe, difference
 Refusal = tuple[m.RefusalCode, str]
 
 LAYOUTS_MAX = 4
-"""Most layouts that are kept: the job's, and some that were announced lately."""
+"""Most layouts that are kept: that of the job, and the last few that ranks announced."""
 
 
 @dataclass(slots=True)
@@ -28,12 +28,12 @@ class Member:
     lost_at: float | None = None
     mark: int = 0
     activity: str = ""
-    broken: str = ""  # confirmed reason why it cannot train on
+    broken: str = ""  # confirmed reason for which it cannot train on; empty: none
     fenced: bool = False  # given up: refused if it comes back
     done: bool = False
     left: bool = False  # said goodbye for good
-    seat: str = ""  # whether its launcher can start it alone; see ``continuing``
-    seated: bool = False  # whether it is a new process that has taken the seat of a lost one
+    seat: str = ""  # whether its launcher can start it alone; see ``Accused.seat``
+    seated: bool = False  # whether it is a new process in the place of a lost one
 
     @property
     def name(self) -> str:
@@ -43,76 +43,77 @@ class Member:
 
 @dataclass(slots=True)
 class Guest:
-    """A new process that waits for the seat of a rank that still lives, and what its program has reported."""
+    """A new process that waits to replace a rank that still lives, and the reports of its program."""
 
     connection: ConnectionId
     hello: m.Hello
     said: dict[type[m.ProgramReport], m.ProgramReport] = field(default_factory=dict)
-    """The last report of each kind; the program says all of it again when it has the seat."""
+    """The last report of each kind. The program repeats all of its reports once the process has replaced the rank."""
 
 
 @dataclass(slots=True)
 class Membership:
-    """The ranks of the current incarnation. Every question asked per event is answered in constant time."""
+    """The ranks of the current incarnation. Everything that is needed for each event takes constant time."""
 
     term: int = 1
-    """The term of this controller; raised above that of every other controller that a rank has heard."""
+    """The term of this controller; raised above that of every other controller that a rank has seen."""
     incarnation: int = 0
     run_id: str = ""
     layout: Layout | None = None
     layouts: OrderedDict[str, Layout] = field(default_factory=OrderedDict)
-    """Layouts by digest: the job's, and others that were announced lately; see ``layout_exchange``."""
+    """Layouts by digest: that of the job, and the last few that ranks announced; see ``layout_exchange``."""
     members: dict[Rank, Member] = field(default_factory=dict)
     live: set[Rank] = field(default_factory=set)
+    """Connected ranks."""
     suspects: OrderedDict[Rank, float] = field(default_factory=OrderedDict)
-    """Lost ranks that may come back within the grace, and since when they are lost; the longest lost comes first."""
+    """Lost ranks that may come back within the grace, and the start of that grace, the earliest first."""
     suspects_on: Counter[str] = field(default_factory=Counter)
     """Number of suspects on each host."""
     silent: set[Rank] = field(default_factory=set)
-    """Ranks that can be spoken to, as far as is known, and from whose host nothing comes; see ``silence``."""
+    """Connected ranks whose host is in doubt; see ``silence``."""
     broken: set[Rank] = field(default_factory=set)
-    """Ranks that are known not to train on."""
+    """Ranks that are known to be unable to train on."""
     done: set[Rank] = field(default_factory=set)
     formed: bool = False
-    """True if all ranks have joined, or one has made an update, which needs all ranks: some then train unprotected.
+    """True if all ranks have joined, or one has made an update, which needs all ranks: the others are unprotected.
 
-    Before that nothing was trained: ranks may come, go and be replaced.
+    Before that the job has not trained: ranks may join, leave and be replaced.
     """
     ended: bool = True
-    """True if all ranks of this incarnation were released, or there was no incarnation: the next one may start."""
+    """True if this incarnation is over or there was none yet: the next one may start."""
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
     gone: dict[Rank, int] = field(default_factory=dict)
-    """Ranks that have left a job that is not formed yet, and the launch of each."""
+    """Ranks that have left a job that is not formed yet, and the launch number of each."""
     seats: set[Rank] = field(default_factory=set)
-    """Ranks that have died, and whose seats new processes may take while the others go on in this incarnation."""
+    """Dead ranks that new processes may replace in this incarnation, while the other ranks go on."""
     moving: set[Rank] = field(default_factory=set)
-    """Ranks that live and are to be replaced: their new processes are admitted as guests."""
+    """Living ranks that are to be replaced: their new processes are admitted as guests."""
     guests: dict[Rank, Guest] = field(default_factory=dict)
     gather_until: float | None = None
-    """Time until which missing ranks may still say hello, if this controller is new and the job is not; else None."""
+    """Time until which missing ranks may say hello to a controller that takes over; None: it waits for none."""
 
     @property
     def save_dir(self) -> str:
-        """The directory that the job saves to, as its ranks say."""
+        """The directory that the job saves to, from its ranks' hellos."""
         return next((mb.hello.save_dir for mb in self.members.values()), "")
 
     @property
     def complete(self) -> bool:
-        """True if all ranks have said hello."""
+        """True if all ranks of the layout have said hello."""
         return self.layout is not None and len(self.members) == self.layout.world_size
 
     @property
     def in_doubt(self) -> bool:
-        """True if it is unknown whether some rank lives."""
+        """True if it is unknown of some rank whether it lives."""
         return bool(self.suspects or self.silent)
 
     @property
     def training(self) -> bool:
-        """True if the job trains with all ranks that will say hello: after a takeover some may still come back."""
+        """True if the job trains and no rank that may still say hello is awaited."""
         return self.complete or (self.formed and self.gather_until is None)
 
     def facts(self) -> dict[str, Any]:
-        """Return what identifies this job, for records."""
+        """Return the facts that identify this job, for records."""
         size = 0 if self.layout is None else self.layout.world_size
         told = {"run_id": self.run_id, "incarnation": self.incarnation, "term": self.term}
         return {**told, "world_size": size, "save_dir": self.save_dir}
@@ -120,7 +121,7 @@ class Membership:
     # ------------------------------------------------------------------------------------------------------- changes
 
     def abdicate(self) -> None:
-        """Forget the job: another controller has led it meanwhile."""
+        """Forget the job, because another controller has led it meanwhile."""
         self.layout, self.run_id = None, ""
         self.members, self.by_connection, self.gone = {}, {}, {}
         self.suspects, self.suspects_on = OrderedDict(), Counter()
@@ -136,9 +137,10 @@ class Membership:
                 del self.layouts[digest]
 
     def start_incarnation(self, hello: m.Hello) -> None:
-        """Forget the old incarnation; ``hello``, whose layout is known, defines the new one.
+        """Forget the old incarnation and begin the one that ``hello`` belongs to; the layout of ``hello`` is known.
 
-        The launcher's restart count is a lower bound, so that numbers go on when the controller that counted is gone.
+        The launcher's restart count is a lower bound of the incarnation's number, so that the numbers also grow after
+        the controller that counted them is gone.
         """
         self.incarnation = hello.incarnation or max(self.incarnation, hello.launch) + 1
         self.run_id = hello.run_id
@@ -150,10 +152,10 @@ class Membership:
         self.moving, self.guests = set(), {}
 
     def join(self, connection: ConnectionId, hello: m.Hello, now: float) -> Member:
-        """Add or re-attach a rank."""
+        """Add or reconnect a rank."""
         known, seated = self.members.get(hello.rank), self.takes_seat(hello)
         if hello.term_seen > self.term or (known is None and hello.term_seen == self.term):
-            self.term = hello.term_seen + 1  # another controller has led it: this one takes over
+            self.term = hello.term_seen + 1  # another controller has led the rank: this one takes over
         if known is not None:
             self.detach(hello.rank)
             self._clear(hello.rank)
@@ -174,7 +176,7 @@ class Membership:
         return member
 
     def detach(self, rank: Rank) -> None:
-        """Note that a rank cannot be spoken to any more."""
+        """Note that a rank is disconnected."""
         member = self.members[rank]
         if member.connection is not None:
             ranks = self.by_connection.get(member.connection, set())
@@ -186,7 +188,7 @@ class Membership:
         self.silent.discard(rank)
 
     def forget(self, rank: Rank) -> None:
-        """Forget a rank that left a job that is not formed yet: it, or its successor, may come again."""
+        """Forget a rank that left a job that is not formed yet: it or another process of this rank may join later."""
         self.detach(rank)
         self.gone[rank] = self.members.pop(rank).hello.launch
         self.broken.discard(rank)
@@ -202,7 +204,7 @@ class Membership:
             self.suspects_on[member.hello.host] += 1
 
     def wait_longer(self, rank: Rank, since: float) -> None:
-        """Let the grace of a suspect begin at ``since``, which is later than that of every other."""
+        """Let the grace of a suspect begin at ``since``, which has to be later than that of every other suspect."""
         if rank in self.suspects:
             self.suspects[rank] = since
             self.suspects.move_to_end(rank)
@@ -219,19 +221,19 @@ class Membership:
         return dict(sorted(found.items()))
 
     def mark_failed(self, rank: Rank, reason: str) -> None:
-        """Note that a rank is known not to train on, whether it can be spoken to or not."""
+        """Note that a rank cannot train on, whether it is connected or not."""
         member = self.members[rank]
         member.broken = member.broken or reason
         self.broken.add(rank)
 
     def fence(self, rank: Rank, reason: str) -> None:
-        """Give a rank up: its state is not used any more."""
+        """Declare a rank dead for this incarnation: its state is no longer used, and it is refused if it comes back."""
         self.mark_failed(rank, reason)
         self.members[rank].fenced = True
         self._clear(rank)
 
     def mark_done(self, rank: Rank) -> None:
-        """Note that a rank's train() has returned."""
+        """Note that a rank's training loop has returned."""
         member = self.members[rank]
         member.done, member.phase = True, m.Phase.DONE
         self.done.add(rank)
@@ -239,9 +241,9 @@ class Membership:
     # ----------------------------------------------------------------------------------------------------- admission
 
     def starts_incarnation(self, hello: m.Hello) -> bool:
-        """Return whether a process opens the next incarnation: the last one is over, or the launcher counts on.
+        """Return whether a process begins the next incarnation: the last one is over, or the launcher has restarted.
 
-        A job that is not formed yet goes on forming: a process that died early is replaced by its successor.
+        A job that is not formed yet stays the same incarnation: a process that died early is just replaced.
 
         Restart counts of different nodes are not comparable (torchelastic does not count membership restarts), so only
         counts of the same rank are compared.
@@ -262,37 +264,37 @@ class Membership:
         return self.ended or not self.live or relaunched
 
     def takes_seat(self, hello: m.Hello) -> bool:
-        """Return whether a new process comes for a seat that is open."""
+        """Return whether ``hello`` is from a new process that may replace a dead rank in this incarnation."""
         known = self.members.get(hello.rank) if hello.rank in self.seats else None
         return known is not None and known.hello.nonce != hello.nonce and not hello.incarnation
 
     def is_guest(self, hello: m.Hello) -> bool:
-        """Return whether a new process comes, on another host, for the seat of a living rank that is to be replaced."""
+        """Return whether ``hello`` is from a new process on another host that is to replace a living rank."""
         known = self.members.get(hello.rank) if hello.rank in self.moving - self.seats else None
         if known is None or known.hello.nonce == hello.nonce or known.hello.host == hello.host or hello.incarnation:
             return False
         return not (self.malformed(hello) or self._stranger(hello) or self._mismatch(hello))
 
     def guests_on(self, connection: ConnectionId) -> list[Rank]:
-        """Return the ranks for whose seats guests on this stream wait."""
+        """Return the ranks that guests on this stream wait to replace."""
         return [rank for rank, guest in self.guests.items() if guest.connection == connection]
 
     def may_have_moved(self, hello: m.Hello) -> bool:
-        """Return whether a rank led by another controller meanwhile can be of this job, or of its next launch.
+        """Return whether ``hello``, from a rank that another controller led, may show that this job is led elsewhere.
 
-        A stray rank of another job, or of an incarnation that is over, says nothing about a job that is alive here. A
-        job that is still forming has no past: a rank that comes back from elsewhere just joins it.
+        A stray rank of another job, or of an incarnation that is over, does not show that for a job with live ranks
+        here. A rank that comes to a job that is still forming just joins it.
         """
         if self.layout is None or self.malformed(hello) is not None:
             return False
         if not self.formed:
-            return False  # nothing known here could be of the past
+            return False  # no state here can be out of date
         return not self.live or (hello.run_id == self.run_id and hello.incarnation >= self.incarnation)
 
     def refusal(self, hello: m.Hello) -> Refusal | None:
         """Return why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can.
 
-        As long as its layout is not known, nothing is said about that.
+        An unknown layout is no reason.
         """
         malformed = self.malformed(hello)
         if malformed is not None or self.starts_incarnation(hello):
@@ -300,7 +302,7 @@ class Membership:
         return self._stranger(hello) or self._rank_taken(hello) or self._mismatch(hello)
 
     def malformed(self, hello: m.Hello) -> Refusal | None:
-        """Return why ``hello`` makes no sense, whatever the job is; ``None`` if it makes sense."""
+        """Return why ``hello`` is invalid for any job; ``None`` if it is valid."""
         if hello.protocol_major != m.PROTOCOL_MAJOR:
             return m.RefusalCode.PROTOCOL, (
                 f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}, rank {hello.rank} speaks "

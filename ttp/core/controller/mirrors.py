@@ -1,11 +1,11 @@
-"""Mirrors of rank-local pages on other hosts: chooses which rank keeps whose page.
+"""Mirrors of rank-local pages on other hosts: chooses the rank that keeps each rank's page.
 
-Rank-local state lies in the memory of its host and is lost with it. If mirrors are switched on (``TTP_MIRROR``), every
-rank sends its page with each update to a rank of the next host, which can add it to a checkpoint. The pages go from
-rank to rank; the controller only says where to.
+Rank-local state lies in the memory of its host and is lost with that host. If mirrors are switched on
+(``TTP_MIRROR``), every rank sends its page with each update to a rank of the next host, which can add the page to a
+checkpoint. Pages go directly from rank to rank; the controller only tells each rank the address.
 
-If only the ranks of a host have died and not its memory, their launcher hands the pages over, mirrored or not, and the
-controller passes them on.
+If the ranks of a host have died but the host lives, their launcher hands the pages to the controller, with or without
+mirrors, and the controller sends them to a living rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ttp.core.layout import Rank
 
 
 class Mirrors:
-    """Chooses the keeper of each rank's page. Keepers are chosen once all ranks are known, and stay.
+    """Chooses the keeper of each rank's page. Keepers are chosen once, when all ranks are known.
 
     Args:
         job: the ranks.
@@ -30,18 +30,18 @@ class Mirrors:
         self._job, self._outbox = job, outbox
         self._keepers: dict[Rank, Rank] = {}
         self._inherited: dict[Rank, Rank] = {}
-        """Ranks whose page was handed over, and the rank that has got it."""
+        """The rank that each page handed over by a launcher was sent to, by the page's rank."""
 
     def reset(self) -> None:
         """Forget all keepers, because a new incarnation begins."""
         self._keepers, self._inherited = {}, {}
 
     def keeper(self, rank: Rank) -> Rank | None:
-        """Return the rank that may have the page of a rank whose host is lost."""
+        """Return the rank that may have the page of ``rank``, whose host is lost; None: no rank has."""
         return self._inherited.get(rank, self._keepers.get(rank))
 
     def joined(self, rank: Rank) -> None:
-        """Tell ranks their keepers once all have said hello; tell a rank that comes back again.
+        """Tell ranks their keepers once all ranks have said hello; tell a rank that comes back again.
 
         A job on one host has no keepers.
         """
@@ -49,7 +49,7 @@ class Mirrors:
         if not job.complete or not job.members[rank].hello.pages_at:
             return
         if self._keepers:
-            told = [rank, *(r for r, keeper in self._keepers.items() if keeper == rank)]  # its address may be new
+            told = [rank, *(r for r, keeper in self._keepers.items() if keeper == rank)]  # an address may change
         else:
             self._keepers = next_host(job.hosts())
             told = list(self._keepers)
@@ -63,7 +63,7 @@ class Mirrors:
             self._outbox.send_to(rank, MirrorTo(rank, self._job.term, keeper, address))
 
     def hand_over(self, page: Mirror) -> None:
-        """Send the page that a dead rank left on its host to a living rank: its keeper, else any other."""
+        """Send the page that a dead rank left on its host to a living rank: its keeper, else the lowest rank."""
         job = self._job
         if page.rank in job.live or page.rank not in job.members or page.incarnation != job.incarnation:
             return
@@ -77,7 +77,10 @@ class Mirrors:
 
 
 def next_host(ranks_of: Mapping[str, Sequence[Rank]]) -> dict[Rank, Rank]:
-    """Return, for each rank, the rank of the next host that keeps its pages, spread evenly; empty with one host."""
+    """Return for each rank a rank of the next host that keeps its page, spread evenly; empty with one host.
+
+    ``ranks_of`` maps each host to its ranks.
+    """
     hosts = list(ranks_of.values())
     if len(hosts) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""Collects the actions that one event makes the controller do."""
+"""Collects the actions that the controller has to do after one event."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Outbox:
     """Actions in the order in which they have to be done.
 
     Args:
-        job: knows the stream of each rank.
+        job: has the stream of each rank.
     """
 
     def __init__(self, job: Membership) -> None:
         self.incident = ""
-        """Id of the open incident, to which records belong."""
+        """Id of the open incident, for records; empty: none is open."""
         self._job = job
         self._actions: list[Action] = []
 
@@ -44,7 +44,7 @@ class Outbox:
             self.send(member.connection, order)
 
     def send_alike(self, ranks: Iterable[Rank], order: m.Order) -> None:
-        """Send one order, for ``SEVERAL``, to these ranks; those that have no stream do not get it."""
+        """Send one order, whose rank is ``SEVERAL``, to these ranks; ranks without a stream do not get it."""
         members = self._job.members
         streams = ((members[rank].connection, rank) for rank in ranks if rank in members)
         who = tuple((stream, rank) for stream, rank in streams if stream is not None)
@@ -52,10 +52,10 @@ class Outbox:
             self._actions.append(SendAlike(who, order))
 
     def refuse(self, connection: ConnectionId, hello: m.Hello, code: m.RefusalCode, text: str) -> None:
-        """Tell a rank that it is not admitted, and record that."""
+        """Tell a rank that it is not admitted and why, and record that."""
         self.send(connection, m.Refused(hello.rank, code, text))
         self.record("refused", rank=hello.rank, host=hello.host, pid=hello.pid, code=code.value, text=text)
 
     def record(self, kind: str, **facts: Any) -> None:
-        """Add a record for the file of the incident: its kind and its facts."""
+        """Add a record, with its kind and facts, for the incident's file."""
         self._actions.append(Record(kind, self.incident, facts))

@@ -1,4 +1,4 @@
-"""Chooses the ranks that put rank-local state into a checkpoint: on every host one rank collects the pages of all."""
+"""Chooses the ranks that add rank-local pages to a checkpoint: on each host one rank collects the pages of all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ttp.core.controller.mirrors import Mirrors
 from ttp.core.layout import Rank
 
 PAGES_S = 1.0
-"""Seconds that a commit waits for hosts of which no rank has answered yet: else pages that only they have are lost."""
+"""Seconds that a commit waits for hosts of which no rank has answered yet, because only they have their pages."""
 STRAGGLERS_MAX = 64
+"""If more ranks than this have not answered, a commit does not wait for their pages."""
 
 
 class PageCollectors:
@@ -20,24 +21,24 @@ class PageCollectors:
 
     Args:
         job: the ranks.
-        mirrors: knows which ranks keep the pages of lost hosts.
+        mirrors: tells which ranks keep the pages of lost hosts.
     """
 
     def __init__(self, job: Membership, mirrors: Mirrors) -> None:
         self._job, self._mirrors = job, mirrors
 
     def collectors(self, incident: Incident, savers: Iterable[Rank]) -> dict[Rank, tuple[Rank, ...]]:
-        """Choose the collectors of the pages that no rank was asked for yet.
+        """Choose collectors for the pages that no rank was ordered to collect yet.
 
-        On each host that is a rank that writes something new anyway, else one that is not busy. After a takeover
-        neither the dead ranks nor their hosts are known: every host is asked for their pages.
+        On each host the collector is a rank that gets an order to write now, else one that is not writing. After a
+        takeover dead ranks and their hosts are unknown, so every collector is also asked for their pages.
 
         Args:
-            incident: whose checkpoint it is.
+            incident: the incident that makes the checkpoint.
             savers: ranks that get something to write now.
 
         Returns:
-            Collectors, and the ranks whose pages each of them adds.
+            For each collector the ranks whose pages it adds.
         """
         collected = {rank for task in incident.tasks for rank in task.order.pages}
         by_host: defaultdict[str, list[Rank]] = defaultdict(list)
@@ -64,7 +65,7 @@ class PageCollectors:
         return pages
 
     def lack_a_host(self, incident: Incident) -> bool:
-        """Return whether a host has only ranks that have not answered yet; False if many ranks have not."""
+        """Return whether no rank of some host has answered yet; False if more than ``STRAGGLERS_MAX`` have not."""
         if not 0 < len(incident.waiting) <= STRAGGLERS_MAX:
             return False
         hosts = {self._job.members[rank].hello.host for rank in incident.waiting}
@@ -77,7 +78,7 @@ class PageCollectors:
         return tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in self._job.members)
 
     def _copied_pages(self, incident: Incident) -> dict[Rank, Rank]:
-        """Return, for each rank whose page is in a kept copy, a rank that can bring it."""
+        """Return, for each rank whose page is in a kept copy of the planned version, a rank that has this copy."""
         assert incident.plan is not None
         version = incident.plan.version
         return {

@@ -1,4 +1,4 @@
-"""The parts that a controller consists of, made in the order in which they need each other."""
+"""Makes the parts of a controller, in the order in which they need each other."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ttp.core.replication import Buddies
 
 
 class ControllerParts:
-    """The parts of one controller. ``ControllerMachine`` and the classes that share its work feed them.
+    """The parts of one controller. ``ControllerMachine``, ``Admission`` and ``FaultReports`` call them.
 
     Args:
         timeouts: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
-        host: where the controller runs, as ranks name their hosts.
-        port: where it listens; 0 if not known.
+        host: the host that the controller runs on, named as ranks name their hosts.
+        port: the port that it listens on; 0 if unknown.
         program: leads jobs that save and repair themselves.
     """
 
@@ -48,7 +48,7 @@ class ControllerParts:
         self.standby = Standby(job, outbox, host, timeouts.standbys, port)
 
     def forget(self, rank: Rank) -> None:
-        """Forget a process that was never part of a whole job: what it said does not hold for its successor."""
+        """Forget a process that left before the job was formed: its reports do not hold for the next process."""
         self.restoring.forget(rank)
         self.hangs.forget(rank)
 

@@ -15,7 +15,7 @@ from ttp.core.layout import Rank, Shard, Version
 from ttp.core.replication import keepers
 
 AGAIN_S = 0.02
-"""Seconds between two checks whether a plan that fell short can be mended: each takes 1 ms for a thousand ranks."""
+"""Seconds from a plan that fell short to the next attempt: one attempt takes 1 ms for a thousand ranks."""
 
 ANSWERS = "ranks have not said yet which version they have"
 
@@ -29,7 +29,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """The decision to act on a plan, or on there being none."""
+    """The decision to act: on a plan, or on the fact that no plan is possible."""
 
     verdict: Plan | NoPlan
 
@@ -39,7 +39,7 @@ class Planner:
 
     Args:
         job: the ranks.
-        timeouts: of the controller.
+        timeouts: the timeouts of the controller.
     """
 
     def __init__(self, job: Membership, timeouts: ControllerTimeouts) -> None:
@@ -50,9 +50,9 @@ class Planner:
     # ----------------------------------------------------------------------------------------------------------- when
 
     def should_plan(self, incident: Incident, now: float) -> Wait | Go:
-        """Decide whether to act on what is known: a plan that is made too early may miss a newer version.
+        """Decide whether to act on the answers so far: a plan that is made too early may miss a newer version.
 
-        If the program itself saves, every rank has to stand where it will stand before the recovery begins.
+        If the program itself saves, its recovery begins only when every connected rank has given its final answer.
         """
         leads = self.program.leads
         if incident.deferred:
@@ -74,14 +74,14 @@ class Planner:
         return Wait(why) if why else Go(verdict)
 
     def _program_waits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
-        """Return what may change in a moment if the program itself saves; empty if nothing may."""
+        """Return why the program's recovery has to wait a moment; empty: it need not wait."""
         short = isinstance(verdict, NoPlan) and not self.program.may_repair
         if self._job.silent or (short and (self._hopes(incident, now) or self._job.suspects)):
             return "a rank may come, or come back"
         return ""
 
     def _falls_short(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
-        """Return what may complete a newer version in a moment; empty if nothing may."""
+        """Return what may complete a newer version in a moment; empty: nothing can."""
         if isinstance(verdict, Plan) and not verdict.lost:
             if not self._grows(incident, verdict, now):
                 return ""
@@ -92,9 +92,9 @@ class Planner:
         return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
 
     def _grows(self, incident: Incident, plan: Plan, now: float) -> bool:
-        """Return whether a newer version that a living rank has finished may become whole in a moment.
+        """Return whether a version newer than the plan's, which a connected rank has finished, may soon be complete.
 
-        A rank that stands in the barrier before the update answers the freeze at once, and again from the gate.
+        A rank in the barrier before the update answers the freeze at once, and again when it reaches the gate.
         """
         idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
         newest = max((a.version for a in idle), default=plan.version)
@@ -104,9 +104,9 @@ class Planner:
         return (late or bool(incident.redoing)) and self._hopes(incident, now)
 
     def _hopes(self, incident: Incident, now: float) -> bool:
-        """Return whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment.
+        """Return whether a rank that still runs may soon reach the gate with the gradient that a redo needs.
 
-        Also True while a rank that was told to redo an update has not reported yet.
+        Also True while a rank with an order to redo an update has not reported yet.
         """
         if any(incident.able(rank) for rank in incident.redoing):
             return True
@@ -117,7 +117,7 @@ class Planner:
         return incident.waits("hope", self._timeouts.hope_s, now)
 
     def improves(self, incident: Incident, answer: m.Frozen) -> bool:
-        """Return whether a rank that was thought lost has brought back a newer version than the planned one."""
+        """Return whether with this late answer a newer version than the planned one can be saved."""
         plan, clean = incident.plan, answer.final and answer.phase is not m.Phase.TORN
         if plan is None or not clean or answer.version <= plan.version:
             return False
@@ -129,9 +129,7 @@ class Planner:
     # ---------------------------------------------------------------------------------------------------------- what
 
     def decide(self, incident: Incident) -> Plan | NoPlan:
-        """Return the plan for what is known now. Redo and undo are used only if no finished version is whole
-        without.
-        """
+        """Return the plan for the answers so far. It uses redo and undo only if that saves a newer version."""
         plain = self._decided(incident, with_offers=False)
         offers = any(a.has_gradient or a.has_preimage for a in incident.answers.values() if a.final)
         if not offers or (isinstance(plain, Plan) and plain.version >= self._newest_finished(incident)):
@@ -191,9 +189,9 @@ class Planner:
         return tuple((shard, copy.version) for copy in copies for shard in incident.keepers.get(copy.of, ()))
 
     def _still_there(self, incident: Incident, witness: Rank, copy: m.KeptCopy) -> bool:
-        """Return whether a kept copy still exists.
+        """Return whether the kept copy that ``witness`` reported still exists.
 
-        A rank may drop old copies of its own until it is frozen, after others of its host have reported them.
+        Until the owner of a copy is frozen it may drop old copies that another rank of its host has reported already.
         """
         owner = incident.answers.get(copy.of)
         if owner is None or not owner.final or copy in owner.kept:
@@ -203,7 +201,7 @@ class Planner:
 
 
 def _copies(frozen: m.Frozen) -> tuple[Mapping[Shard, str], Mapping[Shard, int]]:
-    """Return digests and sizes of the shards that a rank holds."""
+    """Return the digests and the sizes of the shards that a rank holds, as its answer says."""
     if not frozen.digests:
         return NO_DIGESTS, NO_SIZES
     return {d.shard: d.digest for d in frozen.digests}, {d.shard: d.size for d in frozen.digests}

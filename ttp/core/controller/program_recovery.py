@@ -1,9 +1,9 @@
-"""The seam for jobs that save and repair themselves: what the controller asks of the part that leads such a recovery.
+"""The interface between the controller and the recovery of jobs that save and repair themselves.
 
-Faults are found, the world is frozen and the newest whole version is decided on as in every other job. Then, instead of
-``saving``, the recovery that ``leads`` is asked to ``begin``, and to ``advance`` after every event, until it says how
-that ended. What it and the program's ranks say to each other is opaque here: ``ProgramReport``, ``ProgramOrder``,
-``ProgramEvent``.
+The controller detects faults, freezes the ranks and decides on the newest complete version as in every other job. Then,
+if the recovery ``leads``, the controller calls its ``begin`` instead of saving, and its ``advance`` after every event,
+until that returns an ``Ending``. The controller does not look into the messages between the recovery and the program's
+ranks (``ProgramReport``, ``ProgramOrder``) or into its events (``ProgramEvent``).
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a recovery: the version that training goes on from or that was saved, why, and where it is.
+    """The end of a recovery.
 
-    If training goes on, ``path`` is empty unless the version was saved first.
+    Args:
+        outcome: the way in which it ended.
+        version: the version that training goes on from, or that was saved.
+        text: the reason, in words.
+        path: where that version is saved; empty: it is not, as may be if training goes on.
     """
 
     outcome: Outcome
@@ -44,16 +48,16 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class RescueContext:
-    """The parts of the controller that a recovery may ask and use.
+    """The parts of the controller that a recovery may use.
 
     Args:
         job: the ranks.
         outbox: takes orders, records and ``ProgramAction``.
-        decide: returns the newest version that can be saved now, as a plan.
+        decide: returns the plan for the newest version that can be saved now.
         on_disk: returns the newest version that is on disk.
-        blame: takes evidence against a rank, or against nobody (-1), and its time.
-        rescue_s: seconds that an incident may last.
-        drain: takes hosts whose launchers must not start ranks again.
+        blame: adds evidence: the subject (-1: no rank), the kind, the text and the time.
+        rescue_s: the longest time of an incident, in seconds.
+        drain: takes the hosts whose launchers must not start ranks again.
     """
 
     job: Membership
@@ -75,51 +79,51 @@ class ProgramRecovery:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout, if the program knows better than the ranks' ``Hello`` which rank holds what; else None."""
+        """The layout, if the program knows it more accurately than the ranks' ``Hello``; else None."""
         return None
 
     @property
     def halted(self) -> bool:
-        """True if training would not go on after a thaw alone."""
+        """True if a thaw alone would not make training go on."""
         return False
 
     @property
     def may_repair(self) -> bool:
-        """True if a training loop has ended that can be entered again: an incomplete version may then become whole."""
+        """True if the program can repair ranks, so that a version that is incomplete now may become complete."""
         return False
 
     def invalid(self, rank: Rank) -> bool:
-        """Return whether the rank's copy belongs to no version, so that it cannot be saved."""
+        """Return whether the rank's copy is of no version and cannot be saved."""
         return False
 
     def at(self, now: float) -> None:
-        """Set the time, in seconds, at which all that the following calls tell happens."""
+        """Set the time, in seconds, for all calls that follow."""
 
     def reported(self, report: m.ProgramReport) -> None:
         """Take a report that only the program's recovery understands."""
 
     def happened(self, event: ProgramEvent, *, incident: bool) -> None:
-        """Take an event from outside of the ranks; ``incident``: whether one is open."""
+        """Take an event that does not come from a rank; ``incident``: whether an incident is open."""
 
     def lost(self, rank: Rank) -> None:
-        """Note that a rank cannot be spoken to any more."""
+        """Note that a rank is disconnected."""
 
     def came_back(self, rank: Rank, *, frozen: bool) -> None:
         """Note that a lost rank is back on another stream; not ``frozen``: its gate was open meanwhile."""
 
     def moved(self, version: Version) -> None:
-        """Note that a rank has finished an update."""
+        """Note that a rank has reported ``version``."""
 
     def begin(self, incident: Incident) -> None:
-        """Begin the recovery: all ranks stand still."""
+        """Begin the recovery; all connected ranks are frozen."""
         raise NotImplementedError
 
     def advance(self) -> Ending | None:
-        """Go on as far as possible, in an incident or not. Return how the recovery ended, once it has."""
+        """Go on as far as possible, in an incident or not. Return the end of the recovery; None: it goes on."""
         return None
 
     def over(self, *, resumed: bool) -> None:
-        """End with the incident: training goes on (``resumed``), or the job has ended."""
+        """Note that the incident is over: training goes on (``resumed``), or the job has ended."""
 
     def reset(self) -> None:
         """Forget everything: a new incarnation begins, or another controller leads the job."""
@@ -133,5 +137,5 @@ MakeRecovery = Callable[[RescueContext], ProgramRecovery]
 
 
 def no_recovery(_: RescueContext) -> ProgramRecovery:
-    """Make the recovery of a controller whose jobs are saved by ttp."""
+    """Make the recovery for jobs that ttp saves: it leads nothing."""
     return ProgramRecovery()

@@ -1,8 +1,8 @@
 """Takes an incident from its first evidence to the release or the thaw.
 
-``freezing`` makes the ranks stand still, ``planning`` says when and what to save, ``saving`` does it, or, if the
-program itself saves, the recovery behind ``program_recovery``. The stages are explained in
-``ttp.core.controller.machine``.
+``freezing`` freezes the ranks, ``planning`` decides when and what to save, and ``saving`` makes the checkpoint, or the
+recovery behind ``program_recovery`` does if the program itself saves. ``ttp.core.controller.machine`` explains the
+stages.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 
 class Rescue:
-    """Leads the open incident, if there is one; remembers the last one.
+    """Leads the open incident, if there is one, and remembers the last one.
 
     Args:
         job: the ranks.
         outbox: takes orders and records.
         patience: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
-        mirrors: knows which ranks keep the pages of lost hosts.
+        mirrors: tells which ranks keep the pages of lost hosts.
         make_program: makes the part that leads jobs that save and repair themselves.
     """
 
@@ -86,16 +86,16 @@ class Rescue:
         host = self._job.members[subject].hello.host if subject in self._job.members else ""
         evidence = Evidence(subject, kind, text, now, host, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
         if incident.stage is Stage.RELEASED:
-            if incident.evidence.stands(subject, kind):  # a better text for known evidence
+            if incident.evidence.stands(subject, kind):  # may have a better text
                 incident.evidence.add(evidence, detail, witness)
             return
         if incident.snapshot:
             incident.snapshot, incident.rescue_since = False, now
-            self._freezing.send(incident, sorted(self._job.live), text)  # no rank may thaw by itself now
+            self._freezing.send(incident, sorted(self._job.live), text)  # no rank may thaw on its own now
         incident.evidence.add(evidence, detail, witness)
 
     def request(self, event: SaveRequested, now: float) -> None:
-        """Take a request for a checkpoint. A rescue that is going on answers it."""
+        """Take a request for a checkpoint. An open incident answers it when it ends."""
         if not self._job.training or self._job.ended:
             self._outbox.add(AnswerSave(event.request, False, Version(0), "", "no job is training here"))
             return
@@ -104,7 +104,7 @@ class Rescue:
         incident.trial |= event.again
 
     def snapshot(self, text: str, now: float) -> Incident:
-        """Begin a checkpoint after which all ranks are thawed; no incident may be open."""
+        """Open an incident for a checkpoint after which all ranks are thawed; no incident may be open."""
         incident = self._open(now, text, snapshot=True)
         incident.evidence.add(Evidence(OUTSIDER, m.FaultKind.SNAPSHOT, text, now))
         return incident
@@ -125,7 +125,7 @@ class Rescue:
     # -------------------------------------------------------------------------------------------------------- members
 
     def joined(self, hello: m.Hello, now: float) -> None:
-        """Handle a rank's hello: freeze the rank too, or tell it how its incident ended."""
+        """Handle a rank's hello: freeze the rank for the open incident, or tell it how its incident ended."""
         incident = self.incident
         if incident is None:
             if hello.incident or self._job.ended:
@@ -152,13 +152,13 @@ class Rescue:
             self._open(now, "a controller was lost during an incident", recovered_id=hello.incident)
 
     def lost(self, rank: Rank) -> None:
-        """Do without a rank that cannot be spoken to any more."""
+        """Go on without a rank that is disconnected."""
         self.program.lost(rank)
         if self.incident is not None:
             self._do_without(self.incident, rank)
 
     def unheard(self, rank: Rank, text: str, now: float) -> None:
-        """Save without a rank from whose host nothing comes, and do not wait for its answer."""
+        """Save without a rank whose host is silent, and do not wait for its answer."""
         self.fault(rank, m.FaultKind.SILENT, text, now)
         incident = self.incident
         if incident is not None and incident.stage is not Stage.RELEASED:
@@ -170,7 +170,7 @@ class Rescue:
         self.saving.drop(incident, rank)
 
     def heard_again(self, rank: Rank, now: float) -> None:
-        """Ask a rank for its answer once more, because its doubted host is heard again."""
+        """Ask a rank for its answer again, because its host is no longer silent."""
         incident = self.incident
         if incident is not None and incident.stage is not Stage.RELEASED:
             incident.evidence.withdraw(rank, m.FaultKind.SILENT)
@@ -214,7 +214,7 @@ class Rescue:
             yield incident.expire_check_at
 
     def expire(self, now: float) -> None:
-        """Give up on what takes too long."""
+        """Give up saves, commits, answers and incidents that take too long."""
         incident, p = self.incident, self._patience
         if incident is None or incident.stage is Stage.RELEASED:
             return
@@ -222,7 +222,7 @@ class Rescue:
         incident.end_pauses(now)
         if now >= incident.look_again_at:
             incident.look_again_at = 0.0
-        if self.saving.stalled(incident, p.stall_s, now):  # another rank would wait as long for the same storage
+        if self.saving.stalled(incident, p.stall_s, now):  # another rank would wait as long for this storage
             self._retries.elsewhere(incident)
         if incident.stage is not Stage.SAVED and now >= incident.patient_since + p.rescue_s:
             self._end_without(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)
@@ -230,7 +230,7 @@ class Rescue:
     # -------------------------------------------------------------------------------------------------------- advance
 
     def advance(self, now: float) -> None:
-        """Move on as far as what is known allows. Called after every event; a fixed point if nothing is new."""
+        """Move the incident on as far as possible. Called after every event; without news it changes nothing."""
         steps: dict[Stage, Callable[[Incident, float], None]] = {
             Stage.FREEZING: self._maybe_plan,
             Stage.SAVING: self._check_savers,
@@ -321,7 +321,7 @@ class Rescue:
                 self._thaw(incident, "the checkpoint is written")
             return
         if self._job.in_doubt or self._freezing.looks_again(incident, now):
-            return  # the grace will tell whether it is a false alarm
+            return  # the grace decides whether it is a false alarm
         if not (incident.faulty or self._job.broken):
             if self._shadow.is_durable(incident, now):
                 self._thaw(incident, "nothing is broken after all")
@@ -339,14 +339,14 @@ class Rescue:
         self.program.over(resumed=True)
 
     def _give_up(self, incident: Incident, reason: str, now: float) -> None:
-        """Try elsewhere or later, as nothing can be saved here and now; else end without a checkpoint."""
+        """Try in the fallback directory or later, as saving here and now failed; else end without a checkpoint."""
         if self._retries.elsewhere(incident):
             self._maybe_plan(incident, now)
         elif not self._retries.later(incident, reason, now):
             self._end_without(incident, reason, now)
 
     def _end_without(self, incident: Incident, reason: str, now: float) -> None:
-        """End without a checkpoint, unless the program saved before: thaw if nothing is broken, else release."""
+        """End without a checkpoint: thaw if nothing is broken, else release. End as saved if the program has saved."""
         if incident.saved and incident.stage is Stage.PROGRAM:
             text = f"saved version {incident.saved}; then: {reason}"
             self._saved_by_program(incident, incident.saved, text, incident.path, now)

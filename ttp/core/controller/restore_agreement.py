@@ -1,4 +1,4 @@
-"""Makes all ranks restore the same checkpoint: gathers what each of them found, decides once, tells all ranks."""
+"""Makes all ranks restore the same checkpoint: gathers the checkpoints that each rank found, and decides for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ttp.core.restore_messages import Candidate, Restored, RestoreDecision, Rest
 
 
 class Restoring:
-    """The agreement of one incarnation. Ranks repeat their view to a new controller until they have begun to train.
+    """The agreement of one incarnation. Until ranks have begun to train they repeat their view to a new controller.
 
     Args:
         job: the ranks.
@@ -34,7 +34,7 @@ class Restoring:
         self._views, self._restored, self.decision = {}, {}, None
 
     def forget(self, rank: Rank) -> None:
-        """Forget what a process found that was gone before the job was complete."""
+        """Forget the view of a process that left before the job was formed."""
         self._views.pop(rank, None)
         self._restored.pop(rank, None)
 
@@ -43,12 +43,12 @@ class Restoring:
 
         Args:
             committed: its version and path; None if that incarnation committed none.
-            same_job: whether the new incarnation is of the same job, and wants to go on from there.
+            same_job: whether the new incarnation is of the same job and save directory; else nothing is expected.
         """
         self._committed = (committed or self._committed) if same_job else None
 
     def viewed(self, view: RestoreView) -> None:
-        """Take what a rank found; the last rank's view makes the decision."""
+        """Take the view of a rank: the checkpoints it found. The view of the last rank triggers the decision."""
         assert self._job.layout is not None
         self._views[view.rank] = view
         if self.decision is not None:
@@ -57,7 +57,7 @@ class Restoring:
             self._decide()
 
     def restored(self, report: Restored) -> None:
-        """Note that a rank has read the checkpoint; the last one ends the restore, which is recorded."""
+        """Note that a rank has read the checkpoint; when the last rank has, record the end of the restore."""
         assert self._job.layout is not None
         new = report.rank not in self._restored
         self._restored[report.rank] = report
@@ -86,7 +86,7 @@ class Restoring:
             self._outbox.record("restore", version=chosen.version, name=chosen.name, error=error)
         self._tell(self._views)
         if self.decision.unread:
-            self.reset()  # ranks that did not hear repeat what they found, and hear the next decision
+            self.reset()  # the ranks now read more, send new views, and get another decision
 
     def _tell(self, ranks: Iterable[Rank]) -> None:
         assert self.decision is not None
@@ -94,10 +94,13 @@ class Restoring:
 
 
 def vanished(committed: tuple[Version, str], views: Iterable[RestoreView]) -> bool:
-    """Return whether no rank has found a checkpoint that was committed, or a newer one, whole or not.
+    """Return whether no rank has found the committed checkpoint or a newer one, whole or not.
 
-    A checkpoint that is there and not whole has not vanished: the ranks say what is wrong with it, and go back to the
-    one before.
+    A damaged checkpoint has not vanished: the ranks report what is wrong with it, and restore an older one.
+
+    Args:
+        committed: version and path of the checkpoint.
+        views: the views of all ranks.
     """
     version, path = committed
     name = path.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Retries after the storage has refused on every rank: in another directory, or once more after a while."""
+"""Retries a save after the storage has failed on every rank: in the fallback directory, or again after a pause."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 
 RETRY_S, RETRY_MAX_S = 0.1, 10.0
-"""Seconds after which refusing storage is tried again, doubled each time, and their maximum."""
+"""Seconds of the pause before the storage is tried again, doubled each time, and their maximum."""
 
 
 class Retries:
-    """Sends an incident back to ``FREEZING``, where the plan is made anew.
+    """Sends an incident back to ``FREEZING``, where the plan is made again.
 
     Args:
         job: the ranks.
@@ -22,7 +22,7 @@ class Retries:
         self._job, self._outbox = job, outbox
 
     def elsewhere(self, incident: Incident) -> bool:
-        """Try everything once more in the fallback directory. Return whether there is one."""
+        """Begin the save again in the fallback directory. Return False if there is none or it was tried already."""
         fallback = next((mb.hello.fallback_dir for mb in self._job.members.values()), "")
         if not (fallback and incident.failures) or incident.directory:
             return False
@@ -32,10 +32,12 @@ class Retries:
         return True
 
     def later(self, incident: Incident, reason: str, now: float) -> bool:
-        """Try everything once more after a pause, as the storage refuses everywhere. Return whether that is done.
+        """Begin the save again after a pause, if the storage refused for a reason that may pass.
 
-        It is not done if training could go on instead. A rank that failed for another reason is not asked again: it
-        would fail again.
+        Only ranks that failed for such a reason get orders again: the others would fail again.
+
+        Returns:
+            False if no rank failed for such a reason, or if training can go on without a checkpoint.
         """
         broken = incident.faulty or self._job.broken or self._job.in_doubt
         if incident.snapshot or not (incident.passing and broken):

@@ -1,9 +1,9 @@
-"""Turns a plan into a checkpoint: who writes what, who is replaced, who commits.
+"""Turns a plan into a checkpoint: orders ranks to write and to commit, and replaces those that fail.
 
-A plan becomes *tasks*. A task that is durable stays so even if its writer dies; a task whose writer is lost or fails
-before that is dropped, and the plan is made again for what is missing, which of a cut shard (``ttp.core.stripes``) is
-one part. Generations only grow, over takeovers too, so that no two writers ever use one file name, and files of an
-earlier order are recognised.
+A plan becomes *tasks*, one order per rank. A durable task stays valid even if its writer dies. A task whose writer is
+lost or fails earlier is dropped, and the plan is made again for the missing shards, or for the missing parts of a shard
+that is cut (``ttp.core.stripes``). Generations only grow, over takeovers too, so that no two writers ever use the same
+file name, and files of an earlier order are recognised.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ttp.core.decide import Assignment, How, Plan
 from ttp.core.layout import Rank, Shard, Version
 
 GENERATIONS_PER_TERM = 1 << 16
-"""Generations that belong to one term, so that two controllers that reopen the same incident never use the same one."""
+"""Generations that belong to one term, so that two controllers that reopen one incident never use the same number."""
 
 
 LOSSES_MAX = 8
 REPLAN_S, REPLAN_MAX_S = 0.02, 1.0
-"""Seconds from the last plan to the next if savers were lost more than ``LOSSES_MAX`` times, doubled each time, and
-their maximum.
+"""Least seconds between two plans if savers were lost more than ``LOSSES_MAX`` times, doubled each time, and their
+maximum.
 
-A plan for 3,000 ranks takes 35 ms: if a power cut takes hundreds of savers one after the other, one plan does for many.
+A plan for 3,000 ranks takes 35 ms: if a power cut takes hundreds of savers one by one, a plan has to replace many.
 """
 
 
@@ -40,26 +40,26 @@ class Saving:
     Args:
         job: the ranks.
         outbox: takes the orders.
-        mirrors: knows which ranks keep the pages of lost hosts.
+        mirrors: tells which ranks keep the pages of lost hosts.
     """
 
     def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors) -> None:
         self.last_commit: tuple[Version, str] | None = None
         self.held: tuple[Version, str] | None = None
-        """Version and path of the checkpoint from which ranks go on though it was not durable by then; None: none."""
+        """Version and path of the held checkpoint; None: none is held, or a later commit went to the storage."""
         self._pages = PageCollectors(job, mirrors)
         self._job = job
         self._outbox = outbox
 
     def take_over(self, made: tuple[Version, str] | None) -> None:
-        """Take over a checkpoint that was made while the controller was silent: its version and path."""
+        """Take over a checkpoint (version, path) that was made while the controller was silent."""
         if made is not None and (self.last_commit is None or made[0] > self.last_commit[0]):
             self.last_commit = made
 
     # ----------------------------------------------------------------------------------------------------------- plan
 
     def begin(self, incident: Incident, plan: Plan, now: float) -> None:
-        """Order what the plan adds to what is written already."""
+        """Send the orders for everything in the plan that is not written or ordered already."""
         if incident.plan is not None and incident.plan.version != plan.version:
             incident.tasks, incident.pending, incident.cuts = [], {}, {}
         parts = (stripes.parse(assignment.shard) for assignment in plan.assignments)
@@ -96,11 +96,11 @@ class Saving:
             self._send_save(incident, order.rank)
 
     def next_generation(self, incident: Incident) -> int:
-        """Larger than all that were given out for this incident, by other controllers too."""
+        """Return a generation larger than all that were used for this incident, by other controllers too."""
         return max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
 
     def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
-        """Return the savers' orders; on every host one rank that is still there collects the pages of all its ranks."""
+        """Return the savers' orders; on every host one able rank collects the pages of all ranks of the host."""
         shards: dict[Rank, list[Shard]] = {}
         kept: dict[Rank, list[Shard]] = {}
         hows: dict[Rank, How] = {}
@@ -128,7 +128,7 @@ class Saving:
         return orders
 
     def _collects_late(self, incident: Incident, now: float) -> bool:
-        """Order pages that only ranks that answered after the plan may have. Return whether to wait for pages."""
+        """Order pages that only ranks which answered after the plan have. Return whether to wait for pages."""
         pages = self._pages.collectors(incident, ())
         incident.generation += bool(pages)
         for rank, wanted in sorted(pages.items()):
@@ -142,7 +142,7 @@ class Saving:
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         task, plan = incident.pending[rank], incident.plan
         assert plan is not None
-        answer = incident.answers.get(rank)  # None: it has come back, and is asked again
+        answer = incident.answers.get(rank)  # None: the rank has come back, and is asked again
         if task.order.how is How.REDO and (answer is None or answer.version < plan.version):
             incident.redoing[rank] = plan.version
         self._outbox.send_to(
@@ -160,12 +160,12 @@ class Saving:
         )
 
     def resend(self, incident: Incident, rank: Rank) -> None:
-        """Repeat the order to ``rank``: its stream was replaced, and what was sent on the old one may be lost."""
+        """Repeat the order to ``rank``, because its stream was replaced and the order may be lost."""
         if rank in incident.pending:
             self._send_save(incident, rank)
 
     def nothing_new(self, incident: Incident, plan: Plan, on_disk: Version) -> None:
-        """End the saving, because the newest version that can be saved is on disk already."""
+        """End the save, because the newest version that can be saved is on disk already."""
         incident.plan, incident.saved = plan, on_disk
         incident.path = self.last_commit[1] if self.last_commit else ""
         incident.outcome = (
@@ -201,7 +201,7 @@ class Saving:
         self._compare_cuts(incident, task.pieces)
 
     def _compare_cuts(self, incident: Incident, pieces: Iterable[m.Piece]) -> None:
-        """Write shards whole whose replicas cut them differently, as tensors differ (an average on rank 0 only)."""
+        """Have shards written whole if replicas cut them differently, e.g. because only rank 0 holds an average."""
         parts = [(stripes.parse(Shard(piece.shard)), piece.cut) for piece in pieces]
         odd = {part.shard for part, cut in parts if part.count > 1 and incident.cuts.setdefault(part.shard, cut) != cut}
         if not odd:
@@ -212,7 +212,7 @@ class Saving:
         incident.enter(Stage.FREEZING, "replicas do not cut a shard alike")
 
     def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
-        """Drop a failed task; the rank is not asked again, unless all ranks are (``Incident.forgive``)."""
+        """Drop a failed task; the rank gets no order again, except by ``Incident.forgive``."""
         task = incident.pending.get(report.rank)
         if task is None or (report.incident, report.generation) != (incident.id, task.generation):
             return
@@ -221,13 +221,13 @@ class Saving:
         self.drop(incident, report.rank)
 
     def written(self, incident: Incident, rank: Rank, size: int, now: float) -> None:
-        """Note how many bytes a rank's saver has written by now."""
+        """Note the number of bytes that a rank has written so far."""
         known = incident.progress.get(rank)
         if known is not None and known[0] != size:
             incident.wrote(rank, size, now)
 
     def stalled(self, incident: Incident, patience_s: float, now: float) -> bool:
-        """Fail the saves whose storage has taken no byte for too long. Return whether there were any."""
+        """Fail the saves whose storage has taken no byte for too long. Return whether there was such a save."""
         text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
         failed = len(incident.failures)
         while True:
@@ -249,7 +249,7 @@ class Saving:
 
     @staticmethod
     def _slowest(incident: Incident) -> tuple[Rank | None, float]:
-        """Return the rank that has written nothing for longest, and since when. Cheap, as it runs after every event."""
+        """Return the writing rank without progress for longest, and since when. Cheap, as it runs after every event."""
         if incident.stage is Stage.COMMITTING:
             writing: Container[Rank | None] = (incident.committer,)
         elif incident.stage is Stage.SAVING:
@@ -264,14 +264,14 @@ class Saving:
         return None, 0.0
 
     def drop(self, incident: Incident, rank: Rank) -> None:
-        """Drop the task of ``rank``: its pieces will not come, or cannot be trusted."""
+        """Drop the unfinished task of ``rank``: its pieces will not come, or cannot be trusted."""
         task = incident.pending.pop(rank, None)
         if task is not None:
             incident.tasks.remove(task)
             incident.dropped.append(rank)
 
     def check(self, incident: Incident, now: float) -> None:
-        """Go on to the commit when all pieces are durable; have the plan made again when savers are gone."""
+        """Begin the commit when all pieces are durable; have the plan made again when savers were lost or failed."""
         if incident.dropped:
             self._outbox.record("replan", generation=incident.generation, lost_savers=sorted(incident.dropped))
             incident.enter(Stage.FREEZING, "savers were lost or failed")
@@ -286,7 +286,7 @@ class Saving:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def commit(self, incident: Incident, why: str, now: float) -> None:
-        """Order a writer to commit, else a rank that stands still, else any other. If there is none: ``stranded``."""
+        """Order a rank to commit: a writer, else a frozen rank, else one that may hang. None left: ``stranded``."""
         able = [r for r in incident.answers if incident.can_commit(r)]
         if not able:
             return
@@ -297,7 +297,7 @@ class Saving:
         self._send_commit(incident)
 
     def stranded(self, incident: Incident) -> bool:
-        """Return whether all pieces are durable and no rank is left to commit them, now or later."""
+        """Return whether all pieces are durable and no rank can commit them, now or later."""
         return (
             incident.stage is Stage.SAVING
             and not (incident.pending or incident.dropped or incident.waiting or self._job.in_doubt)
@@ -329,7 +329,7 @@ class Saving:
         )
 
     def check_committer(self, incident: Incident) -> None:
-        """Replace a committer that is lost or failed; the commit is idempotent."""
+        """Have a committer that was lost or failed replaced; the commit is idempotent."""
         assert incident.committer is not None
         if not incident.can_commit(incident.committer):
             incident.committer = None

@@ -1,9 +1,9 @@
-"""Decides whether a checkpoint goes to the host's memory first, where survivors go on and the storage is slow. Pure.
+"""Decides whether a checkpoint goes to the host's memory first: if the survivors go on and the storage is slow. Pure.
 
-Such a checkpoint is made as any other, with a manifest, in a directory in memory; a writer process copies it from there
-to the storage (``ttp.launch.shadow``). A *held* checkpoint does not count as saved: ranks may go on from it, and are
-never told to leave with 75. If they cannot go on, one rank commits the checkpoint to the storage, i.e. waits for the
-writer. If anything fails in memory, the save begins again and goes to the storage. See decision 63.
+Such a checkpoint is made like any other, with a manifest, but in a directory in memory. A writer process copies it from
+there to the storage (``ttp.launch.shadow``). A *held* checkpoint does not count as saved: ranks may go on from it, but
+are not told to exit with 75. If they cannot go on, one rank commits the checkpoint to the storage, i.e. waits for the
+writer. If the save to memory fails, the save begins again on the storage. See decision 63.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ttp.errors import EXIT_SAVED
 
 
 class Shadow:
-    """Handles what a save to memory does differently from a save to the storage.
+    """Handles the differences between a save to memory and a save to the storage.
 
     Args:
         job: the ranks of the job.
         outbox: takes the records.
-        saving: makes the checkpoints, in memory too.
+        saving: makes the checkpoints, in memory and on the storage.
         verdict: the job's verdict.
     """
 
@@ -47,12 +47,12 @@ class Shadow:
         return "" if continuing.why_not_after(job, incident, plan, base) else places.pop()
 
     def awaits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> bool:
-        """Have one rank wait until the version held in memory is durable, if no rank can save a newer one.
+        """Order one rank to wait until the version held in memory is durable, if no newer version can be saved.
 
-        A version that is held and not durable does not count as on disk.
+        A version that is held but not durable does not count as on disk.
 
         Returns:
-            True if a version is held and ``verdict`` is no plan for a newer one.
+            True if a version is held and ``verdict`` is not a plan for a newer version.
         """
         held = max((answer.held for answer in incident.answers.values()), default=Version(0))
         if not held or (isinstance(verdict, Plan) and verdict.version > held):
@@ -69,19 +69,19 @@ class Shadow:
         self._saving.commit(incident, "what is held has to be durable", now)
 
     def failed(self, incident: Incident) -> None:
-        """Begin the save again, to the storage, if a rank could not write or commit it to memory."""
+        """Begin the save again, on the storage, if a rank could not write or commit the checkpoint in memory."""
         if incident.holds and incident.failures:
             self._outbox.record("not_held", failures=dict(sorted(incident.failures.items())))
             incident.enter(Stage.FREEZING, "it cannot be held in memory: it is saved to the storage")
             incident.forgive("", incident.failures)
 
     def leave(self, incident: Incident) -> None:
-        """Save to the storage from now on: ranks have a newer version than the held one, or do not go on from that."""
+        """Save to the storage from now on: ranks have a newer version than the held one, or cannot go on from it."""
         if incident.holds and incident.saved:
             incident.directory, incident.saved, incident.path = "", Version(0), ""
 
     def may_end(self, incident: Incident, base: Version, now: float) -> bool:
-        """Return whether ranks may be released now: they go on from the checkpoint, or it is durable."""
+        """Return whether ranks may be released now: they go on from the checkpoint, or the checkpoint is durable."""
         if incident.waiting and not incident.newest_is_known():
             return False
         if continuing.waits(self._job, incident, now):
@@ -91,7 +91,7 @@ class Shadow:
         return goes_on or self.is_durable(incident, now)
 
     def is_durable(self, incident: Incident, now: float) -> bool:
-        """Return whether the checkpoint is durable. If not, one rank waits for it, for as long as a save may take."""
+        """Return whether the checkpoint is durable. If not, order one rank to wait until it is, as a commit."""
         if not (incident.holds and self._job.live):
             return True  # without living ranks the launcher waits for the writer
         if not any(incident.can_commit(rank) for rank in incident.answers):

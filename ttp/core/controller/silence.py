@@ -1,15 +1,15 @@
-"""Watches for hosts from which nothing comes any more: power, switch or cable failed. No I/O, no clock, no threads.
+"""Watches for silent hosts, whose power, switch or cable may have failed. No I/O, no clock, no threads.
 
-A process that dies ends its stream at once. A host that is cut off, or has lost its power, ends nothing: its streams
-are taken for dead only when gRPC has waited long enough to be sure. Until then the host is *in doubt*: all others are
-frozen and what they hold is saved, because that can be taken back. No rank is released for a doubt, see ``Rescue``.
+The death of a process ends its stream at once. A host that is cut off or has lost its power ends no stream: gRPC ends
+the streams only after its keepalive timeout. Until then the host is *in doubt*: the ranks of all other hosts are frozen
+and their state is saved, because a freeze can be taken back. No rank is released because of a doubt, see ``Rescue``.
 
-Reports of ranks are no measure of a host: a rank that is stopped, or holds its interpreter lock, says nothing for
-seconds in perfect health, and so does one whose reports wait in a socket because the controller itself was stopped. So
-a host that was not heard for a while is *looked at*: the driver of the machine asks its own kernel how long nothing has
-arrived from there, neither data nor an acknowledgement. The other kernel answers whatever its processes do.
+Missing reports alone do not put a host in doubt. A rank that is stopped, or whose interpreter lock is held, sends none
+for seconds; and if the controller itself was stopped, reports wait unread in its sockets. So a host without reports for
+a while is *looked at*: the driver of the machine asks its own kernel how long nothing has arrived from that host,
+neither data nor an acknowledgement. The host's kernel acknowledges data whatever its processes do.
 
-A controller that comes late to its own turn was stopped, or its machine was: then every host is given time anew.
+If ``check`` is called late, the controller or its machine was stopped: then the time of every host begins again.
 
 Cost: constant for every report of a host.
 """
@@ -30,7 +30,7 @@ LOOK_S = 0.25
 NEVER = float("inf")
 
 LATE_S = 0.5
-"""Seconds by which a turn may be late: a later one shows that the controller did not run."""
+"""Seconds by which ``check`` may be late; a longer delay shows that the controller did not run."""
 
 
 class Silence:
@@ -38,10 +38,10 @@ class Silence:
 
     Args:
         job: the ranks.
-        outbox: takes what is to be looked at, and records.
-        rescue: is told of doubts.
+        outbox: takes ``LookAt`` actions and records.
+        rescue: takes the ranks of hosts in doubt.
         patience: see ``ControllerTimeouts``.
-        host: of this controller, which cannot be cut off from itself.
+        host: the controller's own host, which is not watched.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class Silence:
 
     def reset(self) -> None:
         """Forget all hosts, because another incarnation begins."""
-        self._ranks: dict[str, set[Rank]] = {}  # ranks that can be spoken to
-        self._heard: OrderedDict[str, float] = OrderedDict()  # since when each host is quiet, the longest first
+        self._ranks: dict[str, set[Rank]] = {}  # connected ranks by host
+        self._heard: OrderedDict[str, float] = OrderedDict()  # last report of each host, the oldest first
         self._looks: OrderedDict[str, float] = OrderedDict()  # when to look again at quiet hosts, the next first
         self._asked: set[str] = set()  # hosts that are being looked at
-        self._doubted: OrderedDict[str, float] = OrderedDict()  # until when each host may be in doubt, the next first
+        self._doubted: OrderedDict[str, float] = OrderedDict()  # end of the doubt about each host, the next first
 
     # ---------------------------------------------------------------------------------------------------- what is told
 
     def joined(self, rank: Rank, now: float) -> None:
-        """Note that a rank can be spoken to."""
+        """Note that a rank is connected."""
         host = self._job.members[rank].hello.host
         self._ranks.setdefault(host, set()).add(rank)
         self.heard(host, now)
 
     def heard(self, host: str, now: float) -> bool:
-        """Note that a rank of a host has said something. Return whether that ends a doubt."""
+        """Note a report of a rank of this host. Return whether that ends a doubt about the host."""
         if host == self._host or self._patience.quiet_s is None:
             return False
         self._looks.pop(host, None)
@@ -85,7 +85,7 @@ class Silence:
         return True
 
     def lost(self, rank: Rank) -> None:
-        """Note that a rank cannot be spoken to any more, which is no doubt but evidence."""
+        """Stop watching a disconnected rank; other evidence than a doubt stands against it."""
         host = self._job.members[rank].hello.host
         ranks = self._ranks.get(host, set())
         ranks.discard(rank)
@@ -97,13 +97,13 @@ class Silence:
         self._asked.discard(host)
 
     def looked(self, event: LookedAt, now: float) -> None:
-        """Take the time for which nothing has come from a host, as the kernel sees it."""
+        """Take the kernel's answer: the time for which nothing has come from a host."""
         host = event.host
         if host not in self._asked:
             return  # the host was heard meanwhile
         self._asked.discard(host)
         if event.silent_s is None:
-            return  # unknown: a dead host's streams will end by themselves
+            return  # unknown: the streams of a dead host end after gRPC's keepalive timeout
         if event.silent_s >= self._patience.doubt_s and self._matters:
             self._doubt(host, event.silent_s, now)
         else:
@@ -121,11 +121,11 @@ class Silence:
 
     @property
     def _matters(self) -> bool:
-        """True if a doubt matters: the job trains, so it has something to lose, and no other controller may lead it."""
+        """True if a doubt matters: the job is formed, so it has steps to lose, and no takeover is going on."""
         return self._job.formed and not self._job.ended and self._job.gather_until is None
 
     def deadline(self) -> float | None:
-        """Return when ``check`` has something to do; None: not before something is heard."""
+        """Return when ``check`` has something to do; None: not before the next report."""
         dues = [self._quiet_at]
         if self._looks:
             dues.append(next(iter(self._looks.values())))
@@ -136,12 +136,12 @@ class Silence:
 
     @property
     def _quiet_at(self) -> float:
-        """Time at which to look at the host that was silent for longest."""
+        """Time at which to look at the host with the oldest report."""
         quiet_s = self._patience.quiet_s
         return next(iter(self._heard.values())) + quiet_s if self._heard and quiet_s is not None else NEVER
 
     def check(self, now: float) -> None:
-        """Look at hosts that were not heard for long; a doubt that has lasted too long becomes a fault."""
+        """Look at hosts that have sent no report for too long; turn a doubt that has lasted too long into a fault."""
         due = self.deadline()
         if due is None or now < due:
             return
@@ -153,7 +153,7 @@ class Silence:
         while self._looks and now >= next(iter(self._looks.values())):
             self._look(self._looks.popitem(last=False)[0])
         while self._doubted and now >= next(iter(self._doubted.values())):
-            self._job.silent -= self._ranks[self._doubted.popitem(last=False)[0]]  # the ranks' evidence stands instead
+            self._job.silent -= self._ranks[self._doubted.popitem(last=False)[0]]  # the evidence against them stands
 
     def _look(self, host: str) -> None:
         self._asked.add(host)
@@ -161,7 +161,7 @@ class Silence:
         self._outbox.add(LookAt(host, tuple(sorted({stream for stream in streams if stream is not None}))))
 
     def _was_away(self, now: float) -> None:
-        """Give every host new time, because this controller did not run: unread reports may wait."""
+        """Let the time of every host begin again: this controller did not run, and reports may wait unread."""
         for host in (*self._heard, *self._looks):
             self._heard[host] = now
         self._looks.clear()

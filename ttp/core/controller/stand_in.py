@@ -1,13 +1,14 @@
-"""A checkpoint while the job's controller is silent, made by a standby controller. No I/O, no clock, no threads.
+"""Makes a checkpoint in a standby controller while the job's own controller is silent. No I/O, no clock, no threads.
 
-A host that falls silent is in doubt for seconds before anybody can be sure (``silence``). If it is the host of the
-controller itself, ranks that hear nothing of it keep their streams to it, and come to a standby controller on a second
-stream, *meanwhile*. That controller freezes the ranks that come, saves and commits what they hold together, and thaws
-them. It leads no rank: it has no term, blames no rank, and cannot release. So a doubt that turns out to be wrong costs
-a pause: a rank that hears its controller again ends the second stream, which thaws it as well.
+A silent host is in doubt for seconds before it is known whether it is lost (``silence``). If it is the host of the
+controller, its ranks keep their streams to it and open a second stream, *meanwhile*, to a standby controller. That
+controller freezes the ranks that come, saves and commits the version that they hold together, and thaws them. It does
+not lead the ranks: it has no term, accuses no rank, and cannot release. So a doubt that turns out to be wrong costs
+only a pause: a rank that hears from its controller again ends the second stream, which thaws the rank as well.
 
-A takeover (``gathering``) is another matter: a rank that is sure that its controller is lost says hello again, without
-``meanwhile``, as a rule to this very process. What is being saved by then goes on, and is taken over: ``meanwhile``.
+A takeover (``gathering``) differs: a rank that is sure that its controller is lost says hello again, without
+``meanwhile``, usually to this same process. A checkpoint that is being made at that time goes on, and the new leader
+takes it over; see ``meanwhile``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class StandIn:
     Args:
         patience: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
-        meanwhile: is told what is saved here.
+        meanwhile: takes note of the checkpoints made here.
     """
 
     def __init__(self, patience: ControllerTimeouts, new_id: Callable[[int], str], meanwhile: Meanwhile) -> None:
@@ -57,7 +58,7 @@ class StandIn:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget all ranks: the next rank that comes may be of another job."""
+        """Begin without ranks: the next rank that comes may be of another job."""
         self.job = Membership(NO_TERM)
         self._outbox = Outbox(self.job)
         self._layouts = Layouts(self.job, self._outbox)
@@ -65,12 +66,12 @@ class StandIn:
         self.rescue = Rescue(self.job, self._outbox, self._patience, self._id_of, mirrors, no_recovery)
 
     def _id_of(self, number: int) -> str:
-        """Return an id that no incident of the job has that this controller may lead."""
-        self._incidents += 1  # ``number`` begins anew whenever all ranks were forgotten
+        """Return an id that differs from all ids of the incidents that this controller leads."""
+        self._incidents += 1  # ``number`` begins again after each ``_begin``
         return f"{self._new_id(self._incidents)}{MEANWHILE}"
 
     def part(self, event: Event) -> tuple[Event | None, Event | None]:
-        """Split an event into the part from streams on which ranks have come meanwhile, and the rest."""
+        """Split an event into the part from ``meanwhile`` streams, and the rest; None: there is no such part."""
         match event:
             case Received(connection, m.Hello(meanwhile=True)):
                 self._streams.add(connection)
@@ -85,7 +86,7 @@ class StandIn:
         return event, None
 
     def on_event(self, event: Event, now: float) -> list[Action]:
-        """Take an event of such a stream, or note that time has passed."""
+        """Take an event of a ``meanwhile`` stream, or a ``Tick``. Return the actions to be done."""
         match event:
             case Received(connection, m.Hello() as hello):
                 self._hello(connection, hello, now)
@@ -122,7 +123,7 @@ class StandIn:
             yield from self.rescue.deadlines()
 
     def _actions(self) -> list[Action]:
-        """Return the actions without records of no incident: they would read as if this controller led the job."""
+        """Return the actions but drop records outside an incident, which would suggest that this controller leads."""
         return [a for a in self._outbox.take() if not isinstance(a, Record) or a.incident]
 
     def _hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
@@ -172,9 +173,7 @@ class StandIn:
                 saving.reported(incident, report, now)
 
     def _ended(self, connection: ConnectionId, now: float) -> None:
-        """Forget the ranks of a stream that ended: that they hung up, gave up their controller or died is no fault
-        here.
-        """
+        """Forget the ranks of a stream that ended; whatever the reason, it is no fault here."""
         self._streams.discard(connection)
         self._layouts.ended(connection, now)
         for rank in sorted(self.job.by_connection.get(connection, set())):

@@ -1,9 +1,9 @@
-"""Sees to it that standby controllers run on other hosts, and that every rank knows their addresses.
+"""Has standby controllers started on other hosts, and tells every rank their addresses.
 
-A standby controller knows nothing. When ranks come to it because theirs is gone, it learns everything from their hellos
-and takes over. So all that is needed ahead of time is that it runs, and that every rank knows its address. A host that
-is asked is announced at once, with the port that it will choose if it can: if this controller is lost in the seconds
-that the other one takes to start, ranks know where to go on asking.
+A standby controller has no state of the job. When ranks come to it because their controller is lost, it learns all it
+needs from their hellos and takes over. So the only preparation is that it runs and that every rank knows its address.
+The address of a standby is announced as soon as it is ordered, with the port that it takes if that port is free: if
+this controller is lost while the standby starts, ranks already know where to go.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Standby:
     Args:
         job: the ranks.
         outbox: takes the orders.
-        host: of this controller; no standby is needed there.
-        wanted: how many there should be.
-        port: of the job, which a controller elsewhere will have too if it is free there; 0 if not known.
+        host: the host of this controller, which needs no standby.
+        wanted: the number of standby controllers.
+        port: the controller port of the job, which standbys take as well if it is free on their host; 0 if unknown.
     """
 
     def __init__(self, job: Membership, outbox: Outbox, host: str, wanted: int, port: int) -> None:
@@ -35,15 +35,15 @@ class Standby:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses at which they listen (host:port)."""
+        """Addresses (host:port) of the standby controllers that have started."""
         return tuple(place for host, place in self._places.items() if host in self._up)
 
     def reset(self) -> None:
-        """Forget all standby controllers: in a new incarnation the processes that looked after them are gone."""
+        """Forget all standby controllers: in a new incarnation the processes that started them are gone."""
         self._places, self._up, self._unable = {}, set(), set()
 
     def joined(self, rank: Rank) -> None:
-        """Tell a rank that has joined the standby controllers, and ask its host for one, if one is wanted there."""
+        """Tell a rank that has joined the addresses of the standbys, and order one on its host if more are wanted."""
         self._tell((rank,))
         if self._ask(rank):
             self._tell_all()
@@ -58,7 +58,7 @@ class Standby:
         return True
 
     def answered(self, report: m.StandbyUp) -> None:
-        """Take the answer of a host that was asked for a standby controller."""
+        """Take the answer of a rank that was ordered to start a standby; if it failed, order one on another host."""
         host = self._job.members[report.rank].hello.host
         if host not in self._places or host in self._up:
             return
