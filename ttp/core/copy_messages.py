@@ -10,7 +10,7 @@ from ttp.core.layout import Rank, Version
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """The page that a dead rank left behind, as its launcher hands it over."""
+    """The rank-local page that a dead rank left behind; its launcher sends it to the controller."""
 
     rank: Rank
     version: Version
@@ -25,10 +25,10 @@ class Copied(m.Report):
 
     Args:
         rank: the rank that copied.
-        version: the version whose turn it was.
-        stored: whether the copy is whole, here and at the buddy; if not, ``text`` says why.
-        text: for people.
-        whole: the newest version that this rank knows to be whole on every rank; 0 if it knows of none.
+        version: the version that was to be copied.
+        stored: whether the copy is complete, here and at the buddy; if not, ``text`` is the reason.
+        text: the reason, for people.
+        whole: the newest version that every rank has stored, as far as this rank knows; 0 if it knows of none.
     """
 
     version: Version
@@ -50,7 +50,7 @@ class Keep(m.LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class CopyTo(m.LedOrder):
-    """Order: send copies of this rank's shards to ``buddy`` too, at ``address`` (host:port); -1: no other host."""
+    """Order: also send copies of this rank's shards to ``buddy`` at ``address`` (host:port); -1: there is no buddy."""
 
     buddy: Rank
     address: str
@@ -58,7 +58,7 @@ class CopyTo(m.LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class MirrorTo(m.LedOrder):
-    """Order: send copies of this rank's page to ``keeper`` too, at ``address`` (host:port)."""
+    """Order: also send copies of this rank's page to ``keeper`` at ``address`` (host:port)."""
 
     keeper: Rank
     address: str
@@ -66,7 +66,7 @@ class MirrorTo(m.LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class Settled(m.LedOrder):
-    """Order: all copies of ``version`` are whole, so older ones can go; or, if not ``whole``, they never will be."""
+    """Order: every rank has stored ``version``, so drop older copies; not ``whole``: some rank cannot, so drop it."""
 
     version: Version
     whole: bool

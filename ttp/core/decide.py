@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-``Mat(r)`` is the set of versions that rank ``r`` can still produce once it is quiet:
+``Mat(r)`` is the set of versions that rank ``r`` can materialise once it is frozen:
 
 ====================================================  ============
 rank r is                                             Mat(r)
@@ -15,20 +15,20 @@ torn between v and v + 1, holding a pre-image of v    {v}
 dead, unreadable, fenced: gives no answer             {}
 ====================================================  ============
 
-A checkpoint of version n exists if and only if for every shard s some rank r of R(s) has n in Mat(r). ``decide`` takes
-the largest such n. Different shards may come from different data-parallel columns. A torn rank that still holds the
-gradient is not listed as one that can redo: an update is not idempotent, so a half-applied one cannot be finished.
+A checkpoint of version n is possible if and only if for every shard s some rank r of its replica group R(s) has n in
+Mat(r). ``decide`` takes the largest such n. Different shards may come from different data-parallel columns. A torn rank
+that still holds the gradient cannot redo: an update is not idempotent, so a half-applied one cannot be finished.
 
-``replica_vote`` compares copies that should be equal. Trusted copies without NaN and Inf are taken if some version is
-whole in them, else trusted copies, else any copies; the plan then says so.
+``replica_vote`` compares copies that should be equal. ``decide`` uses trusted copies without NaN and Inf if some
+version is complete in them, else trusted copies, else any copies, and the plan's reason tells which.
 
 Kept copies (``replication``) extend Mat(r) shard by shard: n is the largest version for which each shard has a rank
-with n in Mat, or with a kept copy of n. Kept copies are of the past, so they are used only if no version is whole
-without them. A shard that some rank still holds at n is not brought from a kept copy.
+with n in Mat, or with a kept copy of n. Kept copies are older than the live state, so they are used only if no version
+is complete without them. A shard that some rank still holds at n is not taken from a kept copy.
 
-When a plan is made again because a saver was lost, the pieces that others have written, or are writing, count like a
-rank that holds them: a shard in ``written`` needs no saver any more at that version. If a part of a shard is written,
-the missing parts are assigned. ``ttp.core.placement`` says how shards are cut and spread over ranks.
+When a plan is made again because a saver was lost, pieces that other ranks have written or are writing count like
+copies: a shard in ``written`` needs no saver at that version. If only some parts of a shard are written, the missing
+parts are assigned. ``ttp.core.placement`` cuts shards and spreads them over ranks.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ SHARDS_SHOWN = 16
 
 
 class How(enum.Enum):
-    """The way in which a saver's copy becomes the planned version."""
+    """The way in which a saver gets the planned version."""
 
     AS_IS = "as_is"
     REDO = "redo"
     UNDO = "undo"
-    KEPT = "kept"  # the saver brings a kept copy of the shard, not its own state
+    KEPT = "kept"  # the saver writes a kept copy of the shard, not its live state
 
 
 @dataclass(slots=True)  # not frozen: a plan for ten thousand ranks makes one each, and frozen costs four times as much
 class Answer:
-    """The versions that a frozen rank can still materialise, and its state. Never changed once made.
+    """The answer of a frozen rank: its state, and the versions that it can materialise. Never changed once made.
 
     Args:
         rank: the rank that answers.
         version: finished updates. For a torn rank: the version that the broken update started from.
-        torn: whether the rank raised or was stopped between the first and the last write of an update.
-        has_gradient: the fully reduced gradient of ``version + 1`` is at hand (the rank stands at the gate).
-        has_preimage: a copy of the state before the last update that the rank started is at hand.
+        torn: the rank raised or was stopped between the first and the last write of an update.
+        has_gradient: the rank holds the fully reduced gradient of ``version + 1`` (it stands at the gate).
+        has_preimage: the rank holds a copy of the state before the last update that it started.
         main_thread_blocked: the main thread runs no Python (it hangs in a collective); the processor can still save.
-        post_step_done: what follows an update (scheduler, EMA) has been done too.
-        host: where the rank runs; work is spread over hosts.
+        post_step_done: the post-step (scheduler, EMA) of ``version`` is done.
+        host: the host that the rank runs on; work is spread over hosts.
         incarnation: launch of the job that the state belongs to.
-        digests: of the shards that the rank holds, at ``version``; a shard without one is not compared.
+        digests: digests of the rank's shards at ``version``; a shard without a digest is not compared.
         bad: the copy holds NaN or Inf.
-        can_save: false if the rank failed to write; its copy still counts as a witness of what is right.
+        can_save: false if the rank failed to write; its copy still counts in the comparison of replicas.
         kept: shards of which the rank can read a kept copy, its own or another rank's, and the version of each.
-        busy: the rank writes something already, and would have to begin anew if it got more.
-        stripes: into how many parts its shards may be cut; see ``ttp.core.stripes``.
-        sizes: bytes of its shards, as far as they can be cut.
+        busy: the rank is writing already, and would have to begin again if it got more to write.
+        stripes: the number of parts into which its shards may be cut; see ``ttp.core.stripes``.
+        sizes: bytes of its shards that can be cut into parts; 0 or absent: unknown.
     """
 
     rank: Rank
@@ -103,7 +103,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The assignment of ``shard``, or a part of one, to ``rank``, which writes it."""
+    """The assignment of ``shard``, a shard or a part of one, to ``rank``, which writes it."""
 
     shard: Shard
     rank: Rank
@@ -112,17 +112,17 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step-consistent checkpoint: every shard, whole or in parts, exactly once, all of one version.
+    """The plan of one step-consistent checkpoint: every shard exactly once, whole or in parts, all of one version.
 
     Shards and parts that are written already are left out.
 
     Args:
         version: finished updates.
         assignments: which rank writes which shard.
-        reason: for the operator.
-        disputed: shards whose replicas differ so that nobody can tell which is right.
+        reason: why this version, for the operator.
+        disputed: shards whose replicas differ without a majority, or that are saved from a copy that the vote rejects.
         odd: ranks whose copy differs from that of most others.
-        lost: finished updates that are given up, as far as they are known; 0 unless kept copies had to be taken.
+        lost: finished updates that are given up, as far as they are known; 0 unless kept copies have to be used.
     """
 
     version: Version
@@ -134,19 +134,19 @@ class Plan:
 
     @property
     def savers(self) -> tuple[Rank, ...]:
-        """Ranks that write something, in ascending order."""
+        """Ranks with an assignment, in ascending order."""
         return tuple(sorted({a.rank for a in self.assignments}))
 
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """No consistent checkpoint exists; ``reason`` is written for the operator."""
+    """The result that no consistent checkpoint is possible; ``reason`` is for the operator."""
 
     reason: str
 
 
 def materialisable(answer: Answer) -> dict[Version, How]:
-    """Return ``Mat(r)`` of the rank that answered, with the way to each version."""
+    """Return ``Mat(r)`` of the rank that answered, with the way to get each version."""
     v = answer.version
     if not answer.can_save:
         return {}
@@ -166,17 +166,21 @@ def decide(
     written: Mapping[Shard, Version] = MappingProxyType({}),
     uncut: Collection[Shard] = frozenset(),
 ) -> Plan | NoPlan:
-    """Return the newest version that every shard can still produce whole, and the ranks that produce it.
+    """Plan a checkpoint of the newest version that is complete in every shard.
 
-    Answers of an older incarnation than the newest one seen are ignored; of several answers of one rank the last
-    counts. Runs in O(total size of the replica groups), except that the groups of shards that are cut are sorted.
+    Only answers of the newest incarnation count, and of each rank only its last answer. Runs in O(total size of the
+    replica groups), except that the groups of shards that are cut are sorted.
 
     Args:
         layout: the replica groups.
-        answers: of the frozen ranks.
-        written: shards, and parts of shards, that have a piece of that version, durable or on its way; the plan leaves
-            them out.
-        uncut: shards to be written whole, as are those whose copies differ: parts of different copies may not fit.
+        answers: the answers of the frozen ranks.
+        written: shards, and parts of shards, that have a piece of this version, durable or being written; the plan
+            leaves them out.
+        uncut: shards to be written whole. Shards whose copies differ are written whole too: parts of different copies
+            may not fit together.
+
+    Returns:
+        The plan, or the reason for which no version is complete.
     """
     by_rank = _newest_incarnation(answers)
     ways = {rank: materialisable(answer) for rank, answer in by_rank.items()}
@@ -196,11 +200,11 @@ def decide(
 
 
 Copies = Mapping[Shard, Sequence[Rank]]
-"""The ranks whose copy of a shard may be used."""
+"""For each shard the ranks whose copies may be used."""
 
 
 KeptCopies = Mapping[Shard, Mapping[Version, Sequence[Rank]]]
-"""The ranks that can read a kept copy of a shard, by version."""
+"""For each shard and version the ranks that can read a kept copy."""
 NOTHING_KEPT: KeptCopies = MappingProxyType({})
 
 
@@ -288,9 +292,10 @@ def _assign(
     cuts: placement.Cuts,
     kept: KeptCopies = NOTHING_KEPT,
 ) -> tuple[Assignment, ...]:
-    """Assign the scarcest shards first, each to the rank with least work on the host with least work.
+    """Assign each shard to a rank, the shards with fewest candidates first.
 
-    Kept copies are brought, whole, where no rank holds the version.
+    Candidates that hold the version as it is come first; among equals the one with least work, on the host with least
+    work. A shard that no rank can materialise at the version is written whole from a kept copy.
     """
     candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in groups.items()}
     brought = {shard: kept.get(shard, {}).get(version, ()) for shard, able in candidates.items() if not able}

@@ -1,8 +1,8 @@
 """The layout of a job: which rank holds a copy of which shard of the training state.
 
-A *shard* is one distinct piece (one TP x PP x EP x ZeRO slice of weights, master weights and moments); its *replica
-group* is the set of ranks that hold a copy. Everything ttp decides is decided on shards and replica groups alone, so a
-new kind of parallelism is a new way of making a ``Layout`` and nothing else.
+A *shard* is one distinct part of the state (one TP x PP x EP x ZeRO slice of weights, master weights and moments); its
+*replica group* is the set of ranks that hold a copy. All decisions use only shards and replica groups, so a new kind of
+parallelism needs nothing but a new way to make a ``Layout``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shard = NewType("Shard", str)
 Version = NewType("Version", int)
 
 WORLD_SIZE_MAX = 1 << 20
-"""Largest world size that is accepted: ten times what ttp is made for."""
+"""Largest world size that is accepted: about ten times the 10^5 ranks that ttp is designed for."""
 
 _SHOWN_MAX = 100
 _DIGITS_MAX = 4
@@ -36,10 +36,13 @@ class Layout:
 
     Args:
         world_size: number of ranks, numbered ``0 .. world_size - 1``.
-        groups: for every shard the ranks that hold a copy of it, in ascending order.
+        groups: for every shard the ranks that hold a copy of it; sorted when the layout is made.
+
+    Attributes:
+        digest: identifies the layout: equal layouts have equal digests.
 
     Raises:
-        ConfigError: a group is empty, names a rank twice or a rank outside of the world; a rank holds nothing; or a
+        ConfigError: a group is empty, or names a rank twice or one outside of the world; a rank holds no shard; or a
             shard is named like a part of a shard (``model#2/4``).
     """
 
@@ -75,7 +78,7 @@ class Layout:
 
 
 def part_name(name: str) -> tuple[Shard, int, int] | None:
-    """Return shard, number and count in the name of a part, such as ``model#2/4``; None if it names no part.
+    """Return shard, index and count from the name of a part, such as ``model#2/4``; None if it is not such a name.
 
     See ``ttp.core.stripes``.
     """
@@ -135,7 +138,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def describe(layout: Layout) -> str:
-    """Return a layout in a few words."""
+    """Return a layout in a few words, for messages that people read."""
     groups = list(layout.groups.items())
     shown = ", ".join(f"{shard}: {compact_ranks(ranks)}" for shard, ranks in groups[:4])
     return f"{len(groups)} shards ({shown}{', ...' if len(groups) > 4 else ''})"
@@ -159,7 +162,7 @@ def _number(count: int, what: str) -> str:
 
 
 def difference(theirs: Layout, ours: Layout) -> str:
-    """Return the difference between two layouts of one world, in a few words."""
+    """Return the difference between two layouts of one world, in a few words, for messages that people read."""
     added = [shard for shard in theirs.groups if shard not in ours.groups]
     lacking = [shard for shard in ours.groups if shard not in theirs.groups]
     moved = [s for s, ranks in theirs.groups.items() if s in ours.groups and ours.groups[s] != ranks]

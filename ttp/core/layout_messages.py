@@ -1,6 +1,6 @@
-"""Messages by which a controller learns the layout of a job: it asks one rank, which answers in parts.
+"""Messages by which a controller gets the layout of a job: it asks one rank, which answers in parts.
 
-A ``Hello`` carries only the digest of the layout, so that it costs the same for every rank of a world of any size.
+A ``Hello`` carries only the digest of the layout, so that its size does not depend on the world size.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from ttp.core.layout import Rank, Shard
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Ranks that hold a copy of a shard: in a ``LayoutPart`` all of them, or a run of them in ascending order."""
+    """Ranks that hold a copy of the shard ``name``: all of them, or in a ``LayoutPart`` some, in ascending order."""
 
     name: Shard
     ranks: tuple[Rank, ...]
 
 
 Parts = tuple[tuple[ShardGroup, ...], ...]
-"""All groups of a layout, cut into parts that each fit into a message."""
+"""All groups of a layout, in parts that each fit into one message."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutPart(m.Report):
     """Report, the answer to ``TellLayout``: part ``index`` of ``count`` of the layout with this digest.
 
-    Parts are numbered from 0. A group that is too long for one part goes on in the next one, under the same name.
+    Parts are numbered from 0. A group that is too long for one part continues in the next one, under the same name.
     """
 
     digest: str

@@ -1,6 +1,6 @@
 """The messages between ranks and the controller, as plain values. Ranks *report*, the controller *orders*.
 
-The wire form is ``proto/ttp/wire/v1/controller.proto``; only ``ttp.wire.convert`` knows both. Fields are named alike.
+Their wire form is ``proto/ttp/wire/v1/controller.proto``, with the same field names; ``ttp.wire.convert`` converts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ttp.core.layout import Rank, Shard, Version
 PROTOCOL_MAJOR, PROTOCOL_MINOR = 3, 0
 
 SEVERAL = Rank(-1)
-"""Stands for a rank in a message that is the same for, or from, several ranks, which are listed beside it."""
+"""The rank in a message that is the same for, or from, several ranks, which are listed beside the message."""
 
 
 class Phase(enum.Enum):
@@ -31,32 +31,32 @@ class FaultKind(enum.Enum):
 
     LOST = "lost"  # the stream ended without a goodbye
     EXCEPTION = "exception"  # raised in the training loop
-    COLLECTIVE = "collective"  # a collective failed: secondary to whatever broke it
+    COLLECTIVE = "collective"  # a collective failed, which is the effect of another fault
     PREEMPTED = "preempted"  # SIGTERM
     EXITED = "exited"  # the launcher saw the process end
     OUTSIDE = "outside"  # an operator, a node monitor
     SILENT = "silent"  # no heartbeat, no answer to a freeze
-    HUNG = "hung"  # peers wait for it and it does not move
-    AILING = "ailing"  # its loop has ended, and can be entered again once it is repaired
-    SNAPSHOT = "snapshot"  # nothing is wrong: somebody asked for a checkpoint
+    HUNG = "hung"  # no progress, while peers wait for the rank
+    AILING = "ailing"  # the rank's loop has ended, but can be entered again after a repair
+    SNAPSHOT = "snapshot"  # no fault: a checkpoint was requested
 
 
 class GoodbyeReason(enum.Enum):
     DONE = "done"  # training ended
-    RELEASED = "released"  # obeyed a release
+    RELEASED = "released"  # the rank obeys a release
     LEFT = "left"  # the user left the loop on purpose (KeyboardInterrupt, sys.exit(0))
 
 
 class RefusalCode(enum.Enum):
     PROTOCOL = "protocol"  # another major version
-    RANK_TAKEN = "rank_taken"  # another process speaks for this rank
+    RANK_TAKEN = "rank_taken"  # another process holds this rank
     OTHER_JOB = "other_job"  # the port belongs to another job
     MISMATCH = "mismatch"  # world size or layout differ between ranks
     FENCED = "fenced"  # declared lost, or of an older incarnation
-    MALFORMED = "malformed"  # a message that makes no sense
+    MALFORMED = "malformed"  # an invalid message
     BUSY = "busy"  # an incident of the last incarnation is still being saved: try again
     TOKEN = "token"  # the shared secret is missing or wrong
-    MOVED = "moved"  # another controller is in charge: look for it
+    MOVED = "moved"  # another controller leads the job: look for it
 
 
 # ---------------------------------------------------------------------------------------------- values inside messages
@@ -64,9 +64,9 @@ class RefusalCode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ShardDigest:
-    """The digest of a replica of a shard: equal on ranks whose copies are equal; empty if not known.
+    """The digest of a replica of a shard: equal on ranks whose copies are equal; empty if unknown.
 
-    ``size``: bytes of it that can be dealt out to several savers; 0 if not known.
+    ``size``: bytes of the shard that can be cut into parts for several savers; 0 if unknown.
     """
 
     shard: Shard
@@ -83,10 +83,10 @@ class Piece:
         size: bytes.
         digest: ``xxh3_128:<hex>`` of the bytes.
         kind: ``shard``, ``rank_local`` or ``job``.
-        shard: the shard, or the part of one (``ttp.core.stripes``); empty for pieces of no shard.
+        shard: the shard, or the part of one (``ttp.core.stripes``); empty for other kinds of pieces.
         writer: the rank that wrote it.
-        table: the contents, as JSON; only the writer's adapter and the finaliser read it.
-        cut: of a part: digest of how its writer has cut the shard; parts of one shard fit together if it is equal.
+        table: the table of contents, as JSON; only the writer's adapter and the finaliser read it.
+        cut: for a part: a digest of how its writer cut the shard; parts fit together if their digests are equal.
     """
 
     file: str
@@ -101,7 +101,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class KeptCopy:
-    """A whole copy of what rank ``of`` keeps (see ``ttp.core.replication``), in memory that the sender can read."""
+    """A complete copy of the shards that rank ``of`` copies (``ttp.core.replication``), readable by the sender."""
 
     of: Rank
     version: Version
@@ -109,14 +109,14 @@ class KeptCopy:
 
 @dataclass(frozen=True, slots=True)
 class SaverOrder:
-    """The order to one saver: shards or parts of them, and the rank-local pages of the named ranks of its host."""
+    """The order to one saver: the shards or parts that it writes, and the ranks whose rank-local pages it adds."""
 
     rank: Rank
     shards: tuple[Shard, ...]
     how: How
     pages: tuple[Rank, ...]
-    job_state: bool  # writes the job-wide scalars too
-    kept: tuple[Shard, ...] = ()  # shards that are not written anew: a kept copy of the version is brought instead
+    job_state: bool  # whether it writes the job-wide scalars too
+    kept: tuple[Shard, ...] = ()  # shards to write from a kept copy of the version, not from the live state
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
@@ -131,17 +131,17 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Report):
-    """A rank's first message on a stream. After a reconnect it repeats everything that a new controller must know."""
+    """A rank's first message on a stream. On every stream it contains all that a new controller must know."""
 
     protocol_major: int
     protocol_minor: int
     ttp_version: str
     run_id: str
-    launch: int  # restart count as the launcher gives it; a hint, see Welcome.incarnation
-    incarnation: int  # 0: not known yet
+    launch: int  # restart count from the launcher; a lower bound, see Welcome.incarnation
+    incarnation: int  # 0: unknown yet
     nonce: str  # identifies the process
     world_size: int
-    layout_digest: str  # the layout itself is requested if not known; see ``ttp.core.controller.layout_exchange``
+    layout_digest: str  # the layout itself is sent on request; see ``ttp.core.controller.layout_exchange``
     host: str
     pid: int
     local_rank: int
@@ -149,40 +149,40 @@ class Hello(Report):
     framework: str
     version: Version
     phase: Phase
-    base_version: Version  # that this incarnation started from
-    term_seen: int
-    incident: str  # frozen for this incident; empty: not frozen
+    base_version: Version  # the version that this incarnation started from
+    term_seen: int  # the newest term that the rank has seen
+    incident: str  # the incident that the rank is frozen for; empty: it is not frozen
     released: bool
-    resume: bool  # a reconnect of a process that was registered before
+    resume: bool  # a reconnect of a process that a controller has welcomed before
     keep: int = 3  # checkpoints to keep
-    broken: str = ""  # why it cannot train on, for a controller that did not hear it; empty: it can
-    address: str = ""  # of its host, as other hosts reach it
-    fallback_dir: str = ""  # where to save if save_dir refuses
-    standbys: tuple[str, ...] = ()  # standby controllers (host:port) that it knows, in order
-    takeover: bool = False  # its controller cannot be reached: the receiver shall take over
-    copies_at: str = ""  # where it takes copies of other ranks' shards (host:port); empty: this rank keeps none
-    pages_at: str = ""  # where it takes pages of other ranks (host:port); empty: pages are not mirrored
-    stripes: int = 0  # parts into which its shards may be cut; 0: none, whole shards only; -1: as many as help
+    broken: str = ""  # why the rank cannot train on, for a new controller; empty: it can
+    address: str = ""  # of the rank's host, as other hosts reach it
+    fallback_dir: str = ""  # the directory to save to if saving to save_dir fails
+    standbys: tuple[str, ...] = ()  # standby controllers (host:port) that the rank knows, in order
+    takeover: bool = False  # the rank's controller cannot be reached, so the receiver shall take over
+    copies_at: str = ""  # address (host:port) for copies of other ranks' shards; empty: this rank keeps none
+    pages_at: str = ""  # address (host:port) for pages of other ranks; empty: pages are not mirrored
+    stripes: int = 0  # parts into which its shards may be cut; 0: whole shards only; -1: as many as help
     can_continue: bool = False  # this process can go on when another process is replaced
-    meanwhile: bool = False  # its controller is silent: the receiver shall save what the rank holds, and lead no rank
+    meanwhile: bool = False  # the rank's controller is silent: the receiver shall save its state, and not lead it
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Report):
-    """Sign of life. ``mark``: points of the step passed since the last update; equal steps pass equal points."""
+    """Sign of life. ``mark``: the number of points of the step passed since the last update, equal in equal steps."""
 
     version: Version
     phase: Phase
     mark: int = 0
-    activity: str = ""  # what it does on purpose instead of training: evaluation
-    written: int = 0  # bytes written by the save or commit that runs
+    activity: str = ""  # what the rank does on purpose instead of training, such as evaluation; empty: it trains
+    written: int = 0  # bytes written by the running save or commit
 
 
 @dataclass(frozen=True, slots=True)
 class Fault(Report):
     """Evidence against ``subject``; ``rank`` is the witness, -1 for one outside of the job.
 
-    ``wrong``: the program or its configuration is at fault, which no restart mends: all leave with 64, saved or not.
+    ``wrong``: the program or its configuration is wrong, which no restart mends: all ranks exit with 64, saved or not.
     """
 
     subject: Rank
@@ -211,7 +211,7 @@ class Frozen(Report):
     hold_dir: str = (
         ""  # the storage is slow: a checkpoint may be held there, in the memory of this host; empty: none may
     )
-    held: Version = Version(0)  # noqa: RUF009 - a number. Held here, and not durable yet
+    held: Version = Version(0)  # noqa: RUF009 - a number. The version held here that is not durable yet; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class StackTaken(Report):
 
 @dataclass(frozen=True, slots=True)
 class Probed(Report):
-    """Answer to ``Probe``: whether the subject's host answers this one."""
+    """Answer to ``Probe``: whether the sender's host reaches the subject's host."""
 
     subject: Rank
     reachable: bool
@@ -271,7 +271,7 @@ class Probed(Report):
 
 @dataclass(frozen=True, slots=True)
 class StandbyUp(Report):
-    """Answer to ``StandBy``: a controller is ready at ``address`` (``host:port``); empty: it could not be started."""
+    """Answer to ``StandBy``: the address (``host:port``) of the standby controller; empty: it could not be started."""
 
     address: str
 
@@ -302,8 +302,8 @@ class LedOrder(Order):
 class Welcome(LedOrder):
     incarnation: int
     ttp_version: str
-    joins: bool = False  # it takes the seat of a dead rank, in a job that goes on
-    guest: bool = False  # the rank whose seat it shall take is still alive: it waits, and is no member yet
+    joins: bool = False  # the process replaces a dead rank in a job that goes on
+    guest: bool = False  # the process will replace a rank that still lives: it waits, and is no member yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,7 @@ class Commit(LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class Release(LedOrder):
-    """Order to leave with ``exit_code``; if ``again``, ranks with ``can_continue`` call train() again instead."""
+    """Order to exit with ``exit_code``; if ``again``, ranks with ``can_continue`` call train() again instead."""
 
     incident: str
     exit_code: int
@@ -377,7 +377,7 @@ class TakeStack(LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class Probe(LedOrder):
-    """Order to be a second witness: report whether the host of ``subject`` answers."""
+    """Order to report whether the host of ``subject`` answers, as a second witness beside the controller."""
 
     subject: Rank
     address: str
@@ -385,12 +385,12 @@ class Probe(LedOrder):
 
 @dataclass(frozen=True, slots=True)
 class StandBy(LedOrder):
-    """Order to start a controller on this host that takes over when the present one is lost."""
+    """Order to start a standby controller on this host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standbys(LedOrder):
-    """The standby controllers to go to, in order, when this controller cannot be reached."""
+    """Notice of the standby controllers to connect to, in order, when this controller cannot be reached."""
 
     addresses: tuple[str, ...]
 

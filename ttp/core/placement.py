@@ -1,9 +1,9 @@
-"""Spreads the parts of shards over ranks, so that hosts, and their disks, write about the same number of bytes.
+"""Spreads shards and their parts over ranks, so that all hosts write about the same number of bytes.
 
 A shard is cut if more ranks can write at the same time than there are shards. Its parts go to replicas that are
-*alike*: they hold the version as it is, agree on whether the post-step is done, and have the same digest and size. One
-saver per host comes first, because ranks of one host share its network and disk. More per host are taken only if a
-number of parts was asked for (``TTP_STRIPES``).
+*alike*: they hold the version as it is, agree on whether the post-step is done, and have the same digest and size. By
+default each host gets one part, because the ranks of a host share its network and disk. Hosts get more parts only if
+``TTP_STRIPES`` is a number of parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ttp.core.layout import Rank, Shard, Version
 
 
 class Holder(Protocol):
-    """The fields of ``Answer`` that are needed here."""
+    """The fields of ``Answer`` that this module uses."""
 
     @property
     def rank(self) -> Rank:
@@ -31,7 +31,7 @@ class Holder(Protocol):
 
     @property
     def main_thread_blocked(self) -> bool:
-        """Whether the rank's main thread hangs. Such a rank can save, and is chosen last."""
+        """Whether the rank's main thread hangs. Such a rank can save, but is chosen last."""
 
     @property
     def post_step_done(self) -> bool:
@@ -43,7 +43,7 @@ class Holder(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether the rank is writing something already."""
+        """Whether the rank is writing pieces already."""
 
     @property
     def can_save(self) -> bool:
@@ -51,7 +51,7 @@ class Holder(Protocol):
 
     @property
     def stripes(self) -> int:
-        """Into how many parts the rank's shards may be cut, as ``Hello`` says."""
+        """The number of parts into which the rank's shards may be cut, from its ``Hello``."""
 
     @property
     def digests(self) -> Mapping[Shard, str]:
@@ -64,11 +64,11 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a shard may be cut, and which parts are missing if it is cut already.
+    """Whether a shard may be cut, and which parts are missing if it is cut already.
 
     Args:
         allowed: whether it may be cut; else it is written whole.
-        lacking: the parts that no rank writes, of a shard of which other parts are written; empty if it is not cut yet.
+        lacking: if some parts are written or being written: the other parts; empty if the shard is not cut yet.
     """
 
     allowed: bool
@@ -81,14 +81,14 @@ class Cuts:
 
     Args:
         begun: for each shard that is cut already, its version and the parts that no rank writes.
-        uncut: shards that are written whole.
+        uncut: shards that have to be written whole.
     """
 
     begun: Mapping[Shard, tuple[Version, tuple[Shard, ...]]]
     uncut: Collection[Shard]
 
     def of(self, shard: Shard, version: Version, *, allowed: bool) -> Cut:
-        """Return how ``shard`` may be cut; whole, if cutting is not ``allowed``."""
+        """Return the ``Cut`` of ``shard`` for this version; not ``allowed``: the caller wants it whole."""
         if not allowed or shard in self.uncut:
             return Cut(allowed=False)
         written, lacking = self.begun.get(shard, (None, ()))
@@ -96,10 +96,10 @@ class Cuts:
 
 
 class Work:
-    """The bytes that each rank and each host is to write.
+    """The bytes that each rank and each host has to write.
 
     Args:
-        sizes: of the shards to be written, in bytes; 0 stands for unknown and counts like the smallest.
+        sizes: the bytes of each shard to be written; 0: unknown, which counts like the smallest known size.
         holders: all ranks that have answered.
     """
 
@@ -113,13 +113,21 @@ class Work:
         self.ranks, self.hosts = len(able), len({holder.host for holder in able})
 
     def give(self, holder: Holder, size: float) -> None:
-        """Give a rank one more part to write."""
+        """Add ``size`` bytes to the work of a rank and its host."""
         self.of_rank[holder.rank] += size
         self.of_host[holder.host] += size
 
 
 def savers(shard: Shard, lead: Holder, others: Iterable[Holder], cut: Cut, work: Work) -> Iterator[tuple[Shard, Rank]]:
-    """Yield the parts of ``shard`` to be written and the rank that writes each: ``lead``, or ``others`` like it."""
+    """Yield the parts of ``shard`` to be written, with the rank that writes each.
+
+    Args:
+        shard: the shard.
+        lead: the holder that was chosen to write the shard.
+        others: other holders of the version; those that are like ``lead`` may write parts.
+        cut: whether the shard may be cut, and the missing parts.
+        work: the work assigned so far; updated here.
+    """
     alike = [lead]
     if cut.lacking or (cut.allowed and lead.stripes):
         alike += [other for other in others if other.rank != lead.rank and _alike(shard, lead, other)]
@@ -153,7 +161,7 @@ def _cut(shard: Shard, alike: list[Holder], work: Work) -> tuple[Shard, ...]:
 
 
 def _order(alike: list[Holder], work: Work, first: Holder | None) -> list[Holder]:
-    """Order idle ranks, on hosts that write least, before second ranks of a host. ``first`` comes first in any case."""
+    """Sort holders: ``first``, then idle ranks, one per host, hosts with least work first; then further ranks."""
     seen: Counter[str] = Counter()
     places: list[tuple[tuple[bool, bool, int, float, bool, float, int], Holder]] = []
     for a in sorted(alike, key=lambda a: (a is not first, a.busy, a.main_thread_blocked, work.of_rank[a.rank], a.rank)):

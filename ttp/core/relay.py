@@ -1,22 +1,22 @@
-"""A relay: one stream to a controller for the ranks of a host, each of which has a *line* in it.
+"""A relay: one stream to a controller for all ranks of a host, each of which has a *line* in it.
 
-A line is to a rank and to the controller what a stream of its own would be. It opens with the rank's first report,
-carries reports up and orders down in their order, and ends by itself or with the stream that carries it. A rank that
-connects again gets another line. So everything that the controller decides about streams holds for lines too.
+For the rank and for the controller a line is like a separate stream. It opens with the rank's first report, carries
+reports up and orders down, in order, and ends by itself or with the stream that carries it. A rank that connects again
+gets a new line. So every rule of the controller about streams also holds for lines.
 
-What a relay saves, and what it must not cost:
+The relay reduces the number of messages as follows, without delaying evidence:
 
-* Heartbeats. Once per ``heartbeat_s`` one frame stands for all lines that sent a heartbeat lately. It carries the
-  heartbeats with news and names the lines that have fallen silent. A heartbeat with another activity or phase is sent
-  at once, as a rank sends it at once. Frames of many hosts leave in the same ``SLOTS`` moments of a period, so that a
-  controller wakes for some of them together, and never for all at once.
-* Answers to a freeze go up together when all lines that were asked have answered, or after ``HOLD_S``.
-* Everything else, evidence above all, goes up at once, and takes along what waits.
-* What is the same for several ranks travels once, for all their lines: heartbeats and answers up, orders down. It names
-  ``SEVERAL`` in place of a rank: the rank of a line is the one that opened it.
+* Heartbeats: once per ``heartbeat_s`` one frame stands for all lines that sent a heartbeat lately. It carries only the
+  heartbeats that changed, and lists the silent lines. A heartbeat whose activity changed, or whose phase became or was
+  ``DONE``, is sent at once. The frames of many hosts leave at the same ``SLOTS`` moments of a period, so that the
+  controller wakes for a group of them, and never for all at once.
+* Answers to a freeze go up together when all frozen lines have answered, or after ``HOLD_S``.
+* Every other report, evidence above all, goes up at once, together with the reports that wait.
+* A message that is the same for several ranks is sent once, for all their lines: heartbeats and answers up, orders
+  down. Its rank is ``SEVERAL``; the rank of a line is that of the report which opened it.
 
-``Relay`` is the end near the ranks, ``Unfolded`` the end in the controller, ``folded`` joins equal messages in both
-directions. No I/O, no clock, no threads.
+``Relay`` is the end near the ranks, ``Unfolded`` is the end in the controller, and ``folded`` joins equal messages in
+both directions. No I/O, no clock, no threads.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ttp.core.layout import Rank
 LineId = NewType("LineId", int)
 
 HOLD_S = 0.002
-"""Seconds that the answers of some ranks wait for those of the other ranks of their host."""
+"""Seconds that the first answers to a freeze wait for the answers of the other ranks of the host."""
 FRESH = 1.5
-"""Heartbeats after which a line counts as silent: heartbeats and frames of the same period drift against each other."""
+"""Heartbeat periods after which a line counts as silent; more than 1, as heartbeats and frames drift in time."""
 SLOTS = 50
-"""Moments of a heartbeat's period at which frames leave: of a thousand hosts twenty are then heard together."""
+"""Moments of a heartbeat's period at which frames leave: of a thousand hosts twenty then send at the same moment."""
 ALIKE = (m.Heartbeat, m.Frozen)
 """Reports that are often equal on all ranks."""
 
@@ -49,9 +49,9 @@ class Frame:
     """The content of one message from a relay to the controller.
 
     Args:
-        reports: reports with the lines that sent them; ``None``: these lines have ended. Those of one line are in
-            order.
-        beat: every line that ever sent a heartbeat has sent it again unchanged, except those in ``silent``.
+        reports: reports with the lines that sent them; ``None``: these lines have ended. The reports of each line are
+            in order.
+        beat: the last heartbeat of every line counts as repeated, except for the lines in ``silent``.
         silent: lines without a heartbeat for ``FRESH`` periods.
     """
 
@@ -62,11 +62,11 @@ class Frame:
 
 @dataclass(slots=True)
 class _Line:
-    """One rank, as its relay sees it."""
+    """The relay's state of one line."""
 
     rank: Rank
     beat: m.Heartbeat | None = None
-    """The last heartbeat that came."""
+    """The last heartbeat from the rank."""
     told: m.Heartbeat | None = None
     """The last heartbeat that was sent up."""
     beaten_at: float = 0.0
@@ -76,8 +76,8 @@ class Relay:
     """The end of a relay near its ranks, for one controller.
 
     Args:
-        heartbeat_s: seconds between two frames that stand for heartbeats; equal to a rank's heartbeat period.
-        ahead_s: such a frame leaves when ``now + ahead_s`` is a multiple of that; see ``slot_s``.
+        heartbeat_s: seconds between two frames with ``beat``; equal to a rank's heartbeat period.
+        ahead_s: such a frame leaves when ``now + ahead_s`` is a multiple of ``heartbeat_s``; see ``slot_s``.
     """
 
     def __init__(self, heartbeat_s: float, ahead_s: float = 0.0) -> None:
@@ -97,7 +97,7 @@ class Relay:
             self._beaten(line, known, report, now)
             return
         if known.beat != known.told:
-            self._tell(line, known)  # the older report arrives before the newer one
+            self._tell(line, known)  # a line's reports stay in order
         self._waiting.append((line, report))
         self._asked.discard(line)
         held = isinstance(report, m.Frozen) and bool(self._asked)
@@ -111,23 +111,23 @@ class Relay:
             self._due(now)
 
     def closed(self, line: LineId) -> None:
-        """Drop a line that the controller has ended: nothing more of it goes up."""
+        """Drop a line that the controller has ended, with its reports that wait."""
         self._lines.pop(line, None)
         self._asked.discard(line)
         self._waiting = [(of, report) for of, report in self._waiting if of != line]
 
     def told(self, lines: Iterable[LineId], order: m.Order) -> None:
-        """Note an order that was delivered to these lines: after a ``Freeze`` their answers are collected."""
+        """Note an order that was sent to these lines: after a ``Freeze`` their answers wait for each other."""
         if isinstance(order, m.Freeze):
             self._asked.update(line for line in lines if line in self._lines)
 
     def deadline(self) -> float | None:
-        """Return the time by which ``take`` should be called; None if nothing waits."""
+        """Return the time by which ``take`` should be called; None: no report or heartbeat waits."""
         due = [at for at in (self._send_at, self._beat_at) if at is not None]
         return min(due, default=None)
 
     def take(self, now: float) -> Frame | None:
-        """Return the frame that has to go up now; ``None`` if nothing is due yet."""
+        """Return the frame to send to the controller now; ``None`` if none is due yet."""
         beat = self._beat_at is not None and now >= self._beat_at
         if not beat and (self._send_at is None or now < self._send_at):
             return None
@@ -171,13 +171,16 @@ class Relay:
 
 
 def slot_s(host: str, heartbeat_s: float) -> float:
-    """Return when frames of a host leave: seconds before the full heartbeat of the wall clock."""
+    """Return the moment at which the ``beat`` frames of a host leave, spread over ``SLOTS`` by the host's name.
+
+    The moment is given in seconds before each multiple of ``heartbeat_s`` of the wall clock.
+    """
     number = int.from_bytes(hashlib.sha256(host.encode()).digest()[:4], "big")
     return number % SLOTS * heartbeat_s / SLOTS
 
 
 class Unfolded:
-    """The controller's end of a relay: it turns frames into the reports that separate streams would have brought."""
+    """The controller's end of a relay: turns frames into the reports that separate streams would have carried."""
 
     def __init__(self) -> None:
         self._beats: dict[LineId, m.Heartbeat] = {}
@@ -204,7 +207,7 @@ class Unfolded:
 def folded(said: Iterable[tuple[LineId, Word | None]]) -> list[tuple[Lines, Word | None]]:
     """Join equal messages from, or to, several lines; ``None`` ends a line.
 
-    The order of each line's messages stays. Between lines it may change, as it may between streams.
+    The messages of each line stay in order. Messages of different lines may change places, as on separate streams.
     """
     together: list[tuple[list[LineId], Word | None]] = []
     alike: dict[Word, int] = {}

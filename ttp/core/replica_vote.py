@@ -1,7 +1,7 @@
-"""Compares replicas that should be equal: if they differ, the majority is right, and a tie is a dispute.
+"""Compares replicas that should be equal: if they differ, the most frequent digest is right; a tie is a dispute.
 
 Silent corruption (a flipped bit in memory, a kernel that went wrong on one device) makes one copy differ. Only copies
-of the same version can be compared, so a rank that has finished one update more is compared with ranks of its version.
+of the same version are compared: a rank that is one update ahead is compared with ranks of its own version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ttp.core.layout import Layout, Rank, Shard, Version
 
 
 class Witness(Protocol):
-    """The fields of ``Answer`` that are needed here."""
+    """The fields of ``Answer`` that this module uses."""
 
     @property
     def rank(self) -> Rank:
@@ -28,7 +28,7 @@ class Witness(Protocol):
 
     @property
     def torn(self) -> bool:
-        """Whether the rank's last update was broken off, so that there is nothing to compare."""
+        """Whether the rank was stopped within an update: such a copy is not compared."""
 
     @property
     def digests(self) -> Mapping[Shard, str]:
@@ -37,11 +37,11 @@ class Witness(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The ranks whose copies differ from the majority.
+    """The result of the comparison.
 
     Args:
-        odd: for every shard in question the ranks that differ from a majority.
-        disputed: shards of which no digest has more witnesses than every other.
+        odd: for every shard with differing copies the ranks whose digest is not the most frequent one.
+        disputed: shards without a most frequent digest (a tie).
     """
 
     odd: Mapping[Shard, frozenset[Rank]] = field(default_factory=lambda: MappingProxyType({}))
@@ -49,7 +49,7 @@ class Verdict:
 
     @property
     def odd_ranks(self) -> tuple[Rank, ...]:
-        """All ranks that differ, in ascending order."""
+        """All ranks with an odd copy, in ascending order."""
         return tuple(sorted({rank for ranks in self.odd.values() for rank in ranks}))
 
 

@@ -1,30 +1,30 @@
-"""Second copies of shards that only one rank holds: which rank copies what, to whom, and which copies can go.
+"""Second copies of shards that only one rank holds: which rank copies what, to which buddy, and when copies may go.
 
-A shard without replicas dies with its rank. If second copies are asked for (``wrap_optimizer(buddy=True)``), every rank
-copies the shards that it has to keep into the memory of its host every k updates, beside the training, and sends them
-to a rank of the next host. All shards take part, replicated ones too, by one of their ranks: a checkpoint needs all of
-one version.
+A shard without replicas dies with its rank. If second copies are requested (``wrap_optimizer(buddy=True)``), every rank
+copies its assigned shards (``keepers``) every k updates into the memory of its host, beside the training, and sends
+them to a rank of the next host. All shards are copied, each by one of its ranks, replicated shards too: a checkpoint
+needs all shards of one version.
 
 Theory of operation
 -------------------
-The copy of version c is *whole* when every rank has stored its own part, here and at its buddy. Until then the copy
-before has to stay, everywhere. Only the controller hears from all ranks, so ranks report (``Copied``) and the
-controller settles the *fate* of each version once: whole as soon as all have stored it, never if one could not. A rank
-drops the older copy when it hears "whole", the newer one when it hears "never", and makes no other copy until it knows.
-So a rank holds two at most, and at any moment there is a version of which every rank holds a copy: nobody drops c - k
-before all have c, and nobody drops c unless some rank never had it.
+The copy of version c is *whole* when every rank has stored its own part, here and at its buddy. Until then every rank
+has to keep the copy before. Only the controller hears from all ranks, so ranks report (``Copied``) and the controller
+settles the *fate* of each version once: whole as soon as all ranks have stored it, failed if one rank could not. A rank
+drops the older copy when the newer one is whole, and the newer one when it has failed, and makes no other copy until it
+knows. So a rank holds at most two copies, and at any moment there is a version of which every rank holds a copy: no
+rank drops c - k before all ranks have c, and no rank drops c unless some rank never stored it.
 
-The bound: a copy is begun every k updates and takes r updates to become whole. A rank lost after n finished updates
-costs at most k + r - 1 of them: the newest multiple of k that had r updates to get through. With r <= k that is 2k - 1.
-A copy that takes longer skips the turns that come meanwhile, and the bound is k higher for each.
+The bound: a copy begins every k updates and takes r updates to become whole. A rank lost after n finished updates costs
+at most k + r - 1 of them: the job falls back to the newest multiple of k that is at most n - r. With r <= k that is at
+most 2k - 1. A copy that takes longer makes the turns in between be skipped, and each skipped turn adds k to the bound.
 
-Copies that fail cost time all the same. After the second failure in a row only every second turn is tried, then every
-fourth, then every eighth; by the number of the turn, so that ranks that have counted differently (one skipped a turn
-that others tried) still meet. A rank that does not try says at once that it has no copy.
+Copies that fail cost time as well. After the second failure in a row only every second turn is tried, then every
+fourth, then every eighth. The number of the turn decides, so that ranks with different counts of failures (one skipped
+a turn that others tried) still try the same turns. A rank that does not try reports at once that it has no copy.
 
 After a takeover the new controller knows no fates. Ranks repeat their last report, with the newest version that they
-know to be whole. A rank that reports about a later version has learned the fate of the earlier ones before: if it does
-not know such a version to be whole, that version is not.
+know to be whole. A rank that reports a later version has learnt the fates of all earlier ones before: an earlier
+version that it does not know to be whole has failed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ from ttp.core.messages import SEVERAL
 
 NOBODY = Rank(-1)
 FATES_MAX = 16
-"""Versions whose fate is remembered: ranks of a job are at most one update apart, so they ask about the last two."""
+"""Number of versions whose fate is remembered: ranks are at most one update apart, so they need the last two."""
 
 RARER_MAX = 3
-"""Every ``2 ** RARER_MAX``-th turn is tried, however many copies before it failed."""
+"""Every ``2 ** RARER_MAX``-th turn is tried, however many copies failed before."""
 
 
 def keepers(layout: Layout) -> dict[Rank, tuple[Shard, ...]]:
-    """Return the shards that each rank has to copy: every shard by one of its ranks, evenly. Equal on all ranks."""
+    """Return the shards that each rank has to copy: each shard is copied by one of its ranks, spread evenly.
+
+    All ranks compute the same result.
+    """
     found: dict[Rank, list[Shard]] = {}
     load: Counter[Rank] = Counter()
     for shard, ranks in sorted(layout.groups.items(), key=lambda item: (len(item[1]), item[0])):
@@ -59,7 +62,7 @@ def keepers(layout: Layout) -> dict[Rank, tuple[Shard, ...]]:
 
 
 class Generations:
-    """The copies that one rank holds: the newest one known to be whole everywhere, and one whose fate is open."""
+    """The copies that one rank holds: the newest one known to be whole, and one whose fate is open."""
 
     def __init__(self) -> None:
         self.whole: Version | None = None
@@ -68,7 +71,7 @@ class Generations:
         self._tried = True
 
     def tries(self, turn: int) -> bool:
-        """Return whether to make a copy in this turn, which has begun; see the module's docstring."""
+        """Return whether to make a copy in the turn that begins now; see the module's docstring."""
         self._tried = turn % (1 << min(max(self._failed - 1, 0), RARER_MAX)) == 0
         return self._tried
 
@@ -80,19 +83,19 @@ class Generations:
         return True
 
     def settle(self, version: Version, *, whole: bool) -> Version | None:
-        """Note whether a version is whole everywhere. Return the version that can be dropped."""
+        """Note the fate of a version. Return the version to drop, if any."""
         if version != self.pending:
             return None
         gone = self.whole if whole else version
         if whole:
             self.whole = version
         self._failed = 0 if whole else self._failed + self._tried
-        self.pending = None  # last: another thread may begin the next copy now
+        self.pending = None  # last, because another thread may begin the next copy from now on
         return gone
 
 
 class Buddies:
-    """Names every rank's buddy, and settles the fate of each version.
+    """Assigns a buddy to every rank, and settles the fate of each version.
 
     Args:
         job: the ranks.
@@ -101,7 +104,7 @@ class Buddies:
 
     def __init__(self, job: Membership, outbox: Outbox) -> None:
         self.whole = Version(0)
-        """The newest version of which every rank has stored a copy; 0 if there is none."""
+        """The newest version that every rank has stored; 0 if there is none."""
         self._job, self._outbox = job, outbox
         self._named: dict[Rank, Rank] = {}
         self._stored: dict[Version, set[Rank]] = {}
@@ -116,11 +119,11 @@ class Buddies:
 
     @property
     def named(self) -> bool:
-        """Whether copies are kept."""
+        """Whether ranks have buddies, i.e. copies are made."""
         return bool(self._named)
 
     def joined(self, rank: Rank) -> None:
-        """Tell ranks their buddies once all have said hello; tell a rank that comes back again."""
+        """Tell ranks their buddies once all ranks have said hello; tell a rank that comes back again."""
         if not self._job.complete or not self._job.members[rank].hello.copies_at:
             return
         if self._named:
@@ -161,7 +164,7 @@ class Buddies:
                 self._settle(report.version, whole=True)
 
     def _learn(self, report: Copied) -> None:
-        """Settle versions whose fate another controller has settled, as far as the report shows it."""
+        """Settle the versions whose fate another controller has settled, as far as the report shows it."""
         if report.whole > self.whole:
             self._settle(report.whole, whole=True)
         for version in [v for v in self._stored if v < report.version and v not in self._fates]:
@@ -172,7 +175,7 @@ class Buddies:
         self._stored.pop(version, None)
         if whole:
             self.whole = max(self.whole, version)
-            if not self._well:  # in a job that is well there is one every few seconds
+            if not self._well:  # only after a failure: a healthy job makes a copy every few seconds
                 self._outbox.record("copied", version=version)
         self._well = whole
         for old in sorted(self._fates)[:-FATES_MAX]:

@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that all ranks restore."""
+"""Chooses the checkpoint that all ranks restore, from the checkpoints that each rank found."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _NONE_WHOLE = "every checkpoint: none is whole, and the newest is of step "
 
 
 def fallback_note(directory: str, candidates: Iterable[Candidate]) -> str:
-    """Return the note that a rank adds to ``RestoreView.skipped`` if some of its candidates are not in ``save_dir``."""
+    """Return the note for ``RestoreView.skipped`` of a rank that found candidates in the fallback directory."""
     versions = ", ".join(str(c.version) for c in candidates)
     return f"{_IN_FALLBACK}{directory}: step {versions}"
 
 
 def none_whole_note(newest: Version) -> str:
-    """Return the note that a rank adds to ``RestoreView.skipped`` if it found checkpoints, and none of them whole."""
+    """Return the note for ``RestoreView.skipped`` of a rank that found only damaged checkpoints."""
     return f"{_NONE_WHOLE}{newest}"
 
 
 def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
-    """Return the newest damaged version, and an error in words, if ranks found nothing but damaged checkpoints.
+    """Return the newest damaged version, and an error in words, if ranks found only damaged checkpoints.
 
-    Version 0: a rank found a whole one, or no rank found any.
+    Returns version 0 and no error if a rank found a whole checkpoint, or no rank found any checkpoint.
     """
     listed = sorted(views, key=lambda view: view.rank)
     notes = [text for view in listed for text in view.skipped if text.startswith(_NONE_WHOLE)]
@@ -42,11 +42,11 @@ def none_whole(views: Iterable[RestoreView]) -> tuple[Version, str]:
 
 
 def agree(views: Iterable[RestoreView]) -> Candidate | str:
-    """Return one checkpoint for all ranks, or an error in words.
+    """Return the checkpoint for all ranks, or an error in words.
 
-    It is the newest checkpoint that every rank found whole, and ``Candidate(0, "", "")`` if no rank found anything. If
-    ranks found something but nothing in common, they do not see the same storage: going on would throw finished steps
-    away.
+    It is the newest checkpoint that every rank found whole, or ``Candidate(0, "", "")`` if no rank found any. If ranks
+    found checkpoints but none in common, they do not see the same storage, and to go on would throw finished steps
+    away: that is the error.
     """
     listed = sorted(views, key=lambda view: view.rank)
     if not any(view.candidates for view in listed):
@@ -59,9 +59,9 @@ def agree(views: Iterable[RestoreView]) -> Candidate | str:
 
 
 def is_unread(chosen: Candidate, views: Iterable[RestoreView]) -> bool:
-    """Return whether a rank relies on shares of the reading that no rank has read.
+    """Return whether a part of ``chosen`` was read by no rank, although some rank relies on others to have read it.
 
-    Launchers may be wrong about which ranks are on one host, and ranks that seem to see the same files may not.
+    That can happen: launchers may be wrong about which ranks share a host, and ranks may not see the same files.
     """
     readings = {_reading(view, chosen) for view in views}
     parts = Counter((reading.copy, reading.count) for reading in readings if reading.index < reading.count)
@@ -70,13 +70,13 @@ def is_unread(chosen: Candidate, views: Iterable[RestoreView]) -> bool:
 
 
 def _reading(view: RestoreView, chosen: Candidate) -> Reading:
-    """Return the share of ``chosen`` that the rank has read. A rank that does not say counts as having read all."""
+    """Return the share of ``chosen`` that the rank has read. A view without readings counts as all was read."""
     said = dict(zip(view.candidates, view.readings, strict=False))
     return said.get(chosen, Reading("", 0, 1))
 
 
 def is_fallback_note(text: str) -> bool:
-    """Return whether ``text`` was made by ``fallback_note``: it tells of something found, not of something skipped."""
+    """Return whether ``text`` was made by ``fallback_note``, and so tells of a found checkpoint, not a skipped one."""
     return text.startswith(_IN_FALLBACK)
 
 
@@ -89,7 +89,7 @@ def _seen(view: RestoreView) -> str:
 
 
 def _telling(views: list[RestoreView]) -> list[RestoreView]:
-    """Return the views with skipped checkpoints first: of 1,000 ranks only some are shown."""
+    """Return the views with skipped checkpoints first, because the error shows only the first views."""
     return sorted(views, key=lambda view: not view.skipped)
 
 

@@ -1,4 +1,4 @@
-"""Messages between ranks and the controller about the checkpoint that a job begins with."""
+"""The messages by which ranks and the controller agree on the checkpoint to restore."""
 
 from __future__ import annotations
 

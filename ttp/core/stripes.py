@@ -1,11 +1,12 @@
 """Parts of a shard, which replicas on several hosts write side by side.
 
-A part has the name of its shard with a suffix: ``model#2/4`` is the second of the four parts of ``model``. A layout has
-no such names (``Layout`` refuses them); savers, pieces and manifests do. The core does not know what is in a part: the
-adapter deals the entries of a shard out by names, shapes and types alone, so that all replicas do it alike.
+The name of a part is the name of its shard with a suffix: ``model#2/4`` is the second of the four parts of ``model``.
+Savers, pieces and manifests use such names; a layout does not (``Layout`` refuses them). The core does not know the
+contents of a part: the adapter distributes the entries of a shard by their names, shapes and types alone, so that all
+replicas cut it in the same way.
 
-The rule that makes a cover exact: as long as any part of a shard is written, or being written, the shard stays cut into
-that many parts, and only parts that nobody has written are assigned.
+One rule makes the parts cover the shard exactly: while any part of a shard is written or being written, the shard stays
+cut into that number of parts, and only its missing parts are assigned.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ WHOLE, AUTO = 0, -1
 """Values of ``TTP_STRIPES`` besides a number of parts: never cut, and cut where it helps."""
 
 PARTS_MAX = 8
-"""Most parts of a shard if no number was asked for: more savers can fail in more ways, for ever less gain."""
+"""Most parts of a shard with ``AUTO``: more savers gain less and less time, and more of them can fail."""
 
 PARTS_ASKED_MAX = 256
-"""Most parts that can be asked for."""
+"""Most parts that ``TTP_STRIPES`` can set."""
 
 PART_BYTES_MIN = 64 << 20
-"""Bytes of the smallest part if no number was asked for: one more file, fsync and order cost some milliseconds."""
+"""Bytes of the smallest part with ``AUTO``: one more file, fsync and order cost some milliseconds."""
 
 _WORTH = 10
-"""Percent by which more parts must make the save faster to be taken."""
+"""Percent of time that cutting into more parts must save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The ``index``-th of ``count`` parts, counted from 1; a whole shard is the first part of one."""
+    """The ``index``-th of ``count`` parts, counted from 1; a whole shard is part 1 of 1."""
 
     shard: Shard
     index: int
@@ -41,18 +42,18 @@ class Part:
 
 
 def parse(name: Shard) -> Part:
-    """Return the part that ``name`` stands for; a name without a suffix is a whole shard."""
+    """Return the part that ``name`` stands for; a name without such a suffix is a whole shard."""
     found = part_name(name) if "#" in name else None
     return Part(*found) if found and found[1] <= found[2] else Part(name, 1, 1)
 
 
 def base_of(name: Shard) -> Shard:
-    """Return the shard that ``name`` is a part of; ``name`` itself if it names no part."""
+    """Return the shard that ``name`` is a part of; ``name`` itself if it is a whole shard."""
     return parse(name).shard if "#" in name else name
 
 
 def split(shard: Shard, count: int) -> tuple[Shard, ...]:
-    """Return the names of the parts, in order; the shard itself if it is not cut."""
+    """Return the names of the ``count`` parts of a shard, in order; the shard itself for one part."""
     if count == 1:
         return (shard,)
     return tuple(Shard(f"{shard}#{index}/{count}") for index in range(1, count + 1))
@@ -84,7 +85,7 @@ def missing(like: Part, names: Collection[Shard]) -> tuple[Shard, ...]:
 
 
 def lacking(shards: Collection[Shard], names: Collection[Shard]) -> list[Shard]:
-    """Return the shards, and parts of shards, that are missing among ``names`` to cover ``shards``; in order."""
+    """Return, sorted, the shards and parts that ``names`` lacks to cover ``shards``."""
     found = set(names)
     parts = {part.shard: part for part in map(parse, sorted(found)) if part.count > 1}
     return sorted(_lacking(shards, found, parts))
@@ -97,18 +98,18 @@ def _lacking(shards: Collection[Shard], found: set[Shard], parts: Mapping[Shard,
 
 
 def parts_wanted(size: int, total: int, slots: int, at_most: int) -> int:
-    """Return into how many parts to cut a shard, so that ``slots`` writers get about the same number of bytes.
+    """Return the number of parts of a shard with which ``slots`` writers get about the same number of bytes.
 
-    Writers that have a shard of their own each gain nothing by cutting: four shards on four hosts stay whole, one shard
-    on four hosts is cut into four, and three shards too.
+    If every writer has one shard, cutting gains nothing: four shards on four hosts stay whole, but one shard on four
+    hosts is cut into four parts, and so is each of three shards.
 
     Args:
-        size: of the shard, in bytes or any other unit.
-        total: of all shards that are saved, in the same unit.
-        slots: how many ranks can write at the same time.
-        at_most: most parts; at least one.
+        size: size of the shard, in bytes or any other unit.
+        total: size of all shards that are saved, in the same unit.
+        slots: number of ranks that can write at the same time.
+        at_most: most parts, at least one.
     """
-    # The busiest writer has at least that many parts, each of 1 / n of the shard.
+    # Of n parts, each 1 / n of the shard, the busiest writer gets at least ceil(n * total / (slots * size)).
     loads = [(-(-n * total // (slots * max(size, 1))) / n, n) for n in range(1, at_most + 1)]
     best = min(load for load, _ in loads)
     return next(n for load, n in loads if load * 100 <= best * (100 + _WORTH))

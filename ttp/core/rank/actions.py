@@ -25,9 +25,9 @@ class LinkAction(Action):
 class Connect(LinkAction):
     """Open a stream; ``StreamUp`` or ``StreamDown`` follows."""
 
-    start_controller: bool  # if nobody answers, start a controller if it may run here
-    address: str = ""  # of a standby controller (host:port); empty: the job's own address
-    within_s: float | None = None  # seconds after which another controller is asked; None: there is no other
+    start_controller: bool  # whether to start a controller, if none answers and one may run on this host
+    address: str = ""  # address of a standby controller (host:port); empty: the job's own address
+    within_s: float | None = None  # time limit in seconds, after which the next controller is tried; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Send(LinkAction):
 
 @dataclass(frozen=True, slots=True)
 class LookAtController(LinkAction):
-    """Find out for how long nothing has come from the controller's host on the stream; ``Looked`` is the answer."""
+    """Ask the kernel how long the stream has received nothing from the controller's host; the answer is ``Looked``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class SendAside(LinkAction):
 
 @dataclass(frozen=True, slots=True)
 class CloseAside(LinkAction):
-    """Close the second stream; nothing that arrives on it matters any more."""
+    """Close the second stream; ignore everything that still arrives on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseGate(Action):
     """Close the gate and report the state behind it (``Quiet``).
 
-    ``hurry``: something broke, so an accelerator that does not move may well hang and is not waited for.
+    ``hurry``: there is a fault, so do not wait for an accelerator that makes no progress: it may hang.
     """
 
     hurry: bool = True
@@ -81,7 +81,7 @@ class OpenGate(Action):
 class Redo(Action):
     """Let the training thread, which stands at the gate with the reduced gradient, make exactly one update."""
 
-    version: Version  # the version that the update makes
+    version: Version  # the version after the update
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,14 @@ class DropLease(Action):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Action):
-    """The controller has welcomed this rank; ``joins``: into the seat of a dead rank, in a job that goes on."""
+    """The controller has welcomed this rank.
+
+    Args:
+        incarnation: the incarnation of the job.
+        first: this is the first welcome of this process.
+        joins: the process replaces a dead rank in a job that goes on.
+        guest: the process waits to replace a living rank.
+    """
 
     incarnation: int
     first: bool
@@ -142,14 +149,14 @@ class Decided(Action):
 
 @dataclass(frozen=True, slots=True)
 class LetGo(Action):
-    """Let train() return; if not ``rescued``, a broken rank has waited in vain and should raise its own error."""
+    """Let train() return; not ``rescued``: no controller answered in time, so a broken rank raises its own error."""
 
     rescued: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Exit(Action):
-    """Leave the process now."""
+    """Exit the process now."""
 
     code: int
     text: str
@@ -157,7 +164,7 @@ class Exit(Action):
 
 @dataclass(frozen=True, slots=True)
 class GoOn(Action):
-    """Leave the job, not the process: train() is called again, as a rank of the next incarnation."""
+    """Stay in the process: train() is called again, as a rank of the next incarnation."""
 
     text: str
 
@@ -183,11 +190,11 @@ class StartStandby(Action):
 
 @dataclass(frozen=True, slots=True)
 class NoteRing(Action):
-    """Record on this host which controller leads and which stand by, for programs that call it from outside the job.
+    """Write the addresses of the controllers to this host, for programs outside of the job that call a controller.
 
     Args:
-        term: of the controller that leads.
-        address: where it listens (host:port); ``route.HOME``: the address that the job was started with.
+        term: the term of the leading controller.
+        address: its address (host:port); ``failover.HOME``: the address that the job was started with.
         standbys: addresses of the standby controllers.
     """
 
@@ -219,7 +226,7 @@ class NameKeeper(Action):
 
 @dataclass(frozen=True, slots=True)
 class SettleCopy(Action):
-    """Note whether the copies of ``version`` are whole everywhere, and drop the copy that is not needed any more."""
+    """Note whether every rank has stored its copy of ``version``, and drop the copy that is no longer needed."""
 
     version: Version
     whole: bool
@@ -227,15 +234,18 @@ class SettleCopy(Action):
 
 @dataclass(frozen=True, slots=True)
 class ProgramAction(Action):
-    """Base of actions of ``program``; the part that feeds ``ProgramEvent`` carries them out."""
+    """Base of actions of ``program``, carried out by the part that makes ``ProgramEvent``."""
 
 
 def not_done(action: Action, text: str) -> ev.Event | None:
-    """Return the event that tells the machine of a failed action, so that it is tried again or done by another rank.
+    """Return the event that tells the machine of a failed action, so that it or another rank tries again.
 
     Args:
         action: the action that failed, for example because no thread could be started.
-        text: why.
+        text: the reason.
+
+    Returns:
+        The event; None if the machine need not know.
     """
     event: ev.Event | None = None
     match action:

@@ -1,4 +1,4 @@
-"""A rank's reports about second copies of its shards (``buddy=True``), by turn; see ``ttp.core.replication``."""
+"""Reports the second copies (``buddy=True``) that a rank makes or skips; see ``ttp.core.replication``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ttp.core.rank.outbox import RankOutbox
 
 
 class CopyTurns:
-    """Reports one copy at a time: made here, then settled by the controller once its fate is known.
+    """Reports one copy at a time, and waits until the controller has settled its fate.
 
     Args:
         rank: the rank that copies.
@@ -26,7 +26,7 @@ class CopyTurns:
         self._skipped = Version(0)
 
     def happened(self, event: CopyMade | CopySkipped) -> None:
-        """Take a copy that was made or skipped. A skipped one is reported only when the copy before it is settled."""
+        """Take a copy that was made or skipped. A skipped copy is reported once the copy before it is settled."""
         if isinstance(event, CopyMade):
             whole = self._copy.whole if self._copy is not None else Version(0)
             self._copy = Copied(self._rank, event.version, event.stored, event.text, whole)
@@ -37,7 +37,7 @@ class CopyTurns:
             self.repeat()
 
     def settled(self, order: Settled) -> None:
-        """Take the controller's word on whether the copies of a version are whole everywhere."""
+        """Take the controller's decision whether every rank has stored a version."""
         copy = self._copy
         if copy is None or order.version != copy.version or not self._unsettled:
             return
@@ -50,6 +50,6 @@ class CopyTurns:
             self.repeat()
 
     def repeat(self) -> None:
-        """Repeat the last report, because the controller may be new."""
+        """Send the last report again, because the controller may be new."""
         if self._copy is not None:
             self._outbox.report(self._copy)

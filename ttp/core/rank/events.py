@@ -1,4 +1,4 @@
-"""Events that a rank's machine (``ttp.core.rank.machine``) is fed."""
+"""Events that a rank's machine (``ttp.core.rank.machine``) takes; ``ttp.processor`` makes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class StreamUp(Event):
-    """The stream is open; nothing was said yet."""
+    """The stream is open; no message was sent yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,19 @@ class OrderReceived(Event):
 
 @dataclass(frozen=True, slots=True)
 class AsideEvent(Event):
-    """Base of events of the second stream, and of what leads to one; see ``ttp.core.rank.stand_in``."""
+    """Base of events of the second stream, and of ``Looked``, which may open it; see ``ttp.core.rank.stand_in``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Looked(AsideEvent):
-    """The seconds since anything came from the controller's host; None if this stream cannot tell."""
+    """The answer to ``LookAtController``: seconds since anything came from the controller's host; None: unknown."""
 
     silent_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class AsideUp(AsideEvent):
-    """The second stream is open; nothing was said yet."""
+    """The second stream is open; no message was sent yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class AsideDown(AsideEvent):
 
 @dataclass(frozen=True, slots=True)
 class AsideOrder(AsideEvent):
-    """An order of the controller that stands in has arrived."""
+    """An order of the stand-in has arrived on the second stream."""
 
     order: m.Order
 
 
 @dataclass(frozen=True, slots=True)
 class Quiet(Event):
-    """The state behind the closed gate has become stable, or what can be reported of it has changed."""
+    """The state behind the closed gate, sent when it is stable and whenever one of these facts changes."""
 
     version: Version
     phase: m.Phase
@@ -83,7 +83,7 @@ class Quiet(Event):
 
 @dataclass(frozen=True, slots=True)
 class NotRedone(Event):
-    """The training thread does not stand at the gate, so ``Redo`` cannot be done."""
+    """``Redo`` cannot be done, because the training thread does not stand at the gate; ``text``: the reason."""
 
     text: str
 
@@ -99,7 +99,7 @@ class PiecesWritten(Event):
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed(Event):
-    """A save has failed; ``may_pass``: the storage refused, and may accept later."""
+    """A save has failed; ``may_pass``: because of the storage, so a retry may succeed."""
 
     incident: str
     generation: int
@@ -146,7 +146,7 @@ class Returned(Event):
 
 @dataclass(frozen=True, slots=True)
 class RestoreWanted(Event):
-    """restore() was called."""
+    """restore() was called; the checkpoints found here, as in ``RestoreView``."""
 
     candidates: tuple[Candidate, ...]
     skipped: tuple[str, ...]
@@ -155,7 +155,7 @@ class RestoreWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Based(Event):
-    """The state was set to ``version``, from ``size`` bytes: nothing newer has been trained in this process."""
+    """The state was set to ``version``, read from ``size`` bytes; this process has made no update since."""
 
     version: Version
     size: int = 0
@@ -163,7 +163,7 @@ class Based(Event):
 
 @dataclass(frozen=True, slots=True)
 class Observed(Event):
-    """Time has passed; this is the rank's present version and progress."""
+    """Time has passed; the rank's present version and progress, as in ``Heartbeat``."""
 
     version: Version
     phase: m.Phase
@@ -180,7 +180,7 @@ class ProgramEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class NeighbourDied(Event):
-    """A process of this host has ended. The rank sees it before anybody else can."""
+    """Another rank's process on this host has ended; this rank learns it before the controller."""
 
     rank: Rank
     nonce: str
@@ -214,7 +214,7 @@ class StandbyStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class CopyMade(Event):
-    """The copy of ``version`` is whole here and at the buddy; or, with ``stored`` false, it has failed."""
+    """The copy of ``version`` is complete here and at the buddy (``stored``), or has failed because of ``text``."""
 
     version: Version
     stored: bool
@@ -223,6 +223,6 @@ class CopyMade(Event):
 
 @dataclass(frozen=True, slots=True)
 class CopySkipped(Event):
-    """The turn of ``version`` came while the copy before it was not settled yet."""
+    """The copy of ``version`` was skipped, because the copy before it was not settled yet."""
 
     version: Version

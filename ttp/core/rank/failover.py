@@ -1,8 +1,8 @@
-"""Chooses the controller that a rank speaks to: the present one or, if that is lost, the next one of the ring.
+"""Chooses the controller that a rank connects to: the present one or, if that is lost, the next one of the ring.
 
 The ring is the same on every rank: the home address, then the standby controllers in the order in which they were
-announced. A lost controller is tried again for a moment, as a reset connection is no death; then the ring is walked
-from the lost one onwards, so that all ranks arrive at the same successor, and the home comes last.
+announced. A lost controller is tried again for a moment, because a reset connection does not mean that it is dead. Then
+the rank walks along the ring from the lost controller on, so that all ranks come to the same successor.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Route:
 
     @property
     def others(self) -> list[str]:
-        """The other standby controllers, in the order in which they would be asked to take over."""
+        """The other standby controllers, in the order in which they would be asked to take over; without the home."""
         ring = self._ring()
         at = ring.index(self._current)
         return [address for address in (*ring[at + 1 :], *ring[:at]) if address != HOME]
 
     @property
     def went_round(self) -> bool:
-        """Whether every controller was asked since the present one was lost; trivially true without standbys."""
+        """Whether every controller was tried since the present one was lost; always true without standbys."""
         return not self.standbys or self.rounds > 0
 
     @property
     def rounds(self) -> int:
-        """How often every controller was asked in vain; bounded, as it is used as an exponent."""
+        """How often the whole ring was tried in vain; at most 4, because it is used as an exponent."""
         return min(self._walked // len(self._ring()), 4)
 
     def announced(self, addresses: tuple[str, ...]) -> None:
@@ -56,7 +56,7 @@ class Route:
         self.standbys = addresses
 
     def knows(self, address: str) -> None:
-        """Add a standby controller that was not announced yet."""
+        """Add a standby controller at ``address``, unless it is known; an empty address is ignored."""
         if address and address not in self.standbys:
             self.standbys = (*self.standbys, address)
 
@@ -65,14 +65,14 @@ class Route:
         self._current, self.takeover, self._walked, self._moved = self.address, False, 0, False
 
     def moved(self) -> None:
-        """Note that the controller at ``address`` says another one leads: walk the ring from its beginning."""
+        """Note that the controller at ``address`` says that another one leads: walk along the ring from its start."""
         self._moved, self._walked = True, 0
 
     def lost(self, for_s: float) -> None:
         """Choose the next address, because an attempt failed or the stream ended.
 
         Args:
-            for_s: seconds since there was a stream.
+            for_s: seconds since the last stream ended.
         """
         ring = self._ring()
         if len(ring) < 2 or (for_s < self._failover_s and not self._moved and not self.takeover):

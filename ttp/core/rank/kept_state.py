@@ -1,7 +1,7 @@
-"""Decides whether a rank keeps its state in memory when training goes on in its process. Pure.
+"""Decides whether a rank keeps its state in memory when training goes on in its process. Pure functions.
 
-A rank that stood at the committed version at the freeze, and whose state is untouched since, has in memory what the
-checkpoint holds. It may go on with that state, and give it to ranks that have none. In doubt the checkpoint is read.
+A rank that was frozen at the committed version, and whose state is unchanged since, has the contents of the checkpoint
+in memory. It may go on with that state, and give it to ranks that have none. In doubt the checkpoint is read.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ttp.core.messages import Phase
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A state as it was seen once.
+    """What was known of a rank's state at one moment.
 
     Args:
-        version: of the state.
-        digests: of its values, one for each shard; an empty digest: nothing is known of that shard.
-        marks: of each of its tensors: values that change if the tensor is written to or replaced.
+        version: the version of the state.
+        digests: a digest of the values of each shard; empty: the shard could not be digested.
+        marks: a value for each tensor that changes if the tensor is written to or replaced.
     """
 
     version: Version
@@ -34,7 +34,7 @@ class Origin:
 
     Args:
         version: finished updates.
-        incident: the incident in which all ranks stopped at that version and it was saved.
+        incident: the incident in which this version was saved; empty: unknown.
     """
 
     version: Version
@@ -45,8 +45,8 @@ def why_not_kept(stopped: Look | None, now: Look, version: Version, phase: Phase
     """Return why a rank that leaves its loop cannot go on with its state; empty if it is unchanged since the freeze.
 
     Args:
-        stopped: the last look behind the closed gate, by which replicas were compared; None if there was none.
-        now: a look by the training thread now.
+        stopped: the last look at the frozen state, from which the replicas were compared; None if there was none.
+        now: a look at the state now, by the training thread.
         version: the gate's version now.
         phase: the gate's phase now.
     """
@@ -64,7 +64,12 @@ def why_not_kept(stopped: Look | None, now: Look, version: Version, phase: Phase
 
 
 def why_not_adopted(kept: Origin, committed: Origin) -> str:
-    """Return why a kept state is not what the checkpoint holds from which all ranks go on; empty if it is."""
+    """Return why a kept state differs from the checkpoint that all ranks go on from; empty if it is the same.
+
+    Args:
+        kept: the commit that the kept state belongs to.
+        committed: the commit that all ranks go on from.
+    """
     if kept.version != committed.version:
         return f"it is of step {kept.version}, and all go on from step {committed.version}"
     if not kept.incident or kept.incident != committed.incident:
@@ -73,11 +78,13 @@ def why_not_adopted(kept: Origin, committed: Origin) -> str:
 
 
 def givers(layout: Layout, holders: Collection[Rank]) -> dict[Rank, Rank]:
-    """Return the rank that gives each rank without state its state: one that has all of its shards, dealt out evenly.
+    """Return for each rank without state a holder that has all of its shards, spread evenly over the holders.
+
+    Ranks for which there is no such holder are left out.
 
     Args:
         layout: the replica groups.
-        holders: ranks that have their state.
+        holders: the ranks that have their state.
     """
     found: dict[Rank, Rank] = {}
     for rank in sorted(set(map(Rank, range(layout.world_size))) - set(holders)):

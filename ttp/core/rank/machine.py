@@ -1,20 +1,20 @@
 """A rank's side of the protocol: events in, actions out. No I/O, no clock, no threads.
 
-The processor keeps one stream to the controller. Losing the stream changes nothing for the training: the stream is
-opened again, and its first message repeats everything that a new controller has to know. Orders of an older term are
-ignored.
+Theory of operation
+-------------------
+The processor keeps one stream to the controller. A lost stream does not disturb the training: the processor opens it
+again, and the first message repeats everything that a new controller has to know. Orders of an older term are ignored.
 
-A freeze closes the gate; the answer goes out at once if the state is quiet, else when the running update ends. While
-frozen the processor saves and commits what it is ordered to. For the version before (undo) the saver writes the kept
-pre-image; for a newer version (redo) the training thread, which stands at the gate with the reduced gradient, is let
-through once. A freeze ends by a thaw or by the release, which ends the process. Two rules keep a healthy job healthy
-without a controller: a freeze for a mere snapshot is thawed as soon as the stream is lost, and a rank that was frozen
-for a fault but is never released leaves with code 70 after the patience of the job (``TTP_OT``), as it could not train
-on anyway.
+A freeze closes the gate. The answer is sent at once if no update is running, else when it ends. While frozen the
+processor carries out orders to save and to commit. To save the version before (undo) the saver writes the pre-image; to
+save the next version (redo) the training thread, which stands at the gate with the reduced gradient, is let through
+for one update. A freeze ends with a thaw or with the release, which ends the process. Two rules hold without a
+controller: a freeze for a snapshot is thawed as soon as the stream is lost; and a rank that was frozen for a fault but
+is not released within ``TTP_OT`` exits with code 70, because it could not train on anyway.
 
-Files: ``rescue`` is a rank's part between the freeze and the thaw, ``failover`` chooses the controller to connect to,
+Files: ``rescue`` does a rank's work between freeze and thaw, ``failover`` chooses the controller to connect to,
 ``stand_in`` has another controller save while the present one is silent, ``copy_turns`` reports second copies,
-``program`` is the seam for programs that save themselves. This file keeps the stream, and ties all of them to events.
+``program`` is the interface for programs that save themselves. This file keeps the stream and passes events on.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ class RankTimeouts:
     retry_min_s: float = 0.05
     retry_max_s: float = 1.0
     alone_s: float = 20.0
-    """How long a rank that is broken or done waits for a controller that cannot be reached."""
+    """How long a rank that is broken or has finished waits for a controller that cannot be reached."""
     start_controller_after: int = 2
-    """Failed attempts after which a controller is started, if it may run on this host."""
+    """Failed attempts after which a controller is started, if one may run on this host."""
     failover_s: float = 0.5
     """How long a lost controller is tried again before a standby controller is asked to take over."""
     connect_s: float = 1.0
-    """How long a controller may take to answer if others could take over; twice as long each round."""
+    """How long a controller may take to answer if others could take over; doubled with each round of the ring."""
     doubt_s: float = 2.0
     """Silence of the controller's host after which a standby controller is asked to save meanwhile."""
     redo_s: float = 30.0
-    """How long an update that is made on request may take."""
+    """How long an update for a redo may take."""
 
 
 class ProcessorMachine:
-    """The protocol of one rank. ``on_event`` is the only way in; ``deadline`` says when ``Observed`` is due.
+    """The protocol of one rank: ``on_event`` takes every event; ``deadline`` tells when the next ``Observed`` is due.
 
     Args:
-        hello: the rank's greeting; version, phase and other changing fields are filled in whenever it is sent.
+        hello: the rank's ``Hello``; version, phase and other changing fields are filled in whenever it is sent.
         timeouts: see ``RankTimeouts``.
-        now: the time at which the machine starts.
-        layout: of the job, cut for messages (``ttp.core.controller.layout_exchange.in_parts``).
+        now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
+        layout: the layout of the job in parts, from ``ttp.core.controller.layout_exchange.in_parts``.
     """
 
     def __init__(self, hello: m.Hello, timeouts: RankTimeouts, now: float, layout: Parts = ()) -> None:
@@ -102,7 +102,7 @@ class ProcessorMachine:
 
     @property
     def program(self) -> RankProgram:
-        """Speaks for a program that saves and repairs itself."""
+        """The part that represents a program that saves and repairs itself."""
         return self._state.program
 
     @program.setter
@@ -137,7 +137,7 @@ class ProcessorMachine:
                 self._outbox.report(self._view)
             case ev.Based(version, size):
                 self._state.hello, self._state.version = replace(self._state.hello, base_version=version), version
-                if version:  # else nothing had to be read
+                if version:  # at version 0 nothing was read
                     self._restored = Restored(self._state.rank, version, size)
                     self._outbox.report(self._restored)
             case ev.Observed():
@@ -149,7 +149,7 @@ class ProcessorMachine:
             case ev.HostProbed(subject, reachable, text):
                 self._outbox.report(m.Probed(self._state.rank, subject, reachable, text))
             case ev.StandbyStarted(address):
-                self._route.knows(address)  # even if the controller's announcement is lost
+                self._route.knows(address)  # the controller's announcement may be lost
                 self._note_ring()
                 self._outbox.report(m.StandbyUp(self._state.rank, address))
             case ev.CopyMade() | ev.CopySkipped():
@@ -200,14 +200,14 @@ class ProcessorMachine:
 
     @property
     def _waits(self) -> bool:
-        """Whether the training thread has left its loop and waits there for the controller."""
+        """Whether the training thread has left its loop and waits for the controller."""
         return bool(self._state.broken or self._state.returned or self.program.waits)
 
     def _within_s(self, now: float) -> float | None:
-        """Return the seconds that an attempt may take if there are other controllers to ask; None: no limit.
+        """Return the seconds that an attempt to connect may take; None: no limit, as there is no other controller.
 
-        Trying the lost controller may not use up more than its respite: all ranks should come to the next controller at
-        about the same time, and an attempt at a host that does not answer ends only when its time is over.
+        Attempts at the lost controller end with its respite, so that all ranks come to the next controller at about the
+        same time: an attempt at a host that does not answer ends only by this limit.
         """
         m_ = self.timeouts
         if not self._route.standbys:
@@ -231,7 +231,7 @@ class ProcessorMachine:
             version=self._state.version,
             phase=m.Phase.DONE if self._state.returned else self._state.phase,
             term_seen=self.term,
-            incident="" if self._outbox.answers_aside else self.incident,  # a stand-in's is left out
+            incident="" if self._outbox.answers_aside else self.incident,  # without an incident of a stand-in
             resume=self.incarnation > 0,
             broken=self._state.broken.text if self._state.broken else "",
             standbys=self._route.standbys,
@@ -268,7 +268,7 @@ class ProcessorMachine:
                 return
         assert isinstance(order, m.LedOrder), order
         if order.term < self.term or not self._outbox.welcomed:
-            return  # of a controller that was replaced, or left over from the last stream
+            return  # from a controller that was replaced, or from the last stream
         self.term = order.term
         self._aside.led(order)
         match order:
@@ -292,7 +292,7 @@ class ProcessorMachine:
                 pass  # late: of an incident or a generation that is over
 
     def _released(self, order: m.Release) -> None:
-        """Leave the process, or only the job. A rank that has raised an error of its own leaves the process."""
+        """Exit the process, or let it go on (``again``). A rank that has raised an error of its own exits."""
         state = self._state
         self._outbox.report(m.Goodbye(state.rank, m.GoodbyeReason.RELEASED, state.version))
         own_fault = state.broken is not None and state.broken.kind is not m.FaultKind.COLLECTIVE
@@ -327,7 +327,7 @@ class ProcessorMachine:
                 self._outbox.do(act.NameKeeper(order))
 
     def _note_ring(self) -> None:
-        """Record the ring of controllers, once for each change, if there is more than one controller."""
+        """Have the ring of controllers recorded after each change, if there is more than one controller."""
         ring = act.NoteRing(self.term, self._route.current, self._route.standbys)
         if ring.standbys and ring != self._noted:
             self._noted = ring
@@ -335,7 +335,7 @@ class ProcessorMachine:
 
     def _welcome(self, order: m.Welcome, now: float) -> None:
         if order.term < self.term:
-            return  # a controller that does not know it was replaced
+            return  # from a controller that was replaced and does not know it
         first = self.incarnation == 0
         self.term, self.incarnation, self._guest = order.term, order.incarnation, order.guest
         self._outbox.welcomed, self._attempts, self._down_since = True, 0, None
@@ -356,11 +356,11 @@ class ProcessorMachine:
 
     def _refused(self, code: m.RefusalCode, text: str, now: float) -> None:
         if code is m.RefusalCode.BUSY:
-            return  # the stream ends; the next attempt asks again
+            return  # the stream ends, and the next attempt says hello again
         if code is m.RefusalCode.MOVED:
             self._route.moved()
             return
-        if self.incarnation:  # it was part of the job: what it holds is of no use any more
+        if self.incarnation:  # the rank was part of the job, but its state is no longer used
             self._exit(EXIT_NOT_SAVED, f"the controller refused this rank ({code.value}): {text}")
         else:
             self.gone = True

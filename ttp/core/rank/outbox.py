@@ -1,4 +1,4 @@
-"""Collects the actions that one event makes a rank do."""
+"""Collects the actions that a rank has to do after one event."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class RankOutbox:
 
     def __init__(self) -> None:
         self.welcomed = False
-        """Whether a controller has answered ``Hello`` on the open stream, so that reports reach one."""
+        """Whether the controller has answered ``Hello`` on the open stream, so that it takes reports."""
         self.answers_aside = False
-        """Whether the controller that stands in has frozen this rank, so that it gets the answers; see ``stand_in``."""
+        """Whether a stand-in has frozen this rank, so that answers go to the stand-in; see ``stand_in``."""
         self._actions: list[Action] = []
 
     def take(self) -> list[Action]:
@@ -26,7 +26,7 @@ class RankOutbox:
         self._actions.append(action)
 
     def report(self, report: m.Report) -> None:
-        """Send a report to the controller, if it has welcomed this rank; lasting facts are repeated after a welcome."""
+        """Send a report to the controller if it has welcomed this rank. After a welcome lasting facts are repeated."""
         if self.welcomed:
             self.do(Send(report))
 

@@ -1,4 +1,4 @@
-"""The seam for programs that save and repair themselves: what a rank's machine asks of their side of the protocol."""
+"""The interface between a rank's machine and programs that save and repair themselves."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from ttp.core.rank.events import ProgramEvent
 
 
 class RankProgram:
-    """The rank of a program that ttp saves, and the base for programs that save and repair themselves."""
+    """The default, for programs that ttp saves, and the base for programs that save and repair themselves."""
 
     waits = False
-    """Whether the training thread has left its loop and waits there for the controller."""
+    """Whether the training thread has left its loop and waits for the controller."""
     saves = False
     """Whether the program writes its checkpoints itself."""
     updates_for_snapshot = False
-    """Whether the update that stands at the gate may be made for a snapshot, so that all are at one version."""
+    """Whether a rank at the gate may make its update for a snapshot, so that all ranks are at one version."""
 
     def happened(self, event: ProgramEvent) -> list[m.ProgramReport]:
         """Take an event of the program. Return the reports to send."""
         return []
 
     def ordered(self, order: m.ProgramOrder) -> m.ProgramReport | ProgramAction | None:
-        """Take an order. Return an action, a report of its result, or None."""
+        """Take an order. Return an action to be done, a report of the result, or None."""
         return None
 
     def repeated(self) -> list[m.ProgramReport]:
-        """Return the reports that every new controller gets first."""
+        """Return the reports to send after every welcome."""
         return []

@@ -1,4 +1,4 @@
-"""A rank's part in an incident: it closes its gate, reports what it holds, and saves and commits as ordered.
+"""A rank's part in an incident: closes the gate, reports the state behind it, and saves and commits as ordered.
 
 An order that comes twice, because the stream broke after it, is carried out once; its result is reported again.
 """
@@ -18,19 +18,19 @@ from ttp.core.rank.outbox import RankOutbox
 from ttp.core.rank.program import RankProgram
 
 OVER_MAX = 64
-"""Incidents that were thawed last and are remembered, because a freeze for one of them may still arrive late."""
+"""Number of thawed incidents that are remembered, because a freeze for one of them may still arrive late."""
 
 
 @dataclass(slots=True)
 class RankState:
-    """A rank's own state, as it was seen last.
+    """A rank's own state, as last observed.
 
     Args:
-        hello: the rank's greeting; ``base_version`` follows a restore.
-        version: finished updates of its copy.
-        phase: where its copy is between two versions.
-        program: speaks for a program that saves and repairs itself.
-        broken: why it cannot train on; None if it can.
+        hello: the rank's ``Hello``; a restore changes its ``base_version``.
+        version: finished updates of the rank's copy.
+        phase: the state of the copy between two versions.
+        program: represents a program that saves and repairs itself.
+        broken: why the rank cannot train on; None if it can.
         returned: why its training loop has ended; None if it has not.
     """
 
@@ -51,10 +51,10 @@ class RankRescue:
     """A rank's work between a freeze and the thaw. The machine handles the release, which ends the process.
 
     Args:
-        state: of this rank.
+        state: the state of this rank.
         outbox: takes reports and actions.
         rescue_s: seconds after which a rank that was frozen for a fault gives up waiting for its release (``TTP_OT``).
-        redo_s: seconds that an update that is made on request may take.
+        redo_s: seconds that an update for a redo may take.
     """
 
     def __init__(self, state: RankState, outbox: RankOutbox, rescue_s: float, redo_s: float) -> None:
@@ -70,7 +70,7 @@ class RankRescue:
         self._results_of = ""  # the incident that the results belong to
         self._preimage = False
         self._redo_until: float | None = None
-        self._redoing: Version | None = None  # the requested update, until it is over
+        self._redoing: Version | None = None  # the version that a redo makes, until that update is over
 
     # ----------------------------------------------------------------------------------------------------------- time
 
@@ -82,7 +82,7 @@ class RankRescue:
             yield self._frozen_since + self._rescue_s
 
     def expire(self, now: float) -> bool:
-        """Give up on an update that does not end. Return whether the whole rescue takes too long."""
+        """Give up a redo that does not end. Return whether the whole rescue takes too long."""
         if self._redo_until is not None and now >= self._redo_until:
             self._redo_failed("the update that was asked for does not end")
         return bool(self.incident) and not self._snapshot and now >= self._frozen_since + self._rescue_s
@@ -101,23 +101,23 @@ class RankRescue:
                 self._start(order, now)
 
     def stream_lost(self) -> None:
-        """Thaw if the freeze was for a snapshot, because the stream is lost and nobody else can thaw now."""
+        """Thaw a freeze for a snapshot, because the stream is lost, so no controller can thaw this rank now."""
         if self.incident and self._snapshot and not self._outbox.answers_aside:
             self._thaw()
 
     def hung_up(self) -> None:
-        """Thaw what the controller that stood in has frozen, because it stands in no more."""
+        """Thaw a freeze of the stand-in, because the stream to the stand-in is closed."""
         if self._outbox.answers_aside:
             self._thaw()
 
     def _freeze(self, order: m.Freeze, now: float) -> None:
         if order.incident != self.incident:
             self._cancel()
-            if order.incident != self._results_of:  # an incident that was thawed may freeze again
+            if order.incident != self._results_of:  # a thawed incident may freeze again: its results stay
                 self._results, self._results_of, self._generation = {}, order.incident, 0
             self._frozen_since = now
         elif self._snapshot and not order.snapshot:
-            self._frozen_since = now  # a fault came: from now on it is a rescue
+            self._frozen_since = now  # a fault has turned the snapshot into a rescue
         self.incident, self._snapshot = order.incident, order.snapshot
         self._outbox.do(act.HoldLease(self._frozen_since + self._rescue_s))
         self._outbox.do(act.CloseGate(hurry=not order.snapshot))
@@ -149,14 +149,14 @@ class RankRescue:
         else:
             how = phase.value if self._redoing is None else f"on its way to {self._redoing}"
             text = f"asked for version {order.version}, holds {version} ({how})"
-            ahead = order.version < version and phase in (m.Phase.IDLE, m.Phase.DONE)  # it may save that version
+            ahead = order.version < version and phase in (m.Phase.IDLE, m.Phase.DONE)  # it can save the newer version
             rank = self._state.rank
             self._finish(order, m.SaveFailed(rank, self.incident, order.generation, text, ahead))
 
     def _holds(self, order: m.Save) -> bool:
-        """Return whether the saver can write the ordered version: the rank's own, or by undo from a pre-image."""
+        """Return whether the saver can write the ordered version: from the live state, or from a pre-image (undo)."""
         if self._redoing is not None:
-            return False  # an earlier order has let the training thread through
+            return False  # a redo has let the training thread through and is not over
         state = self._state
         torn = state.phase is m.Phase.TORN
         if order.order.how is How.UNDO and self._preimage:
@@ -164,9 +164,10 @@ class RankRescue:
         return order.version == state.version and not torn and state.phase is not m.Phase.UPDATING
 
     def _cancel(self) -> None:
-        """Forget the order that is being carried out; a save is cancelled, a commit is harmless.
+        """Forget the order that is being carried out. A save is cancelled; a commit may go on.
 
-        The saver thread may still be writing: the same order is not carried out again, into the same files.
+        The saver thread may still be writing, so a repeated order is answered with a failure: it would use the same
+        files.
         """
         if isinstance(order := self._order, m.Save):
             self._outbox.do(act.CancelSave())
@@ -185,7 +186,7 @@ class RankRescue:
         if not self.incident:
             return
         if self._redo_until is not None and not self._redone(quiet):
-            return  # the update is still being made
+            return  # the redo is still running
         self._outbox.answer(
             m.Frozen(
                 rank=state.rank,
@@ -196,8 +197,8 @@ class RankRescue:
                 main_thread_blocked=not (quiet.parked or state.broken or state.returned),
                 post_step_done=quiet.post_step_done,
                 has_gradient=quiet.has_gradient and not self._may_not_redo,
-                # A snapshot uses no pre-image, except on ranks that stand between two steps of one version: for a
-                # moment they have nothing else, and thawed they go on.
+                # A snapshot uses no pre-image, except on ranks in the middle of an update that takes several calls:
+                # they have no other complete version now, and go on after the thaw.
                 has_preimage=quiet.has_preimage and (not self._snapshot or quiet.phase is m.Phase.TORN),
                 digests=quiet.digests,
                 bad=quiet.bad,
@@ -209,13 +210,11 @@ class RankRescue:
 
     @property
     def _may_not_redo(self) -> bool:
-        """Whether the gradient may not be offered: a snapshot takes states as they are, if its pieces may be of ranks
-        that stand differently.
-        """
+        """Whether no redo may be offered: a snapshot saves states as they are, unless the program allows updates."""
         return self._snapshot and not self._state.program.updates_for_snapshot
 
     def _redone(self, quiet: ev.Quiet) -> bool:
-        """Return whether the requested update is over, successfully or not."""
+        """Return whether the redo is over, successfully or not; start the save after a success."""
         order = self._order
         assert isinstance(order, m.Save)
         if quiet.version == order.version and quiet.phase is m.Phase.IDLE:
@@ -228,7 +227,7 @@ class RankRescue:
         return True
 
     def not_redone(self, text: str) -> None:
-        """Report that the requested update cannot be made and was not begun."""
+        """Report that the redo cannot be made; it was not begun."""
         self._redoing = None
         self._redo_failed(text)
 
@@ -241,7 +240,7 @@ class RankRescue:
     # -------------------------------------------------------------------------------------------------------- results
 
     def worked(self, event: ev.PiecesWritten | ev.WriteFailed | ev.CommitDone | ev.CommitBroken) -> None:
-        """Report the result of the saver's work, if it is still wanted."""
+        """Report the result of a save or commit, if its order still holds."""
         kind = m.Save if isinstance(event, (ev.PiecesWritten, ev.WriteFailed)) else m.Commit
         order = self._order
         if not isinstance(order, kind) or (event.incident, event.generation) != (order.incident, order.generation):
@@ -263,5 +262,5 @@ class RankRescue:
 
 
 def _as_it_is(order: m.Save) -> m.Save:
-    """Return the order for a rank that holds the version now, whatever it took."""
+    """Return the order changed to save the live state, for a rank that has reached the version by a redo."""
     return replace(order, order=replace(order.order, how=How.AS_IS))

@@ -1,15 +1,15 @@
-"""A rank's side of a stand-in: while its controller is silent, a standby controller saves, over a second stream.
+"""A rank's side of a stand-in: while its controller is silent, a standby controller saves over a second stream.
 
 The kernel of this host knows for how long nothing has come from the controller's host, neither data nor an
-acknowledgement of what this rank has sent. After ``DOUBT_S`` of such silence that host is in doubt, as other hosts are
-for the controller (``ttp.core.controller.silence``). The stream to it stays, and it still leads: another controller,
-the next on the ring, may freeze this rank, have it save, and thaw it (``ttp.core.controller.stand_in``), and no other
-order is obeyed on the second stream. The second stream is closed, which thaws, as soon as anything is heard of the
-controller.
+acknowledgement of data that this rank has sent. After ``doubt_s`` of such silence that host is in doubt, as silent
+hosts are for the controller (``ttp.core.controller.silence``). The stream to it stays open, and it still leads the job.
+But the next controller on the ring, the *stand-in*, may freeze this rank, have it save, and thaw it over a second
+stream (``ttp.core.controller.stand_in``); other orders on that stream are ignored. As soon as anything comes from the
+controller the second stream is closed, which thaws the rank.
 
-If the stream to the controller ends while this rank saves, the second one stays. The controller that stands in will be
-asked to take over next, and lets the save end (``ttp.core.controller.meanwhile``) before it freezes for the fault,
-which closes the second stream. Any other controller that welcomes this rank closes it.
+If the stream to the controller ends while this rank saves, the second stream stays open. The stand-in will be asked to
+take over next. It lets the save end (``ttp.core.controller.meanwhile``) before it freezes the rank for the fault, and
+that freeze closes the second stream. The welcome of any other controller closes it as well.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ttp.core.rank.outbox import RankOutbox
 from ttp.core.rank.rescue import RankRescue, RankState
 
 QUIET = 1.25
-"""Heartbeats of silence after which the controller's host is looked at more often: each heartbeat is acknowledged."""
+"""Heartbeat periods of silence after which the rank looks more often: the other kernel acknowledges each heartbeat."""
 LOOK_S = 0.25
-"""Seconds between two looks at such a host."""
+"""Seconds between two looks at a silent host."""
 LATE_S = 0.5
-"""Seconds by which a look may be late: a later one shows that this rank or its host did not run, and is ignored."""
+"""Seconds by which a look may be late; a later one is skipped, because this rank or its host did not run."""
 
 
 class StandInStream:
     """The second stream of a rank. Times are seconds of the caller's clock.
 
     Args:
-        state: of the rank.
+        state: the rank's state.
         outbox: takes reports and actions.
-        rescue: is frozen and thawed.
-        route: knows the standby controllers.
+        rescue: carries out the orders of the stand-in.
+        route: has the addresses of the standby controllers.
         heartbeat_s: seconds between two heartbeats of this rank.
         doubt_s: see ``RankTimeouts``.
         connect_s: seconds that a controller may take to answer.
@@ -71,7 +71,7 @@ class StandInStream:
         self._tries = 0
 
     def watch(self, now: float) -> None:
-        """Start to watch whether the controller is heard, because it has welcomed this rank."""
+        """Start to watch the controller's host, because the controller has welcomed this rank."""
         if not self._goes_on:
             self.close()
         self._look_at = now + self._heartbeat_s
@@ -83,7 +83,7 @@ class StandInStream:
 
     @property
     def _watches(self) -> bool:
-        """Whether there is a controller to be watched, another one to be asked, and something to lose."""
+        """Whether to watch: a controller leads this rank, there is another one, and the rank has made an update."""
         trained = self._state.version > self._state.hello.base_version
         return trained and self._outbox.welcomed and bool(self._route.others)
 
@@ -98,7 +98,7 @@ class StandInStream:
             self._outbox.do(act.LookAtController())
 
     def happened(self, event: ev.AsideEvent, now: float) -> None:
-        """Take an event of the second stream, or of what leads to one."""
+        """Take an event of the second stream, or the result of a look."""
         match event:
             case ev.Looked(silent_s):
                 self._looked(silent_s, now)
@@ -111,27 +111,30 @@ class StandInStream:
                 self._down(now)
 
     def say(self, beat: m.Heartbeat) -> None:
-        """Send a heartbeat to the controller that stands in too: it follows the progress of a save."""
+        """Send a heartbeat to the stand-in too, which follows the progress of a save."""
         if self.welcomed:
             self._outbox.do(act.SendAside(beat))
 
     def controller_lost(self) -> None:
-        """Close the second stream as the controller's has ended, unless this rank is saving for the stand-in."""
+        """Close the second stream because the controller's has ended, unless the stand-in has frozen this rank."""
         if not self._outbox.answers_aside:
             self.close()
 
     def led(self, order: m.LedOrder) -> None:
-        """Handle an order of the controller. If it also stands in, only an order that cannot wait ends that."""
+        """Close the second stream after an order of the controller.
+
+        If the controller was the stand-in before, and this rank still saves for it, only urgent orders close it.
+        """
         if not self._goes_on or isinstance(order, (m.Freeze, m.Release, m.Finished, m.ProgramOrder)):
             self.close()
 
     @property
     def _goes_on(self) -> bool:
-        """Whether this rank saves for a controller that stood in and leads by now."""
+        """Whether the stand-in for which this rank saves is the controller that leads now."""
         return self._open and self._outbox.answers_aside and self._to == self._route.current
 
     def close(self) -> None:
-        """Close the second stream: the controller is heard again, or is lost for good."""
+        """Close the second stream, which thaws a freeze of the stand-in."""
         if self._open:
             self._open = self.welcomed = False
             self._outbox.do(act.CloseAside())
@@ -160,7 +163,7 @@ class StandInStream:
         self._tries += 1
 
     def _down(self, now: float) -> None:
-        """Thaw, because the second stream broke. The next look asks another controller if the first is still silent."""
+        """Thaw, because the second stream broke. If the controller is still silent, the next look opens another one."""
         if self._open:
             self._open = self.welcomed = False
             self._rescue.hung_up()

@@ -1,6 +1,7 @@
-"""Decides whether ranks that go on stay in the loops of their programs, or leave them. Pure.
+"""Decides whether ranks that go on stay in the loops of their programs, or leave them. Pure functions.
 
-All ranks stay or none: each says where it stands, and all draw the same conclusion from what all have said.
+Either all ranks stay or none. Each rank publishes one word (``stay``, ``leave`` or ``SEAT``), and all ranks apply
+``why_left`` to the words of all ranks, so they come to the same decision.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from collections.abc import Sequence
 from ttp.core.layout import Version
 
 SEAT = "seat"
-"""Said by a rank that takes the seat of a dead one: it does as the others do."""
+"""The word of a rank that replaces a dead one: it does what the other ranks do."""
 _STAY, _LEAVE = "stay ", "leave "
 
 
 def stay(version: Version) -> str:
-    """Return the word of a rank that can make the update after ``version``, in which it was stopped, again."""
+    """Return the word of a rank that was stopped in the update after ``version`` and can make that update again."""
     return f"{_STAY}{version}"
 
 
 def leave(why: str) -> str:
-    """Return the word of a rank that has left its loop, or must. ``why``: empty if no decorated function was called."""
+    """Return the word of a rank that has left its loop, or must; an empty ``why``: no decorated function was called."""
     return _LEAVE + why
 
 
@@ -28,7 +29,7 @@ def why_left(said: Sequence[str]) -> str | None:
     """Return why all ranks leave their loops; None if all stay in them.
 
     Args:
-        said: the word of each rank, by number.
+        said: the word of each rank, in the order of ranks.
     """
     for rank, word in enumerate(said):
         if word.startswith(_LEAVE):
