@@ -14,21 +14,21 @@ _NUMPY_KINDS = "biufcSUmM"
 """Kinds of dtype that can be stored: booleans, numbers, fixed-length strings, times; not objects, not records."""
 
 _DIMENSIONS_MAX = 64
-"""numpy's own limit. Without it the product of a million extents would take hours."""
+"""numpy's own limit. Without it the product of a forged shape with a million extents would take hours."""
 
 _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}", re.ASCII)
 
 
 class NotPlainError(Exception):
-    """An array that a dtype, a shape and bytes alone cannot describe."""
+    """An array that cannot be described by a dtype, a shape and bytes alone."""
 
 
 def may_be_apart(value: Any, least: int) -> bool:
-    """Return whether the bytes of an array can be taken from its memory as they lie there.
+    """Return whether ``value`` is an array whose bytes can be read directly from its memory.
 
     Args:
         value: any object.
-        least: bytes; smaller arrays are not worth it.
+        least: the smallest size in bytes for which that is worth it.
 
     Returns:
         True for a numpy array or a CPU tensor of at least that size whose elements lie in order and without gaps.

@@ -1,6 +1,6 @@
 """Lists a ``save_dir``, finds the checkpoints that can be restored, and removes those that are too old.
 
-A directory that cannot be read is never removed: it may belong to another program, to a newer ttp, or be readable again
+A directory that cannot be read is never removed: it may belong to another program or a newer ttp, or become readable
 later.
 """
 
@@ -35,13 +35,13 @@ class CatalogEntry:
     """One entry of a ``save_dir``.
 
     Args:
-        path: where it is.
-        version: from its name; None if the name has none.
+        path: the path of the entry.
+        version: the version in its name; None if there is none.
         kind: ``checkpoint``: has a checkpoint's name and a manifest, even a damaged one. ``draft``: is being written or
             removed, or was left over from that. ``superseded``: its name was taken by another checkpoint of the same
-            version. ``foreign``: not made by ttp; it has a version if it bears a checkpoint's name.
-        manifest: None if there is none or it cannot be read.
-        problem: why it is not whole, as far as names, manifest and sizes tell; None for a whole checkpoint and for
+            version. ``foreign``: not made by ttp; it has a version if it has a checkpoint's name.
+        manifest: the manifest; None if there is none or it cannot be read.
+        problem: why it is not whole, as far as names, manifest and sizes show; None for a whole checkpoint and for
             drafts.
         manifest_digest: digest of the manifest's file; empty without a manifest.
     """
@@ -60,9 +60,9 @@ class CatalogEntry:
 
 
 def scan(save_dir: Path) -> list[CatalogEntry]:
-    """Return everything in ``save_dir`` that is or may be taken for a checkpoint, newest first, without version last.
+    """Return the entries of ``save_dir``, newest first and those without a version last; not the incidents' directory.
 
-    Reads manifests and looks at sizes; reads no piece. A ``save_dir`` that does not exist is empty.
+    Reads manifests and compares sizes, but reads no piece. A ``save_dir`` that does not exist counts as empty.
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
@@ -92,10 +92,10 @@ def find_whole(
     Deletes nothing. Each manifest and each piece is read at most once, and pieces only up to the first bad one.
 
     Args:
-        save_dir: where to look.
-        attempts: how many checkpoints with a readable manifest to look at.
+        save_dir: the directory of the checkpoints.
+        attempts: how many checkpoints with a readable manifest to try.
         deep: whether to recompute the digest of every piece; otherwise only sizes are compared.
-        enough: stop after so many whole ones; None: only ``attempts`` limits.
+        enough: stop after this number of whole ones; None: only ``attempts`` limits.
         progress: called with the number of bytes newly read.
         share: the part of the pieces to read; other ranks read the rest. The sizes of all pieces are compared.
 
@@ -125,7 +125,7 @@ def newest_whole(directory: Path, progress: Progress | None = None) -> tuple[Pat
 
 
 def sound(entry: CatalogEntry, progress: Progress | None = None, share: Share = WHOLE) -> Manifest:
-    """Return the manifest of a checkpoint, after its digests were recomputed and found right.
+    """Return the manifest of a checkpoint after recomputing its digests.
 
     Args:
         entry: the checkpoint.
@@ -165,25 +165,25 @@ def prune(
 ) -> list[str]:
     """Remove drafts and checkpoints that are too old, and return the names removed.
 
-    Before a checkpoint is removed, the newest one is read as a reader would, with all digests; if it is damaged it does
-    not count, and the next one is read. That takes as long as reading it, so nobody should wait for this function.
+    Before a checkpoint is removed, the newest one is read with all digests. If it is damaged it does not count as one
+    to keep, and the next one is read. That takes as long as a restore reads, so no rank should wait for this function.
 
     Too old are whole checkpoints beyond the ``keep`` newest, superseded ones older than all that stay, and drafts older
-    than the newest whole one (a draft of that version or newer may be somebody's work in progress). Never removed: the
-    last whole checkpoint, anything that cannot be read, anything foreign, and the names in ``protect``.
+    than the newest whole checkpoint (a draft of that version or newer may still be written). Never removed: the last
+    whole checkpoint, entries that cannot be read, foreign entries, and the names in ``protect``.
 
     Each is renamed to a draft before it is deleted, so that a half-deleted checkpoint never looks whole.
 
     Args:
-        save_dir: where to look.
-        keep: whole checkpoints to keep, at least 1.
+        save_dir: the directory of the checkpoints.
+        keep: number of whole checkpoints to keep, at least 1.
         protect: names in ``save_dir`` that stay.
-        disk: where to delete.
-        verified: names of checkpoints whose digests have just been found right; they are not read again.
+        disk: makes the disk calls.
+        verified: names of checkpoints whose digests have just been verified; they are not read again.
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
-        OSError: something could not be renamed; what was renamed before is deleted by the next call.
+        OSError: an entry could not be renamed; the next call deletes those that were renamed before.
     """
     disk = disk or Disk()
     found = _too_old(scan(save_dir), max(keep, 1), lambda e: e.path.name in verified or _is_sound(e))
@@ -198,7 +198,7 @@ def prune(
 
 
 def look(path: Path) -> CatalogEntry:
-    """Return the catalog entry of one path in a ``save_dir``. Reads its manifest and looks at sizes."""
+    """Return the catalog entry of one path in a ``save_dir``. Reads its manifest and compares sizes."""
     name = path.name
     if (draft := names.parse_draft_name(name)) is not None:
         return CatalogEntry(path, draft[0], "draft")
@@ -239,7 +239,7 @@ def restorable(entries: list[CatalogEntry]) -> Iterator[CatalogEntry]:
 
 
 def _unfinished(entries: list[CatalogEntry], whole: list[Candidate]) -> list[str]:
-    """Return why drafts newer than what will be restored are not used: users ask where that work went."""
+    """Return why drafts newer than the newest of ``whole`` are not restored, as users ask about these steps."""
     newest = whole[0].version if whole else -1
     drafts = [e for e in entries if e.kind == "draft" and e.version is not None and e.version > newest]
     return [f"{entry.path.name}: a draft, never committed" for entry in drafts]

@@ -22,10 +22,10 @@ class Found:
     """The checkpoints that one rank can restore.
 
     Args:
-        candidates: newest first.
-        skipped: why checkpoints were skipped; also which candidates lie in the fallback directory.
-        verified: candidates of which this rank recomputed every digest of its share.
-        where: the path of each candidate. Both directories use the same names.
+        candidates: the checkpoints, newest first.
+        skipped: why checkpoints were skipped; also a note of the candidates in the fallback directory.
+        verified: candidates whose digests this rank recomputed for its share.
+        where: the path of each candidate, as all directories use the same names.
         readings: the share of each candidate that this rank reads, in the order of ``candidates``.
     """
 
@@ -46,18 +46,17 @@ def look_back(
 ) -> Found:
     """Find the whole checkpoints in ``save_dir``, in the fallback directory and in memory, the newest first.
 
-    This rank's share of the newest whole checkpoint is read. Older ones, which are hardly ever chosen, are offered if
-    their files have the promised sizes; if one is chosen after all, its shares are read then (``older``), or all of it.
+    This rank's share of the newest whole checkpoint is read. Older ones, which are rarely chosen, are offered without
+    reading if their files have the right sizes; an older one that is chosen after all is read before it is loaded.
 
-    A directory that cannot be listed is skipped, with the reason, if the other one holds a whole checkpoint: that is
-    what a fallback is for.
+    A directory that cannot be listed is skipped, with the reason, if another one has a whole checkpoint.
 
     Args:
-        save_dir: the first place to look at.
-        fallback_dir: the second.
+        save_dir: the preferred directory.
+        fallback_dir: the fallback directory, if there is one.
         share: returns this rank's share of the reading in a directory.
-        older: read the share of older checkpoints too.
-        later: read nothing now, because the rank that loads the chosen checkpoint reads and verifies all of it then.
+        older: also read this rank's share of older checkpoints.
+        later: read no piece now, because the chosen checkpoint is read and verified completely when it is loaded.
 
     Raises:
         CheckpointError: a directory cannot be listed, and no whole checkpoint is known.
@@ -92,11 +91,11 @@ def _none_whole(directories: Iterable[Path]) -> list[str]:
 
 
 held_for = Held.of
-"""What is held in memory for a ``save_dir``; it is not removed while it is read."""
+"""Returns the ``Held`` of a ``save_dir``, whose ``reading`` keeps the checkpoint in memory from being removed."""
 
 
 def _reading(checkpoint: Path, share: Share) -> Reading:
-    """Return what this rank tells of its share. The manifest's times tell a shared file from copies of it."""
+    """Return the report of this rank's share. The manifest's times distinguish a shared file from copies of it."""
     try:
         status = (checkpoint / MANIFEST).stat()
     except OSError:
@@ -129,9 +128,9 @@ class _Search:
             self.skipped.append(str(problem))
 
     def read_newest(self) -> None:
-        """Read the checkpoint that may be the newest whole one; go on as long as a newer one may lie elsewhere."""
+        """Read the newest checkpoint of each directory, as long as it may be newer than the newest one read so far."""
         listed = [candidate for offered in self.offers.values() for candidate in offered]
-        twofold = len(set(listed)) < len(listed)  # ranks may judge different copies: each reads all
+        twofold = len(set(listed)) < len(listed)  # ranks may read different copies, so each rank reads all of one
         for directory, offered in sorted(self.offers.items(), key=lambda item: -_version(item[1])):
             share = self.shares[directory] = WHOLE if twofold else self.share(directory)
             every = self.older and share != WHOLE
@@ -144,7 +143,7 @@ class _Search:
             self.offers[directory] = [*whole, *unread]
 
     def share_read(self, candidate: Candidate, directory: Path) -> Share:
-        """Return the share that this rank has read, or reads before it loads it; a rank without partners reads all."""
+        """Return the share that this rank has read, or reads before loading; a rank that does not share reads all."""
         share = self.shares[directory]
         return share if share == WHOLE or candidate in self.verified else NOTHING
 
@@ -162,10 +161,16 @@ def _version(offered: list[Candidate]) -> int:
 
 
 def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool, share: Share = WHOLE) -> None:
-    """Make sure that ``checkpoint`` is the one that the ranks agreed on, and that ``share`` of it is whole.
+    """Check that ``checkpoint`` is the one that the ranks agreed on, and that ``share`` of it is whole.
+
+    Args:
+        checkpoint: path of the checkpoint.
+        chosen: the candidate that the ranks agreed on.
+        already_verified: whether this rank has verified it; then no piece is read.
+        share: the part of the pieces to read.
 
     Raises:
-        RestoreError: it is not; the text says what is wrong.
+        RestoreError: one of the two is not so; the text says what is wrong.
     """
     if manifest_digest(checkpoint) != chosen.manifest_digest:
         raise RestoreError(f"{checkpoint} is not the checkpoint that the ranks agreed on: its manifest has changed")
@@ -175,7 +180,7 @@ def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool,
 
 
 def checkpoint_bytes(checkpoint: Path) -> int:
-    """Return the bytes of all pieces of a checkpoint, as its manifest says; 0 if it cannot be read any more."""
+    """Return the bytes of all pieces of a checkpoint, from its manifest; 0 if the manifest cannot be read."""
     try:
         return sum(piece.size for piece in load_with_digest(checkpoint)[0].pieces)
     except CheckpointError:

@@ -1,30 +1,29 @@
-"""The commit: it makes the pieces that savers have written a checkpoint, whole or not at all.
+"""The commit: turns the pieces that savers have written into a checkpoint, completely or not at all.
 
 Theory of operation
 -------------------
-Savers have written pieces into the draft and synced them. One rank, the committer, makes them a checkpoint. The order
-of the steps is the contract: everything that the rename makes visible is durable before it, so after a power cut at any
-moment either the old checkpoint or the new one is there.
+Savers have written pieces into the draft and synced them. One rank, the committer, turns them into a checkpoint. The
+order of the steps is the contract: all that the rename makes visible is durable before the rename, so after a power cut
+at any moment either the old checkpoint or the new one exists.
 
-1. **Claim.** A directory of its own, ``<draft>@g<generation>-r<rank>``, gets a second name (hard link) of every piece
-   that the order lists, after a look at its size. Pieces that the order does not list stay behind.
+1. **Claim.** The committer makes its own directory, ``<draft>@g<generation>-r<rank>``, and hard-links every piece that
+   the order lists into it, after checking the piece's size. Pieces that the order does not list stay in the draft.
 2. **Finalise.** The adapter adds the framework's own files, such as torch's ``.metadata``.
 3. **Manifest.** The manifest is written; then the names of all these files are made durable.
-4. **Rename** to the final name, which either exists whole or not at all; then the names in ``save_dir`` are made
-  durable.
-5. **Check** the directory that now has the name: its manifest, and the size of every piece. Only then is the commit a
-   success, and only then is the draft removed; a failure to remove it does not undo the success.
+4. **Rename** to the final name, which appears complete or not at all; then the names in ``save_dir`` are made durable.
+5. **Check** the directory that now has the final name: its manifest, and the size of every piece. Only then is the
+   commit a success, and only then is the draft removed; a failure to remove it does not undo the success.
 
-Checkpoints beyond ``keep`` are removed later, when nobody waits any more (``tidy``), and not before the digests of the
-new one have been read back from the storage: whatever happened to its bytes on the way, the last good one stays.
+Checkpoints beyond ``keep`` are removed later, when no rank waits (``tidy``), and only after the digests of the new
+checkpoint have been read back from the storage. So if its bytes were damaged on the way, the last good one stays.
 
-Two committers of one incident may live at the same time: one was declared lost and was not. They share no file that
-either of them writes. One of them wins the rename to the final name; the other finds the checkpoint there and is done
-too. That makes a repeated order harmless as well.
+Two committers of one incident may work at the same time, if one was declared lost by mistake. They write no common
+file. One of them wins the rename to the final name; the other one finds the checkpoint there and succeeds too. So a
+repeated order is harmless as well.
 
-A final name that a checkpoint of another incident has is taken over by an atomic exchange, and the old checkpoint stays
-as ``.superseded-step_12-<n>``. Where the file system cannot exchange, two renames must do; a reader who comes between
-them finds the old one under that name (``catalog``). Where it cannot link, pieces are moved.
+If a checkpoint of another incident has the final name, the two are exchanged atomically, and the old one stays as
+``.superseded-step_12-<n>``. Where the file system cannot exchange, two renames are used; a reader between them finds
+the old checkpoint under that name (``catalog``). Where the file system cannot link, the pieces are moved.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from ttp.store.manifest import MANIFEST, Manifest, safe_path
 _log = logging.getLogger("ttp.store")
 
 Finalise = Callable[[Path], Sequence[Piece]]
-"""Adds framework files to the directory that it is given, durably, and returns them as pieces. May be called again."""
+"""Adds framework files to the given directory, durably, and returns them as pieces. It may be called repeatedly."""
 
 
 def commit(
@@ -67,21 +66,21 @@ def commit(
 
     Args:
         save_dir: the directory that holds the job's checkpoints.
-        order: what to commit; its incident is unique among all jobs that ever used ``save_dir``.
+        order: the controller's order; its incident is unique among all jobs that ever used ``save_dir``.
         run_id: the job.
-        world_size: ranks of the job.
-        groups: replica groups of the job; each shard must be in some piece.
+        world_size: number of ranks of the job.
+        groups: replica groups of the job; every shard must be in some piece.
         framework: name of the adapter.
         finalise: see ``Finalise``.
         disk: makes the disk calls.
-        manifest: manifest of the same checkpoint elsewhere, which this one takes over; None: it is made from the order.
+        manifest: the manifest to write, from a copy of this checkpoint elsewhere; None: it is made from the order.
 
     Returns:
         The checkpoint's path and the bytes of all its pieces.
 
     Raises:
-        CheckpointError: the checkpoint does not exist: a piece is missing or of another size, the disk refused, or a
-            newer incarnation of the job has committed this version. What was there before is still there.
+        CheckpointError: there is no checkpoint: a piece is missing or has another size, the disk refused, or a newer
+            incarnation of the job has committed this version. All earlier checkpoints still exist.
     """
     job = _Job(Path(save_dir), order, run_id, world_size, groups, framework, finalise, disk or Disk(), manifest)
     return job.run()
@@ -90,14 +89,14 @@ def commit(
 def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool, disk: Disk | None = None) -> list[str]:
     """Remove checkpoints beyond ``keep``, and left-overs, and return the names removed. Never raises.
 
-    If a checkpoint has to go, this takes as long as reading the newest one, unless that is verified: nobody should wait
-    for it. It may be cut off anywhere, and done again.
+    If a checkpoint has to be removed, this takes as long as reading the newest one, unless that is ``verified``, so no
+    rank should wait for it. It may be interrupted anywhere and called again.
 
     Args:
         save_dir: the directory that holds the job's checkpoints.
-        keep: how many whole ones stay.
-        newest: name of the one that was committed or restored; it stays.
-        verified: whether all of its digests have just been found right.
+        keep: number of whole checkpoints to keep.
+        newest: name of the checkpoint that was committed or restored; it stays.
+        verified: whether all digests of ``newest`` have just been verified.
         disk: makes the disk calls.
     """
     try:
@@ -131,7 +130,7 @@ class _Job:
         try:
             if self._committed() is None:
                 self._commit()
-            self.disk.sync_directory(self.save_dir)  # also if another rank renamed it: it may have died before this
+            self.disk.sync_directory(self.save_dir)  # another rank may have renamed it and died before its sync
         except OSError as problem:
             raise CheckpointError(f"version {self.order.version} cannot be committed: {problem}") from problem
         manifest = self._committed()
@@ -162,7 +161,7 @@ class _Job:
                 raise
             _log.info(
                 "%s was already committed by another rank (here: %s)", self.final, problem
-            )  # it removed our directory
+            )  # the other rank has removed this rank's claim
 
     # ---------------------------------------------------------------------------------------------------- assembling
 
@@ -176,14 +175,14 @@ class _Job:
             self.disk.sync_directory(directory)
 
     def _gather(self, claim: Path) -> None:
-        """Put the ordered pieces into ``claim``, such that another committer finds all that it needs at any time."""
+        """Put the ordered pieces into ``claim``; at any time one directory keeps all pieces for another committer."""
         source = self._source()
         if source == claim:
             return
-        if source.name != self.order.draft:  # the committer that moved them there failed
+        if source.name != self.order.draft:  # a committer moved the pieces there and failed
             self.disk.rename(source, claim)
             return
-        self.disk.remove_tree(claim)  # of an earlier try of this rank; the draft holds everything
+        self.disk.remove_tree(claim)  # from an earlier try of this rank; the draft has all pieces
         self.disk.make_directory(claim)
         try:
             for piece in self.order.pieces:
@@ -274,7 +273,7 @@ class _Job:
                 raise
             kept = self._free_superseded()
             self.disk.rename(self.final, kept)
-            self.disk.sync_directory(self.save_dir)  # else a disk that kept only the next rename would lose the old one
+            self.disk.sync_directory(self.save_dir)  # so that a power cut cannot keep only the next rename
             self.disk.rename(aside, self.final)
         _log.warning("%s was another checkpoint; it is kept as %s", self.final, kept.name)
 
@@ -298,7 +297,7 @@ class _Job:
     def _there(self) -> Manifest | None:
         try:
             return Manifest.load(self.final)
-        except CheckpointError:  # no checkpoint, or an unreadable one: nothing that this commit must respect
+        except CheckpointError:  # no checkpoint, or an unreadable one, which this commit may replace
             return None
 
     def _tidy(self) -> None:

@@ -1,6 +1,6 @@
 """Digests of files, computed while a file is written and again when it is read.
 
-xxh3_128 runs at memory speed, so the disk stays the limit. It detects accidents, not forgeries.
+xxh3_128 runs at memory speed, so the disk limits the speed. It detects accidental changes, not forgeries.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 ALGORITHM = "xxh3_128"
 
 _CHUNK = 1 << 20
-"""Bytes that are hashed, then written or read, at once: few enough that the second pass finds them in the cache."""
+"""Bytes that are hashed and then written or read at once; they stay in the CPU's cache between the two steps."""
 
 _DIRECT = 1 << 16
-"""Bytes from which on a write is not copied into the buffer."""
+"""Writes of at least this many bytes are not copied into the buffer."""
 
 _WRITEBACK = 8 << 20
-"""Bytes after which the disk is told to start: else it idles until fsync. Makes writing 1.6 times faster in all."""
+"""Bytes after which the kernel is told to write to the disk, which else idles until fsync. Writes 1.6 times faster."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes newly read, or newly written."""
 Watch = Callable[[str, "int | None"], Progress]
-"""Begins a phase: takes its name and its bytes (None if unknown), and returns the callback for bytes done."""
+"""Begins a phase, given its name and its bytes (None if unknown), and returns the callback for its progress."""
 
 
 class HashingFile(io.BufferedIOBase):
@@ -47,8 +47,8 @@ class HashingFile(io.BufferedIOBase):
 
     Args:
         path: the file; its directory exists.
-        progress: called when the kernel has taken bytes, and again when the disk has written them: as long as calls
-            come, the storage may be slow but does not hang.
+        progress: called when the kernel has taken bytes, and again when the disk has written them. While calls come
+            the storage may be slow, but does not hang.
 
     Raises:
         OSError: the file cannot be made; so do all methods that write.
@@ -72,7 +72,7 @@ class HashingFile(io.BufferedIOBase):
         return self._written + len(self._buffer)
 
     def tell(self) -> int:
-        """Return the number of bytes written so far, which is the only position there is."""
+        """Return the number of bytes written so far; the file cannot seek."""
         return self.size
 
     def writable(self) -> bool:
@@ -169,7 +169,7 @@ class HashingFile(io.BufferedIOBase):
                 self._started = self._written
 
     def _sync(self) -> None:
-        """Sync range by range first: fsync alone may take minutes, and nobody could tell it from a disk that hangs."""
+        """Sync range by range before fsync: fsync alone may take minutes without progress, like a disk that hangs."""
         for start in range(0, self._written, _WRITEBACK):
             _finish_writeback(self.fileno(), start, _WRITEBACK)
             self._progress(min(_WRITEBACK, self._written - start))
@@ -212,7 +212,7 @@ def _find_sync_file_range() -> Callable[..., int] | None:
 
 
 def _ignore(_: int) -> None:
-    """Do nothing: the progress callback if there is none."""
+    """Do nothing; stands for a missing progress callback."""
 
 
 _sync_file_range = _find_sync_file_range()
@@ -221,7 +221,7 @@ _REFUSALS = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno
 
 
 def _start_writeback(fd: int, start: int, size: int) -> None:
-    if _sync_file_range is not None:  # a hint: fsync makes it durable, so the result does not matter
+    if _sync_file_range is not None:  # only a hint: fsync makes the bytes durable, so the result is ignored
         _sync_file_range(fd, start, size, _WRITE)
 
 
@@ -229,5 +229,5 @@ def _finish_writeback(fd: int, start: int, size: int) -> None:
     """Wait until this range is written. The kernel reports a failed write only once, here or at fsync."""
     if _sync_file_range is None or _sync_file_range(fd, start, size, _WAIT_BEFORE | _WRITE | _WAIT_AFTER) == 0:
         return
-    if (problem := ctypes.get_errno()) in _REFUSALS:  # else the call does not exist here and fsync does it all
+    if (problem := ctypes.get_errno()) in _REFUSALS:  # other errors: the call is not supported, and fsync does it all
         raise OSError(problem, os.strerror(problem))

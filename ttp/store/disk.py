@@ -1,4 +1,4 @@
-"""The disk calls that ``commit`` and ``catalog`` make, in one small class, so that tests can cut the power at each."""
+"""The disk calls that ``commit`` and ``catalog`` make, in one class, so that tests can simulate a power cut at each."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ UNSUPPORTED = frozenset(
 """Errors with which file systems answer a call that they do not support."""
 
 OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
-"""Errors with which file systems answer renaming a directory to a name that is taken."""
+"""Errors with which file systems refuse to rename a directory to a name that is taken."""
 
 
 def _ignore(_: int) -> None:
-    """Do nothing: the progress callback if there is none."""
+    """Do nothing; stands for a missing progress callback."""
 
 
 class Disk:
     """The real disk. Every method raises OSError if the disk refuses.
 
     Args:
-        progress: called with a number of bytes, or with 1 for a name, when something has been done: a slow disk goes on
-            calling, a hanging one does not.
+        progress: called with the number of bytes written, or with 1 for a file name, after each step: its calls show
+            that a slow disk does not hang.
     """
 
     _progress: Progress = staticmethod(_ignore)
@@ -63,12 +63,12 @@ class Disk:
         directory.mkdir(parents=True, exist_ok=True)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name."""
+        """Give a file a second name (hard link)."""
         os.link(source, target)
         self._progress(1)
 
     def write(self, file: Path, data: bytes) -> str:
-        """Write a new file and return its digest. On return its bytes are durable, its name is not."""
+        """Write a new file and return its digest. On return its bytes are durable, but not its name."""
         hashing = HashingFile(file, self._progress)
         try:
             hashing.write(data)

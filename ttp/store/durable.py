@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Put ``data`` at ``path``, whole or not at all, and return when it is on the disk.
+    """Write ``data`` to the file ``path``, completely or not at all, and return when it is on the disk.
 
-    An old file of that name is replaced, never written into: its bytes may have another name too.
+    An old file of that name is replaced, not overwritten, because its bytes may also have another name.
 
     Raises:
         OSError: the disk refused; an old file of that name is still there.
@@ -58,7 +58,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of calls that take a descriptor, because the system does not tell it."""
+    """Add the file's name to errors of calls that take a descriptor, which do not contain it."""
     try:
         yield
     except OSError as problem:

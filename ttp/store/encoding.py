@@ -1,15 +1,16 @@
-"""Encodes values as bytes and decodes them with their types, without ever executing what is read.
+"""Encodes values as bytes and decodes them with their types; decoding never executes code.
 
 Theory of operation
 -------------------
-``encode`` turns a value into one that msgpack can pack: a type that msgpack lacks (or would blur, such as a tuple)
-becomes an extension whose payload is msgpack again or raw bytes. A magic word and a checksum of the rest stand in
-front, so garbage is refused before it is parsed.
+``encode`` turns a value into one that msgpack can pack. A type that msgpack lacks or does not distinguish, such as a
+tuple, becomes an extension whose payload is msgpack again or raw bytes. The result begins with a magic word and a
+checksum of the rest, so garbage is refused before it is parsed.
 
-Large arrays may be kept apart: ``repeated_encoding`` leaves their bytes to its caller, and the payload says which.
+Large arrays may be kept apart: ``repeated_encoding`` leaves their bytes to its caller, and the payload has the index of
+each such array.
 
-``decode`` allocates no more than a multiple of what it was given: a pass that builds nothing checks all lengths first,
-and shapes are compared with the bytes that are there.
+``decode`` allocates at most a multiple of its input: a first pass that builds no objects checks all lengths, and shapes
+are compared with the number of bytes.
 
 Supported types: None, bool, int of any size, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict,
 Counter, set, frozenset, numpy arrays and scalars of plain dtypes, torch tensors and parameters (strided, any dtype;
@@ -32,7 +33,7 @@ from ttp.store import arrays
 MAGIC = b"ttp\x01"
 _CHECKSUM_SIZE = 8
 DEPTH_MAX = 100
-"""Most containers inside containers. Deeper nesting is a mistake, most likely a container inside itself."""
+"""Most levels of nested containers. Deeper nesting is a mistake, most likely a container inside itself."""
 
 _TUPLE, _SET, _FROZENSET, _BIG_INT, _PAIRS, ORDERED, _BYTEARRAY, _COMPLEX, _COUNTER = range(1, 10)
 NUMPY_ARRAY, _NUMPY_SCALAR, TENSOR = 16, 17, 32
@@ -52,7 +53,7 @@ def encode(obj: object, name: str = "state") -> bytes:
         name: what to call ``obj`` in an error.
 
     Raises:
-        EncodingError: it holds a value of another type; the text says where, as in ``state['x'][3]``.
+        EncodingError: ``obj`` contains a value of another type; the text says where, as in ``state['x'][3]``.
     """
     try:
         body = pack(to_plain(obj, 0))
@@ -81,7 +82,7 @@ def decode(data: bytes | bytearray | memoryview, apart: Sequence[bytes] = ()) ->
         return _Decoder(apart).unpack(view[start:])
     except (EncodingError, MemoryError):
         raise
-    except Exception as problem:  # msgpack, numpy and torch raise a dozen kinds on forged bytes
+    except Exception as problem:  # msgpack, numpy and torch raise a dozen kinds of errors on forged bytes
         raise EncodingError(f"encoded state cannot be read: {type(problem).__name__}: {problem}") from problem
 
 
@@ -126,7 +127,7 @@ def to_plain(obj: Any, depth: int) -> Any:
 
 
 def _foreign(obj: Any) -> Any:
-    """Convert a numpy or torch value. A library that is not loaded has no values here."""
+    """Convert a numpy or torch value. If a library is not loaded, ``obj`` cannot be one of its values."""
     try:
         if (numpy := sys.modules.get("numpy")) is not None:
             if type(obj) is numpy.ndarray:
@@ -215,7 +216,7 @@ _CONTAINERS: dict[type, Callable[[Any, int], Any]] = {
 
 
 def big_int(value: int) -> Any:
-    """Convert an int beyond 64 bits. msgpack calls this for what it cannot pack; only such ints get that far."""
+    """Convert an int beyond 64 bits. msgpack calls this for values that it cannot pack, which are only such ints."""
     return extension(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
@@ -282,7 +283,7 @@ class _Decoder:
 
 
 def _check_lengths(body: bytes | memoryview) -> None:
-    """Walk over the body without building it, so that a length that promises more than there is costs nothing."""
+    """Check all lengths without building objects, so that a length beyond the end of the body allocates no memory."""
     walker = msgpack.Unpacker(max_buffer_size=len(body), strict_map_key=False)
     walker.feed(body)
     try:

@@ -2,7 +2,7 @@
 
 Each ``save_dir`` has one directory in shared memory, which outlives the processes that use it::
 
-    order.json   the last order to the writer: which checkpoint to copy, and where to
+    order.json   the last order to the writer: which checkpoint to copy to which directory
     memory/      a save_dir in memory: drafts and the checkpoint
     writer       lock file of the writer (``ttp.launch.shadow``)
     readers      lock file that restoring ranks share: nothing is removed while one of them holds it
@@ -36,7 +36,7 @@ PREFIX = "ttp-held-"
 RESERVE = 0.1
 """Fraction of the shared memory that is left free for other programs."""
 PROBED_S = 0.2
-"""How many seconds a writer tries to get its lock: ``is_served`` of another process takes it for a moment."""
+"""Seconds for which a writer tries to get its lock, because ``is_served`` of another process takes it for a moment."""
 PROBE_BYTES = 8 << 20
 
 
@@ -83,7 +83,7 @@ class State:
 
 
 class Held:
-    """The directory in shared memory that belongs to one ``save_dir``; the module's text lists its files.
+    """The directory in shared memory that belongs to one ``save_dir``; the module's docstring lists its files.
 
     Args:
         root: path of the directory, which need not exist yet.
@@ -237,7 +237,7 @@ class Held:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep the writer from removing the checkpoint while the block runs. Does nothing if there is no directory."""
+        """Keep the writer from removing the checkpoint while the block runs. Without the directory it does nothing."""
         if not self.usable:
             yield
             return
@@ -259,7 +259,7 @@ class Held:
 
     def drop(self, but: str = "") -> None:
         """Remove all but names that begin with ``but`` from ``memory``, once no rank reads. For the writer only."""
-        with contextlib.suppress(FileNotFoundError), self._locked("readers", fcntl.LOCK_EX):  # a launcher was first
+        with contextlib.suppress(FileNotFoundError), self._locked("readers", fcntl.LOCK_EX):  # a launcher removed it
             for path in list(self.memory.iterdir()):
                 if not (but and path.name.startswith(but)):
                     shutil.rmtree(path, ignore_errors=True)

@@ -1,10 +1,10 @@
-"""The history of launches: records, for the jobs that save to one directory, what each launch saved and how it ended.
+"""The history of launches: what each launch of the jobs that save to one directory saved, and how it ended.
 
-``save_dir/incidents/launches.log`` has a line of JSON for each beginning (``incarnation``), for the moments when all
-ranks have joined (``formed``), have agreed on what they ``restore`` and have ``restored`` it, for each checkpoint
-(``committed``) and each end: ``finished`` is the mark of completion, ``released`` says with which exit code the ranks
-were told to leave, ``wrong`` that a rank has left with 64. A launch without an end was cut off with its controller. A
-line that cannot be read, such as half of one, is skipped.
+``save_dir/incidents/launches.log`` has a line of JSON for each of these events: a launch begins (``incarnation``), all
+ranks have joined (``formed``), have agreed on a checkpoint (``restore``), and have read it (``restored``), a checkpoint
+was ``committed``, all ranks have trained to the end (``finished``), were told to exit with a code (``released``), or a
+rank has exited with 64 (``wrong``). A launch without one of the last three ended together with its controller. Lines
+that cannot be parsed, such as half a line, are skipped.
 
 If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
 ``save_dir/incidents/wrong.json``. If several ranks do, the last file is kept.
@@ -33,10 +33,10 @@ FILE = "launches.log"
 WORD = "wrong.json"
 WORD_BYTES_MAX = 1 << 16
 WORD_S = 3.0
-"""Seconds that a rank that exits waits for the storage to take the file ``WORD``."""
+"""Seconds for which an exiting rank waits until the file ``WORD`` is written."""
 FORMING_S = 600.0
-"""Seconds by which the file of a rank that exited with 64 may be older than the first line of its launch: the other
-ranks may have joined later.
+"""Seconds by which the file of a rank that exited with 64 may be older than the first line of its launch, because the
+other ranks may have joined later.
 """
 TAIL_BYTES = 4 << 20
 """Bytes of the newest lines that are read."""
@@ -55,7 +55,7 @@ class Launch:
         run_id: the job.
         incarnation: number of the launch within the job, as its controller counted.
         began_unix_s: when its first rank joined.
-        progress: whether it brought a new version, or trained to the end.
+        progress: whether it saved a new version, or trained to the end.
         code: exit code of the job: 64, 70, 75 or 0; None if it was cut off.
         text: reason of the exit code.
         version: the newest version that it saved; None if it saved none.
@@ -85,11 +85,11 @@ class WrongWord:
     """The file that a rank wrote before it exited with 64 (bad configuration).
 
     Args:
-        run_id: of its job.
-        unix_s: when it was written.
+        run_id: the job of the rank.
+        unix_s: when the file was written.
         text: why the rank exited.
-        after: ``began_unix_s`` of the last launch in the log at that time; 0: of none, or not known.
-        after_its_end: whether that launch had ended, or brought a new version, by then.
+        after: ``began_unix_s`` of the last launch in the log at that time; 0: there was none, or it is unknown.
+        after_its_end: whether that launch had ended, or saved a new version, by then.
     """
 
     run_id: str
@@ -99,10 +99,10 @@ class WrongWord:
     after_its_end: bool = False
 
     def holds(self, launches: Sequence[Launch]) -> bool:
-        """Return whether this is newer than everything else known of the job.
+        """Return whether this file is newer than everything that the log says of the job.
 
         Args:
-            launches: those in the log, the oldest first.
+            launches: the launches in the log, the oldest first.
 
         Returns:
             False if a launch began, or ended, later.
@@ -111,7 +111,7 @@ class WrongWord:
             return True
         last = launches[-1]
         known = [number for number, launch in enumerate(launches) if launch.began_unix_s == self.after]
-        if known and (self.after_its_end or last is not launches[known[-1]]):  # order does not depend on clocks
+        if known and (self.after_its_end or last is not launches[known[-1]]):  # by order in the log, not by clocks
             newer = launches[known[-1] + 1 :]
             if not newer:
                 return True
@@ -168,7 +168,7 @@ def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:
         facts: facts of the event; those in ``_FACTS`` are written.
 
     Returns:
-        The line. It begins with an end of line, so that it does not join a line that a crash has cut off.
+        The line. It begins with a newline, so that it is not appended to a line that a crash has cut off.
     """
     kept = {name: facts[name] for name in _FACTS if name in facts}
     if isinstance(kept.get("text"), str):
@@ -200,14 +200,15 @@ def parse_launches(data: bytes) -> list[Launch]:
 
 
 def behind(save_dir: Path, resumed: bool) -> tuple[int, bool]:
-    """Count the launches before the present one that saved nothing.
+    """Count the launches directly before the present one that saved no new version.
 
     Args:
-        save_dir: of the job.
-        resumed: whether the last launch in the file is the present one; else the present one is not in it yet.
+        save_dir: the directory that holds the job's checkpoints.
+        resumed: whether the last launch in the log is the present one; else the present one is not in it yet.
 
-    Returns: How many launches in a row before the present one brought no new version, and whether the present one
-        brought one.
+    Returns:
+        The number of launches in a row before the present one that saved no new version, and whether the present one
+        has saved one.
     """
     try:
         launches = read_launches(save_dir)
@@ -218,7 +219,7 @@ def behind(save_dir: Path, resumed: bool) -> tuple[int, bool]:
 
 
 def fruitless(launches: Sequence[Launch]) -> int:
-    """Return how many of the last launches, in a row, brought no new version."""
+    """Return how many of the last launches, in a row, saved no new version; one that ended with 64 ends the row."""
     count = 0
     for launch in reversed(launches):
         if launch.progress or launch.code == EXIT_BAD_CONFIG:

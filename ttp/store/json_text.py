@@ -7,13 +7,13 @@ import math
 from typing import Any
 
 DEPTH_MAX = 64
-"""Most containers inside containers; ttp writes a handful. Printing, copying or comparing deeper ones overflows the
-stack.
+"""Most levels of nested containers; ttp writes a handful. Much deeper values overflow the stack when they are printed,
+copied or compared.
 """
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse ``text``.
+    """Parse ``text`` and return its value.
 
     Raises:
         ValueError: the text is no JSON, holds NaN or an infinity, or is nested deeper than ``DEPTH_MAX``.

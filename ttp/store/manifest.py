@@ -1,4 +1,4 @@
-"""``manifest.json``: what a checkpoint consists of, who wrote it, and why. It is written last and read first."""
+"""``manifest.json``: the pieces of a checkpoint, which job wrote them, and why. It is written last and read first."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FORMAT_VERSION = 1
 
 _FORMAT = "ttp-checkpoint"
 _SEAL = "digest"
-"""Key of the digest of the rest: most flipped bits of a manifest leave valid JSON that says something else."""
+"""Key of the digest of all other keys: after most bit flips a manifest is still valid JSON, with other values."""
 
 _SIZE_MAX = 1 << 30
-"""Most bytes of a manifest; a longer file of this name is not one of ttp and is not read into memory."""
+"""Most bytes of a manifest; a longer file is not a manifest of ttp and is not read into memory."""
 
 _NUMBER_MAX = 2**63 - 1
 
@@ -34,7 +34,7 @@ _DIGEST = re.compile(r"xxh3_128:[0-9a-f]{32}", re.ASCII)
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A directory that ttp did not write. Nothing is wrong with it."""
+    """A directory that ttp did not write; it is not damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class Manifest:
         version: finished updates.
         run_id: the job, as its launcher calls it.
         incarnation: launch of the job that wrote the checkpoint.
-        incident: the incident, or the request, that it was written for.
-        cause: the evidence that opened the incident.
-        reason: why this version and these savers.
-        world_size: ranks of the job that wrote it.
+        incident: id of the incident in which it was written.
+        cause: the cause of the incident, in words.
+        reason: the plan's reason for this version and these savers.
+        world_size: number of ranks of the job that wrote it.
         groups: replica groups of that job.
-        framework: ``torch``, ``mindspore``.
-        created_unix_s: wall time in seconds; for people, nothing is decided by it.
-        pieces: every file but this one. ``table`` is kept as JSON: its spelling may change, its meaning does not.
-        missing_pages: ranks whose rank-local state nobody could read; it is derived anew on resume.
-        extra: what adapters add; JSON.
+        framework: ``torch`` or ``mindspore``.
+        created_unix_s: wall time in seconds; only for people, no code decides by it.
+        pieces: every file but this one. ``table`` is stored as JSON, so its formatting may change.
+        missing_pages: ranks whose rank-local state no rank could read; it is derived again on resume.
+        extra: further facts (JSON), such as disputed shards.
     """
 
     version: Version
@@ -91,7 +91,7 @@ class Manifest:
         document["extra"] = dict(self.extra)
         try:
             document["pieces"] = [_piece_to_json(piece) for piece in self.pieces]
-            document = json.loads(json.dumps(document, allow_nan=False))  # as a reader will see it
+            document = json.loads(json.dumps(document, allow_nan=False))  # as a reader gets it
             document[_SEAL] = _seal(document)
             return json.dumps(document, indent=1, sort_keys=True) + "\n"
         except (TypeError, ValueError) as problem:
@@ -168,7 +168,7 @@ def _parse(data: bytes, path: Path) -> Manifest:
 
 
 def _seal(document: dict[str, Any]) -> str:
-    """Return the digest of the content of ``document``, which does not depend on white space and order."""
+    """Return a digest of ``document`` that does not depend on white space and the order of keys."""
     return digest_bytes(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
 
 

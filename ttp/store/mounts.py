@@ -1,7 +1,7 @@
-"""Checks that a directory is still on the mount that it was on at the start.
+"""Checks that a directory is still on the same mount as at the start of the job.
 
-After ``umount`` the same path names an empty directory of the file system below. A checkpoint written there would count
-as saved, and be hidden as soon as the storage is mounted again.
+After ``umount`` the same path is an empty directory of the file system below. A checkpoint written there would count as
+saved, and be hidden as soon as the storage is mounted again.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import psutil
 
 
 class Mounts:
-    """Remembers where directories are mounted."""
+    """Remembers the mounts of directories.
+
+    Args:
+        *directories: the directories to remember.
+    """
 
     def __init__(self, *directories: Path) -> None:
         self._mounts = {directory: mount_of(directory) for directory in directories}
 
     def check(self, directory: Path) -> None:
-        """Make sure that ``directory`` is on the mount that it was on. Blocks as long as the storage does.
+        """Check that ``directory`` is still on its mount. Blocks as long as the storage does.
 
         Raises:
-            OSError: its mount is gone (ENODEV) or does not answer.
+            OSError: the mount is gone (ENODEV) or does not answer.
         """
         mount = self._mounts.get(directory)
         if mount is None:

@@ -1,4 +1,4 @@
-"""The names of directories inside ``save_dir``. A reader takes a checkpoint for complete by its name alone."""
+"""The names of directories inside ``save_dir``. The name alone tells a reader that a checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def draft_name(version: Version, incident: str) -> str:
 
 
 def claim_name(draft: str, generation: int, rank: Rank) -> str:
-    """Return the directory in which one committer assembles a checkpoint: a draft that no other process writes to."""
+    """Return the name of the directory in which one committer, and no other process, assembles a checkpoint."""
     return f"{draft}@g{generation}-r{rank}"
 
 
 def removed_name(version: Version, count: int) -> str:
-    """Return the name that a checkpoint gets before it is deleted: a draft's, which nobody takes for a whole one."""
+    """Return the name that a checkpoint gets before it is deleted: that of a draft, so that no reader uses it."""
     return f".draft-step_{version}-removed@{count}"
 
 
 def is_draft(name: str) -> bool:
-    """Return whether ``name`` is that of a draft, of a committer's claim on one, or of a checkpoint being deleted."""
+    """Return whether ``name`` is that of a draft, of a committer's claim, or of a checkpoint being deleted."""
     return _DRAFT.fullmatch(name) is not None
 
 

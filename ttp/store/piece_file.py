@@ -1,4 +1,4 @@
-"""Writes the files of a draft. A file becomes a ``Piece`` when it is durable, and is removed if that fails."""
+"""Writes the files of a draft: a file becomes a ``Piece`` once it is durable, and is removed if writing it fails."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ttp.store.durable import write_durably
 
 @contextmanager
 def piece_file(path: Path, progress: Progress | None = None) -> Iterator[HashingFile]:
-    """Open a new file for one large piece. ``sync_and_close`` it inside the block; on an exception it is removed.
+    """Open a new file for one large piece. The block must call ``sync_and_close``; on an exception the file is removed.
 
     Args:
-        path: where it is; its directory exists.
+        path: path of the file; its directory exists.
         progress: see ``HashingFile``.
 
     Raises:
@@ -38,7 +38,7 @@ def piece_file(path: Path, progress: Progress | None = None) -> Iterator[Hashing
 def all_or_nothing(draft: Path) -> Iterator[list[Piece]]:
     """Collect the pieces of one order, and remove them all if the block raises.
 
-    A failed order is given again with other file names: on a full disk the left-overs of each try would add up.
+    A failed order is repeated with other file names, so on a full disk the left-overs of each try would add up.
 
     Args:
         draft: the directory that the pieces are in.

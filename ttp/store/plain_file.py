@@ -1,4 +1,4 @@
-"""Opens paths that should be regular files: in a shared directory they may be pipes or devices."""
+"""Opens paths that should be regular files, but may be pipes or devices, as anything may lie in a shared directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def open_plain(path: Path) -> io.FileIO:
-    """Open a regular file, or a link to one, for reading. Does not block, as opening a pipe would.
+    """Open a regular file, or a link to one, for reading. Does not block, unlike opening a pipe.
 
     Raises:
         OSError: the file does not exist, is not a regular file, or cannot be opened.
@@ -38,10 +38,10 @@ def read_plain(path: Path, size_max: int | None = None) -> bytes:
 
     Args:
         path: the file.
-        size_max: bytes of the longest file that is read; None reads any.
+        size_max: most bytes that the file may have; None: no limit.
 
     Raises:
-        OSError: as ``open_plain``; ``EFBIG`` if the file is longer than ``size_max``, and nothing of it was read.
+        OSError: as ``open_plain``; ``EFBIG`` if the file is longer than ``size_max``, which is found before reading.
     """
     with open_plain(path) as raw, io.BufferedReader(raw) as file:  # a single read(2) ends at 2 GiB
         size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Encodes the state of one object again and again. Values that have not changed since the last time cost little."""
+"""Encodes the state of one object repeatedly, and reuses the encoding of values that have not changed."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from ttp.store.encoding import (
 )
 
 APART_BYTES = 64 << 10
-"""Bytes from which on arrays are kept apart."""
+"""Arrays of at least this many bytes are kept apart."""
 
 _WHOLE = frozenset({type(None), int, str, bytes})
-"""Types of which equal values are interchangeable; floats are not, because of 0.0 and -0.0."""
+"""Types whose equal values have equal encodings; floats do not, because of 0.0 and -0.0."""
 
 _DICTS, _TEXT = frozenset({dict, OrderedDict}), frozenset({str})
 
 _LONG = 16
-"""Elements from which on a list is compared with its copy; shorter lists are packed as fast as they are compared."""
+"""Lists of at least this many elements are compared with a copy; shorter ones are packed as fast as compared."""
 
 
 _NOTHING = object()
@@ -55,9 +55,9 @@ class _Part:
 
 
 class RepeatedEncoder:
-    """Encodes the state of one object again and again, at little cost where little has changed; for ``decode``.
+    """Encodes the state of one object repeatedly, for ``encoding.decode``; unchanged values cost little.
 
-    Long lists that equal those of the last time are neither packed again nor looked through.
+    A long list that equals the list of the last time is not packed again.
 
     Args:
         name: what to call the state in an error.
@@ -127,7 +127,7 @@ class RepeatedEncoder:
                 found.last, found.packed, found.copy = item, self._packer.pack(item), None
             pieces += (found.key, found.packed)
         if 2 * len(inside) >= len(pieces):
-            part.inside = {}  # some keys are gone: forget all
+            part.inside = {}  # some keys are gone: drop the cache of all
         return b"".join(pieces)
 
     def _packed(self, plain: object) -> bytes:

@@ -1,8 +1,8 @@
-"""Shares the verification of a checkpoint among the ranks of a job, so that together they read all of it.
+"""Shares the verification of a checkpoint among the ranks of a job, so that together they read all of it once.
 
-A rank offers a checkpoint for the restore if its own share is whole, and the ranks take one that all of them offer.
-So each byte is read once by one rank, instead of once by every rank: of a checkpoint of 1 TB, 1,000 ranks would read a
-petabyte. Ranks that do not see the same files (a disk in each host) share only with those that do.
+A rank offers a checkpoint for the restore if its own share is whole, and the ranks choose one that all of them offer.
+So each byte is read by one rank instead of by every rank; else 1,000 ranks would read a petabyte of a 1 TB checkpoint.
+Ranks that do not see the same files (a disk in each host) share only with ranks that do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Share:
     """One of ``count`` equal parts of the reading.
 
     Args:
-        index: number of the part, from 0.
+        index: which of the parts, from 0.
         count: 1: the share is everything; 0: the share is nothing.
     """
 
@@ -39,7 +39,7 @@ class Share:
     count: int = 1
 
     def of(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces to read, about as many bytes as each other share has. Every piece is in one share."""
+        """Return the pieces of this share. Each piece is in exactly one share; all shares have about as many bytes."""
         if self.count <= 1:
             return list(pieces) if self.count else []
         loads = [(0, index) for index in range(self.count)]
@@ -64,8 +64,14 @@ def everything(directory: Path) -> Share:
 def share_of(directory: Path, rank: int, world_size: int, environ: Mapping[str, str]) -> Share:
     """Return the share of the checkpoints in ``directory`` that a rank of a job reads.
 
-    A rank shares with all ranks where all hosts see the same files, and with the ranks of its host elsewhere. A rank
-    that was not told its place on its host (``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``) reads everything.
+    On a file system that all hosts share, a rank shares with all ranks; elsewhere with the ranks of its host, or it
+    reads everything if ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are not set.
+
+    Args:
+        directory: the directory of the checkpoints.
+        rank: the rank.
+        world_size: number of ranks of the job.
+        environ: the environment of the rank.
     """
     if _file_system(directory) in SEEN_BY_ALL_HOSTS:
         return Share(rank, world_size)
@@ -77,7 +83,7 @@ def share_of(directory: Path, rank: int, world_size: int, environ: Mapping[str, 
 
 
 def _file_system(directory: Path) -> str:
-    """Return the type of the file system of ``directory``, as ``mount`` names it; empty if the system does not tell."""
+    """Return the type of the file system of ``directory``, as ``mount`` names it; empty if it is unknown."""
     try:
         mount = mount_of(directory)
         return next((p.fstype for p in reversed(psutil.disk_partitions(all=True)) if Path(p.mountpoint) == mount), "")

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is what its manifest says: frameworks load a flipped byte without an error."""
+"""Checks that a checkpoint agrees with its manifest, because frameworks load a flipped byte without an error."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ttp.store.share import WHOLE, Share
 
 
 def verify_checkpoint(path: Path, progress: Progress | None = None, share: Share = WHOLE) -> list[str]:
-    """Read every piece of the checkpoint at ``path`` and return what is wrong with it; an empty list if nothing is.
+    """Read the pieces of the checkpoint at ``path`` and return its problems in words; empty: it is whole.
 
-    A file that the manifest does not list is no problem, see ``unlisted_files``.
+    A file that the manifest does not list is not a problem, see ``unlisted_files``.
 
     Args:
         path: directory of the checkpoint.
-        progress: called with the number of bytes newly read; they add up to ``Manifest.size``.
-        share: which of the pieces to read.
+        progress: called with the number of bytes newly read; for all pieces they add up to ``Manifest.size``.
+        share: the part of the pieces to read.
     """
     path = Path(path)
     try:
@@ -40,7 +40,7 @@ def name_problems(path: Path, manifest: Manifest) -> list[str]:
 
 
 def size_problems(path: Path, manifest: Manifest) -> list[str]:
-    """Return one problem for each piece that is missing or has another size. Reads no piece: one ``stat`` for each."""
+    """Return one problem for each piece that is missing or has another size. Costs a ``stat`` per piece."""
     found = ((piece, _size(path / piece.file)) for piece in manifest.pieces)
     return [describe(piece.file, size, piece.size) for piece, size in found if size != piece.size]
 
@@ -48,7 +48,7 @@ def size_problems(path: Path, manifest: Manifest) -> list[str]:
 def piece_problems(
     path: Path, manifest: Manifest, progress: Progress | None = None, share: Share = WHOLE
 ) -> Iterator[str]:
-    """Read pieces and compare their digests with the manifest."""
+    """Read the pieces of ``share``, compare their digests with the manifest, and yield each problem in words."""
     for piece in share.of(manifest.pieces):
         file = path / piece.file
         size = _size(file)
@@ -74,9 +74,7 @@ def unlisted_files(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _files(root: str) -> Iterator[str]:
-    """Yield the paths, relative to ``root``, of all but directories. Not recursive: a tree may be deeper than the
-    stack.
-    """
+    """Yield the paths, relative to ``root``, of all entries but directories. Not recursive, as trees may be deep."""
     folders = [""]
     while folders:
         folder = folders.pop()
@@ -104,8 +102,8 @@ def describe(file: str, size: int | str | None, wanted: int) -> str:
 
     Args:
         file: the piece, relative to the checkpoint.
-        size: its bytes; None if it is missing; a text if it cannot be read, saying why.
-        wanted: bytes that the manifest promises.
+        size: its bytes; None if it is missing; the reason, as a text, if it cannot be read.
+        wanted: its bytes according to the manifest.
     """
     if size is None:
         return f"piece {file} is missing"
@@ -115,7 +113,7 @@ def describe(file: str, size: int | str | None, wanted: int) -> str:
 
 
 def _size(file: Path) -> int | str | None:
-    """Return the bytes of a regular file; None if there is none; a text if that cannot be known, saying why."""
+    """Return the bytes of a regular file; None if there is none; the reason, as a text, if the size is unknown."""
     try:
         return file.stat().st_size if file.is_file() else None
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Finds the newest candidate that can be opened, and says why newer ones could not.
+"""Finds the newest candidate that can be opened, and tells why newer ones could not.
 
-All that look for a checkpoint use it: ``restore``, ``ttp convert``, ``ttp recover``, ``ttp reshard`` and
-``load_newest``. Pure: the caller decides what a candidate is and what opening it means.
+``restore``, ``ttp convert``, ``ttp recover``, ``ttp reshard`` and ``load_newest`` use it. It is pure: the caller
+decides what a candidate is and how it is opened.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TypeVar
 from ttp.errors import CheckpointError
 
 ATTEMPTS = 5
-"""Candidates that are tried, as in MindSpore's Pangu training: five damaged ones in a row have a common cause."""
+"""Candidates that are tried, as in MindSpore's Pangu training: five damaged ones in a row have one common cause."""
 
 Candidate = TypeVar("Candidate")
 Opened = TypeVar("Opened")
 
 
 class NotTriedError(CheckpointError):
-    """A candidate that is no checkpoint, as its name or manifest tells: it does not count as an attempt."""
+    """A candidate that is not a checkpoint, by its name or manifest: it does not count as an attempt."""
 
 
 def walk_back(
@@ -34,13 +34,13 @@ def walk_back(
 
     Args:
         newest_first: the candidates to try.
-        open_one: opens one and makes sure that it is whole; raises ``not_whole`` if it is not.
+        open_one: opens a candidate and checks that it is whole; raises ``not_whole`` if it is not.
         attempts: how many to open at most, whole or not.
-        enough: stop after so many whole ones; None: only ``attempts`` limits.
+        enough: stop after this number of whole ones; None: only ``attempts`` limits.
         not_whole: the error after which the next candidate is tried; any other error ends the walk.
 
     Returns:
-        What was opened, and for each of the others that were tried why it was not.
+        The results of ``open_one``, and the reasons for which other candidates could not be opened.
     """
     opened: list[Opened] = []
     skipped: list[str] = []

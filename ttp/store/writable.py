@@ -1,4 +1,4 @@
-"""Checks at the start of a job that checkpoints can be written, so that mistakes do not first show at the failure."""
+"""Checks at the start of a job that checkpoints can be written, so that a mistake is found before a failure."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ FALLBACK = "TTP_FALLBACK_DIR"
 def check_places(save_dir: str, fallback_dir: str | None, *, restart: bool = False) -> Path:
     """Check the ``save_dir`` and the fallback, if there is one, by ``check_writable``. Return the ``save_dir``'s path.
 
-    One of the two is enough to go on with: a job that was saved to its fallback has to start again while the
-    ``save_dir`` is broken. The log then says what is broken. At the first start a fallback must work, though: it is
-    hardly ever written to, and a mistake would be found when it is needed.
+    One of the two is enough: a job that was saved to its fallback has to start again while the ``save_dir`` is broken.
+    The log then says what is broken. At the first start the fallback must work, though: it is rarely written to, so a
+    mistake would be found only when it is needed.
 
     Args:
-        save_dir: as ``check_writable``.
+        save_dir: as for ``check_writable``.
         fallback_dir: absolute path, or None.
         restart: whether the job was launched before with the same settings.
 
     Raises:
-        ConfigError: nothing can be saved anywhere; the fallback cannot be used and this is no restart; or both are one
-            directory.
+        ConfigError: neither directory can be used; the fallback cannot be used and this is not a restart; or both are
+            the same directory.
     """
     if fallback_dir is None:
         return check_writable(save_dir)
@@ -79,14 +79,14 @@ def _problem(place: str, what: str) -> str:
 def check_writable(save_dir: str, what: str = "save_dir") -> Path:
     """Make ``save_dir`` and rehearse a commit in it: write, sync, rename. Return its absolute path.
 
-    Every rank may call this at the same time.
+    All ranks may call this at the same time.
 
     Args:
         save_dir: a path, relative to the working directory or absolute.
         what: its name in messages.
 
     Raises:
-        ConfigError: it is no path of a mounted file system, or a call was refused; the text says what to do.
+        ConfigError: it is not a path of a mounted file system, or a call was refused; the text says what to do.
     """
     path = as_path(save_dir, what)
     probe = path / f"{names.PROBE_PREFIX}{uuid.uuid4().hex}"
@@ -112,7 +112,7 @@ def as_path(save_dir: str, what: str = "save_dir") -> Path:
     """Return the absolute path of a directory that a user has named.
 
     Raises:
-        ConfigError: it is empty, a URL, or not UTF-8, so that it could not be told to other processes.
+        ConfigError: it is empty, a URL, or not UTF-8, so that other processes could not use it.
     """
     text = os.fspath(save_dir)
     if not text.strip():

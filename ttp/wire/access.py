@@ -1,9 +1,9 @@
 """Access control for the gRPC servers of a job: which address a server listens on, and whose requests it serves.
 
-The same rules hold for every gRPC server of a job. A server serves a request that carries the job's token and, with
-TLS, shows a valid certificate of the job's authority that was not revoked. A server without a token listens on loopback
-and serves only processes of its own user and of root: the kernel tells who owns a connection within one host. With
-``TTP_INSECURE=1`` a server serves everybody.
+The same rules hold for every gRPC server of a job. A request must carry the job's token and, with TLS, its connection
+must show a valid certificate of the job's authority that was not revoked. A server without a token listens on loopback
+and serves only processes of its own user and of root: within one host the kernel tells which user owns a connection.
+With ``TTP_INSECURE=1`` a server serves every client.
 
 To add a service, make ``grpc.server(..., interceptors=guards(config))`` or ``grpc.aio.server(..., interceptors=
 aio_guards(config))``, then call ``tls.add_port(server, target(listening_address(config), port))``. Its clients add
@@ -38,7 +38,7 @@ TOKEN_KEY = "ttp-token"
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
 OPEN_TO_ALL = "/grpc.health.v1.Health/"
-"""Prefix of the methods that are served without a token: health checks tell only that a process is alive."""
+"""Prefix of the methods that need no token: health checks reveal only that a process is alive."""
 NO_TOKEN = (
     "the request does not carry this job's token: set TTP_TOKEN or TTP_TOKEN_FILE to what the job was started with"
 )
@@ -73,7 +73,7 @@ def listening_address(config: Config) -> str:
 
 @functools.cache
 def warn_if_open(insecure: bool) -> None:
-    """Warn, once in each process, if the job serves everybody."""
+    """Warn, once in each process, if the job serves every client (``insecure``)."""
     if insecure:
         log.warning(
             "TTP_INSECURE=1 and no token: everybody who reaches a port of this job can end it, save it and read its "
@@ -85,7 +85,7 @@ class Door:
     """Decides which requests a server accepts.
 
     Args:
-        config: the job's configuration; its token and ``insecure`` are used.
+        config: the job's configuration, of which ``token`` and ``insecure`` are used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -98,14 +98,14 @@ class Door:
         warn_if_open(not config.token and config.insecure)
 
     def about_token(self, metadata: Iterable[tuple[str, Any]] | None) -> str:
-        """Return why the request is refused for its token; empty if it is not."""
+        """Return why the request is refused because of its token; empty: it is not."""
         given = str(dict(metadata or ()).get(TOKEN_KEY, "")).encode()
         return "" if not self._token or hmac.compare_digest(given, self._token) else NO_TOKEN
 
     def about_peer(self, peer: str, auth_context: Mapping[str, list[bytes]]) -> str:
-        """Return why the request is refused for its certificate or its user; empty if it is not.
+        """Return why the request is refused because of its certificate or its user; empty: it is not.
 
-        May run openssl, or read the kernel's list of connections, and so may block.
+        May block, as it may run openssl or read the kernel's list of connections.
 
         Args:
             peer: the caller's address as gRPC writes it, ``ipv4:127.0.0.1:4711``.
@@ -132,7 +132,7 @@ def owner_of(peer: str) -> int | None:
         peer: the connection's address as gRPC writes it.
 
     Returns:
-        The user id; ``UNKNOWN`` if no process of this host has the connection open; None if the system does not tell
+        The user id; ``UNKNOWN`` if no process of this host has the connection open; None if the system cannot tell
         (``/proc/net`` is missing).
     """
     kind, _, where = peer.partition(":")
@@ -175,7 +175,7 @@ def _connections(table: str, names: Iterable[str]) -> list[list[str]] | None:
 
 
 def _as_in_proc(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> tuple[str, ...]:
-    """Return an address and port as ``/proc/net/tcp`` and ``tcp6`` write them: words of 32 bits in the host's order."""
+    """Return address and port as ``/proc/net/tcp`` and ``tcp6`` write them: 32-bit words in the host's byte order."""
 
     def words(packed: bytes) -> str:
         numbers = (int.from_bytes(packed[i : i + 4], "big") for i in range(0, len(packed), 4))
@@ -232,7 +232,7 @@ class _Guard(grpc.ServerInterceptor):
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
                 yield  # makes this a generator
 
-            return grpc.stream_stream_rpc_method_handler(refuse)  # fits any method: nothing is read
+            return grpc.stream_stream_rpc_method_handler(refuse)  # fits any method, because it reads no request
         if not self._door.looks_at_peers:
             return handler
 
@@ -269,7 +269,7 @@ class _AioGuard(grpc.aio.ServerInterceptor):
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
                 yield  # makes this a generator
 
-            return grpc.stream_stream_rpc_method_handler(refuse)  # fits any method: nothing is read
+            return grpc.stream_stream_rpc_method_handler(refuse)  # fits any method, because it reads no request
         if not self._door.looks_at_peers:
             return handler
 

@@ -11,7 +11,11 @@ def target(address: str, port: int) -> str:
 
 
 def split(place: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``, without the brackets of an IPv6 address."""
+    """Return host and port of ``host:port``, without the brackets of an IPv6 address.
+
+    Raises:
+        ValueError: ``place`` is not of that form, or the port is out of range.
+    """
     host, _, port = place.rpartition(":")
     if not host or not 1 <= int(port) <= PORT_MAX:
         raise ValueError(f"{place!r:.200} is not host:port")

@@ -13,11 +13,11 @@ from ttp.wire.address import target
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 MESSAGE_BYTES_MAX = 256 << 20
-"""Largest message in bytes. Tables of pieces travel in messages and take about 300 bytes per tensor."""
+"""Largest message in bytes. The largest messages carry tables of pieces, which take about 300 bytes per tensor."""
 
 
 def _keepalive(after_ms: int, patience_ms: int) -> list[tuple[str, Any]]:
-    """Return the options that probe a peer after ``after_ms`` of silence and drop it ``patience_ms`` after that."""
+    """Return the options to probe a peer after ``after_ms`` of silence and to drop it ``patience_ms`` later."""
     patience = [("grpc.keepalive_timeout_ms", patience_ms), ("grpc.http2.ping_timeout_ms", patience_ms)]
     return [("grpc.keepalive_time_ms", after_ms), *patience]
 
@@ -40,7 +40,7 @@ CLIENT_OPTIONS = [
 
 SERVER_OPTIONS = [
     *_COMMON,
-    *_keepalive(1_250, 8_750),  # probes early, so that its kernel notices hosts that are cut off, and gives up late
+    *_keepalive(1_250, 8_750),  # probes early, so that the server's kernel notices a lost host, and gives up late
     ("grpc.so_reuseport", 0),  # two controllers on one port must not be possible
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -50,18 +50,18 @@ SERVER_OPTIONS = [
 
 
 RELAY_OPTIONS = [("grpc.keepalive_time_ms", 2_000), ("grpc.keepalive_timeout_ms", 2_000)]
-"""Options of a rank's channel to a relay of its host: a relay that does not answer is given up early, because the
-controller can be reached without it.
+"""Options of a rank's channel to a relay of its host. A silent relay is given up early, because the rank can connect to
+the controller directly.
 """
 
 
 def open_channel(address: str, port: int, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
-    """Open a channel with a connection of its own to the controller.
+    """Open a channel to the controller, with a new connection that no other channel shares.
 
     Args:
         address: the controller's host.
         port: the controller's port.
-        options: gRPC options that are added to ``CLIENT_OPTIONS``, or replace the ones of the same name.
+        options: gRPC options to add to ``CLIENT_OPTIONS``; they replace options of the same name.
 
     Raises:
         ConfigError: TLS is configured and cannot be used; see ``ttp.wire.tls``.

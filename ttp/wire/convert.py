@@ -1,8 +1,7 @@
-"""Conversion between the core's values and protobuf messages. No other layer inside sees protobuf types.
+"""Converts messages between the core's dataclasses and protobuf. The core does not know protobuf types.
 
-Dataclasses and protobuf messages use the same field names, so the dataclasses drive the conversion: enums by name,
-nested values and tuples recursively. A field that one of the two lacks fails when the tests import this module, not in
-production.
+Dataclasses and protobuf messages have the same field names, so the dataclasses define the conversion: enums by name,
+nested values and tuples recursively. ``tests/wire/test_convert.py`` finds fields that one side lacks.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = [
 
 
 def _kinds(base: type) -> tuple[type, ...]:
-    """Return all subclasses of ``base`` that are messages (bases of no other), in the order of their modules."""
+    """Return all subclasses of ``base`` that have no subclasses themselves, in the order of their modules."""
     everything = [each for module in (m, lm, cm, sm, rm) for each in vars(module).values()]
     found = {each: None for each in everything if isinstance(each, type) and issubclass(each, base)}
     bases = {above for each in found for above in each.__mro__[1:]}
@@ -60,7 +59,7 @@ def report_to_wire(report: m.Report) -> pb.RankReport:
 
 
 def order_to_wire(order: m.Order) -> pb.ControllerOrder:
-    """Convert a core order to protobuf. An order for several ranks is converted once: do not change the result."""
+    """Convert a core order to protobuf. The result for ``SEVERAL`` ranks is cached: callers must not change it."""
     return _order_to_wire(order) if order.rank != m.SEVERAL else _shared_order(order)
 
 
@@ -75,7 +74,7 @@ def parse_report(data: bytes) -> m.Report:
     """Parse the bytes that a stream delivered into a core report.
 
     Raises:
-        WireError: the bytes are no report, hold a value that makes no sense, or would take too much memory.
+        WireError: the bytes are not a report, have an invalid value, or would take too much memory.
     """
     limits.check_size(data)
     try:
@@ -86,20 +85,28 @@ def parse_report(data: bytes) -> m.Report:
 
 
 def report_from_wire(message: pb.RankReport) -> m.Report:
-    """Convert a protobuf report to a core report."""
+    """Convert a protobuf report to a core report.
+
+    Raises:
+        WireError: the report is empty, or has an unknown or invalid value.
+    """
     return typing.cast(m.Report, _one_of(message, "report", _REPORT_TYPES))
 
 
 def order_from_wire(message: pb.ControllerOrder) -> m.Order:
-    """Convert a protobuf order to a core order."""
+    """Convert a protobuf order to a core order.
+
+    Raises:
+        WireError: the order is empty, or has an unknown or invalid value.
+    """
     return typing.cast(m.Order, _one_of(message, "order", _ORDER_TYPES))
 
 
 def pages_from_wire(messages: Iterable[pb.Mirror]) -> tuple[cm.Mirror, ...]:
-    """Convert the pages that a launcher hands over.
+    """Convert the pages of dead ranks that a launcher sends.
 
     Raises:
-        WireError: the content of a page message makes no sense.
+        WireError: a page message has an invalid value.
     """
     return tuple(typing.cast(cm.Mirror, _from_wire(cm.Mirror, message)) for message in messages)
 
@@ -112,7 +119,7 @@ def enum_to_wire(value: enum.Enum) -> int:
     return number
 
 
-@functools.cache  # caches known values only: lru_cache keeps no exceptions
+@functools.cache  # only known values are cached, as calls that raise are not
 def enum_from_wire(kind: type[enum.Enum], number: int) -> Any:
     """Return the member of ``kind`` that has this protobuf number.
 
@@ -144,7 +151,7 @@ def _to_wire(value: Any) -> Any:
 
 
 def _plain(item: Any) -> Any:
-    """Return ``item`` as protobuf takes it. Protobuf takes scalars, and lists of scalars, as they are."""
+    """Return ``item`` as a value for a protobuf field. Scalars and tuples of scalars are passed unchanged."""
     kind = type(item)
     if kind in _SCALARS:
         return item
@@ -164,10 +171,9 @@ def _from_wire(kind: type, message: Any) -> Any:
 
 
 def _reader(name: str, hint: Any) -> Callable[[Any], Any] | None:
-    """Return the function that makes a field's value from its protobuf value and checks it.
+    """Return the function that converts and checks a field's protobuf value; None if the field needs neither.
 
-    Every field of every message of every rank passes through these functions, so a field that needs neither conversion
-    nor check has None.
+    None saves a call for every such field of every message.
     """
     hint = getattr(hint, "__supertype__", hint)  # Rank is a NewType of int
     if hint in (bool, float, bytes) or (hint is int and name not in limits.NUMBERS):
@@ -200,7 +206,7 @@ def _snake(name: str) -> str:
 
 
 class _Fields:
-    """The fields of one kind of dataclass, and how to convert it from and to its protobuf message.
+    """The fields of one dataclass, prepared for the conversion from and to its protobuf message.
 
     Args:
         kind: a dataclass whose name and field names are those of a protobuf message.

@@ -1,8 +1,7 @@
-"""The job's TLS for servers that are not gRPC's: metrics and the web page.
+"""TLS contexts for the job's servers that do not use gRPC: metrics and the web page.
 
-As gRPC's servers do (``ttp.wire.tls``), they look at their files again for every connection and use renewed ones:
-certificate, authority and revocation lists. A problem with a renewed file is logged once, and the last usable one
-stays.
+Like the gRPC servers (``ttp.wire.tls``), these servers check the files of certificate, authority and revocation lists
+at every connection, and use renewed ones. A problem with a renewed file is logged once, and the old files stay in use.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ def server_context(config: Config, *, client_certificates: bool = True) -> ssl.S
     """Return the TLS context of a server; None if this job does not encrypt.
 
     Args:
-        config: names the files.
-        client_certificates: whether clients must show a certificate of the job's authority too.
+        config: has the paths of the files.
+        client_certificates: whether clients must show a certificate of the job's authority, too.
 
     Raises:
         ConfigError: a file cannot be used; the text says what to do.
@@ -32,7 +31,7 @@ def server_context(config: Config, *, client_certificates: bool = True) -> ssl.S
     newest = [made]
 
     def greeted(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
-        """Switch a new connection to the files' present content. Called on the first message of a client."""
+        """Make a new connection use the present files. The ssl module calls this at a client's first message."""
         if renewals.renewed() is not None:
             newest[0] = _context(config, client_certificates)
             newest[0].sni_callback = greeted

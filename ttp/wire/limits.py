@@ -1,7 +1,7 @@
-"""Limits of messages. Everybody who reaches the port can send anything: what exceeds a limit is refused or cut.
+"""Limits of messages: any client that reaches the port can send any bytes, so excessive values are refused or cut.
 
 Names that are too long, numbers that are too large to compute with, and lists that are longer than any real message
-needs are refused. Texts for people are cut instead: a very long error still has to be reported.
+needs are refused. Texts for people are cut instead, because a very long error still has to be reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ttp.core.layout import WORLD_SIZE_MAX
 VERSION_MAX = 10**18 - 2
 """Largest version: a directory's name holds eighteen digits, and the next version must fit too."""
 COUNT_MAX = (1 << 32) - (1 << 20)
-"""Largest launch and incarnation: they have 32 bits on the wire, and each counts on from the largest that was heard."""
+"""Largest launch and incarnation: they have 32 bits on the wire, and later ones are counted on from the largest."""
 TERM_MAX = (1 << 16) - (1 << 10)
 """Largest term: a generation has 32 bits, and its term is the upper half; see ``ttp.core.controller.saving``."""
 
@@ -25,9 +25,9 @@ TEXT_MAX = 16_384
 TEXTS_MAX = 100
 """Most texts for people in one message."""
 ENTRIES_MAX = 1 << 18
-"""Most fields of a message, with those of the messages directly in it: each piece or candidate is one."""
+"""Most fields of a message, counted with the fields of its nested messages one level down."""
 FREE_BYTES = 1 << 20
-"""Bytes up to which a message is parsed without a count of its fields: it grows to at most 60 times that."""
+"""Messages of up to this many bytes are parsed without counting fields: they take at most 60 times that in memory."""
 
 NUMBERS = {
     "world_size": WORLD_SIZE_MAX,
@@ -42,15 +42,15 @@ _FILE_NAME = re.compile(r"[\w.:@%+=-]{0,200}", re.ASCII)
 
 TEXTS = frozenset({"text", "detail", "broken", "activity", "skipped", "bad", "cause", "reason", "error", "table"})
 UNCUT = frozenset({"table"})
-"""Names of texts that programs read: they may have any length."""
+"""Fields whose texts programs read: they may have any length."""
 FILE_NAMES = frozenset({"incident", "draft"})
-"""Names of texts that become names of files and directories."""
+"""Fields whose texts become names of files and directories."""
 CUT_LISTS = frozenset({"skipped", "bad", "candidates", "readings", "standbys"})
-"""Lists that are cut to ``TEXTS_MAX`` entries: their beginning says the most. Others are needed whole."""
+"""Lists that are cut to ``TEXTS_MAX`` entries, as their first entries matter most. Other lists are needed whole."""
 
 
 class WireError(Exception):
-    """A message that makes no sense: it is empty, or holds an unknown enum value or a number beyond its limit."""
+    """An invalid message: it is empty, has an unknown enum value, or exceeds a limit."""
 
 
 def number(name: str, value: int) -> int:
@@ -69,7 +69,7 @@ def text(name: str, value: str) -> str:
     """Return ``value``, cut to ``TEXT_MAX`` characters if the field ``name`` is a text for people.
 
     Raises:
-        WireError: the field is a name and the value is too long, or the file that it names could lie anywhere.
+        WireError: the field is a name, and the value is too long or not a safe file name.
     """
     if name in UNCUT:
         return value
@@ -98,11 +98,10 @@ def entries(name: str, count: int) -> int:
 def check_size(data: bytes) -> None:
     """Check the number of fields of a serialised message before it is parsed: 2 bytes can become an object of 100.
 
-    The fields are counted by hand, because what protobuf offers for it (unknown fields of an empty message) makes the
-    objects too.
+    The fields are counted here, because protobuf's own way (unknown fields of an empty message) makes the objects too.
 
     Raises:
-        WireError: the message has too many fields, or the bytes are no message at all.
+        WireError: the message has too many fields, or the bytes are not a message.
     """
     if len(data) <= FREE_BYTES:
         return
@@ -118,7 +117,7 @@ def check_size(data: bytes) -> None:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of the content of each field of a message; equal for a field without nested fields."""
+    """Yield start and end of the content of each length-delimited field; for other fields start and end are equal."""
     while at < end:
         tag, at = _varint(data, at, end)
         size = 0

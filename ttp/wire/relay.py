@@ -1,7 +1,7 @@
-"""Conversion between a relay's frames and protobuf.
+"""Converts the frames of relays between the core's values and protobuf.
 
-Reports and orders inside a frame stay serialised, so that each is parsed alone and a bad one harms no other. A report
-that ranks of many hosts send with the same content is parsed once.
+Each report and order inside a frame is serialised separately, so that a malformed one does not spoil the others. A
+report that many ranks send with the same bytes is parsed once.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_re
 from ttp.wire.v1 import controller_pb2 as pb
 
 PROTOCOL = ("ttp-protocol", str(m.PROTOCOL_MAJOR))
-"""Metadata that both ends of a relay's stream send first: frames of another protocol cannot even be read."""
+"""Metadata that both ends of a relay's stream send first, because frames of another protocol cannot be parsed."""
 LINES_MAX = 4096
 """Most ranks behind one relay: more than any host has."""
 ALIKE_MAX, ALIKE_BYTES_MAX = 64, 1 << 14
-"""How many parsed reports are remembered, and the most bytes that such a report may have."""
+"""Number of parsed reports that are cached, and the most bytes of a report that is cached."""
 
 
 def mismatch(metadata: Iterable[tuple[str, str | bytes]] | None, who: str) -> str:
-    """Return why the peer's protocol is not understood; empty if it is.
+    """Return why the peer's protocol cannot be used; empty if it can.
 
     Args:
         metadata: the metadata with which the peer began its stream.
-        who: the peer, in words for the message.
+        who: name of the peer in the message.
     """
     name, mine = PROTOCOL
     theirs = dict(metadata or ()).get(name)
@@ -56,11 +56,11 @@ def parse_frame(data: bytes) -> tuple[Frame, dict[LineId, str]]:
     """Parse the bytes of a relay's stream into a core frame.
 
     Returns:
-        The frame, and for each line with a malformed report what is wrong with it. The frame holds nothing that a line
-        sent after its malformed report.
+        The frame, and for each line with a malformed report what is wrong with that report. The frame does not contain
+        what such a line sent after the malformed report.
 
     Raises:
-        WireError: the bytes are no frame, or a frame of more lines than a host can have.
+        WireError: the bytes are not a frame, or it has more lines than a host can have.
     """
     limits.check_size(data)
     try:
@@ -91,7 +91,7 @@ _parsed = functools.lru_cache(ALIKE_MAX)(parse_report)
 
 
 def orders_to_wire(orders: Iterable[tuple[Lines, m.Order | None]]) -> pb.RelayOrders:
-    """Convert core orders, each with the lines that it is for, to protobuf."""
+    """Convert core orders, each with the lines that receive it, to protobuf."""
     return pb.RelayOrders(
         orders=(
             pb.LineOrder(lines=lines, order=None if order is None else order_to_wire(order).SerializeToString())
@@ -101,10 +101,10 @@ def orders_to_wire(orders: Iterable[tuple[Lines, m.Order | None]]) -> pb.RelayOr
 
 
 def orders_from_wire(message: pb.RelayOrders) -> Iterator[tuple[Lines, m.Order | None]]:
-    """Convert protobuf orders to core orders, each with the lines that it is for.
+    """Convert protobuf orders to core orders, each with the lines that receive it.
 
     Raises:
-        WireError: an order is empty, or holds a value that this version does not know.
+        WireError: an order is empty, or has a value that this version does not know.
     """
     for item in message.orders:
         order = order_from_wire(pb.ControllerOrder.FromString(item.order)) if item.HasField("order") else None

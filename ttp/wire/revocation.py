@@ -1,8 +1,9 @@
-"""Checks of certificates against revocation lists, which make a stolen certificate invalid before it expires.
+"""Checks certificates against revocation lists, which make a stolen certificate invalid before it expires.
 
-gRPC for Python takes no revocation lists, so they are checked beside it. A server lets openssl check the certificate of
-each caller before it serves the request. A client first makes a TLS handshake of its own with the server, which checks
-the server's certificate, and then makes gRPC accept that very certificate and no other. So nobody can step in between.
+gRPC for Python does not support revocation lists, so they are checked beside it. A server has openssl check the
+certificate of each caller before it serves the request. A client first makes a TLS handshake of its own with the
+server, which checks the server's certificate. Then it lets gRPC accept only this one certificate, so that no other
+server can take the place of the checked one.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from ttp.wire.address import split
 log = logging.getLogger("ttp.tls")
 
 REACH_S = 1.0
-"""Seconds that a server may take to answer the handshake; a client has other servers to try."""
+"""Seconds that a server may take to answer the handshake; then the client tries another server."""
 OPENSSL_S = 30.0
 AGAIN_S = 600.0
-"""Seconds for which the result of a check is used: lists and certificates expire. A renewed list is used at once."""
+"""Seconds for which the result of a check is cached: lists and certificates expire. A renewed list is used at once."""
 
 _WHY = re.compile(r"lookup: ?(.+)")
 
@@ -36,11 +37,11 @@ class Guard:
     """Checks certificates against revocation lists.
 
     Args:
-        lists: PEM file with one list of each authority that has signed a certificate.
+        lists: PEM file with the revocation list of each authority that has signed a certificate.
         authority: PEM file of the authority.
         own: PEM file with the certificate of this process, followed by intermediate certificates.
         key: PEM file with the key of that certificate.
-        password: of the key; empty if it is not encrypted.
+        password: the password of the key; empty if it is not encrypted.
     """
 
     lists: Path
@@ -61,8 +62,8 @@ class Guard:
     def believed(self, where: str) -> bytes:
         """Return the certificate (PEM) that the server at ``where`` (``host:port``) shows, if it is valid.
 
-        If nobody answers, or the certificate is not valid, return this process' own: a channel that trusts only that
-        one connects to a server with the same certificate, or to none.
+        If no server answers, or its certificate is not valid, return this process' own certificate: a channel that
+        trusts only that one connects to a server with the same certificate, or to none.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # gRPC checks the name

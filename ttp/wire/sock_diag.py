@@ -1,4 +1,4 @@
-"""Asks the kernel who owns one connection (netlink, ``sock_diag``): reading all of ``/proc/net/tcp`` takes longer."""
+"""Asks the kernel which user owns a connection (netlink, ``sock_diag``), which is faster than ``/proc/net/tcp``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def owner_of_connection(opened: Place, accepted: Place) -> int | None:
         accepted: the other end.
 
     Returns:
-        The user id; None if there is no such connection, or the kernel does not tell.
+        The user id; None if there is no such connection, or the kernel does not answer.
     """
     (source, source_port), (there, there_port) = opened, accepted
     if source.version != there.version:
@@ -42,6 +42,6 @@ def owner_of_connection(opened: Place, accepted: Place) -> int | None:
         if kind == _ERROR:
             return None
         _, state, *_, owner, inode = _FOUND.unpack_from(answer, _HEADER.size)
-    except (OSError, AttributeError, struct.error):  # not Linux, not allowed, or nothing like an answer
+    except (OSError, AttributeError, struct.error):  # not Linux, not allowed, or not a valid answer
         return None
     return int(owner) if state == _ESTABLISHED and inode else None

@@ -1,8 +1,8 @@
-"""How long a peer's host has been silent, as this host's kernel measures it (``TCP_INFO``).
+"""Measures how long a peer's host has been silent, from this host's kernel (``TCP_INFO``).
 
-Received data counts, whether or not this process has read it, and so does an acknowledgement, which the peer's kernel
-sends even while its processes are stopped. gRPC does not expose its sockets, so they are found among this process's
-descriptors.
+The silence ends with received data, read by this process or not, and with an acknowledgement, which the peer's kernel
+sends even while its processes are stopped. gRPC does not expose its sockets, so this module finds them among the
+descriptors of this process.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Sockets:
         self._asked: set[tuple[int, object]] = set()
 
     def heard_of(self, names: Iterable[str]) -> float | None:
-        """Return ``silent_s`` of one peer that gRPC knows by one of ``names``; None if none is connected."""
+        """Return ``silent_s`` of the first connected peer among ``names`` (gRPC's names); None if none is connected."""
         ages = (self.silent_s([name]) for name in names)
         return next((age_s for age_s in ages if age_s is not None), None)
 
     def silent_s(self, peers: Iterable[str]) -> float | None:
-        """Return the seconds since anything arrived from any of ``peers``; None if that cannot be known.
+        """Return the seconds since anything arrived from any of ``peers``; None if the age of one is unknown.
 
-        Also turns on TCP keepalive for their connections, so that an idle peer's kernel has something to acknowledge.
+        Also turns on TCP keepalive for their connections, so that the kernel of an idle peer sends acknowledgements.
 
         Args:
             peers: addresses as gRPC writes them, such as ``ipv4:10.0.0.1:80``.
@@ -88,7 +88,7 @@ class Sockets:
 
 
 def peers(host: str, port: int) -> tuple[str, ...]:
-    """Return every name that gRPC may use for ``host:port``; none if the host has no address. Asks the name service."""
+    """Return every name that gRPC may use for ``host:port``; empty if the host has no address. May block (DNS)."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return tuple(f"{'ipv6' if ':' in str(to[0]) else 'ipv4'}:{target(str(to[0]), port)}" for *_, to in found)
@@ -97,7 +97,7 @@ def peers(host: str, port: int) -> tuple[str, ...]:
 
 @functools.lru_cache(1 << 16)
 def parse(peer: str) -> Peer | None:
-    """Host and port of ``ipv4:10.0.0.1:80`` or ``ipv6:%5B::1%5D:80``; None for anything else."""
+    """Return host and port of ``ipv4:10.0.0.1:80`` or ``ipv6:%5B::1%5D:80``; None for any other text."""
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -106,7 +106,7 @@ def parse(peer: str) -> Peer | None:
 
 
 def _name(address: object) -> Peer | None:
-    """Host and port in one form: an IPv4 address mapped into IPv6 becomes the IPv4 address."""
+    """Return host and port in one form: an IPv4 address mapped into IPv6 becomes the IPv4 address."""
     if not isinstance(address, tuple):
         return None
     try:
@@ -119,13 +119,12 @@ def _name(address: object) -> Peer | None:
 
 @contextlib.contextmanager
 def second(fd: int) -> Iterator[socket.socket]:
-    """Give a second descriptor of the socket ``fd``, and close it afterwards.
+    """Yield a socket for a duplicate of the descriptor ``fd``, and close the duplicate afterwards.
 
-    ``fd`` belongs to a library that may close it at any moment; then its number may stand for a file that was opened
-    since.
+    ``fd`` belongs to a library that may close it at any moment; afterwards the number may be that of another file.
 
     Raises:
-        OSError: ``fd`` is closed, or no socket. Nothing stays open.
+        OSError: ``fd`` is closed, or not a socket. No descriptor stays open.
     """
     copy = os.dup(fd)
     try:

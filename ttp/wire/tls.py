@@ -2,10 +2,10 @@
 
 Every process of a job may become its controller, so all have the same kind of identity: a certificate of the job's own
 authority, its key, and that authority. A server accepts every client with a certificate of the authority. A client also
-requires that the server's certificate bears the same name as its own (its first DNS name, else its common name): the
-addresses of hosts change, the job's name does not.
+requires that the server's certificate has the same name as its own (the first DNS name, else the common name). The name
+is that of the job, because the addresses of hosts change.
 
-The identity comes from ``TTP_TLS_CERT``, ``TTP_TLS_KEY`` and ``TTP_TLS_CA``. Both sides read it again for every
+The identity comes from ``TTP_TLS_CERT``, ``TTP_TLS_KEY`` and ``TTP_TLS_CA``. Both sides check these files for every
 connection, so that the next connection uses a renewed certificate.
 """
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.tls")
 
 WARN_DAYS = 30
-"""Days before the end of a certificate from which on a warning is logged."""
+"""Days of validity below which a certificate causes a warning in the log."""
 OPENSSL_S = 30.0
 DAY_S = 86_400
 GREETING_S = 2.0
-"""Seconds that a server may take to accept a connection when it is asked whether it speaks TLS."""
+"""Seconds that a server may take to accept the connection of ``speaks_tls``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Identity:
     """The certificate of a process, its key, and the authority that the process trusts.
 
     Args:
-        certificate: PEM, the process' own certificate first, then intermediate ones.
-        key: PEM, not encrypted.
-        authority: PEM.
-        name: the name that a peer's certificate must bear.
-        guard: checks certificates against revocation lists; None if there are none.
-        lists: time of change of these lists, in nanoseconds.
+        certificate: the process' own certificate, then intermediate ones (PEM).
+        key: the key of the certificate (PEM, not encrypted).
+        authority: the certificate of the authority (PEM).
+        name: the name that a server's certificate must have.
+        guard: checks certificates against revocation lists; None without such lists.
+        lists: modification time of these lists, in nanoseconds.
     """
 
     certificate: bytes
@@ -62,7 +62,7 @@ def identity(config: Config | None = None) -> Identity | None:
     """Return the identity of this process; None if connections are not encrypted.
 
     Args:
-        config: names the files; None takes the configuration from the environment.
+        config: has the paths of the files; None: the configuration from the environment.
 
     Raises:
         ConfigError: the identity cannot be used; the text says what to do.
@@ -117,15 +117,14 @@ def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
 
 
 SERVED: set[tuple[str, int]] = set()
-"""Where services of this process listen, as host and port."""
+"""Host and port of each service of this process."""
 
 
 def add_port(server: Any, where: str) -> int:
     """Make a gRPC server, threaded or asyncio, listen at ``where``. Return the port, or 0 if it cannot be bound.
 
-    With TLS the server looks at its files again for every connection and shows the certificate that it finds there,
-    because a job may outlive its certificate. A problem with a renewed file is logged once, and the last usable one
-    stays.
+    With TLS the server checks its files for every connection and uses a renewed certificate, because a job may outlive
+    its certificate. A problem with a renewed file is logged once, and the old certificate stays in use.
 
     Raises:
         ConfigError: see ``identity``.
@@ -139,7 +138,7 @@ def add_port(server: Any, where: str) -> int:
     renewals = Renewals(config, mine)
 
     def again() -> Any:
-        """Return the certificate to show from now on; None keeps the present one. No exception may reach gRPC."""
+        """Return the certificate to use from now on; None keeps the present one. Never raises, as gRPC requires."""
         renewed = renewals.renewed()
         return None if renewed is None else _as_grpc(renewed)
 
@@ -156,7 +155,7 @@ class Renewals:
     """The identity of a server, read again for each connection.
 
     Args:
-        config: names the files.
+        config: has the paths of the files.
         mine: the present identity.
     """
 
@@ -190,9 +189,9 @@ def diagnose(address: str, port: int, details: str) -> str | None:
     """Return what is wrong with the encryption of a failed connection; None if the failure has another reason.
 
     Args:
-        address: of the server.
-        port: of the server.
-        details: what gRPC said of the failure.
+        address: the server's host.
+        port: the server's port.
+        details: gRPC's description of the failure.
     """
     where = f"{address}:{port}"
     mine = secured()
@@ -221,7 +220,7 @@ def diagnose(address: str, port: int, details: str) -> str | None:
 
 
 def speaks_tls(address: str, port: int) -> bool | None:
-    """Return whether the server there answers a TLS greeting; None if nobody answers at all."""
+    """Return whether the server at ``address`` answers a TLS handshake; None if no server answers at all."""
     import socket
 
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -231,7 +230,7 @@ def speaks_tls(address: str, port: int) -> bool | None:
         with socket.create_connection((address, port), GREETING_S) as plain, asking.wrap_socket(plain):
             return True
     except ssl.SSLError as problem:
-        return "ALERT" in (problem.reason or "")  # an alert is an answer in TLS too
+        return "ALERT" in (problem.reason or "")  # an alert is a TLS answer too
     except ConnectionResetError:
         return False
     except OSError:
@@ -253,7 +252,7 @@ _File = tuple[Path, int]
 
 @functools.lru_cache(maxsize=4)
 def _loaded(certificate: _File, key: _File, authority: _File, password: Path | None, revoked: _File | None) -> Identity:
-    """Read and check an identity. Cached by the files' times of change, so renewed files are read again."""
+    """Read and check an identity. Cached by the files' modification times, so that renewed files are read again."""
     (cert, _), (own, _), (ca, _) = certificate, key, authority
     secret = _password(password)
     shown = _shake_hands(cert, own, ca, secret)
