@@ -307,11 +307,11 @@ class TorchAdapter(Restoring):
     def _why_wait(self) -> str:
         """Return why the host, not the device, has to wait in the barrier before an update; empty: the device may."""
         if self._processor is not None and self._processor.goes_on is not None:
-            return "survivors go on in their processes, so that no update may be queued behind a collective"
+            return "ranks may outlive a failure of another (TTP_CONTINUITY=keep), so no update may wait on a collective"
         if len(self._source.runtimes) > 1 or self._source.has_state_on_host():
             return "the state is on several devices, or partly on the host"
         if len(self._given) > 1 or is_sharded(self._optimizer):
-            return "several optimizers make an update, or one that exchanges what it has updated"
+            return "an update is made by several optimizers, or by one that exchanges weights between ranks"
         return ""
 
     def _gradient_final(self) -> None:
@@ -359,12 +359,12 @@ def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """
     given = list({id(each): each for each in listed(optimizer)}.values())
     if not given:
-        raise UsageError("wrap_optimizer() was given no optimizer")
+        raise UsageError("wrap_optimizer() was given no optimizer: give it those that update the model, one or a list")
     owners = _owners(given)
     sharded = next((each for each in owners if is_sharded(each)), None)
     if sharded is not None and len(owners) > 1:
         raise ConfigError(
-            f"{type(sharded).__name__} shards its state over the ranks and cannot be protected beside other "
+            f"{type(sharded).__name__} shards its state over the ranks and cannot be protected together with other "
             "optimizers: give all parameters to it, or use optimizers that do not shard their state"
         )
     return given
@@ -383,8 +383,8 @@ def _tell_forgotten(names: Sequence[str]) -> None:
     if names:
         listing = ", ".join(names[:_LISTED_MAX]) + (", ..." if len(names) > _LISTED_MAX else "")
         log.warning(
-            "%d parameters want gradients and are in no optimizer that wrap_optimizer() was given (%s): their weights "
-            "are saved; if another optimizer updates them, its state is not: give wrap_optimizer() a list of all",
+            "%d parameters require gradients but are in no optimizer that wrap_optimizer() was given (%s). Their "
+            "weights are saved, but no state of an optimizer that updates them: give wrap_optimizer() all optimizers",
             len(names),
             listing,
         )

@@ -136,19 +136,19 @@ class Groups:
         if self._member is not None:
             _c10d._rank_not_in_group, self._member = self._member, None
         if self._deaf:
-            return "this torch does not show what train() asks other ranks"
+            return "this version of torch does not show which collectives train() calls"
         if self._asked:
-            return f"train() calls {self._asked}() before its first update, which nobody would answer a newcomer"
+            return f"train() calls {self._asked}() before its first update: a newcomer would call it alone"
         if self._wrapped != list(_c10d._world.pg_map):
-            return "train() makes or destroys process groups behind wrap_optimizer()"
+            return "train() makes or destroys process groups after wrap_optimizer()"
         return ""
 
     def why_not(self) -> str:
         """Return why the backends of the groups of this process cannot be exchanged; empty: they can."""
         if self._unseen:
-            return "process groups were made before @ttp_to_persist was met"
+            return "process groups were made before @ttp_to_persist was applied"
         if any(group not in _c10d._world.pg_map for group in self._before):
-            return "train() destroys process groups that were there before"
+            return "train() destroys process groups that were made before it was called"
         for group in _c10d._world.pg_map:
             for name, devices in _kinds(group).items():
                 kind = type(group._get_backend(torch.device(devices[0]))).__name__
@@ -159,8 +159,8 @@ class Groups:
     def _why_not(self, name: str, kind: str, device: str) -> str:
         transport = self._transports.get(name)
         if transport is None or transport.backend != kind:
-            only = "gloo's and NCCL's" if len(self._transports) > 1 else "gloo's"
-            return f"a process group is of {kind}; only {only} can be exchanged"
+            only = "gloo and NCCL" if len(self._transports) > 1 else "gloo"
+            return f"a process group uses {kind}; only the backends of {only} can be exchanged"
         if name not in self._tried:  # late: at the entry of train() a program may not have chosen its device
             self._tried[name] = transport.why_not() or ("" if name == "gloo" else self_test(transport, device))
         return self._tried[name]
@@ -266,7 +266,7 @@ class Groups:
             count, theirs = json.loads(store.get(f"ttp/groups/{other}"))
             shared = [name for name, ranks in mine if other in ranks]
             if count != _c10d._world.group_count or [name for name, ranks in theirs if rank in ranks] != shared:
-                raise RuntimeError(f"rank {other} has other process groups than rank {rank}")
+                raise RuntimeError(f"rank {other} and rank {rank} have different process groups")
 
     def _exchange(self, group: Any, store: Any, launch: int) -> None:
         """Connect new backends for a group, and register them in place of the old ones."""
@@ -310,7 +310,7 @@ def register(group: Any, backend: Any, kind: Any, devices: Sequence[str]) -> Non
     for device in devices:
         group._register_backend(torch.device(device), kind, backend)
         if group._get_backend(torch.device(device)) is not backend:
-            raise RuntimeError("this torch does not let backends of a group be exchanged")
+            raise RuntimeError("this version of torch does not let the backend of a process group be exchanged")
 
 
 def _fresh(number: int) -> Any:
@@ -345,7 +345,7 @@ def self_test(transport: Transport | None = None, device: str = "cpu") -> str:
     try:
         return _self_test(transport, device)
     except Exception as problem:
-        return f"this torch keeps process groups in another way: {problem!r}"
+        return f"this version of torch keeps process groups in another way: {problem!r}"
 
 
 def _self_test(transport: Transport, device: str) -> str:
@@ -362,7 +362,7 @@ def _self_test(transport: Transport, device: str) -> str:
             value = torch.ones(1, device=device)
             group.allreduce([value]).wait()
             if value.item() != 1 or _c10d._resolve_process_group(name) is not group:
-                return "a group is not the same after its backend was exchanged"
+                return "in this version of torch a process group does not work after its backend was exchanged"
             transport.let_go([backend])
     finally:
         _c10d._unregister_process_group(name)

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.torch")
 
 _POST_STEP_OPEN = (
-    "version %s is saved while the training thread stands between optimizer.step() and the next forward pass, where it "
-    "seems to hang: an average of the weights, or a schedule that is not stepped after each update, may not have "
-    "followed that update. Let them follow before anything that waits for other ranks"
+    "version %s is saved while the training thread seems to hang between optimizer.step() and the next forward pass: "
+    "an average of the weights, or a schedule that is not stepped after each update, may lack that update. Let the "
+    "program update averages and schedules directly after optimizer.step(), before anything that waits for other ranks"
 )
 
 
@@ -153,7 +153,7 @@ class TorchSource(Standing):
             raise UnlikeError("extra_state holds modules, or some of the state of this rank cannot be captured")
         self.inspect(now.version)
         if self.stopped is None:
-            raise UnlikeError("it cannot be read")
+            raise UnlikeError("the state cannot be read")
         if reason := why_not_kept(stopped, self.stopped, now.version, now.phase):
             raise UnlikeError(reason)
         return keep(Origin(now.version, incident), self._names, self._optimizer)
@@ -242,7 +242,7 @@ class TorchSource(Standing):
         if image is not None:
             preimage = self._preimage_now
             kept = None if preimage is None else preimage.version
-            stands, found = kept == version, f"what is kept is {'of no version' if kept is None else f'version {kept}'}"
+            stands, found = kept == version, f"the copy is of {'no version' if kept is None else f'version {kept}'}"
         elif self.on_device:
             done, begun = self.finished.finished_version(), self.begun.finished_version()
             stands, found = done == version >= begun, f"the device has finished version {done} and begun {begun}"
@@ -251,7 +251,7 @@ class TorchSource(Standing):
             stands = state.version == version and state.phase in (Phase.IDLE, Phase.DONE)
             found = f"this rank holds version {state.version}, not {version} ({state.phase.value})"
         if not stands:
-            raise MovedError(f"the state is not that of version {version} any more: {found}")
+            raise MovedError(f"the state is no longer that of version {version}: {found}")
 
     def _job_state(self, version: Version) -> JobState:
         assert self.post_step is not None

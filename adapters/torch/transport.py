@@ -134,7 +134,7 @@ class Gloo:
     def why_not(self) -> str:
         """See ``Transport``."""
         lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
-        return "TORCH_GLOO_LAZY_INIT connects ranks later" if lazy else ""
+        return "TORCH_GLOO_LAZY_INIT is set, so that gloo connects ranks only when they communicate" if lazy else ""
 
 
 class Nccl:
@@ -186,7 +186,7 @@ class Nccl:
         """See ``Transport``."""
         if (found := _nccl_version()) < NCCL_MIN:
             version, least = (".".join(map(str, each)) for each in (found, NCCL_MIN))
-            return f"NCCL is {version}, and aborts soundly from {least} on, as far as is known"
+            return f"NCCL is {version}; communicators are known to be aborted safely only with {least} or later"
         said = nccl.why_not_go_on(os.environ, Config.from_env(), nccl.launcher_environ())
         return "; ".join(said)
 

@@ -109,7 +109,7 @@ def test_so_does_a_loader_of_torchdata(
     assert "torchdata 99.1 is outside the versions" in caplog.text
     data = TensorDataset(torch.arange(8))
     loader.sampler = DistributedSampler(data, num_replicas=2, rank=0)
-    note = r"^extra_state\['loader'\] takes its place again in ttp\.restore\(\).* set_epoch\(\) behind it is too late"
+    note = r"^extra_state\['loader'\] goes to its saved position in ttp\.restore\(\).* later set_epoch\(\) is too late"
     (found,) = ExtraState({"loader": loader}).notes()
     assert re.match(note, found), "an order that follows from the epoch, which is told too late"
     for name in ("torchdata", "torchdata.loader"):

@@ -93,7 +93,7 @@ def test_an_update_that_the_scaler_leaves_out(
     [
         ("static", "the reducer of DistributedDataParallel with static_graph cannot be reset"),
         ("plain", "the function had not been called 2 times"),
-        ("late", "a DistributedDataParallel was made behind wrap_optimizer()"),
+        ("late", "a DistributedDataParallel was made after wrap_optimizer()"),
     ],
 )
 def test_what_cannot_be_made_again_leaves_train(make_job: MakeJob, unbroken: Unbroken, kind: str, why: str) -> None:

@@ -181,8 +181,8 @@ def holder(runtimes: Sequence[Runtime], tensor: Tensor) -> Runtime | None:
             return runtime
     if tensor.device.type not in ("cpu", "meta"):
         raise CheckpointError(
-            f"a tensor is on {tensor.device}, where no part of the state was at start: memory of the host and of CUDA "
-            "devices that hold parameters or buffers can be saved"
+            f"a tensor of the state is on {tensor.device}, where none was when wrap_optimizer() was called: ttp can "
+            "save only state on the host, and on CUDA devices that held parameters or buffers at that time"
         )
     return None
 
@@ -218,10 +218,10 @@ class Number:
             CheckpointError: the number did not arrive in time, or its memory was used again.
         """
         if not poll(self._event.query, _NUMBER_S):
-            raise CheckpointError(f"a number did not leave the device in {_NUMBER_S:g} s")
+            raise CheckpointError(f"a number such as the loss scale did not leave the device within {_NUMBER_S:g} s")
         found = self._slot.item()
         if self._numbers.turn - self._turn >= _NUMBERS:
-            raise CheckpointError("a number that the device was asked for is gone: the host is too far ahead of it")
+            raise CheckpointError("a number from the device was overwritten: the host is too far ahead of the device")
         return found
 
 
@@ -254,7 +254,7 @@ class Numbers:
         if runtime is None:
             return value.item()
         if runtime.capturing():
-            raise CheckpointError("a number of a device cannot be asked for while a CUDA graph is captured")
+            raise CheckpointError("a number cannot be copied from a device while a CUDA graph is captured")
         start = self.turn % _NUMBERS * _NUMBER_BYTES
         slot = self._pinned[start : start + value.element_size()].view(value.dtype)
         slot.copy_(value.detach().view(-1), non_blocking=True)
@@ -324,7 +324,7 @@ class DeviceFence:
         try:
             self._pending.append((version, self._runtime.mark(side=False)))
         except RuntimeError as problem:
-            log.debug("the device takes no mark: %s", problem)
+            log.debug("no mark can be queued on the device: %s", problem)
         self.finished_version()  # drops reached marks, which would pile up otherwise
 
     def finished_version(self) -> int:
@@ -334,7 +334,7 @@ class DeviceFence:
                 while self._pending and self._pending[0][1].query():
                     self._finished = self._pending.popleft()[0]
             except RuntimeError as problem:  # the device is broken, and finishes nothing more
-                log.debug("the device does not answer: %s", problem)
+                log.debug("the marks of the device cannot be queried: %s", problem)
             return self._finished
 
     def wait(self, version: int, timeout_s: float) -> bool:

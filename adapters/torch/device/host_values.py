@@ -99,8 +99,8 @@ class HostValues:
         place = None if kept is None else kept.places.get((id(values), key))
         if kept is None or place is None:
             raise CheckpointError(
-                f"the host is ahead of its device, and what the optimizer's {key!r} was at version {version}, which is "
-                "kept on the host, is not known"
+                f"the host is ahead of its device, and the optimizer's {key!r}, which is on the host, was not kept for "
+                f"version {version}"
             )
         group, index = place
         return kept.numbers[index] if group < 0 else kept.stacks[group][index]

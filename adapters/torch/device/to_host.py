@@ -170,7 +170,7 @@ def launch_once(runtime: Runtime, memory: Tensor, pinned: Tensor) -> None:
         count = min(ONCE_BYTES, pinned.numel())
         pinned[:count].copy_(memory[:count], non_blocking=True)
     if not poll(runtime.mark(side=True).query, _START_S):
-        raise TimeoutError(f"the device has done nothing for {_START_S:g} s")
+        raise TimeoutError(f"the device did not finish its first copies within {_START_S:g} s")
 
 
 def _by_stride(tensor: Tensor) -> Tensor:

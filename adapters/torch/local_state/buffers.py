@@ -54,7 +54,7 @@ class BufferInfo:
         """
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or min(self.shape, default=0) < 0:
-            raise CheckpointError(f"buffer {self.name} cannot be {self.dtype} {self.shape}")
+            raise CheckpointError(f"saved buffer {self.name} has no valid dtype or shape: {self.dtype} {self.shape}")
         return math.prod(self.shape) * dtype.itemsize
 
 
@@ -261,7 +261,7 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]
             other = f"the buffer {name} was {_form(value)} when it was saved and is {_form(tensor)} here"
             (notes if key in owner._non_persistent_buffers_set else wrong).append(other)
     if wrong:
-        raise CheckpointError("buffers of another model: " + "; ".join(wrong[:5]) + ("; ..." if wrong[5:] else ""))
+        raise CheckpointError("buffers do not fit the model: " + "; ".join(wrong[:5]) + ("; ..." if wrong[5:] else ""))
     home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     with torch.no_grad():
         for owner, key, value in wanted:

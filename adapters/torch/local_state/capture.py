@@ -265,7 +265,7 @@ class LocalCapture:
     def _give_up(self, part: str, what: str, problem: Exception) -> None:
         if part not in self._given_up:
             self._given_up[part] = f"{what} could not be captured ({type(problem).__name__}: {problem})"
-            log.warning("%s; training goes on, a resumed run will not have it", self._given_up[part])
+            log.warning("%s; training goes on, but a resumed run will not have this state", self._given_up[part])
 
     @property
     def arrived(self) -> int:
@@ -288,7 +288,7 @@ class LocalCapture:
         if page is not None and page.problem:
             problems.append(page.problem)
         if self.skipped:
-            problems.append("buffers that are no plain memory: " + ", ".join(self.skipped))
+            problems.append("uncaptured buffers (sparse, quantized or distributed): " + ", ".join(self.skipped))
         return "; ".join(problems)
 
     def restore(self, state: LocalState) -> list[str]:

@@ -60,15 +60,15 @@ class ExtraState:
     def notes(self) -> list[str]:
         """Return warnings about these objects for jobs with several ranks."""
         late = [
-            f"{_path(name)} takes its place again in ttp.restore(), in the order of the epoch that its sampler then "
-            "has: set_epoch() behind it is too late in mid-epoch. Give the sampler's epoch as extra_state too, before "
-            "the loader (docs/frameworks.md, data loaders)"
+            f"{_path(name)} goes to its saved position in ttp.restore(), in the order of the epoch that its sampler "
+            "has then: in the middle of an epoch a later set_epoch() is too late. Give the sampler's epoch as "
+            "extra_state too, before the loader (docs/frameworks.md, data loaders)"
             for name in self._late
         ]
         return late + [
             f"{_path(name)} holds statistics of BatchNorm ({layer}), which differ between ranks: after a restore every "
-            "rank has those of the rank that saved. For the bits of each rank use SyncBatchNorm, or let the average "
-            "copy the model's buffers at each update"
+            "rank has those of the rank that saved. To resume bit for bit, use SyncBatchNorm, or let the average copy "
+            "the model's buffers at each update"
             for name, module in self.modules.items()
             if (layer := _own_statistics(module)) is not None
         ]

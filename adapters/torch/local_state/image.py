@@ -123,5 +123,5 @@ def _decode(data: bytes) -> LocalState:
 
 def _take(data: bytes, at: int, size: int) -> tuple[bytes, int]:
     if size < 0 or at + size > len(data):
-        raise ValueError(f"{at + size} bytes are promised")
+        raise ValueError(f"their header announces at least {at + size} bytes")
     return data[at : at + size], at + size

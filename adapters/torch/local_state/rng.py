@@ -91,7 +91,7 @@ def _split(data: bytes) -> list[bytes]:
         raise CheckpointError(f"{len(data)} bytes do not begin like saved random streams: {data[:8]!r}")
     sizes = _HEADER.unpack_from(data)[1:]
     if _HEADER.size + sum(sizes) != len(data):
-        raise CheckpointError(f"saved random streams have {len(data)} bytes where their header promises others")
+        raise CheckpointError(f"saved random streams have {len(data)} bytes, which their header contradicts")
     sections: list[bytes] = []
     at = _HEADER.size
     for size in sizes:
@@ -194,12 +194,12 @@ def _capture_device(devices: Sequence[int]) -> bytes:
 
 def _restore_device(data: bytes, devices: Sequence[int]) -> list[str]:
     if not torch.cuda.is_available():
-        return ["there is no CUDA device: its random stream was not put back"]
+        return ["the random stream of a CUDA device was not restored, because this process has no CUDA device"]
     _cuda.init()
     generators = _generators(devices)
     size = len(data) // len(generators)
     if size * len(generators) != len(data) or size != generators[0].get_state().numel():
-        return [f"{len(data)} bytes of random streams are not those of {len(generators)} CUDA devices: not put back"]
+        return [f"CUDA random streams were not restored: {len(data)} bytes are not those of {len(generators)} devices"]
     for number, generator in enumerate(generators):
         part = bytearray(data[number * size : (number + 1) * size])
         generator.set_state(torch.frombuffer(part, dtype=torch.uint8))

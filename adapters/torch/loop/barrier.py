@@ -120,7 +120,7 @@ class UpdateBarrier:
             group = dist.new_group(list(place.firsts), backend="gloo", timeout=timeout)
             if place.number == 0:
                 self._couriers.append(Courier(self.meeting, group))
-        text = "rank %d meets ranks %s in shared memory before each update, and %d hosts (or lone ranks) over gloo"
+        text = "before updates rank %d waits for ranks %s in shared memory, and for %d hosts (or lone ranks) over gloo"
         log.info(text, dist.get_rank(), place.ranks, len(place.firsts) - 1)
         self.stream = None if stream is None else self._on_stream(*stream)
         """The barrier on the training's stream; None: the host waits."""
@@ -190,7 +190,7 @@ class UpdateBarrier:
             if gate.closed and gate.stand_aside():
                 return True
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all ranks came within {patience_s:g} s")
+                raise TimeoutError(f"not all ranks came to the barrier within {patience_s:g} s")
             return False
 
         return leave
@@ -237,6 +237,6 @@ class Courier:
                 turn += 1
         except Exception as problem:
             self.problem = describe(problem)
-            log.debug("the hosts do not meet any more", exc_info=True)
+            log.debug("this host no longer meets the others in the barrier before updates", exc_info=True)
             with contextlib.suppress(OSError):
                 run(self._meeting.break_up())

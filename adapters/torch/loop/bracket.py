@@ -28,19 +28,23 @@ EVALUATING = "a forward pass without gradients"
 """The reported activity of a rank from such a forward pass until the next point of a training step."""
 
 _WHOLE_STEP = (
-    "{0}.step(closure) may write before its closure has run, or runs it more than once, as far as its code shows: the "
-    "whole step counts as the update, forward and backward passes included, and what it changes is copied before. If a "
-    "rank is lost in it, the others go back to where the step began. To save the copy, and to have the update begin "
-    "later, call the closure yourself where the optimizer allows it: loss = closure(); optimizer.step()"
+    "{0}.step(closure) may write before its closure has run, or runs it more than once, as far as its code shows. So "
+    "the whole step counts as the update, with its forward and backward passes. What the step changes is copied before "
+    "it: if a rank is lost in the step, the version before it is saved. To avoid the copy, call the closure yourself "
+    "where the optimizer allows it: loss = closure(); optimizer.step()"
 )
 
 _LEFT = (
-    "step() was left by an exception that the program has caught, in the update after version %d. Parts of that update "
-    "may be in the weights: nothing can be saved from this rank until its next whole step. If other ranks did not "
-    "raise alike, their weights differ from those of this one from now on; that is compared when a checkpoint is made"
+    "optimizer.step() was left by an exception that the program has caught, in the update after version %d. The "
+    "weights may contain a part of that update, so this rank cannot be saved until it has made another whole step. If "
+    "other ranks did not raise the same exception, their weights differ from those of this rank from now on; replicas "
+    "are compared when a checkpoint is made"
 )
 
-_NOT_EVALUATED = "{0}.step(closure) has not called its closure: ttp was told of this update when it was over"
+_NOT_EVALUATED = (
+    "{0}.step(closure) has not called its closure, so ttp noticed this update only when it was over: give no closure "
+    "to an optimizer that does not call it"
+)
 
 
 class Capture(Protocol):
@@ -370,4 +374,4 @@ class Bracket:
         """Log the current exception, which code of ttp has raised; only the first one."""
         if not self._complained:
             self._complained = True
-            log.warning("an error while ttp followed an update; training goes on", exc_info=True)
+            log.warning("ttp had an error while it followed an update; training goes on", exc_info=True)

@@ -87,8 +87,8 @@ class Followers:
             raise UsageError(
                 f"{', '.join(moved[:_LISTED_MAX])}{more} are in no optimizer, and the program changes them between the "
                 "beginning of a forward pass and optimizer.step(): a checkpoint made there would hold weights of no "
-                "version, and a resumed run would change them once more. Change them right behind optimizer.step(), as "
-                "an average of the weights (a momentum encoder, a target network)"
+                "version, and a resumed run would change them once more. Change them right after optimizer.step(), as "
+                "averages of the weights are (a momentum encoder, a target network)"
             )
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ _backends: Any = torch.backends
 _CUDA_BUILT = bool(_backends.cuda.is_built())
 
 _WAY_OUT = (
-    "weights would change while other ranks still wait for gradients, and no moment of a step would be one to save. "
-    "Call optimizer.step() after backward(), for all parameters at once"
+    "weights would change while other ranks still wait for gradients, so at no moment of a step could the state be "
+    "saved. Call optimizer.step() after backward(), for all parameters at once"
 )
 
 
@@ -102,9 +102,9 @@ class Strangers:
                 refuse_in_step(optimizer)
             raise UsageError(
                 f"{type(optimizer).__name__}.step() is about to change parameters of the model that wrap_optimizer() "
-                "was given, but that optimizer was not given to it: its updates would be in no version. Give it all "
-                "optimizers of the model, or a model= without these parameters; if it is only tried out, do that "
-                "before wrap_optimizer()"
+                "was given, but this optimizer was not given to wrap_optimizer(): its updates would belong to no "
+                "version. Give wrap_optimizer() all optimizers of the model, or a model= without these parameters. If "
+                "this optimizer is only tried out, do that before wrap_optimizer()"
             )
         self._looked_at.add(optimizer)
 

@@ -121,14 +121,14 @@ class Repeating:
         if self._trials_left:
             return f"the function had not been called {TRIALS} times"
         if self._left_out:  # the scaler skipped its update; a newcomer begins with the call after the last update
-            return "the call before it made no update, so a newcomer would be one call behind"
+            return "the call before the broken one made no update, so a newcomer would be one call behind"
         if self._image is None:
             return "not all of the state of this rank is captured, or some buffers or arrays in extra_state are large"
         if self._none != (not self._gradients or self._gradients[0].kind == "none"):
-            return "the function does not always begin with gradients, or always without"
+            return "the function begins with gradients at some calls and without at others"
         for name in self._changed():
             if hasattr(self._extra.object(name), "__iter__"):
-                return f"the function draws from {name}, which is in extra_state: it cannot be put back"
+                return f"the function draws from {name}, which is in extra_state: its position cannot be restored"
         return ""
 
     def streams(self) -> bytes:
@@ -180,7 +180,7 @@ class Repeating:
     def _objection(self) -> str:
         """Return why calls of this model can never be repeated; empty: no reason is known."""
         if len(ddps_of(self._model, self._ddps)) > len(self._ddps):
-            return "a DistributedDataParallel was made behind wrap_optimizer(): a newcomer would make it alone"
+            return "a DistributedDataParallel was made after wrap_optimizer(): a newcomer would make it alone"
         if gathering(self._model) or len(self._layout.groups) > 1 or any(map(is_sharded, self._optimizers)):
             return "only DistributedDataParallel and plain data parallelism can stay in their loops so far"
         if any(type(module).__name__ == "OptimizedModule" for module in self._model.modules()):
@@ -200,8 +200,8 @@ class Repeating:
     def _before_step(self, *_: Any) -> None:
         if any(gradient.is_used() for gradient in self._gradients):
             self.why_not = self.why_not or (
-                "gradients are there when the function begins, and it does not drop them: call zero_grad() in it, with "
-                "set_to_none=True"
+                "gradients exist when the function begins, and the function does not drop them: call "
+                "zero_grad(set_to_none=True) in it"
             )
 
     def _look_no_more(self) -> None:

@@ -57,5 +57,5 @@ class DeviceReporter:
         try:
             self._host_values.note(self._processor.gate.version + 1)
         except Exception as problem:  # a save of this version will raise and say so
-            log.debug("what the optimizer keeps on the host is not noted: %s", problem)
+            log.debug("the numbers that the optimizer has on the host were not copied: %s", problem)
         self._processor.end_update()

@@ -81,7 +81,7 @@ class StreamBarrier:
         held = not mark.query()
         self._hold.release(1)
         if not poll(mark.query, _PROBE_S) or not held:
-            raise RuntimeError("a stream that was to wait for a word of the host " + ("hangs" if held else "does not"))
+            raise RuntimeError("a stream that had to wait for the host " + ("hangs" if held else "did not wait"))
 
     # ----------------------------------------------------------------------------------------------- training thread
 
@@ -169,7 +169,7 @@ class StreamBarrier:
                     self._changed.notify_all()
         except Exception as problem:  # the device is gone, or there are no futexes any more
             self._problem = describe(problem)
-            log.warning("this rank meets the others no more; its device makes no further update: %s", self._problem)
+            log.warning("this rank has left the barrier: its device makes no further update: %s", self._problem)
 
     def _turns(self) -> Iterator[_Turn]:
         while (item := self._inbox.get()) is not None:
@@ -181,13 +181,13 @@ class StreamBarrier:
 
         async def leave() -> bool:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all ranks came within {self._patience_s:g} s")
+                raise TimeoutError(f"not all ranks came to the barrier within {self._patience_s:g} s")
             return self._admitted >= version
 
         try:
             if not run(self._meeting.come(turn)):
                 run(self._meeting.wait(turn, leave))
         except (BrokenError, TimeoutError) as problem:
-            log.warning("the device waits for ever before the update to version %s: %s", version, describe(problem))
+            log.warning("the device makes the update to version %s only by order: %s", version, describe(problem))
             while self._admitted < version:
                 run(self._meeting.pause(lambda: self._admitted >= version))

@@ -57,7 +57,7 @@ class StreamHold:
     @staticmethod
     def _check(code: int) -> None:
         if code:
-            raise RuntimeError(f"CUDA refuses a stream that waits for a word of the host: error {code} of the driver")
+            raise RuntimeError(f"the CUDA driver does not let a stream wait for a word in host memory: error {code}")
 
 
 @contextlib.contextmanager

@@ -22,15 +22,15 @@ _UNDECIDED_MAX = 1000
 
 
 _LATE = (
-    "{0} steps again before step_done(), which was called for the first time behind {1} updates: each of these was "
-    "counted as a version, and a restart would begin too far. Call ttp.step_done() once before the loop, right behind "
-    "ttp.restore(), and at the end of each iteration"
+    "{0} steps again before step_done(), which was called for the first time only after {1} updates: each of these was "
+    "counted as a version, so a restart would begin at too high a step. Call ttp.step_done() once before the loop, "
+    "right after ttp.restore(), and at the end of each iteration"
 )
 
 _HIDDEN = (
-    "{0} wraps another optimizer and does not call torch.optim.Optimizer.__init__(): what its step() does around the "
-    "one inside (Lookahead writes to the weights) cannot be seen. Call ttp.step_done() at the end of each iteration, "
-    "from the first one on"
+    "{0} wraps another optimizer and does not call torch.optim.Optimizer.__init__(), so its step() calls no hooks: ttp "
+    "cannot see what it does around the step of the inner optimizer (Lookahead writes to the weights). Call "
+    "ttp.step_done() at the end of each iteration, from the first one on"
 )
 
 
@@ -158,6 +158,6 @@ class Turns:
         return (
             f"{self._names[number]} steps again or out of turn: in this iteration {made or 'none'} stepped before, and "
             f"{usual}. A version is finished when every optimizer has stepped once in the order of the first "
-            "iteration. If they step a different number of times, say where an iteration ends: call ttp.step_done() at "
-            "the end of each, from the first one on"
+            "iteration. If they step a different number of times, call ttp.step_done() at the end of each iteration, "
+            "from the first one on"
         )

@@ -64,9 +64,9 @@ class Untouched:
         if self._mark is not None and not _equal(mark, self._mark):
             raise UsageError(
                 "the weights were changed between two backward passes of one iteration, outside of optimizer.step(): a "
-                "checkpoint made in between would hold weights of no version. With SAM and its like, instead of "
-                "first_step() and second_step() call optimizer.step(closure), which does both inside of one step; a "
-                "loop that changes weights by itself has to do so in the step() of an optimizer"
+                "checkpoint made in between would hold weights of no version. With SAM and similar optimizers, call "
+                "optimizer.step(closure), which does both halves inside of one step, instead of first_step() and "
+                "second_step(). A loop that changes weights itself has to do so in the step() of an optimizer"
             )
         self._mark = mark
 

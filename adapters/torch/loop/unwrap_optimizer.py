@@ -74,8 +74,8 @@ def turn_takers(optimizer: Optimizer) -> list[list[Optimizer]]:
     if not inside and not is_sharded(optimizer) and not fires_hooks(optimizer):
         kind = type(optimizer)
         raise UsageError(
-            f"{kind.__module__}.{kind.__qualname__} does not call torch.optim.Optimizer.__init__(), so nobody is told "
-            "of its steps: let it call super().__init__(params, defaults)"
+            f"{kind.__module__}.{kind.__qualname__} does not call torch.optim.Optimizer.__init__(), so its steps call "
+            "no hooks and ttp cannot notice them: call super().__init__(params, defaults) in its constructor"
         )
     if not inside or fires_hooks(optimizer):
         deeper = [each for one in inside for taker in turn_takers(one) for each in taker]

@@ -201,7 +201,7 @@ def test_steps_without_learning_in_between_cost_no_copies(gan: Callable[..., Gan
 def test_the_copies_are_told_once_with_their_bytes(gan: Callable[..., Gan], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         gan().train(3)
-    assert len([r for r in caplog.records if "learns between the steps" in r.message]) == 1
+    assert len([r for r in caplog.records if "backward pass between the optimizer steps" in r.message]) == 1
 
 
 @pytest.mark.parametrize("steps", [1, 3])

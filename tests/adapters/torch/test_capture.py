@@ -342,7 +342,7 @@ class TestNothingRaisesIntoTraining:
         model.register_buffer("s", torch.eye(3).to_sparse())
         capture = LocalCapture(model, page=page)
         capture.capture(1, final=True)
-        assert capture.problem == "buffers that are no plain memory: s"
+        assert capture.problem == "uncaptured buffers (sparse, quantized or distributed): s"
 
 
 def _raise(self: object) -> None:

@@ -53,7 +53,7 @@ class TestStrangers:
         other = SGD(job.model[0].parameters(), lr=0.1)
         before = job.model[0].weight.clone()
         job.backward()
-        with pytest.raises(UsageError, match=r"not given to it.*Give it all optimizers"):
+        with pytest.raises(UsageError, match=r"not given to wrap_optimizer.*Give wrap_optimizer\(\) all optimizers"):
             other.step()
         assert torch.equal(job.model[0].weight, before)
 

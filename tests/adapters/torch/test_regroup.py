@@ -38,7 +38,7 @@ def test_a_torch_that_does_not_is_refused(breaks: str, monkeypatch: pytest.Monke
             raise TypeError("no such number")
 
     monkeypatch.setattr(regroup, "register", register)
-    assert regroup.self_test().startswith("this torch ")
+    assert regroup.self_test().startswith("this version of torch ")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_groups_that_nobody_has_seen_being_made_are_not_exchanged() -> None:
     try:
         groups = regroup.Groups(seat=False)
         groups.enter()
-        assert groups.why_not() == "process groups were made before @ttp_to_persist was met"
+        assert groups.why_not() == "process groups were made before @ttp_to_persist was applied"
     finally:
         dist.destroy_process_group()
         regroup._c10d._new_process_group_helper = helper
@@ -115,11 +115,11 @@ def test_a_seat_makes_its_groups_alone_until_they_are_exchanged(made: Callable[.
         ("nothing", "before", ""),
         ("itself", "before", ""),
         ("barrier", "before", ""),  # nobody waits for a newcomer there, nor does it
-        ("barrier", "behind", "train() calls barrier() before its first update, which nobody would answer a newcomer"),
+        ("barrier", "behind", "train() calls barrier() before its first update: a newcomer would call it alone"),
         ("all_reduce", "before", "train() calls all_reduce() before its first update"),
         ("all_gather_object", "before", "train() calls all_gather_object() before its first update"),
         ("new_group", "before", ""),
-        ("new_group", "behind", "train() makes or destroys process groups behind wrap_optimizer()"),
+        ("new_group", "behind", "train() makes or destroys process groups after wrap_optimizer()"),
         ("ddp", "before", ""),
     ],
 )

@@ -126,12 +126,12 @@ def test_gradients_that_were_zeros_are_zeros_again(make: Callable[..., Job]) -> 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ("uses old gradients", "gradients are there when the function begins, and it does not drop them"),
+        ("uses old gradients", "gradients exist when the function begins, and the function does not drop them"),
         ("makes two updates", "a call of the function has made 2 updates"),
         ("makes none", "a call of the function has made 0 updates"),
         ("draws from a loader", "the function draws from loader, which is in extra_state"),
         ("once", "the function had not been called 2 times"),
-        ("with gradients now", "the function does not always begin with gradients, or always without"),
+        ("with gradients now", "the function begins with gradients at some calls and without at others"),
         ("large buffers", "not all of the state of this rank is captured, or some buffers"),
     ],
 )

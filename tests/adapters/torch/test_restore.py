@@ -239,8 +239,8 @@ def test_what_only_one_side_has_is_noted(tmp_path: Path) -> None:
     restored = restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer, scaler=scaler_with())
     assert restored.job.extra == {"epoch": 4}
     assert [note[:30] for note in restored.notes] == [
-        "it has the state of an LR sche",
-        "it has no state of a gradient ",
+        "the checkpoint has the state o",
+        "the checkpoint has no state of",
     ]
 
 

@@ -262,7 +262,7 @@ def test_a_device_that_goes_on_while_it_is_saved_is_an_error(
         device.device.hang()
         on.step()
         monkeypatch.setattr(job.source, "_to_host", aborted)
-        with pytest.raises(MovedError, match="not that of version 1 any more: the device has finished version 2"):
+        with pytest.raises(MovedError, match="no longer that of version 1: the device has finished version 2"):
             save(job.adapter, job.processor, 1)
 
 
