@@ -82,7 +82,7 @@ def test_an_update_that_the_scaler_leaves_out(
     job = run(make_job, "scaler", faults, JOB_OVERFLOW="5")
     assert job.committed() == [5, 8], job.story()
     assert stayed(job, faults) == stays, job.story()
-    why = "the call before it made no update"
+    why = "the call before the broken one made no update"
     assert (why in job.log.read_text()) != stays, job.story()
     assert job.results() == unbroken(job)
 

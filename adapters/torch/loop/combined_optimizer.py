@@ -71,7 +71,7 @@ class _States(MutableMapping[Any, Any]):
 
 
 def combined(members: Sequence[Optimizer]) -> Optimizer:
-    """Return one optimizer that stands for all ``members``; a single member is returned itself."""
+    """Return all ``members`` as one optimizer; a single member is returned itself."""
     return members[0] if len(members) == 1 else CombinedOptimizer(members)
 
 

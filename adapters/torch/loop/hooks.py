@@ -1,10 +1,10 @@
 """Registers hooks on optimizers, parameters and the model, through which ttp follows the training loop.
 
-These happen at the points of the update from version n to n + 1::
+What ttp does at each point of the step from version n to n + 1::
 
-    forward        the post-step of the last update (scheduler, scaler) is over
+    forward        notes that the post-step of the last update (scheduler, scaler) is over
     backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
-    step, before   capture of changes since then; a barrier if the layout needs one; the gate; a copy of n if asked for
+    step, before   capture of changes since then; a barrier if the layout needs one; the gate; a copy of n with undo
     step, after    final capture of n + 1; the version is finished
 
 The provisional capture is needed because a rank may die after it has sent its gradients and before it has made the
@@ -67,8 +67,8 @@ def attach(
     """Register hooks that report every update of ``optimizers`` and capture the state that belongs to it.
 
     Args:
-        optimizers: one optimizer, or several that make one version together. In place of a wrapper stands a list of the
-            wrapper and the optimizers inside of it, of whose nested steps the outermost counts.
+        optimizers: one optimizer, or several that make one version together. A wrapper is given as a list of itself and
+            the optimizers inside of it; of their nested steps only the outermost counts.
         model: the outermost module that the loop calls.
         reporter: gets a call for each update; its ``begin_update`` waits while the job is frozen.
         capture: captures the rank-local state.

@@ -33,7 +33,7 @@ def load_scheduler(scheduler: Any, job: JobState) -> list[str]:
     if not here or not there:
         return _one_sided("an LR scheduler", here or None, there)
     if len(here) != len(there):
-        return [f"the checkpoint has {len(there)} LR schedulers and this job {len(here)}: those of this job begin anew"]
+        return [f"the checkpoint has {len(there)} LR schedulers and this job {len(here)}: they were not restored"]
     for each, saved in zip(here, there, strict=True):
         each.load_state_dict(saved.state)
     due = [each for each, saved in zip(here, there, strict=True) if saved.pending]
@@ -77,5 +77,5 @@ def _in_float32(value: float) -> float:
 
 def _one_sided(what: str, here: Any, there: Any) -> list[str]:
     if here is not None:
-        return [f"the checkpoint has no state of {what}: that of this job begins anew"]
+        return [f"the checkpoint has no state of {what}: that of this job was not restored"]
     return [f"the checkpoint has the state of {what}, and this job has none"] if there else []

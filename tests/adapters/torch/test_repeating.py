@@ -164,7 +164,7 @@ def test_behind_a_call_that_the_scaler_has_left_out_all_leave(make: Callable[...
     job.calls()
     job.calls_without_update()
     job.broken()
-    assert job.repeating.refusal().startswith("the call before it made no update")
+    assert job.repeating.refusal().startswith("the call before the broken one made no update")
     job.calls(1)
     job.broken()
     assert job.repeating.refusal() == ""

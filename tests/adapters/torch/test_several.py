@@ -142,7 +142,7 @@ def test_a_parameter_in_two_optimizers_is_refused_by_name(tmp_path: Path) -> Non
 def test_a_parameter_in_no_optimizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         Job(tmp_path, lambda model: [torch.optim.SGD(model.first.parameters(), lr=0.1)])
-    assert "give wrap_optimizer() a list of all" in caplog.text and "second.weight" in caplog.text
+    assert "give wrap_optimizer() all optimizers" in caplog.text and "second.weight" in caplog.text
 
 
 def test_wrap_optimizer_gives_back_the_list_it_was_given(tmp_path: Path) -> None:
