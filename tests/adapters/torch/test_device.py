@@ -128,7 +128,7 @@ class TestHostCopier:
                 return self
 
         elsewhere: Any = Elsewhere()
-        with pytest.raises(CheckpointError, match="a tensor is on xpu:0"):
+        with pytest.raises(CheckpointError, match="a tensor of the state is on xpu:0"):
             holder([device], elsewhere)
 
     def test_the_stand_in_notices_what_a_device_would_not_forgive(self, device: Any) -> None:
