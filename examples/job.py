@@ -1,4 +1,4 @@
-"""A job under ``ttp run``, followed from outside: its output, its events, its end, in one queue."""
+"""``Job`` starts ``ttp run`` and follows the job from outside: output lines, controller events and end in one queue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
 REPLAY = 10_000
+"""Number of past events to ask a controller for."""
 RETRY_S = 0.1
+"""Seconds between two tries to connect to a controller."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the controller recorded. ``monotonic_s`` is the clock of this host; ``incident`` may be empty."""
+    """An event that the controller recorded.
+
+    Args:
+        kind: kind of the event.
+        monotonic_s: its time on the monotonic clock of this host, in seconds.
+        incident: id of the incident; empty: the event belongs to none.
+        facts: further facts.
+    """
 
     kind: str
     monotonic_s: float
@@ -44,17 +53,17 @@ class Event:
 
 @dataclass(frozen=True)
 class Ended:
-    """The job is over."""
+    """The end of the job."""
 
     exit_code: int
 
 
 class Job:
-    """``ttp run ARGUMENTS``, started in its own folder.
+    """Starts ``ttp run ARGUMENTS`` and follows the job.
 
     Args:
-        folder: for its log (``job.log``) and its run directory.
-        arguments: of ``ttp run``.
+        folder: directory for the job's log (``job.log``) and its run directory.
+        arguments: the arguments of ``ttp run``.
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
@@ -78,10 +87,10 @@ class Job:
             threading.Thread(target=work, daemon=True).start()
 
     def follow(self, timeout_s: float) -> Iterator[Output | Event | Ended]:
-        """Everything that happens, as it happens, ``Ended`` last.
+        """Yield output lines and events as they happen, and ``Ended`` at last.
 
         Raises:
-            TimeoutError: the job is not over after ``timeout_s``; it has been stopped.
+            TimeoutError: the job was not over after ``timeout_s`` seconds, and has been stopped.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -95,13 +104,13 @@ class Job:
                 return
 
     def pids(self) -> dict[int, int]:
-        """The process of every rank, as the controller knows it."""
+        """Return the process id of every rank, as the controller knows it."""
         with open_channel("127.0.0.1", self.port) as channel:
             status = stub(channel).GetStatus(pb.GetStatusRequest(), timeout=5, metadata=metadata(self.token))
         return {rank.rank: rank.pid for rank in status.ranks}
 
     def stop(self) -> None:
-        """End it, by force if need be."""
+        """End the job, with SIGKILL if it does not end within 20 seconds."""
         self._over.set()
         if self._process.poll() is None:
             self._process.terminate()
@@ -120,7 +129,11 @@ class Job:
         self.news.put(Ended(code))
 
     def _watch(self) -> None:
-        """Controllers come and go; what a new connection tells again is dropped."""
+        """Put the controller's events into the queue.
+
+        Each restart of the job may bring a new controller, so the method connects again and again. Events that a
+        connection repeats are dropped.
+        """
         seen: set[tuple[int, float]] = set()
         request = pb.WatchEventsRequest(replay=REPLAY)
         while not self._over.is_set():
@@ -136,6 +149,6 @@ class Job:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what is meant for another job."""
+    """Return this process's environment without variables of another job, of the demo, and of ttp."""
     foreign = ("RANK", "STEP", "SEED", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(("TTP_", "TORCHELASTIC_"))}
