@@ -1,4 +1,4 @@
-"""The torch adapter: connects a model, its optimizers and what ``ttp.wrap_optimizer`` was given with the processor."""
+"""The torch adapter: connects the model, the optimizers and all else given to ``wrap_optimizer`` with the processor."""
 
 from __future__ import annotations
 

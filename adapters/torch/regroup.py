@@ -36,8 +36,8 @@ _c10d: Any = c10d  # ttp uses private parts of it
 _dist: Any = dist
 _Type: Any = _dist.ProcessGroup.BackendType
 _TYPES_FROM = 16
-"""First backend type number that torch does not use. Each exchange takes a new number: for a number that a group knows
-already, it keeps the old backend."""
+"""First backend type number that torch does not use. Each exchange takes a new number: under a number that it knows
+already, a group keeps its old backend."""
 _MEMBER = "_rank_not_in_group"
 """Name of the private function of torch that each collective calls first: replaced, it shows which are called."""
 _LOCAL = ("get_rank", "get_world_size", "get_backend", "get_backend_config")
@@ -258,7 +258,7 @@ class Groups:
         """Check that all ranks have the same groups: otherwise the ranks would wait for each other forever.
 
         Raises:
-            RuntimeError: They do not.
+            RuntimeError: The groups of this rank and of another one differ.
         """
         rank, mine = _dist.get_rank(), self._names()
         store.set(f"ttp/groups/{rank}", json.dumps([_c10d._world.group_count, mine]))
@@ -301,7 +301,7 @@ def register(group: Any, backend: Any, kind: Any, devices: Sequence[str]) -> Non
     Args:
         group: the process group.
         backend: the new backend.
-        kind: type of the backend. It has to be a type that the group does not know: otherwise it keeps the old backend.
+        kind: type of the backend; it must be new to the group, because a group keeps its old backend of a known type.
         devices: device types of the tensors for which the backend is used.
 
     Raises:

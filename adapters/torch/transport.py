@@ -3,10 +3,10 @@
 - *gloo.* A rank that waits in a collective waits for data from sockets, so these are shut down. The sockets of a group
   are found as those that did not exist before the group was made. Listening sockets are left open: gloo ends the
   process if one is shut down.
-- *NCCL.* Communicators are aborted all at once, each on a thread of its own: aborted one after the other, in different
-  orders, ranks could wait for each other. ``ABORT_S`` limits the time, because torch's own limit is the timeout of the
-  group. After an abort the device runs the work that is queued behind the collective, on incomplete data, so
-  ``ttp.core.rank.letting_go`` decides beforehand whether a rank may abort. Aborted backends are not used again.
+- *NCCL.* Communicators are aborted all at once, each on a thread of its own: if ranks aborted them one after the other,
+  in different orders, they could wait for each other. ``ABORT_S`` limits the time, because torch's own limit is the
+  timeout of the group. After an abort the device runs the work that is queued behind the collective, on incomplete
+  data, so ``ttp.core.rank.letting_go`` decides first whether a rank may abort. Aborted backends are never used again.
   This has not been run on a GPU. See decision 61.
 """
 
