@@ -1,1 +1,1 @@
-"""Converts a checkpoint of any layout to one full file, and such a file to a checkpoint. Start with ``conversion``."""
+"""Implements ``ttp convert``: makes one file of a sharded checkpoint, or a checkpoint of a file. See ``conversion``."""

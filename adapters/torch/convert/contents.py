@@ -1,4 +1,4 @@
-"""The form of a state between reading and writing of a conversion. Its tensors are read one at a time."""
+"""Represents a state between the reading and the writing side of a conversion. Tensors are read one at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class LazyTensor:
     """One whole tensor that has not been read yet.
 
     Args:
-        dtype: element type, which a conversion keeps.
+        dtype: element type; a conversion does not change it.
         shape: shape of the whole tensor.
-        identity: a value that is equal for entries that are one tensor under several names (tied weights).
-        read: brings the whole tensor to the CPU. The caller drops the result as soon as it has been written.
+        identity: equal for entries that are the same tensor under several names (tied weights).
+        read: returns the whole tensor on the CPU. The caller drops the result as soon as it has been written.
     """
 
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class StateValue:
     """One value of the nested state.
 
     Args:
-        path: where it sits in the nested state; see ``piece_index.StatePath``.
+        path: path of the value in the nested state; see ``piece_index.StatePath``.
         int_keys: positions in ``path`` at which the mapping's key is an ``int``.
         value: a ``LazyTensor``, or a plain value.
     """
@@ -69,16 +69,17 @@ class StateValue:
 class WholeState:
     """The whole training state, as the reading side of a conversion hands it to the writing side.
 
-    ``model`` is what ``model.state_dict()`` returns, ``optim`` what ``get_optimizer_state_dict`` of torch returns:
-    state and param groups, with the names of parameters. ``extra`` has the modules that were given to ``extra_state``.
+    It has up to three top-level names. ``model`` is what ``model.state_dict()`` returns. ``optim`` is what torch's
+    ``get_optimizer_state_dict`` returns: state and param groups, with the names of parameters. ``extra`` has the
+    modules that the program gave as ``extra_state``.
 
     Args:
-        source: the name of the source in messages.
+        source: name of the source, for messages.
         version: finished updates; None: the source does not tell.
-        leaves: the values of the nested state, in its own order.
+        leaves: the values of the nested state, in the order of the source.
         optimizer: class of the optimizer; empty: unknown.
         job: job-wide scalars, by the names of the fields of ``JobState``; None: there are none.
-        notes: differences from the state that was saved, in words.
+        notes: differences from the saved state, in words.
     """
 
     source: str
@@ -94,7 +95,7 @@ class WholeState:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there are param groups; moments without them are of no use."""
+        """Whether the state has param groups. Optimizer state without them cannot be used."""
         return any(leaf.path[:2] == ("optim", "param_groups") for leaf in self.leaves)
 
 
@@ -107,7 +108,7 @@ def leaves_of(state: Mapping[str, Any]) -> tuple[StateValue, ...]:
 
 
 def tree(found: Iterator[StateValue], make: Callable[[LazyTensor], Any]) -> dict[str, Any]:
-    """Build the nested state from its values; ``make`` converts each tensor, and is called once for tied weights."""
+    """Build the nested state from its values. ``make`` converts each tensor; it is called once for tied weights."""
     root: dict[str, Any] = {}
     made: dict[Hashable, Any] = {}
     for leaf in found:
@@ -121,7 +122,7 @@ def tree(found: Iterator[StateValue], make: Callable[[LazyTensor], Any]) -> dict
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor's elements in their order, without a copy where that is possible."""
+    """Return the bytes of a CPU tensor's elements, in the order of their indices, without a copy if possible."""
     flat = whole(tensor.detach()).contiguous().reshape(-1)
     data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(data)

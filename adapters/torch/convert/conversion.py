@@ -1,4 +1,4 @@
-"""Implements ``ttp convert``: chooses reader and writer, and makes a target that is whole and checked, or not there.
+"""Implements ``ttp convert``: chooses reader and writer. The target appears only when it is whole and has been checked.
 
 Memory that a conversion takes, in addition to that of the libraries themselves:
 
@@ -46,10 +46,10 @@ class Converted:
         version: finished updates; None: the source does not tell.
         tensors: number of tensors that were written; tied ones count once.
         size: bytes of the target on disk.
-        optimizer: whether the optimizer's state is in the target.
-        tied: other name -> the name under which a tied weight is stored; safetensors only.
-        left_out: names of the values for which the target's format has no place.
-        notes: differences from the state that was saved, in words.
+        optimizer: True if the optimizer's state is in the target.
+        tied: for each further name of a tied weight, the name under which it is stored; safetensors only.
+        left_out: names of the values that the target's format cannot hold.
+        notes: differences from the saved state, in words.
     """
 
     source: Path
@@ -76,33 +76,33 @@ def convert(
 ) -> Converted:
     """Convert ``source`` to ``target``, durably. The target gets its name only when it is whole.
 
-    A checkpoint of ttp is verified before it is read; the target is read back and compared.
+    A checkpoint of ttp is verified before it is read. What was written is read back and compared.
 
     Args:
         source: a checkpoint of ttp, a torch file or a safetensors file.
         target: the file to write; for ``dcp`` the checkpoint's directory, or the ``save_dir`` in which to make it.
         to: the form of the target.
         watch: reports progress; see ``Watch``.
-        optimizer: whether to write the optimizer's state; None: not to safetensors, else if there is one.
-        force: whether to replace an old target; an old checkpoint is kept under another name.
-        step: finished updates, for ``dcp``; None: the source's number, or 0.
-        verified: whether the digests of the source have just been recomputed, so that need not be done again.
+        optimizer: whether to write the optimizer's state; None: write it if there is one, but not to safetensors.
+        force: True to replace an old target. An old checkpoint is kept under another name.
+        step: finished updates, for ``dcp``; None: the source's number, or else that in the target's name, or 0.
+        verified: True if the source has just been verified; then it is not verified again.
 
     Returns:
         A description of what was written.
 
     Raises:
         UsageError: the arguments do not fit together, or the target exists.
-        ConfigError: a package is not installed.
-        CheckpointError: the source is damaged or cannot be converted, the target is not what was written, or the
-            storage failed.
+        ConfigError: the package ``safetensors`` is needed and not installed.
+        CheckpointError: the source is damaged or cannot be converted, the target differs from what was written, or
+            the storage failed.
     """
     if to == "dcp":
         if source.is_dir():
-            raise UsageError(f"{source} is a directory, and --to dcp makes a checkpoint of a file")
+            raise UsageError(f"{source} is a directory, and --to dcp makes a checkpoint of a file: name a file")
         return _to_checkpoint(source, target, watch, optimizer, force, step)
     if step is not None:
-        raise UsageError("--step is the number of a checkpoint: it goes with --to dcp only")
+        raise UsageError("--step is the number of the new checkpoint: use it with --to dcp only")
     if to == "safetensors":
         safetensors_file.require()
     _refuse_existing(target, force)
@@ -133,9 +133,9 @@ def _read_file(source: Path, optimizer: bool) -> WholeState:
 
 
 def _wanted(contents: WholeState, optimizer: bool, *, asked: bool | None) -> bool:
-    """Return whether the optimizer's state is written; refuse if it was asked for and there is none."""
+    """Return whether to write the optimizer's state. Raises an error if the user wants it and there is none."""
     if asked and not contents.has_optimizer:
-        raise CheckpointError(f"{contents.source} holds no state of an optimizer")
+        raise CheckpointError(f"{contents.source} holds no state of an optimizer: leave --optimizer out")
     return optimizer and contents.has_optimizer
 
 
@@ -173,7 +173,7 @@ _Written = tuple[int, Mapping[str, str], tuple[str, ...]]
 def _write_safetensors(draft: Path, contents: WholeState, watch: Watch, optimizer: bool) -> _Written:
     plan = safetensors_file.plan(contents, optimizer=optimizer)
     total = sum(entry.nbytes for entry in plan.tensors.values())
-    digests = safetensors_file.write(draft, plan, watch("writing", 2 * total))  # each byte to the kernel, then to disk
+    digests = safetensors_file.write(draft, plan, watch("writing", 2 * total))  # each byte is written, then synced
     safetensors_file.read_back(draft, plan, digests, watch("checking", total))
     return len(plan.tensors), plan.tied, plan.left_out
 
@@ -205,7 +205,7 @@ def _to_checkpoint(
     path = write_checkpoint(save_dir, version, contents, told, optimizer=wanted)
     manifest = Manifest.load(path)
     if problems := verify_checkpoint(path, watch("checking", manifest.size)):
-        raise CheckpointError(f"{path} is not what was written: {'; '.join(problems)}. Look at this disk")
+        raise CheckpointError(f"{path} differs from what was written: {'; '.join(problems)}. Check the disk")
     return Converted(
         source,
         path,
@@ -220,13 +220,21 @@ def _to_checkpoint(
 
 
 def _place(target: Path, step: int | None, said: int | None) -> tuple[Path, Version]:
-    """Return the ``save_dir`` and the version of a checkpoint to make at ``target``, or in it."""
+    """Return the ``save_dir`` and the version of the new checkpoint.
+
+    Args:
+        target: the checkpoint's directory, if it has the name of one; else the ``save_dir``.
+        step: the version that the user gave, if any.
+        said: the version in the source, if any.
+    """
     named = names.parse_checkpoint_name(target.name)
     version = next((number for number in (step, said, named) if number is not None), 0)
     if version < 0:
-        raise UsageError(f"step {version} is no number of finished updates")
+        raise UsageError(f"--step {version} is not a number of finished updates: give 0 or more")
     if named is not None and named != version:
-        raise UsageError(f"{target.name} is the name of step {named}, and this is step {version}: --step {named}?")
+        raise UsageError(
+            f"{target.name} is the name of step {named}, and this would be step {version}: --step {named}?"
+        )
     if target.exists() and not target.is_dir():
-        raise UsageError(f"{target} is no directory: --to dcp makes one")
+        raise UsageError(f"{target} is not a directory: --to dcp writes a directory")
     return (target if named is None else target.parent), Version(version)

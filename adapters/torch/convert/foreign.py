@@ -1,4 +1,4 @@
-"""Converts state dicts in the forms that people usually save to the form of a checkpoint."""
+"""Converts state dicts in the forms in which programs usually save them to the form of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _WRAPPERS = ("module.", "_orig_mod.")
 def understood(path: Path, loaded: Any, *, optimizer: bool) -> WholeState:
     """Convert the loaded contents of a torch file.
 
-    Three forms are understood: a file of ``ttp convert --to torch``; a mapping with the state dicts of model and
-    optimizer under one of the usual names (``model``, ``model_state_dict``, ``state_dict``; ``optim``, ``optimizer``,
-    ``optimizer_state_dict``); the state dict of a model alone.
+    The file may have one of three forms: a file of ``ttp convert --to torch``; a mapping with the state dicts of model
+    and optimizer under one of the usual names (``model``, ``model_state_dict``, ``state_dict``; ``optim``,
+    ``optimizer``, ``optimizer_state_dict``); the state dict of a model alone.
 
     Args:
         path: the file, for messages.
         loaded: its contents.
-        optimizer: whether the optimizer's state is wanted at all.
+        optimizer: False to leave the optimizer's state out.
 
     Raises:
         CheckpointError: the file has none of these forms, or an optimizer's parameters have no names.
     """
     if not isinstance(loaded, Mapping):
-        raise CheckpointError(f"{path} holds a {type(loaded).__name__}: a mapping of names to tensors is wanted")
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__} instead of a mapping from names to tensors")
     model_key = next((key for key in _MODEL if isinstance(loaded.get(key), Mapping)), None)
     model = _unwrapped(loaded if model_key is None else loaded[model_key])
     if not any(isinstance(value, Tensor) for value in model.values()):
-        raise CheckpointError(f"{path} holds no weights: none of {', '.join(_MODEL)}, and it is no state dict itself")
+        raise CheckpointError(f"{path} holds no weights: it has no {', '.join(_MODEL)}, and is no state dict itself")
     state: dict[str, Any] = {"model": model}
     notes: list[str] = []
     rest: Mapping[str, Any] = {} if model_key is None else loaded
@@ -62,17 +62,17 @@ def _unwrapped(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(path: Path, optim: Mapping[str, Any], model: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the optimizer's state with names in place of the numbers that ``optimizer.state_dict()`` gives."""
+    """Return the optimizer's state with names of parameters instead of their numbers in ``optimizer.state_dict()``."""
     groups, state = optim.get("param_groups"), optim.get("state")
     if not isinstance(groups, list) or not isinstance(state, Mapping):
-        raise CheckpointError(f"the optimizer state in {path} has no state and param_groups: use --no-optimizer")
+        raise CheckpointError(f"the optimizer state in {path} has no `state` or no `param_groups`: use --no-optimizer")
     numbers = [number for group in groups for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
         return {"state": dict(state), "param_groups": groups}
     names = [str(name) for group in groups for name in group.get("param_names", ())]
     if len(names) != len(numbers):
         names = _by_position(path, groups, state, model)
-        notes.append("the optimizer's parameters were numbered: they were taken to be the model's, in its order")
+        notes.append("the optimizer's state has numbers instead of names: they were taken for the order of the model")
     name_of = dict(zip(numbers, _unwrapped(dict.fromkeys(names)), strict=True))
     return {
         "state": {name_of[number]: values for number, values in state.items()},
@@ -87,7 +87,10 @@ def _named(path: Path, optim: Mapping[str, Any], model: Mapping[str, Any], notes
 def _by_position(
     path: Path, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], model: Mapping[str, Any]
 ) -> list[str]:
-    """Name the parameters in the order of the model, if the number of groups and tensors and all shapes allow it."""
+    """Return the names for the optimizer's parameters, in the order of the model. Raises an error if they do not fit.
+
+    They fit if there is one group, as many parameters as distinct tensors in the model, and all shapes agree.
+    """
     distinct: dict[Any, str] = {}
     for name, value in model.items():
         if isinstance(value, Tensor):
@@ -99,8 +102,8 @@ def _by_position(
         fits = fits and all(moment.shape == model[name].shape for moment in moments if model[name].dim())
     if not fits:
         raise CheckpointError(
-            f"the optimizer's parameters in {path} are numbered, and nobody can tell which is which. Make the "
-            "optimizer with model.named_parameters(), or save get_optimizer_state_dict(model, optimizer) of "
-            "torch.distributed.checkpoint.state_dict; --no-optimizer takes the weights only"
+            f"the optimizer state in {path} has numbers instead of parameter names, and their names are unknown. Make "
+            "the optimizer with model.named_parameters(), or save get_optimizer_state_dict(model, optimizer) of "
+            "torch.distributed.checkpoint.state_dict; --no-optimizer converts the weights only"
         )
     return names

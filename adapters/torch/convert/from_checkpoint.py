@@ -1,4 +1,4 @@
-"""Reads a checkpoint of any layout, one whole tensor at a time."""
+"""Reads a checkpoint of any layout as whole tensors, one at a time, for a conversion."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_checkpoint(path: Path) -> WholeState:
     """Read the checkpoint at ``path``, whose digests have been verified. Its tensors are read later, one at a time.
 
     Raises:
-        CheckpointError: another framework's adapter has written it, or its shards do not fit together.
+        CheckpointError: it is not of a torch or Megatron job, has no weights, or its shards do not fit together.
     """
     manifest = Manifest.load(path)
     if manifest.framework == MEGATRON:
@@ -52,18 +52,18 @@ def _torch_items(path: Path, manifest: Manifest) -> list[IndexEntry]:
     if manifest.framework != FRAMEWORK:
         raise CheckpointError(
             f"{path} was written by the {manifest.framework} adapter: `ttp convert` reads checkpoints of torch and "
-            f"Megatron jobs only. Use the converter of {manifest.framework} itself"
+            f"Megatron jobs only. Use a converter of {manifest.framework}"
         )
     items = items_of(manifest.pieces)
     if not any(item.path[0] == "model" and item.is_tensor for item in items):
-        raise CheckpointError(f"{path} holds no weights under the name `model`: this is nothing that can be converted")
+        raise CheckpointError(f"{path} holds no weights under the name `model`, so there is nothing to convert")
     return items
 
 
 def _by_path(items: Sequence[IndexEntry]) -> list[list[IndexEntry]]:
-    """Return the distinct chunks of each value, values in the order in which they were written."""
+    """Return the distinct chunks of each value. The values are in the order of the checkpoint."""
     found: dict[tuple[str | int, ...], dict[object, IndexEntry]] = {}
-    for item in items:  # replicas may have written a chunk twice; the first is taken, as stock torch does
+    for item in items:  # replicas may have written a chunk twice: keep the first, as stock torch does
         found.setdefault(item.path, {}).setdefault((item.offsets, item.sizes), item)
     return [list(chunks.values()) for chunks in found.values()]
 
@@ -100,27 +100,27 @@ def _scalars(job: JobState) -> dict[str, object]:
 def _notes(manifest: Manifest, job: JobState | None) -> tuple[str, ...]:
     notes = [f"{key} was left out when the checkpoint was made" for key in left_out_of(manifest.pieces)]
     if job is not None and job.scheduler_pending:
-        notes.append("the step of the LR scheduler after the last update had not been made: call scheduler.step() once")
+        notes.append("scheduler.step() had not been called after the last update: call it once after loading")
     return tuple(notes)
 
 
 # -------------------------------------------------------------------------------------------- flattened optimizer state
 #
-# Conversion of optimizer state from torch's flattened form, which jobs of several pipeline stages write, to nested
-# form.
+# Conversion of optimizer state from torch's flattened form, which jobs with several pipeline stages write, to the
+# nested form.
 
 
 _STATE, _GROUPS = "state.", "param_groups."
 
 
 def nested_optimizer(leaves: Sequence[StateValue]) -> tuple[StateValue, ...]:
-    """Return the values with ``optim`` nested, whose names may be flattened.
+    """Return the values with those below ``optim`` in nested form. Values in nested form are returned unchanged.
 
-    Flattened names are ``optim.state.<parameter>.<key>`` and ``optim.param_groups.<parameter>.<setting>``. Parameters
-    of equal settings share a group, in the order of the model; the groups that the job had are not known.
+    Flattened names are ``optim.state.<parameter>.<key>`` and ``optim.param_groups.<parameter>.<setting>``. The job's
+    own groups are not known: parameters with equal settings are put into one group, in the order of the model.
 
     Raises:
-        CheckpointError: a name belongs to no parameter.
+        CheckpointError: a flattened name contains the name of no parameter.
     """
     flat, rest = [leaf for leaf in leaves if _is_flat(leaf)], [leaf for leaf in leaves if not _is_flat(leaf)]
     if not flat:
@@ -135,7 +135,7 @@ def _is_flat(leaf: StateValue) -> bool:
 
 
 def _split(leaf: StateValue, head: str, parameters: Container[str]) -> tuple[str, str]:
-    """Split a flattened name into the parameter and its key; names of both may contain dots."""
+    """Split a flattened name into the names of the parameter and of its key. Both may contain dots."""
     owner, dot, key = str(leaf.path[1]).removeprefix(head).rpartition(".")
     while dot and owner not in parameters:
         owner, dot, before = owner.rpartition(".")

@@ -1,13 +1,14 @@
-"""Writes and reads a ``safetensors`` file: the header first, then one tensor at a time.
+"""Writes and reads ``safetensors`` files. Only one tensor at a time is in memory.
 
-The library's own ``save_file`` wants all tensors in memory. The format is a length, a JSON header and the bytes, so
-writing is done here; the library reads: to import a file, and to check what was written.
+The library's own ``save_file`` needs all tensors in memory. The format is simple (a length, a JSON header, the bytes of
+the tensors), so this module writes files itself. It reads them with the library, to import them and to check what was
+written.
 
 Names: a weight or buffer has its name in ``model.state_dict()``. If the optimizer's state is included, its tensors are
-``optim.state.<parameter>.<key>``, and the metadata's ``ttp.optim`` is JSON of the param groups and of the plain numbers
-in the state. Tied weights are stored once, under the first of their names; as in files of the library's ``save_model``,
-the metadata says ``{other name: stored name}``, which its ``load_model`` understands. ``ttp.version`` is the number of
-finished updates.
+``optim.state.<parameter>.<key>``, and ``ttp.optim`` in the metadata is JSON of the param groups and of the plain values
+in the state. A tied weight is stored once, under the first of its names; as in files of the library's ``save_model``,
+the metadata has ``{other name: stored name}``, which ``load_model`` understands. ``ttp.version`` in the metadata is the
+number of finished updates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ttp.errors import CheckpointError, ConfigError
 from ttp.store.digest import HashingFile, Progress
 
 HEADER_MAX = 100_000_000
-"""Most bytes of a header; the library refuses a longer one."""
+"""The largest header, in bytes. The library refuses a larger one."""
 
 _STATE = "optim.state."
 _VERSION, _SOURCE, _KIND, _OPTIM = "ttp.version", "ttp.source", "ttp.optimizer", "ttp.optim"
@@ -44,10 +45,10 @@ class FilePlan:
     """The planned contents of a file.
 
     Args:
-        tensors: the tensors by name, in the order of their bytes in the file.
-        metadata: texts by name.
-        tied: other name -> stored name, for tied weights.
-        left_out: names of the values for which the format has no place.
+        tensors: the tensors by name, in the order in which they are stored.
+        metadata: the strings in the header's metadata, by name.
+        tied: for each further name of a tied weight, the name under which it is stored.
+        left_out: names of the values that the format cannot hold.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -88,14 +89,14 @@ def plan(contents: WholeState, *, optimizer: bool) -> FilePlan:
     stored, tied = _untie(named)
     clash = sorted(tied.keys() & metadata.keys())
     if clash:
-        raise CheckpointError(f"the weight {clash[0]} cannot be called so in a safetensors file: use --to torch")
-    # The library's order: with the widest elements first, every tensor is aligned to its elements.
+        raise CheckpointError(f"{clash[0]} cannot be the name of a weight in a safetensors file: use --to torch")
+    # As the library does: with the widest elements first, every tensor is aligned to the size of its elements.
     ordered = sorted(stored.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
     return FilePlan(dict(ordered), metadata | tied, tied, left_out)
 
 
 def write(target: Path, what: FilePlan, progress: Progress) -> dict[str, str]:
-    """Write the file, durably, and return the digest of every tensor.
+    """Write the file, durably, and return the digest of every tensor by name.
 
     Raises:
         CheckpointError: a tensor cannot be read, or the header would be too long.
@@ -109,10 +110,10 @@ def write(target: Path, what: FilePlan, progress: Progress) -> dict[str, str]:
 
 
 def read_back(path: Path, what: FilePlan, digests: Mapping[str, str], progress: Progress) -> None:
-    """Read the file with the library and compare names, metadata and digests.
+    """Read the file with the library and compare names, metadata and digests with what was written.
 
     Raises:
-        CheckpointError: the file is not what was written.
+        CheckpointError: they differ, or the file cannot be read.
     """
     try:
         with require().safe_open(path, framework="pt") as file:
@@ -121,14 +122,14 @@ def read_back(path: Path, what: FilePlan, digests: Mapping[str, str], progress: 
             for name, digest in digests.items():
                 tensor = file.get_tensor(name)
                 if digest_of(tensor) != digest:
-                    raise CheckpointError(f"{name} in {path} is not what was written: look at this disk")
+                    raise CheckpointError(f"{name} in {path} differs from what was written: check the disk")
                 progress(tensor.nbytes)
     except (OSError, require().SafetensorError) as problem:
         raise CheckpointError(f"{path} cannot be read back: {problem}") from problem
 
 
 def _append(file: HashingFile, entry: LazyTensor) -> str:
-    """Write one tensor, release its memory, and return its digest."""
+    """Write one tensor and return its digest. The tensor's memory is free afterwards."""
     tensor = entry.read()
     file.write(bytes_of(tensor))
     return digest_of(tensor)
@@ -152,7 +153,9 @@ def _moments(contents: WholeState, weights: Mapping[str, LazyTensor]) -> dict[st
             continue
         plain = leaf.path[1] == "state" and len(leaf.path) == 4 and not leaf.int_keys and "." not in str(leaf.path[3])
         if not plain or leaf.key in weights:
-            raise CheckpointError(f"{leaf.key} has no name in a safetensors file: use --to torch, or no --optimizer")
+            raise CheckpointError(
+                f"{leaf.key} cannot be named in a safetensors file: use --to torch, or leave --optimizer out"
+            )
         found[leaf.key] = leaf.value
     return found
 
@@ -170,7 +173,7 @@ def _plain(leaf: StateValue) -> Any:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
-        raise CheckpointError(f"{leaf.key} has no form in a safetensors file: use --to torch") from None
+        raise CheckpointError(f"{leaf.key} cannot be stored in a safetensors file: use --to torch") from None
     return value
 
 
@@ -197,14 +200,14 @@ def _header(what: FilePlan) -> bytes:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_MAX:
-        raise CheckpointError(f"the header would have {len(text)} bytes, {HEADER_MAX} are allowed: use --to torch")
+        raise CheckpointError(f"the header would have {len(text)} bytes, at most {HEADER_MAX} may: use --to torch")
     return len(text).to_bytes(8, "little") + text
 
 
 def _dtype(name: str, entry: LazyTensor) -> str:
     spelled = str(entry.dtype).removeprefix("torch.")
     if spelled not in _DTYPES:
-        raise CheckpointError(f"{name} is {spelled}, for which safetensors has no name: use --to torch")
+        raise CheckpointError(f"{name} has the dtype {spelled}, which safetensors does not support: use --to torch")
     return _DTYPES[spelled]
 
 
@@ -212,7 +215,7 @@ def _dtype(name: str, entry: LazyTensor) -> str:
 
 
 def read_safetensors(path: Path) -> WholeState:
-    """Read the names and the optimizer's numbers of a file. Its tensors stay mapped, not read.
+    """Read a file except for the content of its tensors, which stay mapped into memory.
 
     Raises:
         CheckpointError: the file is damaged, or its optimizer state does not have the form that the module describes.
@@ -220,7 +223,7 @@ def read_safetensors(path: Path) -> WholeState:
     safetensors = require()
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - file is not a mapping
             metadata = dict(file.metadata() or {})
     except (OSError, safetensors.SafetensorError) as problem:
         raise CheckpointError(f"{path} cannot be read: {problem}") from problem

@@ -1,4 +1,4 @@
-"""Makes a checkpoint, which stock torch reads too, from the contents of a plain file."""
+"""Makes a checkpoint, which stock torch reads too, from the state in a plain file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,19 @@ _WHY = "`ttp convert` made this checkpoint, and a file has no rank-local state"
 def write_checkpoint(
     save_dir: Path, version: Version, contents: WholeState, progress: Progress, *, optimizer: bool
 ) -> Path:
-    """Commit ``contents`` as the checkpoint of ``version`` in ``save_dir``; an old one is kept as superseded.
+    """Write ``contents`` as the checkpoint of ``version`` in ``save_dir``, and commit it.
+
+    An old checkpoint of that version is kept under another name.
+
+    Args:
+        save_dir: the directory of checkpoints.
+        version: finished updates.
+        contents: the state to write.
+        progress: see ``HashingFile``.
+        optimizer: True to write the optimizer's state too.
+
+    Returns:
+        The directory of the new checkpoint.
 
     Raises:
         CheckpointError: a tensor or value has no form on disk, or the storage failed.
@@ -53,7 +65,7 @@ def write_checkpoint(
             finalise=lambda claim: finalise(claim, pieces, writer=_RANK),
         )
     except OSError as problem:
-        raise CheckpointError(f"{save_dir} refused the checkpoint: {problem}") from problem
+        raise CheckpointError(f"the checkpoint cannot be written to {save_dir}: {problem}") from problem
     finally:
         Disk().remove_tree(draft)
     return path

@@ -1,13 +1,13 @@
 """Writes and reads a torch file: ``{"model": ..., "optim": ..., "version": ...}``, loadable with ``weights_only=True``.
 
-``model`` is what ``model.load_state_dict`` takes and ``optim`` what ``optimizer.load_state_dict`` takes: param groups
-name their parameters instead of numbering them, which torch accepts and ``set_optimizer_state_dict`` wants.
-``scheduler``, if there is one, is for the LR scheduler's ``load_state_dict``. ``extra`` holds the modules given to
-``extra_state``. ``ttp`` is what only ttp needs to make a checkpoint of the file again.
+``model`` is for ``model.load_state_dict``, and ``optim`` for ``optimizer.load_state_dict``: its param groups have names
+of parameters instead of numbers, which torch accepts and ``set_optimizer_state_dict`` needs. ``scheduler``, if there is
+one, is for the LR scheduler's ``load_state_dict``. ``extra`` holds the modules that were given as ``extra_state``.
+``ttp`` is for ttp, which can make a checkpoint from the file again.
 
-Memory: ``torch.save`` wants all tensors at once. So they are first written one by one to an unnamed file beside the
-target, and mapped from there, so that the kernel can drop them from memory; that file needs as much free space as the
-target takes.
+Memory: ``torch.save`` takes all tensors at once. So the tensors are first written one by one to an unnamed file beside
+the target, and mapped from there, so that the kernel can drop them from memory. That file needs as much free space on
+the disk as the target.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def write(
     """Write the file, durably.
 
     Returns:
-        The digest of every tensor by its flattened name, and the names of values that were left out.
+        The digest of every tensor by its flattened name, and the names of the values that were left out.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -69,7 +69,7 @@ def write(
 
 
 def _rest(contents: WholeState, *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries of the file that hold no tensors, and the names of left-out ones."""
+    """Return the entries besides model, optimizer and extra, and the names of those that cannot be stored."""
     rest: dict[str, Any] = {"version": contents.version}
     if not optimizer:
         return rest, []
@@ -113,10 +113,10 @@ class _Mapped:
 
 
 def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> None:
-    """Load the file, mapped, and compare the digests.
+    """Load the file, mapped into memory, and compare the digests with what was written.
 
     Raises:
-        CheckpointError: the file is not what was written.
+        CheckpointError: they differ, or the file cannot be read.
     """
     try:
         state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
@@ -125,7 +125,7 @@ def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> Non
         raise CheckpointError(f"{path} cannot be read back: {problem}") from problem
     for key, digest in digests.items():
         if key not in found or digest_of(found[key].read()) != digest:
-            raise CheckpointError(f"{key} in {path} is not what was written: look at this disk")
+            raise CheckpointError(f"{key} in {path} differs from what was written: check the disk")
         progress(found[key].nbytes)
 
 
@@ -133,12 +133,12 @@ def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> Non
 
 
 def read_torch(path: Path, *, optimizer: bool) -> WholeState:
-    """Read a torch file, with or without the optimizer's state; see ``foreign`` for the forms that are understood.
+    """Read a torch file, with or without the optimizer's state. ``foreign.understood`` lists the accepted forms.
 
-    Files in torch's zip format stay mapped, not read. Older files are read into memory whole.
+    Files in torch's zip format are mapped into memory. Older files are read into memory whole.
 
     Raises:
-        CheckpointError: the file is damaged, would have to be unpickled, or has another form.
+        CheckpointError: the file is damaged, cannot be loaded with ``weights_only=True``, or has another form.
     """
     try:
         loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
@@ -150,7 +150,7 @@ def read_torch(path: Path, *, optimizer: bool) -> WholeState:
     try:
         return understood(path, loaded, optimizer=optimizer)
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as problem:
-        raise CheckpointError(f"what {path} holds cannot be understood: {problem!r}") from problem
+        raise CheckpointError(f"{path} does not have the form of a state dict: {problem!r}") from problem
 
 
 def _first_line(problem: Exception) -> str:

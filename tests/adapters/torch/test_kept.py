@@ -167,7 +167,7 @@ def test_an_optimizer_with_lists_is_refused() -> None:
     optimizer: Any = torch.optim.LBFGS(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step(lambda: model(torch.ones(1, 3)).sum())
-    with pytest.raises(UnlikeError, match="keeps a list"):
+    with pytest.raises(UnlikeError, match="state has a list"):
         keep(ORIGIN, ModelNames(model, optimizer), optimizer)
 
 
