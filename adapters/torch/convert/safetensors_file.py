@@ -200,7 +200,7 @@ def _header(what: FilePlan) -> bytes:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_MAX:
-        raise CheckpointError(f"the header would have {len(text)} bytes, at most {HEADER_MAX} may: use --to torch")
+        raise CheckpointError(f"the header would have {len(text)} bytes, and the limit is {HEADER_MAX}: use --to torch")
     return len(text).to_bytes(8, "little") + text
 
 

@@ -147,7 +147,7 @@ class Restoring(abc.ABC):
         return version
 
     def _brought(self, kept: Kept | None, why: str, manifest: Manifest, rank: int, world_size: int) -> tuple[Kept, str]:
-        """Return the state that this rank kept or received, and which of the two, in words. A collective call.
+        """Return the state that this rank kept or received, and a text that says which. A collective call.
 
         Ranks that kept their state send it to ranks that did not.
 
