@@ -27,7 +27,8 @@ from ttp.core.controller.events import ControllerTimeouts
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
 from ttp.launch.presence import port_owner
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
-from ttp.wire.access import listening_address
+from ttp.wire.access import EVERYWHERE, is_loopback, listening_address
+from ttp.wire.address import target
 
 log = logging.getLogger("ttp.controller")
 
@@ -144,11 +145,16 @@ def _why_not(bind: str, port: int) -> str:
 async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     """Start the controller, serve until it is stopped, and stop it. Return the exit code, as ``main`` does."""
     run_dir = args.run_dir or config.resolved_run_dir()
-    journal = Journal(run_dir, (config.save_dir, config.fallback_dir), config.fallback_dir)
     host = config.host or socket.gethostname()
-    driver = Driver(patience_of(config, args), journal, host, port, HandlerRecovery)
     try:
         bind = listening_address(config)
+    except ConfigError as problem:
+        print(f"ttp controller: {problem}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    address = target(host if bind == EVERYWHERE or is_loopback(bind) else bind, port)
+    journal = Journal(run_dir, (config.save_dir, config.fallback_dir), config.fallback_dir, address)
+    driver = Driver(patience_of(config, args), journal, host, port, HandlerRecovery)
+    try:
         server = await start_server(driver, config, port)
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ttp.launch.run_dir import journals_allowed
 from ttp.store import history
@@ -89,10 +90,13 @@ class Journal:
         run_dir: a directory on a local disk; gets the lines that cannot be written to save_dir.
         told: directories that may be written to, in addition to those of ``journals_allowed``.
         fallback_dir: gets a copy of the history of launches, in case ``save_dir`` is broken.
+        address: ``host:port`` of this controller, for the history of launches.
     """
 
-    def __init__(self, run_dir: Path, told: Iterable[str | None] = (), fallback_dir: str | None = None) -> None:
-        self._run_dir, self._fallback = run_dir, fallback_dir
+    def __init__(
+        self, run_dir: Path, told: Iterable[str | None] = (), fallback_dir: str | None = None, address: str = ""
+    ) -> None:
+        self._run_dir, self._fallback, self._address = run_dir, fallback_dir, address
         self._told = frozenset({str(run_dir), *filter(None, told)})
         self._stories: dict[str, _Story] = {}
         self._writers: dict[Path, _Writer] = {}
@@ -116,16 +120,19 @@ class Journal:
         with self._lock:
             writer = self._writer(Path(save_dir))
         writer.read(resumed, told)
-        if not resumed:
-            self.launch_goes_on(save_dir, happening)
+        facts = json.loads(happening.facts) | {"controller": self._address}
+        self._note(save_dir, history.LEADS if resumed else happening.kind, happening.unix_s, facts)
 
     def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
         """Record an event of the launch. A failed line is not tried again: the incident's file has the event too."""
         if save_dir:
-            line = history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts))
-            with self._lock:
-                for place in filter(None, (save_dir, self._fallback)):
-                    self._writer(Path(place)).note(line)
+            self._note(save_dir, happening.kind, happening.unix_s, json.loads(happening.facts))
+
+    def _note(self, save_dir: str, kind: str, unix_s: float, facts: dict[str, Any]) -> None:
+        line = history.line_of(kind, unix_s, facts)
+        with self._lock:
+            for place in filter(None, (save_dir, self._fallback)):
+                self._writer(Path(place)).note(line)
 
     def write(self, save_dir: str, happening: Happening) -> None:
         """Queue the line of an event; never blocks. If ``LINES_MAX`` lines wait for a hanging disk, it is dropped."""

@@ -229,7 +229,7 @@ def register(
     adapter: session.Adapter, save_dir: str | Path, layout: Layout | None = None, *, buddy: bool = False
 ) -> None:
     """Register an adapter and join the job. Raises as ``wrap_optimizer``, which calls it, as does ``protect``."""
-    from ttp.launch import nccl
+    from ttp.launch import nccl, other_jobs
     from ttp.store.writable import check_places
 
     current = session.current()
@@ -238,9 +238,12 @@ def register(
     directory = current.config.save_dir or str(save_dir)
     path = Path(directory)
     if current.enabled:
-        restart = RankEnv.from_env().launch > 0
+        env = RankEnv.from_env()
+        restart = env.launch > 0
         with _refused_everywhere(adapter.refused):
             path = check_places(directory, current.config.fallback_dir, restart=restart)
+            if env.rank == 0 and not restart:
+                other_jobs.refuse_shared(path.absolute(), current.config)
             nccl.check(current.config)
     current.register(adapter, path.absolute(), layout, buddy=buddy)
 

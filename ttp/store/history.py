@@ -3,8 +3,8 @@
 ``save_dir/incidents/launches.log`` has a line of JSON for each of these events: a launch begins (``incarnation``), all
 ranks have joined (``formed``), have agreed on a checkpoint (``restore``), and have read it (``restored``), a checkpoint
 was ``committed``, all ranks have trained to the end (``finished``), were told to exit with a code (``released``), or a
-rank has exited with 64 (``wrong``). A launch without one of the last three ended together with its controller. Lines
-that cannot be parsed, such as half a line, are skipped.
+rank has exited with 64 (``wrong``); or another controller has taken over (``leads``). A launch without an end still
+runs, or ended together with its controller. Lines that cannot be parsed, such as half a line, are skipped.
 
 If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
 ``save_dir/incidents/wrong.json``. If several ranks do, the last file is kept.
@@ -43,8 +43,9 @@ TAIL_BYTES = 4 << 20
 TEXT_MAX = 2000
 HISTORY_KINDS = ("formed", "restore", "restored", "committed", "finished", "released", "wrong")
 BEGINS = "incarnation"
+LEADS = "leads"
 
-_FACTS = ("run_id", "incarnation", "world_size", "version", "exit_code", "text", "progress", "size")
+_FACTS = ("run_id", "incarnation", "world_size", "version", "exit_code", "text", "progress", "size", "controller")
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class Launch:
         restored_unix_s: when all ranks had read the checkpoint that they begin with; 0 if that was not recorded.
         restored: the version that they began with.
         restored_bytes: size of that checkpoint; 0 if not known.
+        controller: ``host:port`` of the controller that has led it last; empty if not known.
     """
 
     run_id: str
@@ -78,6 +80,7 @@ class Launch:
     restored_unix_s: float = 0.0
     restored: int = 0
     restored_bytes: int = 0
+    controller: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,7 @@ def _launches(records: Iterable[Mapping[str, Any]]) -> list[Launch]:
         at_s = _seconds(record.get("unix_s"))
         if record["kind"] == BEGINS:
             found.append(Launch(str(record.get("run_id", "")), _whole(record.get("incarnation")) or 0, at_s))
+            found[-1].controller = str(record.get("controller", ""))
         elif found:
             _take(found[-1], record, at_s)
     return found
@@ -252,6 +256,8 @@ def _launches(records: Iterable[Mapping[str, Any]]) -> list[Launch]:
 def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
     text = str(record.get("text", ""))[:TEXT_MAX]
     match record["kind"]:
+        case "leads":
+            launch.controller = str(record.get("controller", ""))
         case "formed" | "restore":
             launch.joined_unix_s = launch.joined_unix_s or at_s
         case "restored" if not launch.restored_unix_s:

@@ -1,0 +1,110 @@
+"""Refuses a ``save_dir`` to which another job saves that runs now.
+
+Each controller leaves its host and port in the history of launches (``ttp.store.history``). Rank 0 of a new job asks
+the controllers of the last launches that have no recorded end. Only an answer counts: the controller of a crashed job
+does not answer, so such a job can be resumed at once. See decision 67.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+from ttp.launch.presence import ask_status, is_local, listens
+from ttp.launch.token_file import read_token
+from ttp.store.history import Launch, read_launches
+from ttp.wire.access import LOOPBACK
+from ttp.wire.address import split
+
+log = logging.getLogger("ttp")
+
+ASKED_MAX = 3
+"""Number of launches, the newest ones, whose controllers are asked."""
+CONNECT_S = 1.0
+ENDING_S = 60.0
+"""Seconds to wait for a job that is being saved or ends, as when a scheduler starts the next job early."""
+_POLL_S = 0.5
+_TRAINS = frozenset({"waiting", "forming", "training"})
+_LIVES = frozenset({"live", "frozen"})
+
+
+def refuse_shared(save_dir: Path, config: Config) -> None:
+    """Raise if another job that runs now saves to ``save_dir``. Waits for a job that is ending. For rank 0.
+
+    It finds a job whose controller can be reached and has the same secret, or runs on this host for the same user.
+
+    Args:
+        save_dir: absolute path.
+        config: settings of the new job.
+
+    Raises:
+        ConfigError: another job saves there; the text says which, and what to do.
+    """
+    try:
+        open_ended = [launch for launch in read_launches(save_dir) if launch.code is None and launch.controller]
+    except Exception as problem:
+        log.debug("cannot look for other jobs in %s: %s", save_dir, problem)
+        return
+    for launch in open_ended[: -ASKED_MAX - 1 : -1]:
+        if (other := _await_end(launch, save_dir, config)) is not None:
+            raise ConfigError(_refusal(other, launch, save_dir))
+
+
+def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
+    """Return the status of the job of a launch if it trains, or does not end in ``ENDING_S``; None: it does not run."""
+    until = time.monotonic() + ENDING_S
+    told = False
+    while (status := _status(launch, save_dir, config)) is not None:
+        if status.stage in _TRAINS or time.monotonic() >= until:
+            return status
+        if not told:
+            told = True
+            log.warning("waiting up to %.0f s: the job that saves to %s now is ending", ENDING_S, save_dir)
+        time.sleep(_POLL_S)
+    return None
+
+
+def _status(launch: Launch, save_dir: Path, config: Config) -> Any:
+    """Ask the controller that led a launch for its status; return None if its job does not run, or cannot be asked."""
+    try:
+        host, port = split(launch.controller)
+        for address in dict.fromkeys((LOOPBACK, host) if is_local(host) else (host,)):
+            if not listens(address, port, CONNECT_S):
+                continue
+            for token in _tokens(config, port):
+                status = ask_status(address, port, token)
+                if status is not None:
+                    return status if _runs(status, launch, save_dir) else None
+    except Exception as problem:  # it must not keep a job from starting
+        log.debug("cannot ask the controller of an earlier launch at %s: %s", launch.controller, problem)
+    return None
+
+
+def _runs(status: Any, launch: Launch, save_dir: Path) -> bool:
+    """Return whether this status is of the job of the launch, and its rank 0 lives."""
+    same = status.run_id == launch.run_id and Path(status.save_dir).resolve() == save_dir.resolve()
+    return same and any(each.rank == 0 and each.state in _LIVES for each in status.ranks)
+
+
+def _tokens(config: Config, port: int) -> list[str]:
+    """Return the secrets to try: that of this job, and what a launcher has left on this host for the job of a port."""
+    found: list[str | None] = [config.token]
+    for run_dir in (None, config.run_dir):
+        with contextlib.suppress(ConfigError):
+            found.append(read_token(dataclasses.replace(config, port=port, run_dir=run_dir).resolved_run_dir()))
+    return list(dict.fromkeys(token or "" for token in found))
+
+
+def _refusal(status: Any, launch: Launch, save_dir: Path) -> str:
+    (first,) = [each for each in status.ranks if each.rank == 0]
+    return (
+        f"another job that runs now saves to {save_dir}: run {launch.run_id}, stage {status.stage}, rank 0 is pid "
+        f"{first.pid} on {first.host}, its controller is at {launch.controller}. Give each job a save_dir "
+        "of its own, or stop that job first"
+    )
