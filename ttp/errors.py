@@ -20,6 +20,10 @@ class ConfigError(TtpError):
     """The operator must act: a wrong environment value, a port in use, a layout that does not fit."""
 
 
+class DirectoryInUseError(ConfigError):
+    """Another job that runs now saves to the same directory."""
+
+
 class UsageError(TtpError):
     """The caller must act: a function was called at the wrong time or with the wrong object."""
 

@@ -197,3 +197,16 @@ def test_launches_are_written_down_in_the_fallback_directory_too(tmp_path: Path)
     journal.close(60)
     (launch,) = read_launches(places[1])
     assert (launch.run_id, launch.code) == ("job", 0)
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_a_launch_names_the_controller_that_leads_it(tmp_path: Path, taken_over: bool) -> None:
+    """Another job that is started in the directory asks it."""
+    facts = json.dumps({"run_id": "job", "incarnation": 1})
+    for address in ("first:1", "second:2")[: 1 + taken_over]:
+        journal = Journal(tmp_path / "run", [str(tmp_path)], address=address)
+        happening = Happening(1, 1.8e9, 50.0, "incarnation", "", facts)
+        journal.launch_begins(str(tmp_path), happening, address != "first:1", lambda *_: None)
+        journal.close(60)
+    (launch,) = read_launches(tmp_path)
+    assert (launch.run_id, launch.controller) == ("job", "second:2" if taken_over else "first:1")

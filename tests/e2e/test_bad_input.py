@@ -16,6 +16,7 @@ import pytest
 from tests.damage import flip
 from tests.e2e.conftest import SOLO, Run, solo_env
 from tests.e2e.forked import Forked, ForkedJob
+from tests.waiting import until
 from ttp.cli.main import main
 from ttp.store.manifest import Manifest
 from ttp.store.share import Share
@@ -81,6 +82,22 @@ def test_a_port_held_by_something_else_is_named_with_its_owner(solo: Run, tmp_pa
         done = solo(tmp_path, 1, TTP_PORT=port)
     assert done.returncode == 64
     assert port in done.stderr and f"pid {os.getpid()}" in done.stderr
+
+
+def test_a_save_dir_of_a_running_job_is_refused_and_that_of_a_killed_one_is_not(solo: Run, tmp_path: Path) -> None:
+    first = Forked("tests.e2e.solo", solo_env(tmp_path) | {"SOLO_TELL": "1"}, tmp_path / "first.out", [tmp_path, 10**9])
+    try:
+        first.wait_for("trained")
+        until((tmp_path / "incidents" / "launches.log").exists, 60)
+        second = solo(tmp_path, 1, TTP_RUN_DIR=str(tmp_path / "second"))
+        assert second.returncode == 64 and "start" not in second.stdout
+        assert f"another job that runs now saves to {tmp_path}" in second.stderr, second.stderr
+        assert "stop that job first" in second.stderr
+        assert not (tmp_path / "incidents" / "wrong.json").exists(), "`ttp verdict` would take it for the first job's"
+    finally:
+        first.kill()
+    third = solo(tmp_path, 1, TTP_RUN_DIR=str(tmp_path / "third"))
+    assert third.returncode == 0 and "start 0" in third.stdout, third.stderr
 
 
 def test_a_save_dir_that_cannot_be_written_is_said_at_the_start(solo: Run, tmp_path: Path) -> None:

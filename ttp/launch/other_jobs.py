@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.config import Config
-from ttp.errors import ConfigError
+from ttp.errors import ConfigError, DirectoryInUseError
 from ttp.launch.presence import ask_status, is_local, listens
 from ttp.launch.token_file import read_token
 from ttp.store.history import Launch, read_launches
@@ -44,7 +44,7 @@ def refuse_shared(save_dir: Path, config: Config) -> None:
         config: settings of the new job.
 
     Raises:
-        ConfigError: another job saves there; the text says which, and what to do.
+        DirectoryInUseError: another job saves there; the text says which, and what to do.
     """
     try:
         open_ended = [launch for launch in read_launches(save_dir) if launch.code is None and launch.controller]
@@ -53,7 +53,7 @@ def refuse_shared(save_dir: Path, config: Config) -> None:
         return
     for launch in open_ended[: -ASKED_MAX - 1 : -1]:
         if (other := _await_end(launch, save_dir, config)) is not None:
-            raise ConfigError(_refusal(other, launch, save_dir))
+            raise DirectoryInUseError(_refusal(other, launch, save_dir))
 
 
 def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:

@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-from ttp.errors import EXIT_BAD_CONFIG, ConfigError
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError, DirectoryInUseError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor.faults import describe
 
@@ -24,9 +24,12 @@ def asked_for(save_dir: str) -> None:
 
 
 def leave_word(why: object) -> None:
-    """Record for ``ttp verdict`` that this rank exits with 64, and why. Never raises."""
+    """Record for ``ttp verdict`` that this rank exits with 64, and why. Never raises.
+
+    In a directory that another job uses nothing is recorded: it would be taken for the end of that job.
+    """
     directory = os.environ.get("TTP_SAVE_DIR") or _asked_dir
-    if not os.environ.get("TTP_PORT") or not directory:
+    if not os.environ.get("TTP_PORT") or not directory or isinstance(why, DirectoryInUseError):
         return
     from ttp.store import history
     from ttp.store.writable import as_path

@@ -8,10 +8,14 @@ import torch
 import torch.distributed as dist
 
 from ttp.core.layout import Rank, compact_ranks
-from ttp.errors import ConfigError, UsageError
+from ttp.errors import ConfigError, DirectoryInUseError, UsageError
 
 _FINE = b"+"
-_KINDS: dict[bytes, type[ConfigError] | type[UsageError]] = {b"c": ConfigError, b"u": UsageError}
+_KINDS: dict[bytes, type[ConfigError] | type[UsageError]] = {
+    b"d": DirectoryInUseError,
+    b"c": ConfigError,
+    b"u": UsageError,
+}
 
 
 def connected(world_size: int) -> bool:
@@ -49,7 +53,7 @@ def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
         mine = _FINE + make()
     except (ConfigError, UsageError) as problem:
         refusal = problem
-        mine = (b"u" if isinstance(problem, UsageError) else b"c") + str(problem).encode()
+        mine = next(mark for mark, kind in _KINDS.items() if isinstance(problem, kind)) + str(problem).encode()
     said = gather_bytes(mine)
     refused = [Rank(rank) for rank, one in enumerate(said) if one[:1] != _FINE]
     if refused:

@@ -13,7 +13,7 @@ from tests.adapters.torch.worlds import run_world
 from ttp.adapters.torch.sharding import exchange
 from ttp.adapters.torch.sharding.discovery import refuse_left_alone
 from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards
-from ttp.errors import ConfigError, UsageError
+from ttp.errors import ConfigError, DirectoryInUseError, UsageError
 
 pytestmark = pytest.mark.xdist_group("refusals")  # they share a world
 
@@ -94,13 +94,14 @@ class TestExchange:
         assert exchange._device() == device
 
     @pytest.mark.parametrize("group", ["gloo"], indirect=True)
-    @pytest.mark.parametrize("kind", [ConfigError, UsageError])
+    @pytest.mark.parametrize("kind", [ConfigError, DirectoryInUseError, UsageError])
     def test_a_refusal_keeps_its_kind_and_its_words(self, group: None, kind: type[Exception]) -> None:
         def make() -> bytes:
             raise kind("it is wrong")
 
-        with pytest.raises(kind, match=r"^it is wrong$"):
+        with pytest.raises(kind, match=r"^it is wrong$") as caught:
             exchange.gather_or_refuse(make)
+        assert caught.type is kind
         with pytest.raises(kind, match=r"^it is wrong$"):
             exchange.refuse_everywhere(kind("it is wrong"), 1)  # type: ignore[arg-type]
         assert exchange.gather_or_refuse(lambda: b"x") == [b"x"]

@@ -1,0 +1,179 @@
+"""Tests when a ``save_dir`` counts as used by another job, by what the controllers of earlier launches answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttp.config import Config
+from ttp.errors import DirectoryInUseError
+from ttp.launch import other_jobs
+from ttp.launch.token_file import write_token
+from ttp.store.names import INCIDENTS
+
+CONFIG = Config(port=1, token="ours")
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., None]:
+    """Adds a launch, of a controller at ``port``, to the history of the directory, with further lines about it."""
+
+    def add(port: int, *further: str, run_id: str = "theirs") -> None:
+        (tmp_path / INCIDENTS).mkdir(exist_ok=True)
+        lines: list[dict[str, Any]] = [{"kind": "incarnation", "run_id": run_id, "controller": f"far:{port}"}]
+        lines += [{"kind": kind, "exit_code": 75, "controller": "far:99"} for kind in further]
+        with (tmp_path / INCIDENTS / "launches.log").open("a") as log:
+            log.writelines(json.dumps(line) + "\n" for line in lines)
+
+    return add
+
+
+@dataclasses.dataclass
+class Controllers:
+    """The controllers that can be reached, by port: what each answers in turn, and then again and again."""
+
+    answers: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+    asked: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    secret: str = "ours"
+
+    def ask(self, address: str, port: int, token: str) -> Any:
+        assert address == "far"
+        self.asked.append((port, token))
+        left = self.answers[port]
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if token == self.secret else None
+
+
+@pytest.fixture
+def controllers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controllers]:
+    found = Controllers()
+    monkeypatch.setattr(other_jobs, "ask_status", found.ask)
+    monkeypatch.setattr(other_jobs, "listens", lambda _address, port, _timeout_s: port in found.answers)
+    monkeypatch.setattr(other_jobs, "is_local", lambda _host: False)
+    monkeypatch.setattr(other_jobs, "_POLL_S", 0)
+    yield found
+
+
+def status(save_dir: Path, stage: str = "training", state: str = "live", run_id: str = "theirs") -> Any:
+    first = SimpleNamespace(rank=0, state=state, pid=7, host="far")
+    others = [SimpleNamespace(rank=1, state="live", pid=8, host="far")]
+    return SimpleNamespace(run_id=run_id, save_dir=str(save_dir), stage=stage, ranks=[*others, first])
+
+
+def test_a_job_that_trains_is_named(tmp_path: Path, launch: Callable[..., None], controllers: Controllers) -> None:
+    launch(5)
+    controllers.answers[5] = [status(tmp_path)]
+    with pytest.raises(DirectoryInUseError, match=r"run theirs, stage training, rank 0 is pid 7 on far, .* far:5"):
+        other_jobs.refuse_shared(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_directory_has_several_paths(
+    tmp_path: Path, launch: Callable[..., None], controllers: Controllers, link: bool
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    launch(5)
+    controllers.answers[5] = [status(tmp_path / "link" if link else tmp_path)]
+    with pytest.raises(DirectoryInUseError):
+        other_jobs.refuse_shared(tmp_path if link else tmp_path / "link", CONFIG)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda here: status(here, run_id="a third job"),
+        lambda here: status(here / "other"),
+        lambda here: status(here, state="lost"),
+        lambda here: status(here, state="done"),
+        lambda here: status(here, state="released"),
+        lambda _here: None,
+        lambda _here: RuntimeError("odd"),
+        lambda _here: SimpleNamespace(),
+    ],
+)
+def test_what_is_no_running_job_in_this_directory(
+    answer: Callable[[Path], Any], tmp_path: Path, launch: Callable[..., None], controllers: Controllers
+) -> None:
+    launch(5)
+    controllers.answers[5] = [answer(tmp_path)]
+    other_jobs.refuse_shared(tmp_path, CONFIG)
+    assert controllers.asked
+
+
+@pytest.mark.parametrize("line", ["finished", "released", "wrong"])
+def test_a_launch_that_has_ended_is_not_asked(
+    line: str, tmp_path: Path, launch: Callable[..., None], controllers: Controllers
+) -> None:
+    launch(5, line)
+    controllers.answers[5] = [status(tmp_path)]
+    other_jobs.refuse_shared(tmp_path, CONFIG)
+    assert not controllers.asked
+
+
+def test_the_last_launches_are_asked_the_newest_first(
+    tmp_path: Path, launch: Callable[..., None], controllers: Controllers
+) -> None:
+    for port in (1, 2, 3, 4):
+        launch(port)
+        controllers.answers[port] = [status(tmp_path, state="lost")]
+    launch(6)  # cut off with its controller: nothing listens there
+    other_jobs.refuse_shared(tmp_path, CONFIG)
+    assert list(dict.fromkeys(port for port, _ in controllers.asked)) == [4, 3]
+
+
+def test_a_controller_that_took_over_is_asked(
+    tmp_path: Path, launch: Callable[..., None], controllers: Controllers
+) -> None:
+    launch(5, "leads")
+    controllers.answers = {5: [status(tmp_path, state="lost")], 99: [status(tmp_path)]}
+    with pytest.raises(DirectoryInUseError, match="far:99"):
+        other_jobs.refuse_shared(tmp_path, CONFIG)
+
+
+def test_a_job_that_is_ending_is_waited_for(
+    tmp_path: Path, launch: Callable[..., None], controllers: Controllers, caplog: pytest.LogCaptureFixture
+) -> None:
+    launch(5)
+    controllers.answers[5] = [*[status(tmp_path, "saving", "frozen")] * 3, status(tmp_path, "released", "released")]
+    other_jobs.refuse_shared(tmp_path, CONFIG)
+    assert len(controllers.asked) == 4
+    assert [record.message.partition(":")[2] for record in caplog.records] == [
+        f" the job that saves to {tmp_path} now is ending"
+    ]
+
+
+def test_a_job_that_does_not_end_is_refused_at_last(
+    tmp_path: Path, launch: Callable[..., None], controllers: Controllers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_jobs, "ENDING_S", 0)
+    launch(5)
+    controllers.answers[5] = [status(tmp_path, "saving", "frozen")]
+    with pytest.raises(DirectoryInUseError, match="stage saving"):
+        other_jobs.refuse_shared(tmp_path, CONFIG)
+
+
+def test_the_secret_of_another_job_of_this_user_is_found_on_its_host(
+    tmp_path: Path, launch: Callable[..., None], controllers: Controllers
+) -> None:
+    launch(5)
+    controllers.secret, controllers.answers[5] = "theirs", [status(tmp_path)]
+    other_jobs.refuse_shared(tmp_path, CONFIG)
+    config = dataclasses.replace(CONFIG, run_dir=str(tmp_path))
+    write_token(tmp_path, "theirs")
+    with pytest.raises(DirectoryInUseError):
+        other_jobs.refuse_shared(tmp_path, config)
+
+
+def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(tmp_path: Path) -> None:
+    (tmp_path / INCIDENTS).mkdir()
+    (tmp_path / INCIDENTS / "launches.log").mkdir()
+    other_jobs.refuse_shared(tmp_path, CONFIG)
+    other_jobs.refuse_shared(tmp_path / "none", CONFIG)
