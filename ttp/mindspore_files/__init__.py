@@ -1,1 +1,1 @@
-"""Tools for MindSpore's files: resharding, recovery from redundancy, ``group_info.pb``. Not part of the rescue."""
+"""Tools for MindSpore's checkpoint files: read, write, reshard, recover from replicas. Rescues use only the writer."""

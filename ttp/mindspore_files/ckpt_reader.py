@@ -1,6 +1,6 @@
-"""Reading a ``.ckpt`` of MindSpore: which tensors it holds, where they lie, and whether the file is whole.
+"""Read MindSpore's ``.ckpt`` files: which tensors a file holds, at which offsets, and whether the file is whole.
 
-MindSpore is not needed, and the file is never in memory as a whole.
+This needs no MindSpore, and never has a whole file in memory.
 
 The file is one protobuf message after another, ``Checkpoint { Value { tag = 1; TensorProto = 2; } = 1; }`` with
 ``TensorProto { dims = 1; tensor_type = 2; tensor_content = 3; }`` (``mindspore/train/checkpoint_pb2.py`` of 2.10). A
@@ -31,10 +31,10 @@ CRC_MARK = b"crc_num"
 TRAILER = len(CRC_MARK) + 10
 BLOCK = 1 << 20
 HEADER_MAX = 1 << 20
-"""The largest name and shape of one tensor, in bytes. A larger one means that the file is damaged."""
+"""Largest size of a tensor's name or shape in bytes. A larger one means that the file is damaged."""
 
 _WINDOW = 1 << 12
-"""Bytes read at once where the contents are skipped."""
+"""Number of bytes to read at once when contents are skipped."""
 
 ITEM_BYTES = {
     "Bool": 1, "Int8": 1, "UInt8": 1, "Int16": 2, "UInt16": 2, "Float16": 2, "BFloat16": 2, "Int32": 4, "UInt32": 4,
@@ -43,19 +43,19 @@ ITEM_BYTES = {
 _NUMBERS = {"Int32": "<i", "UInt32": "<I", "Int64": "<q", "UInt64": "<Q", "Float32": "<f", "Float64": "<d"}
 
 COUNTERS = ("epoch_num", "step_num", "global_step")
-"""Names of the entries that say which step a checkpoint is of."""
+"""Names of the entries that tell the step of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One entry of a checkpoint file: its type, its shape, and where its bytes lie.
+    """An entry of a checkpoint file: its type, its shape, and the place of its bytes.
 
     Args:
         path: the file.
-        dtype: the type as MindSpore names it: ``Float32``, ``BFloat16``, ``str``, ...
+        dtype: the type in MindSpore's words: ``Float32``, ``BFloat16``, ``str``, ...
         dims: the shape; ``()`` for a scalar.
-        chunks: offset and length, in bytes, of each part of its content in the file, in order.
-        kept_dims: the shape as the file states it. A scalar may be ``[]`` or ``[0]`` there.
+        chunks: offset and length in bytes of each part of the content in the file, in order.
+        kept_dims: the shape as the file states it, where a scalar may be ``[]`` or ``[0]``.
     """
 
     path: str
@@ -71,16 +71,13 @@ class FileTensor:
 
     @property
     def item_size(self) -> int:
-        """Size of one element, in bytes.
-
-        Elements are compared by their bits, so nothing else about the type matters.
-        """
+        """Size of an element in bytes."""
         return self.nbytes // max(1, math.prod(self.dims))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor: its type as MindSpore names it, its shape, and the digest of its bytes."""
+    """A tensor in a file: its type in MindSpore's words, its shape, and the digest of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -89,13 +86,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class CkptContents:
-    """The contents of one checkpoint file that was read to its end.
+    """The contents of a checkpoint file that was read to its end.
 
     Args:
         entries: name -> tensor.
         counters: name -> value, for the names of ``COUNTERS`` that the file has.
-        checked: whether the file ends with a CRC. If it does, the CRC was right.
-        size: of the file, in bytes.
+        checked: whether the file has a CRC, which was right.
+        size: size of the file in bytes.
     """
 
     entries: Mapping[str, StoredTensor]
@@ -105,7 +102,7 @@ class CkptContents:
 
 
 def index(path: Path) -> dict[str, FileTensor]:
-    """Find where each tensor of a checkpoint lies, reading only a few bytes of each.
+    """Find the place of each tensor in a checkpoint file, reading only a few bytes of each.
 
     Returns:
         Name -> tensor, in the order of the file.
@@ -122,7 +119,7 @@ def read_contents(path: Path, progress: Progress | None = None) -> CkptContents:
 
     Args:
         path: the file.
-        progress: called with the number of bytes newly read.
+        progress: is called with the number of bytes newly read.
 
     Raises:
         CheckpointError: the file is absent, damaged, cut off, encrypted, or no checkpoint.
@@ -146,7 +143,7 @@ def read_contents(path: Path, progress: Progress | None = None) -> CkptContents:
 
 
 def crc_problem(path: Path, progress: Progress | None = None) -> str | None:
-    """Check the file's own CRC. Returns what is wrong; None if the CRC is right or the file has none."""
+    """Check the CRC of a file. Return the problem in words; None if the CRC is right or the file has none."""
     try:
         with _opened(path, progress, BLOCK) as source:
             if source.expected is not None:
@@ -160,7 +157,7 @@ def crc_problem(path: Path, progress: Progress | None = None) -> str | None:
 
 @contextmanager
 def _opened(path: Path, progress: Progress | None, window: int) -> Iterator[_Source]:
-    """Open the file for reading, and turn everything that is wrong with it into a ``CheckpointError``."""
+    """Open the file for reading, and turn ``OSError`` and ``ValueError`` into ``CheckpointError``."""
     source: _Source | None = None
     try:
         with open_plain(path) as raw:
@@ -174,7 +171,7 @@ def _opened(path: Path, progress: Progress | None, window: int) -> Iterator[_Sou
 
 
 class _Source:
-    """Reads a file from its start to where its CRC begins, and sums up the CRC of what was read."""
+    """Reads a file from its start up to its CRC, and computes the CRC of the bytes that were read."""
 
     def __init__(self, raw: io.FileIO, progress: Progress | None, window: int) -> None:
         self.size = os.fstat(raw.fileno()).st_size
@@ -215,25 +212,30 @@ class _Source:
             value |= (byte & 0x7F) << (7 * place)
             if byte < 0x80:
                 return value
-        raise ValueError("a number does not end")
+        raise ValueError("a protobuf number has more than 10 bytes")
 
     def length(self, end: int, limit: int | None = None) -> int:
-        """Read the length in bytes of a field inside a message that ends when ``end`` bytes of the file are left."""
+        """Read the length of a field, in bytes, and check it.
+
+        Args:
+            end: number of bytes of the file after the message that the field is part of.
+            limit: largest valid length; None for no limit.
+        """
         length = self.varint()
         if length > self.left - end:
             raise ValueError("it is cut off")
         if limit is not None and length > limit:
-            raise ValueError("it announces more than can be")
+            raise ValueError("a name or a shape is too long")
         return length
 
     def end(self, outer: int = 0) -> int:
-        """Return how many bytes of the file will be left at the end of the message that begins here."""
+        """Read the length of the message that begins here, and return the number of bytes of the file after it."""
         length = self.length(outer)
         return self.left - length
 
     def check(self) -> None:
         if self.expected is not None and self._crc != self.expected:
-            raise ValueError(f"its CRC is {self._crc}, and it was written with {self.expected}")
+            raise ValueError(f"its CRC is {self._crc}, but {self.expected} was written into it")
 
     def _forward(self, count: int) -> None:
         self.left -= count
@@ -241,11 +243,11 @@ class _Source:
 
 
 _Take = Callable[[str, int], None]
-"""Takes this many bytes, the content of the tensor of that name, from the source."""
+"""A function (name, length) that takes the content of the tensor ``name``, ``length`` bytes, from the source."""
 
 
 def _tensors(path: Path, source: _Source, take: _Take) -> dict[str, FileTensor]:
-    """Return name -> tensor for the whole file. Parts of one tensor follow each other, and are joined."""
+    """Return name -> tensor for the whole file. The parts of a tensor follow each other, and are joined."""
     found: dict[str, FileTensor] = {}
     last = None
     for name, dtype, dims, length in _values(source):
@@ -257,13 +259,13 @@ def _tensors(path: Path, source: _Source, take: _Take) -> dict[str, FileTensor]:
         elif name == last and (dtype, dims) == (known.dtype, known.kept_dims):
             found[name] = FileTensor(known.path, dtype, known.dims, (*known.chunks, chunk), dims)
         else:
-            raise ValueError(f"{name:.80} is there twice")
+            raise ValueError(f"{name:.80} occurs twice")
         take(name, length)
         last = name
     for name, tensor in found.items():
         _check_size(name, tensor)
     if not found:
-        raise ValueError("it holds nothing: it is no checkpoint of MindSpore")
+        raise ValueError("it holds no entry, so it is no checkpoint of MindSpore")
     return found
 
 
@@ -274,7 +276,7 @@ def _check_size(name: str, tensor: FileTensor) -> None:
     else:
         wrong = tensor.dtype != "str" and bool(tensor.nbytes % count if count else tensor.nbytes)
     if wrong:
-        raise ValueError(f"{name:.80} has {tensor.nbytes} bytes, and its shape {tensor.dims} of {tensor.dtype} others")
+        raise ValueError(f"{name:.80} has {tensor.nbytes} bytes, wrong for its shape {tensor.dims} of {tensor.dtype}")
 
 
 def _count(tensor: FileTensor, data: bytes) -> int | None:
@@ -304,7 +306,7 @@ def _values(source: _Source) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
                 tensor, inner = True, source.end(end)
                 yield name, *_tensor_head(source, inner, name)
                 if source.left != inner:
-                    raise ValueError(f"{name:.80} has something behind its bytes")
+                    raise ValueError(f"{name:.80} has data after its content")
             elif key == _key(3) and name is not None:
                 raise ValueError(f"{name:.80} is a MapParameter, which is not supported")
             else:
@@ -314,7 +316,7 @@ def _values(source: _Source) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
 
 
 def _tensor_head(source: _Source, end: int, name: str) -> tuple[str, tuple[int, ...], int]:
-    """Read a tensor up to its bytes, which come last. Returns its type, its shape and the number of bytes."""
+    """Read a tensor up to its content, which comes last. Return its type, its shape and the content's size in bytes."""
     head = bytearray()
     while source.left > end:
         key = source.varint()

@@ -1,4 +1,4 @@
-"""Writes a ``.ckpt`` as ``mindspore.save_checkpoint`` does, but from any thread and without MindSpore.
+"""Write a ``.ckpt`` file as ``mindspore.save_checkpoint`` does, but on any thread and without MindSpore.
 
 The format, as MindSpore 2.10 reads it: protobuf messages ``Checkpoint`` one after another, each with one ``Value``::
 
@@ -6,11 +6,12 @@ The format, as MindSpore 2.10 reads it: protobuf messages ``Checkpoint`` one aft
     Value { required string tag = 1; TensorProto tensor = 2; }
     TensorProto { repeated int64 dims = 1; required string tensor_type = 2; required bytes tensor_content = 3; }
 
-A large tensor is split into several messages with the same tag. At the end come ``crc_num`` and ten bytes, big-endian:
-the CRC-32 of everything before. A text has the shape ``[0]``, the type ``str``, and its characters as UTF-32.
+A large tensor is split into several messages with the same tag. At the end of the file are ``crc_num`` and ten bytes,
+big-endian: the CRC-32 of everything before. A text has the shape ``[0]``, the type ``str``, and its characters as
+UTF-32.
 
-``save_checkpoint`` itself will not do for a rescue: it copies every tensor, takes a lock that the training thread may
-hold too, and does not say when the bytes are on the disk.
+``save_checkpoint`` itself cannot be used in a rescue: it copies every tensor, takes a lock that the training thread may
+hold, and does not report when the bytes are on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ttp.processor.source import Cancelled
 from ttp.store.digest import HashingFile
 
 CHUNK_BYTES = 512 << 20
-"""The most bytes of a tensor in one message. MindSpore splits at the same size."""
+"""Largest number of bytes of a tensor in one message. MindSpore splits at the same size."""
 
 _SLICE = 8 << 20
 """Bytes written between two calls of ``cancelled``."""
@@ -37,11 +38,11 @@ Block = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """One tensor, number or text to write.
+    """A tensor, number or text to write.
 
     Args:
         name: its key in the file.
-        dtype: its type as MindSpore names it, such as ``Float32``; ``str`` for a text.
+        dtype: its type in MindSpore's words, such as ``Float32``; ``str`` for a text.
         shape: its shape.
         memory: its bytes.
     """
@@ -60,7 +61,11 @@ def number(name: str, value: int | float) -> TensorToWrite:
 
 
 class CkptWriter:
-    """Writes entries one after another, and at the end the CRC. The file itself has to make them durable."""
+    """Writes entries one after another, and the CRC at the end. The caller has to make the file durable.
+
+    Args:
+        file: the file to write to.
+    """
 
     def __init__(self, file: HashingFile) -> None:
         self._file, self._crc = file, 0
@@ -70,10 +75,10 @@ class CkptWriter:
 
         Args:
             name: its key in the file.
-            dtype: its type as MindSpore names it.
+            dtype: its type in MindSpore's words.
             dims: its shape.
-            nbytes: size of its content, in bytes.
-            blocks: its content, in order; ``nbytes`` together.
+            nbytes: size of its content in bytes.
+            blocks: its content in order, ``nbytes`` bytes in total.
 
         Raises:
             OSError: writing failed.
@@ -104,12 +109,12 @@ class CkptWriter:
 
 
 def write_entries(target: HashingFile, entries: Iterable[TensorToWrite], cancelled: Callable[[], bool]) -> None:
-    """Write all ``entries`` and the CRC. Nobody may change their memory meanwhile.
+    """Write all ``entries`` and the CRC. The memory of the entries must not change meanwhile.
 
     Args:
         target: the file.
-        entries: what to write, in order.
-        cancelled: called every 8 MiB; writing ends if it returns True.
+        entries: the entries, in order.
+        cancelled: is called every 8 MiB; writing ends if it returns True.
 
     Raises:
         Cancelled: ``cancelled()`` returned True.
@@ -130,7 +135,7 @@ def _until_cancelled(memory: memoryview, cancelled: Callable[[], bool]) -> Itera
 
 
 def _opening(name: str, dtype: str, dims: tuple[int, ...], size: int) -> bytes:
-    """Return the beginning of a message: everything that comes before the bytes of the tensor."""
+    """Return the beginning of a message: everything before the bytes of the tensor."""
     head: bytes = make("TensorHead", dims=dims, tensor_type=dtype).SerializeToString()
     tensor = head + _BYTES_OF_TENSOR + varint(size)
     tag: bytes = make("ValueHead", tag=name).SerializeToString()

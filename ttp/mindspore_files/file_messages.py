@@ -1,9 +1,9 @@
 """The protobuf messages of MindSpore's files, as classes of the protobuf library.
 
 Field numbers and types are those of ``node_strategy_pb2.py`` and ``checkpoint_pb2.py`` in ``mindspore/train`` (2.10).
-The messages are described here again, in a descriptor pool of their own, because MindSpore's generated code needs a
-newer protobuf than ttp does, and registers its names for the whole process. Numbers of ranks and stages have 64 bits
-here, so that absurd numbers are noticed.
+The messages are described here again, in a separate descriptor pool, because MindSpore's generated code needs a newer
+protobuf than ttp does, and registers its names for the whole process. Numbers of ranks and stages have 64 bits here, so
+that absurd numbers are noticed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _classes: dict[str, Any] = {
 
 
 def make(kind: str, **fields: Any) -> Any:
-    """Make a message with these fields. ``kind`` is a name in ``_MESSAGES``."""
+    """Return a message with these fields. ``kind`` is a name in ``_MESSAGES``."""
     return _classes[kind](**fields)
 
 
@@ -83,7 +83,7 @@ def parse(kind: str, data: bytes | bytearray) -> Any:
     """
     try:
         return _classes[kind].FromString(bytes(data))
-    except Exception as problem:  # which one depends on the implementation of protobuf
+    except Exception as problem:  # the class depends on the implementation of protobuf
         raise ValueError(f"it is no protobuf message of this kind ({problem})") from None
 
 
@@ -91,7 +91,7 @@ def text(data: bytes) -> str:
     """Decode UTF-8.
 
     Raises:
-        ValueError: it is not UTF-8. The error says so in words that a user understands.
+        ValueError: the bytes are not UTF-8.
     """
     try:
         return data.decode()
@@ -100,7 +100,7 @@ def text(data: bytes) -> str:
 
 
 def varint(value: int) -> bytes:
-    """Encode a number that is not negative as protobuf does."""
+    """Encode a number from 0 as a protobuf varint."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -1,4 +1,4 @@
-"""Reads and writes ``group_info.pb``: which ranks hold the same checkpoint as the rank that the file belongs to.
+"""Read and write ``group_info.pb``, which lists the ranks that hold the same checkpoint as the rank it belongs to.
 
 MindSpore writes the file when it compiles a parallel graph, to the path in ``GROUP_INFO_FILE``. It writes none on CPU,
 nor in plain data parallelism. The format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
@@ -22,18 +22,18 @@ from ttp.store.durable import write_durably
 from ttp.store.plain_file import read_plain
 
 NAME = "group_info.pb"
-"""The usual name of the file. It lies in the folder ``rank_N`` of the rank that it belongs to."""
+"""The usual name of the file, which is in the folder ``rank_N`` of its rank."""
 
 SIZE_MAX = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """The contents of one ``group_info.pb``.
+    """The contents of a ``group_info.pb``.
 
     Args:
-        replicas: the ranks whose checkpoints are interchangeable, the file's own rank among them.
-        groups: name of a communication group of that rank -> its ranks.
+        replicas: the ranks whose checkpoints are interchangeable, including the rank of the file.
+        groups: name of a communication group of that rank -> the ranks of the group.
     """
 
     replicas: tuple[int, ...]
@@ -58,7 +58,7 @@ def parse_group_info(data: bytes) -> GroupInfo:
     """Parse the bytes of a ``group_info.pb``.
 
     Raises:
-        ValueError: they are malformed, or the list of replicas is missing.
+        ValueError: the bytes are malformed, or the list of replicas is missing.
     """
     told = parse("GroupMap", data)
     groups = {group.group_name: _ranks(group.ranks) for group in told.groups}
@@ -73,12 +73,12 @@ def parse_group_info(data: bytes) -> GroupInfo:
 def write_group_info(
     path: Path | str, replicas: Iterable[int], groups: Mapping[str, Iterable[int]] | None = None
 ) -> None:
-    """Write a file that ``mindspore.restore_group_info_list(path)`` can read.
+    """Durably write a file that ``mindspore.restore_group_info_list(path)`` can read.
 
-    It is on disk when this returns. If writing fails, there is no file, or the old one.
+    If writing fails, there is no file, or the old one.
 
     Args:
-        path: the file to write. Usual is ``rank_N/group_info.pb`` for the ranks that hold the same as rank N.
+        path: the file to write, usually ``rank_N/group_info.pb`` for the replicas of rank N.
         replicas: the ranks whose checkpoints are interchangeable.
         groups: name of a communication group -> its ranks. MindSpore's readers ignore them.
 
@@ -97,7 +97,7 @@ def encode_group_info(replicas: Iterable[int], groups: Mapping[str, Iterable[int
     """
     ranks = sorted(set(replicas))
     if not ranks or ranks[0] < 0 or ranks[-1] >= WORLD_SIZE_MAX:
-        raise UsageError(f"replicas={ranks!r:.100}: the ranks that hold the same are wanted, at least one")
+        raise UsageError(f"replicas={ranks!r:.100}: give the ranks that hold the same state, at least one")
     items = [
         make("Group", group_name=name, ranks=make("Ranks", dim=members)) for name, members in (groups or {}).items()
     ]
@@ -107,5 +107,5 @@ def encode_group_info(replicas: Iterable[int], groups: Mapping[str, Iterable[int
 def _ranks(told: Any) -> tuple[int, ...]:
     ranks = tuple(told.dim)
     if any(rank >= WORLD_SIZE_MAX for rank in ranks):
-        raise ValueError(f"rank {max(ranks)} cannot be")
+        raise ValueError(f"rank {max(ranks)} is too large")
     return ranks

@@ -1,4 +1,4 @@
-"""Loads the newest checkpoint that is whole, and says why newer ones were skipped."""
+"""``load_newest``: load the newest whole checkpoint into MindSpore, and report why newer ones were skipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("ttp")
 
 SUFFIXES = (".ckpt", ".safetensors")
 BREAKPOINT = "_breakpoint.ckpt"
-"""How the names of files end that MindSpore writes after an exception.
+"""Suffix of the files that MindSpore writes after an exception.
 
 Such a file may be of a step that was not finished, so it is tried last.
 """
@@ -33,13 +33,13 @@ Such a file may be of a step that was not finished, so it is tried last.
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint that was whole, and what it holds.
+    """A checkpoint that was loaded.
 
     Args:
         path: the file that was loaded.
-        parameters: as ``mindspore.load_checkpoint`` returns them.
-        epoch_num: the entry of that name, as ``append_info`` or ``append_dict`` saved it; None: there is none.
-        step_num: the same for ``step_num``.
+        parameters: the result of ``mindspore.load_checkpoint``.
+        epoch_num: the entry ``epoch_num``, as ``append_info`` or ``append_dict`` saved it; None if there is none.
+        step_num: the same for the entry ``step_num``.
         skipped: newer files that were not loaded, each with the reason, in words.
     """
 
@@ -56,15 +56,16 @@ def load_newest(
     """Load the newest checkpoint that is whole.
 
     Checkpoints of ttp are tried first, the one of the highest step first. Each is verified by the digests in its
-    manifest. That includes the files of other ranks, so all ranks load the same step. Other files follow, the last
-    written first; ``*_breakpoint.ckpt`` come last. Of these, the CRC is verified if they have one, and that each tensor
-    has as many bytes as its shape needs. Newer checkpoints that were skipped are logged, with the reason.
+    manifest, including the files of other ranks, so that all ranks load the same step. Other files follow, the last
+    written first; ``*_breakpoint.ckpt`` come last. In these the CRC, if there is one, and the size of each tensor are
+    verified. Newer checkpoints that were skipped are logged with the reason.
 
     Args:
         pattern: a pattern with ``*`` as in a shell (``"out/ckpt_0/*.ckpt"``), or a directory, or several of these. A
             directory may be the ``save_dir`` of a ttp job, or hold the files, itself or in its ``rank_N``.
-        attempts: how many checkpoints to try at most.
-        rank: whose files to load; None: this process's rank as its launcher states it, 0 without a launcher.
+        attempts: largest number of checkpoints to try.
+        rank: the rank whose files to load; None for this process's rank as its launcher states it, 0 without a
+            launcher.
         load: further arguments for ``mindspore.load_checkpoint``, such as ``choice_func``.
 
     Returns:
@@ -72,17 +73,17 @@ def load_newest(
 
     Raises:
         CheckpointError: there are checkpoints, but the newest ``attempts`` of them are damaged, so training must not
-            silently start anew. Or a directory cannot be listed.
+            silently begin from scratch. Or a directory cannot be listed.
         UsageError: ``attempts`` is less than 1.
     """
     if attempts < 1:
-        raise UsageError(f"attempts={attempts}: at least 1 is wanted")
+        raise UsageError(f"attempts={attempts}: it has to be at least 1")
     patterns = [pattern] if isinstance(pattern, (str, Path)) else list(pattern)
     place = _rank() if rank is None else rank
     try:
         candidates = newest_first(patterns, place)
     except OSError as problem:
-        raise CheckpointError(f"cannot look at {problem.filename}: {problem.strerror or problem}") from None
+        raise CheckpointError(f"cannot read {problem.filename}: {problem.strerror or problem}") from None
     opened, skipped = walk_back(candidates, lambda one: _open(one, place, load), attempts=attempts)
     for reason in skipped:
         log.warning("load_newest skipped %s", reason)
@@ -99,11 +100,11 @@ def load_newest(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint that may be the newest whole one.
+    """A candidate for the newest whole checkpoint.
 
     Args:
-        checkpoint: a directory with the name of a checkpoint of ttp; None: a single file.
-        files: the files that matched. If there are none: the file in ``checkpoint`` that is for this rank.
+        checkpoint: a directory with the name of a checkpoint of ttp; None for a single file.
+        files: the files that matched; if there are none, the rank's file in ``checkpoint`` is meant.
     """
 
     checkpoint: CatalogEntry | None
@@ -111,7 +112,7 @@ class Found:
 
 
 def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
-    """Find what matches ``patterns`` and is for ``rank``, the newest first."""
+    """Return the candidates that match ``patterns`` and are for ``rank``, newest first."""
     saved: dict[Path, Found] = {}
     others: dict[Path, tuple[bool, int, tuple[int, int], str]] = {}
     for pattern in patterns:
@@ -125,10 +126,10 @@ def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
                 known = saved.get(checkpoint)
                 if known is None:
                     saved[checkpoint] = Found(look(checkpoint), (found,))
-                elif known.files:  # one attempt for all of them: either all are whole or none is
+                elif known.files:  # one attempt for all files: the checkpoint is whole or not
                     saved[checkpoint] = replace(known, files=(*known.files, found))
             else:
-                with contextlib.suppress(OSError):  # it was removed just now
+                with contextlib.suppress(OSError):  # the file was removed just now
                     others[found] = _age(found)
     in_order = sorted(saved.values(), key=_version, reverse=True)
     return in_order + [Found(None, (path,)) for path in sorted(others, key=lambda path: others[path], reverse=True)]
@@ -145,9 +146,9 @@ def _age(path: Path) -> tuple[bool, int, tuple[int, int], str]:
 
 
 def _matching(given: Path, rank: int) -> Iterator[Path | CatalogEntry]:
-    """Yield the files that match, and the directories that have the name of a checkpoint of ttp."""
+    """Yield the files that match, and the matching directories with the name of a checkpoint of ttp."""
     if not given.is_dir():
-        for found in glob(os.fspath(given)):  # noqa: PTH207 - that of Path takes hidden files, which are drafts
+        for found in glob(os.fspath(given)):  # noqa: PTH207 - Path.glob matches hidden files, which are drafts
             if Path(found).is_dir():
                 yield from _matching(Path(found), rank)
             else:
@@ -171,7 +172,7 @@ def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
     """Verify and load one checkpoint.
 
     Raises:
-        CheckpointError: it is not whole, or holds nothing for the rank.
+        CheckpointError: the checkpoint is not whole, or holds no file for the rank.
     """
     path, vouched = _file_in(found.checkpoint, found.files, rank) if found.checkpoint else (found.files[0], False)
     if not vouched and path.suffix == ".ckpt" and load.get("dec_key") is None:
@@ -182,17 +183,14 @@ def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
 
 
 def _file_in(checkpoint: CatalogEntry, files: Sequence[Path], rank: int) -> tuple[Path, bool]:
-    """Return the file to load, and whether a manifest has verified it.
-
-    If ``files`` are given, it is one of these.
-    """
+    """Return the file to load, one of ``files`` if these are given, and whether a manifest has verified it."""
     if checkpoint.kind == "foreign":  # written by the original MindIO, which writes no manifest
         folder = checkpoint.path / f"rank_{rank}"
         there = files or tuple(filter(_is_file, folder.glob("*")))
         if not there:
-            raise NotTriedError(f"{checkpoint.path} has no file of rank {rank}, and no manifest tells of replicas")
+            raise NotTriedError(f"{checkpoint.path} has no file of rank {rank}, and no manifest that lists replicas")
         return max([path for path in there if path.parent == folder] or there, key=_age), False
-    manifest = sound(checkpoint)  # check all files, so that every rank takes the same step whichever is damaged
+    manifest = sound(checkpoint)  # verify all files, so that a damaged one makes every rank skip this step
     listed = {checkpoint.path / piece.file for piece in manifest.pieces}
     if files and not listed.intersection(files):
         raise CheckpointError(f"{files[0]} is not in the manifest of its checkpoint")
@@ -206,7 +204,7 @@ def file_of(manifest: Manifest, rank: int) -> str:
     """Return the file of a checkpoint that ``rank`` has to load, as a path below the checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the checkpoint holds no file for the rank.
     """
     group = next((ranks for ranks in groups_of_manifest(manifest) if rank in ranks), ())
     for replica in (rank, *group):
@@ -240,4 +238,4 @@ def _rank() -> int:
     try:
         return RankEnv.from_env().rank
     except ConfigError:
-        return 0  # started by hand: one process
+        return 0  # started without a launcher: one process

@@ -1,4 +1,4 @@
-"""Directories with a folder ``rank_N`` per rank: the checkpoints in them, and which ranks hold the same state."""
+"""Directories with a folder ``rank_N`` per rank: find the checkpoints, and which ranks hold the same state."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GROUP_INFO = "group_info.pb"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Which ranks hold the same state, and how this is known.
+    """Which ranks hold the same state, and the source of this knowledge.
 
     Args:
-        groups: the ranks that hold the same. Every rank of the job is in exactly one group.
-        told_by: where this is stated, in words.
-        manifest: the manifest, if it is a checkpoint of ttp; None for others.
+        groups: groups of ranks with the same state. Every rank of the job is in exactly one group.
+        told_by: the source, in words.
+        manifest: the manifest, if ttp wrote the checkpoint; otherwise None.
     """
 
     groups: ReplicaGroups
@@ -33,7 +33,7 @@ class Known:
 
 
 def rank_folders(directory: Path) -> dict[int, Path]:
-    """Find the folders ``rank_N`` in a directory. Returns rank -> folder.
+    """Find the folders ``rank_N`` in a directory, and return rank -> folder.
 
     Raises:
         CheckpointError: the directory cannot be listed.
@@ -46,9 +46,7 @@ def rank_folders(directory: Path) -> dict[int, Path]:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """Return the names of the ``.ckpt`` files in the folder of a rank.
-
-    Strategy and graph files have other names, or lie elsewhere.
+    """Return the names of the ``.ckpt`` files in the folder of a rank; hidden files are drafts and left out.
 
     Raises:
         CheckpointError: the folder cannot be listed.
@@ -67,18 +65,18 @@ def known_replicas(
     data_parallel: bool = False,
     ranks: int | None = None,
 ) -> Known:
-    """Find out which ranks hold the same: from the arguments, else the manifest, else the ranks' ``group_info.pb``.
+    """Find out which ranks hold the same state: from the arguments, the manifest, or the ranks' ``group_info.pb``.
 
     Args:
-        directory: holds the folders of the ranks.
+        directory: the directory with the folders of the ranks.
         strategy: a strategy file, or a directory with the strategy files of all stages.
         group_info: ``group_info.pb`` files.
-        data_parallel: True: all ranks hold the same.
-        ranks: how many ranks the job has; None: as many as the folders show.
+        data_parallel: whether all ranks hold the same state.
+        ranks: number of ranks of the job; None for the highest rank with a folder plus one.
 
     Raises:
-        UsageError: nothing says which ranks hold the same.
-        CheckpointError: the file that says it cannot be read, or two of them contradict each other.
+        UsageError: neither the arguments nor files tell it.
+        CheckpointError: a file that tells it cannot be read, or two of them contradict each other.
     """
     folders = rank_folders(directory)
     size = ranks or max(folders, default=-1) + 1
@@ -93,7 +91,7 @@ def known_replicas(
     files = list(group_info) or sorted(path for f in folders.values() if (path := f / GROUP_INFO).is_file())
     if not files:
         raise UsageError(
-            f"nothing tells which ranks of {directory} hold the same: give --strategy, --group-info, or "
+            f"it is not known which ranks of {directory} hold the same state: give --strategy, --group-info, or "
             "--data-parallel if all of them do"
         )
     return Known(_complete(_joined(files), size), ", ".join(map(str, files[:3])) + (", ..." if files[3:] else ""))
@@ -115,8 +113,8 @@ def _joined(files: Iterable[Path]) -> ReplicaGroups:
         for rank in replicas:
             if groups.setdefault(rank, replicas) != replicas:
                 raise CheckpointError(
-                    f"{file} says that ranks {list(replicas)} hold the same, another file {list(groups[rank])}: they "
-                    "are not of one job"
+                    f"{file} says that ranks {list(replicas)} hold the same state, another file says "
+                    f"{list(groups[rank])}: they are not of one job"
                 )
     return tuple(sorted(set(groups.values())))
 

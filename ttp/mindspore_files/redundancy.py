@@ -1,4 +1,4 @@
-"""Which ranks hold the same slices by a strategy, counted as MindSpore's ``get_parameter_redundancy`` does. Pure."""
+"""Compute which ranks hold the same slices under a strategy, as MindSpore's ``get_parameter_redundancy`` does."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ttp.mindspore_files.strategy_file import Stage
 from ttp.mindspore_files.tensor_layout import TensorLayout
 
 ReplicaGroups = tuple[tuple[int, ...], ...]
-"""Groups of ranks that hold the same, each with its lowest rank first."""
+"""Groups of ranks that hold the same state; in each group the lowest rank is first."""
 
 NOT_SAVED = ("accu_grads", "inputs")
-"""How names begin that strategies have but no checkpoint has."""
+"""Prefixes of names that are in strategies but not in checkpoints."""
 
 
 def parameter_groups(stage: Stage) -> dict[str, ReplicaGroups]:
     """Return for each parameter the groups of ranks that hold the same slice of it."""
-    known: dict[TensorLayout, ReplicaGroups] = {}  # most parameters are cut in the same way as others
+    known: dict[TensorLayout, ReplicaGroups] = {}  # computed once for all parameters with the same layout
     for layout in stage.layouts.values():
         if layout not in known:
             held = layout.holders().values()
@@ -37,7 +37,7 @@ def whole_groups(parameters: Mapping[str, ReplicaGroups]) -> ReplicaGroups:
 
 
 def same(held: Mapping[int, object]) -> ReplicaGroups:
-    """Group the ranks that hold equal things. ``held`` says what each rank holds."""
+    """Group the ranks with equal values in ``held`` (rank -> description of what the rank holds)."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(held):
         groups.setdefault(repr(held[rank]), []).append(rank)
@@ -45,7 +45,7 @@ def same(held: Mapping[int, object]) -> ReplicaGroups:
 
 
 def groups_of_stages(stages: Iterable[Stage]) -> tuple[ReplicaGroups, dict[str, ReplicaGroups]]:
-    """Return the groups for whole checkpoints, and those for each parameter, over all stages."""
+    """Return the groups of ranks with equal checkpoints, and the groups for each parameter, over all stages."""
     whole: list[tuple[int, ...]] = []
     parameters: dict[str, ReplicaGroups] = {}
     for stage in stages:
@@ -59,8 +59,8 @@ def groups_of_stages(stages: Iterable[Stage]) -> tuple[ReplicaGroups, dict[str, 
 def replicas_of(rank: int, parameters: Mapping[str, ReplicaGroups]) -> tuple[int, ...]:
     """Return the ranks whose checkpoint ``rank`` may load, as MindSpore's ``get_ckpt_path_with_strategy`` chooses.
 
-    These are the ranks of its smallest group for any parameter, if all its other groups contain that one; otherwise
-    only ``rank`` itself. A rank that is in no parameter's group gets an empty tuple.
+    These are the ranks of its smallest group for any parameter, if all its other groups contain that group; otherwise
+    only ``rank`` itself. For a rank that is in no parameter's group the result is empty.
     """
     mine = [ranks for name, groups in parameters.items() if not name.startswith(NOT_SAVED) for ranks in groups]
     mine = [ranks for ranks in mine if rank in ranks]

@@ -1,4 +1,4 @@
-"""Decides the recovery from redundancy: which file each rank loads, given what was found of each rank's own. Pure."""
+"""Plan the recovery from redundancy: decide which file each rank loads, given the state of each rank's own file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ttp.mindspore_files.ckpt_reader import CkptContents
 from ttp.mindspore_files.redundancy import ReplicaGroups
 
 OWN = frozenset({"cur_rank"})
-"""Entries that rightly differ between replicas."""
+"""Entries that may differ between replicas."""
 
 DIFFERING_SHOWN = 5
 
@@ -22,11 +22,11 @@ _RANK = re.compile(r"rank_\d+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was found of one rank.
+    """The state of one rank's own file.
 
     Args:
-        file: its path below the directory; empty: there is none.
-        contents: what the file holds; None: it cannot be used.
+        file: path of the file below the directory; empty if there is none.
+        contents: contents of the file; None if it cannot be used.
         problem: why it cannot be used, in words.
     """
 
@@ -41,9 +41,9 @@ class Fate:
 
     Args:
         rank: the rank.
-        state: ``own``: its own file is good. ``replica``: it loads another rank's file. ``lost``: no file will do.
-        source: the rank whose file it loads; None if lost.
-        why: why not its own file, in words; empty for ``own``.
+        state: ``own``: it loads its own file; ``replica``: it loads another rank's file; ``lost``: there is no file.
+        source: the rank whose file it loads; None if ``lost``.
+        why: why it does not load its own file, in words; empty for ``own``.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What each rank loads, and in what replicas differ that should be equal."""
+    """The decisions for all ranks, and the differences between replicas that should be equal, in words."""
 
     fates: tuple[Fate, ...]
     disagreements: tuple[str, ...]
@@ -66,16 +66,22 @@ class Outcome:
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """Return epoch and step from the name of a checkpoint, ``prefix-EPOCH_STEP.ckpt``; None if it has none."""
+    """Return epoch and step from the name of a file, ``prefix-EPOCH_STEP.ckpt``; None if the name has none."""
     found = _STEP.search(name)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def by_template(names: Mapping[int, Iterable[str]]) -> dict[str, dict[int, str]]:
-    """Group the files that belong together. Returns template -> rank -> name; the template has ``*`` for the rank.
+    """Group the files of all ranks into checkpoints.
 
-    The rank in a name is the number in ``rank_3``, or the number before epoch and step: ``pangu3-1_20.ckpt`` in the
-    folder of rank 3. The latter does not count if another rank has a file of exactly that name.
+    The rank in a name is the number in ``rank_3``, or the number before epoch and step, as in ``pangu3-1_20.ckpt`` in
+    the folder of rank 3. The latter does not count if another rank has a file of exactly that name.
+
+    Args:
+        names: rank -> names of its files.
+
+    Returns:
+        Template -> rank -> name. A template is a name with ``*`` in place of the rank.
     """
     plain: dict[str, set[int]] = {}
     for rank, found in names.items():
@@ -92,21 +98,21 @@ def by_template(names: Mapping[int, Iterable[str]]) -> dict[str, dict[int, str]]
 
 
 def for_rank(template: str, rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of a rank's file, given its template."""
     return template.replace("*", str(rank))
 
 
 def newest_first(
     together: Mapping[str, Mapping[int, str]], groups: ReplicaGroups, step: tuple[int, int] | None = None
 ) -> list[str]:
-    """Sort the checkpoints of ``by_template``: those that all groups have first, the newest first; then the others.
+    """Sort checkpoints by the order in which to try them, and return their templates.
 
-    Of the others, those that more groups have come first.
+    First come those of which every group has a file, newest first; then the others, those of more groups first.
 
     Args:
-        together: see ``by_template``.
-        groups: ranks whose files are interchangeable.
-        step: epoch and step, to choose only these; None: all.
+        together: the checkpoints, see ``by_template``.
+        groups: groups of ranks whose files are interchangeable.
+        step: epoch and step of the checkpoints to return; None for all.
     """
 
     def step_in(template: str) -> tuple[int, int] | None:
@@ -125,9 +131,9 @@ def recover(seen: Mapping[int, Seen], groups: ReplicaGroups, why_alone: str) -> 
     """Decide for each rank which file it loads.
 
     Args:
-        seen: what was found, for every rank.
-        groups: ranks whose files must be equal. Each rank is in one group.
-        why_alone: what to say about a rank without replicas.
+        seen: the state of every rank's own file.
+        groups: groups of ranks whose files have to be equal. Each rank is in one group.
+        why_alone: the reason to state for a lost rank without replicas.
     """
     seen = _of_one_step(seen)
     fates: list[Fate] = []
@@ -154,13 +160,14 @@ def _fate(
         return Fate(rank, "lost", None, f"{own}; {alone}")
     if odd:
         return Fate(rank, "lost", None, f"{own}; nothing tells which of its replicas is right")
-    return Fate(rank, "lost", None, f"{own}; so it is with {ranks_text(others)}, which would hold the same")
+    return Fate(rank, "lost", None, f"{own}; {ranks_text(others)}, which should hold the same, cannot help either")
 
 
 def _agreeing(good: Sequence[int], seen: Mapping[int, Seen]) -> tuple[list[int], dict[int, str], list[str]]:
-    """Return the ranks whose files may be used, what is wrong with each other rank, and the disagreements in words.
+    """Compare the files of a group. More than half of them have to be equal; otherwise none may be used.
 
-    More than half of the files must agree. If there is no such majority, no file may be used.
+    Returns:
+        The ranks whose files may be used; rank -> problem for the others; the differences in words.
     """
     looks = {rank: _look(seen[rank]) for rank in good}
     votes = Counter(looks.values()).most_common()
@@ -202,7 +209,7 @@ def _difference(name: str, a: Mapping[str, object], b: Mapping[str, object]) -> 
 
 
 def _of_one_step(seen: Mapping[int, Seen]) -> dict[int, Seen]:
-    """Mark files as unusable if they are of another step than most."""
+    """Mark the files that are of another step than most files as unusable."""
     steps = {rank: tuple(sorted(s.contents.counters.items())) for rank, s in seen.items() if s.contents is not None}
     told = Counter(step for step in steps.values() if step)
     if len(told) < 2:

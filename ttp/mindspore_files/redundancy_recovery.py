@@ -1,4 +1,4 @@
-"""Carries out the recovery from redundancy: reads the ranks' folders, and makes a directory of what can be rebuilt."""
+"""Recovery from redundancy: examine the ranks' folders, and write a directory with a good file for each rank."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Recovery:
     """A checkpoint that was examined, and the decision for each rank.
 
     Args:
-        directory: holds the folders of the ranks.
-        template: name of the checkpoint in each folder, with ``*`` for the rank.
-        seen: what was found of each rank.
-        outcome: what each rank loads.
-        known: which ranks hold the same, and who says so.
+        directory: the directory with the folders of the ranks.
+        template: name of the file in each folder, with ``*`` for the rank.
+        seen: the state of each rank's own file.
+        outcome: which file each rank loads.
+        known: which ranks hold the same state, and the source of this knowledge.
     """
 
     directory: Path
@@ -43,12 +43,12 @@ class Recovery:
     known: Known
 
     def file_for(self, rank: int) -> str | None:
-        """Return the file that ``rank`` has to load, below ``directory``; None: none will do."""
+        """Return the file that ``rank`` has to load, as a path below ``directory``; None if there is none."""
         source = next((fate.source for fate in self.outcome.fates if fate.rank == rank), None)
         return None if source is None else self.seen[source].file
 
     def mapping(self) -> dict[str, str | None]:
-        """Return the file that each rank loads; None: none will do. The keys are strings, as JSON needs them."""
+        """Return the file that each rank loads, None if there is none. The keys are strings, as JSON needs them."""
         return {str(fate.rank): self.file_for(fate.rank) for fate in self.outcome.fates}
 
 
@@ -58,22 +58,22 @@ def examine(
     step: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Recovery, list[str]]:
-    """Find the newest checkpoint that can be rebuilt for every rank, from its own file or a replica's.
+    """Find the newest checkpoint that can be rebuilt for every rank, from its own file or that of a replica.
 
-    If there is none, the newest is returned, and its outcome says what cannot be rebuilt. Nothing is written.
+    If there is none, return the newest one; its outcome says which ranks cannot be rebuilt. Nothing is written.
 
     Args:
-        directory: holds the folders of the ranks, or checkpoints that hold them.
-        known_replicas: returns which ranks hold the same, given a directory with the folders of the ranks.
-        step: epoch and step, to choose only these; None: any.
-        progress: called with the number of bytes newly read.
+        directory: a directory with the folders of the ranks, or with checkpoints that have them.
+        known_replicas: function that returns which ranks of a directory hold the same state.
+        step: epoch and step of the checkpoint; None for any.
+        progress: is called with the number of bytes newly read.
 
     Returns:
-        The checkpoint, and why newer ones were skipped.
+        The checkpoint, and the reasons why newer ones were skipped.
 
     Raises:
         CheckpointError: there is no checkpoint, or the directory cannot be listed.
-        UsageError: nothing says which ranks hold the same.
+        UsageError: it is not known which ranks hold the same state.
     """
     seen: list[Recovery] = []
     unknown: list[UsageError] = []
@@ -106,10 +106,10 @@ class _Place:
     """The files of one checkpoint, at most one per rank.
 
     Args:
-        directory: holds the folders of the ranks.
-        known: which ranks hold the same.
-        template: see ``by_template``.
-        names: rank -> the name of its file.
+        directory: the directory with the folders of the ranks.
+        known: which ranks hold the same state.
+        template: the name of the files, see ``by_template``.
+        names: rank -> name of its file.
     """
 
     directory: Path
@@ -122,7 +122,7 @@ def _places(
     directory: Path, known_replicas: Callable[[Path], Known], step: tuple[int, int] | None
 ) -> Iterator[_Place | CheckpointError | UsageError]:
     inside = [directory]
-    if not rank_folders(directory):  # the name is enough here: replicas may replace damaged files
+    if not rank_folders(directory):  # a checkpoint need not be whole: replicas may replace damaged files
         inside = [entry.path for entry in restorable(scan(directory))]
     for place in inside:
         try:
@@ -141,7 +141,7 @@ def _check_known(directory: Path, known: Known, folders: Mapping[int, Path]) -> 
     strangers = sorted(set(folders) - {rank for group in known.groups for rank in group})
     if strangers:
         raise CheckpointError(
-            f"{known.told_by} does not speak of rank {strangers[0]}, which has a folder in {directory}"
+            f"{known.told_by} does not mention rank {strangers[0]}, which has a folder in {directory}"
         )
 
 
@@ -165,7 +165,7 @@ def _see(directory: Path, file: str, pieces: dict[str, Piece], progress: Progres
         contents = read_contents(directory / file, progress)
         piece = pieces.get(file)
         if piece is not None and digest_file(directory / file) != (piece.size, piece.digest):
-            return Seen(file, None, f"{file} does not have the digest that the manifest says")
+            return Seen(file, None, f"{file} does not have the digest that the manifest states")
     except CheckpointError as problem:
         return Seen(file, None, str(problem).replace(f"{directory}{os.sep}", ""))
     except OSError as problem:
@@ -174,15 +174,16 @@ def _see(directory: Path, file: str, pieces: dict[str, Piece], progress: Progres
 
 
 def write(recovery: Recovery, out: Path, way: str, progress: Callable[[int], None] | None = None) -> None:
-    """Make the directory ``out`` with a folder for each rank that can be rebuilt; for ``map`` only one JSON file.
+    """Create the directory ``out`` with a folder for each rank that can be rebuilt, or only a JSON file (``map``).
 
-    If this fails, there is no ``out``. The source is never changed.
+    If this fails, ``out`` does not exist. The source is never changed.
 
     Args:
-        recovery: what to make.
-        out: the directory (for ``map``: the file) to make. It must not exist.
-        way: ``map``; ``link``: hard links, which copy nothing and remain if the source is removed; or ``copy``.
-        progress: called with the number of bytes newly copied.
+        recovery: the checkpoint and the decisions.
+        out: the directory to create, or the file for ``map``. It must not exist.
+        way: ``map``: a JSON file that names the file of each rank; ``link``: hard links, which copy nothing and remain
+            if the source is removed; ``copy``: copies.
+        progress: is called with the number of bytes newly copied.
 
     Raises:
         UsageError: ``out`` exists, or lies inside the source.
@@ -190,9 +191,9 @@ def write(recovery: Recovery, out: Path, way: str, progress: Callable[[int], Non
     """
     out, source = out.absolute(), recovery.directory.resolve()
     if os.path.lexists(out):
-        raise UsageError(f"{out} exists: give a place that does not")
+        raise UsageError(f"{out} exists: give a path that does not exist")
     if source in (out.parent.resolve() / out.name, *out.parent.resolve().parents, out.parent.resolve()):
-        raise UsageError(f"{out} is inside {recovery.directory}, which is left as it is: give another place")
+        raise UsageError(f"{out} is inside {recovery.directory}, which is never changed: give a path outside of it")
     draft = out.with_name(f".{out.name}.{os.getpid()}.making")
     try:
         make_directory(out.parent)
@@ -205,7 +206,7 @@ def write(recovery: Recovery, out: Path, way: str, progress: Callable[[int], Non
         draft.rename(out)
         sync_directory(out.parent)
     except OSError as problem:
-        raise CheckpointError(f"cannot make {out}: {_words(problem)}") from None
+        raise CheckpointError(f"cannot create {out}: {_words(problem)}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -232,7 +233,7 @@ def _copy(source: Path, target: Path, progress: Callable[[int], None] | None) ->
             copy.write(block)
         written = copy.sync_and_close()
     if digest_file(target) != written or digest_file(source) != written:
-        raise CheckpointError(f"the copy of {source} is not what was read: is the disk in order?")
+        raise CheckpointError(f"the copy of {source} differs from the source: check the disk")
 
 
 def _document(recovery: Recovery) -> bytes:
@@ -247,5 +248,5 @@ def _document(recovery: Recovery) -> bytes:
 
 def _words(problem: OSError) -> str:
     if problem.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK):
-        return f"{problem.strerror}: links need the same file system and files of one's own. Try --by copy"
+        return f"{problem.strerror}: hard links need the same file system and files that you own. Use --by copy"
     return f"{problem.strerror or problem}"

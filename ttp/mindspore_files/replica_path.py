@@ -1,4 +1,4 @@
-"""``get_ckpt_path_with_strategy``: finds the file of a replica for a rank that has none of its own."""
+"""``get_ckpt_path_with_strategy``: find the file of a replica for a rank whose own file is missing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _RANK = re.compile(r"rank_\d+")
 
 
 def get_ckpt_path_with_strategy(cur_ckpt_path: str, cur_strategy_path: str) -> str | None:
-    """Find a checkpoint that the current rank can load: its own, or one of a rank that holds the same slices.
+    """Find a checkpoint that the current rank can load: its own, or that of a rank with the same slices.
 
-    Works as ``mindspore.get_ckpt_path_with_strategy``: each ``rank_N`` in ``cur_ckpt_path`` is replaced. Other than
+    This works as ``mindspore.get_ckpt_path_with_strategy``: each ``rank_N`` in ``cur_ckpt_path`` is replaced. Unlike
     there, no ``init()`` is needed: the rank is read from the launcher's environment.
 
     Args:
@@ -23,7 +23,7 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: str, cur_strategy_path: str) -> s
         cur_strategy_path: the strategy file of its stage, or a directory with those of all stages.
 
     Returns:
-        The path of a file that exists; None: there is none.
+        The path of an existing file; None if there is none.
 
     Raises:
         ConfigError: the environment does not state the rank.
@@ -33,7 +33,7 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: str, cur_strategy_path: str) -> s
     if f"rank_{rank}" in _RANK.findall(cur_ckpt_path) and Path(cur_ckpt_path).is_file():
         return cur_ckpt_path
     stages = read_stages(Path(cur_strategy_path))
-    if len(stages) == 1:  # MindSpore too takes the file for that of the rank's own stage
+    if len(stages) == 1:  # as in MindSpore, the file counts as that of the rank's own stage
         stages = [Stage(rank // stages[0].devices, stages[0].layouts)]
     for replica in replicas_of(rank, groups_of_stages(stages)[1]):
         path = _RANK.sub(f"rank_{replica}", cur_ckpt_path)

@@ -1,10 +1,10 @@
-"""``ttp reshard``: converts a checkpoint to another number of cards and another parallel strategy.
+"""``ttp reshard``: convert a checkpoint to another number of devices and another parallel strategy.
 
-Before anything is written, everything is checked: the files (by manifest or CRC), the strategies, whether they fit the
-files, whether copies that should be equal are equal, and the room on the disk. The ranks of the target are then made
-one by one, or several at a time by worker processes, in a draft directory beside the target. Each is checked element by
-element against the source. When all are whole, the draft gets the target's name. Neither the source nor anything that
-already has the target's name is ever touched.
+Before anything is written, these are checked: the files (by manifest or CRC), the strategies, whether they fit the
+files, whether copies that should be equal are equal, and the free space on the disk. Then the files of the target ranks
+are written to a draft directory beside the target, one by one or by several worker processes, and each is compared with
+the source element by element. When all are whole, the draft is renamed to the target. The source is never changed, and
+an existing target is never overwritten.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from ttp.store.durable import make_directory, sync_directory, write_durably
 from ttp.store.manifest import MANIFEST, Manifest
 
 JOB_BYTES = 200_000_000
-"""Resident memory, in bytes and rounded up, of a process that has imported numpy and holds the rows it works on."""
+"""Resident memory of a worker process in bytes, rounded up: Python with numpy, and the rows it works on."""
 
 _SHARE = 0.5
-"""The share of the free memory that is used if the user does not say how much."""
+"""Share of the free memory that is used without ``--memory``."""
 
 _SLACK = 1 << 20
-"""Bytes that are needed on disk in addition to the tensors."""
+"""Number of bytes needed on disk in addition to the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user asks for: what to convert, to which strategy, and with how much memory.
+    """The options of a conversion.
 
     Args:
-        source: directory with ``rank_0``, ``rank_1``, ..., or a ``save_dir``.
-        target: directory to make.
-        src_strategy: a strategy file, or a directory with one per stage; None: every rank holds everything.
-        dst_strategy: the same for the target; None: one file that holds everything.
-        ranks: make only these ranks of the target; empty: all.
-        jobs: number of worker processes; 1: none, this process does the work.
-        memory: how many bytes all jobs together may use; None: half of what is free.
-        inference: True: leave out the optimizer's state.
-        trust_parts: True: different parts of a tensor may be equal.
+        source: a directory with ``rank_0``, ``rank_1``, ..., or a ``save_dir``.
+        target: the directory to create.
+        src_strategy: a strategy file, or a directory with one per stage; None if every rank holds the whole model.
+        dst_strategy: the same for the target; None for one file with the whole model.
+        ranks: the ranks of the target to convert; empty for all.
+        jobs: number of worker processes; with 1 this process does the work.
+        memory: memory in bytes for all worker processes; None for half of the free memory.
+        inference: whether to leave out the optimizer's state.
+        trust_parts: whether different parts of a tensor may be equal.
     """
 
     source: Path
@@ -79,13 +79,13 @@ class Resharded:
 
     Args:
         source: the checkpoint that was read.
-        target: the directory that was made.
-        version: number of finished updates; None: nothing in the source says so.
-        ranks: the ranks of the target that were made.
+        target: the directory that was created.
+        version: number of finished updates; None if the source does not tell it.
+        ranks: the ranks of the target that were converted.
         world_size: number of ranks of the whole target.
-        tensors: number of entries of all files together.
-        size: of all files, in bytes.
-        notes: what was left out, skipped or could not be decided, in words.
+        tensors: number of entries in all files.
+        size: size of all files in bytes.
+        notes: what was left out or skipped, and what could not be decided, in words.
     """
 
     source: Path
@@ -99,14 +99,15 @@ class Resharded:
 
 
 def reshard(wish: Wish, watch: Watch) -> Resharded:
-    """Convert a checkpoint to another strategy. Leaves nothing behind if it fails.
+    """Convert a checkpoint to another strategy. If this fails, no file is left behind.
 
     Args:
-        wish: what to convert.
-        watch: called with what is done and how many bytes that takes; returns a function to call with bytes done.
+        wish: the options.
+        watch: is called at the beginning of each activity with its name and number of bytes; returns a function that
+            is called with the number of bytes newly done.
 
     Raises:
-        UsageError: the wish makes no sense, the target exists, or a strategy is unusable.
+        UsageError: the options contradict each other, the target exists, or a strategy cannot be used.
         CheckpointError: the files are damaged, are of different steps or do not fit the strategies; the disk is too
             small; writing failed; or the result was wrong.
     """
@@ -142,7 +143,7 @@ def reshard(wish: Wish, watch: Watch) -> Resharded:
 
 
 def file_name(source: Source, rank: int) -> str:
-    """Return the path of a rank's file inside the target: ttp's name for it, with the source's epoch and step."""
+    """Return the path of a rank's file below the target. Its name is ttp's, with the source's epoch and step."""
     label = "" if source.label is None else f"-{source.label[0]}_{source.label[1]}"
     return f"rank_{rank}/ttp_rank_{rank}{label}.ckpt"
 
@@ -154,12 +155,12 @@ def _refuse_existing(wish: Wish) -> None:
     taken = [wish.target / f"rank_{rank}" for rank in wish.ranks] if wish.ranks else [wish.target]
     for path in taken:
         if os.path.lexists(path):
-            raise UsageError(f"{path} exists, and nothing is written over: name a new directory")
+            raise UsageError(f"{path} exists, and existing files are never overwritten: name a new directory")
     if wish.jobs < 1:
-        raise UsageError(f"--jobs {wish.jobs}: one at least")
+        raise UsageError(f"--jobs {wish.jobs}: it has to be at least 1")
     inside = wish.source.resolve() in (wish.target.resolve(), *wish.target.resolve().parents)
     if inside and (wish.source / MANIFEST).is_file():
-        raise UsageError(f"{wish.target} is inside the checkpoint {wish.source}, which is not touched")
+        raise UsageError(f"{wish.target} is inside {wish.source}, a checkpoint, which is never changed: name another")
 
 
 def _ranks(wish: Wish, dst: Strategy | None) -> list[int]:
@@ -173,13 +174,13 @@ def _ranks(wish: Wish, dst: Strategy | None) -> list[int]:
 def _check_name(target: Path, source: Source) -> None:
     named = names.parse_checkpoint_name(target.name)
     if named is not None and named != source.version:
-        raise UsageError(f"{target.name} is the name of step {named}, and the source is of step {source.version}")
+        raise UsageError(f"{target.name} is the name of step {named}, but the source is of step {source.version}")
 
 
 def _affordable_jobs(memory: int | None, jobs: int) -> int:
-    """Return for how many jobs there is memory, at most ``jobs``."""
+    """Return the number of worker processes for which there is memory, from 1 to ``jobs``."""
     if memory is not None and memory < JOB_BYTES:
-        raise UsageError(f"--memory {memory}: a job takes {JOB_BYTES} bytes")
+        raise UsageError(f"--memory {memory}: a worker process needs {JOB_BYTES} bytes")
     allowed = int((left() or 0) * _SHARE) if memory is None else memory
     return max(1, min(jobs, allowed // JOB_BYTES))
 
@@ -190,10 +191,10 @@ def _check_space(target: Path, plan: Plan, ranks: Sequence[int]) -> None:
     needed = sum(sum(entry.piece_bytes for entry in plan.of_rank(rank).values()) + passed for rank in ranks)
     free = shutil.disk_usage(parent).free
     if needed + _SLACK > free:
-        raise CheckpointError(f"{parent} has {free} bytes free, and {needed + _SLACK} are needed: nothing was written")
+        raise CheckpointError(f"{parent} has {free} bytes free, but {needed + _SLACK} are needed: nothing was written")
 
 
-# ------------------------------------------------------------------------------------------------------------- making
+# ------------------------------------------------------------------------------------------------------------ writing
 
 
 def _publish(wish: Wish, source: Source, plan: Plan, files: Mapping[int, str], jobs: int, watch: Watch) -> list[Made]:
@@ -222,15 +223,15 @@ def _draft(path: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)  # after publishing there is none
+        shutil.rmtree(path, ignore_errors=True)  # it does not exist if it was renamed to the target
 
 
 def _take_name(draft: Path, final: Path) -> None:
-    """Give a directory a name that nothing has yet. A plain rename would replace somebody's empty directory."""
+    """Rename a directory to a name that does not exist. A plain rename would replace an empty directory."""
     try:
         final.mkdir()
     except FileExistsError:
-        raise UsageError(f"{final} has come into being meanwhile, and nothing is written over") from None
+        raise UsageError(f"{final} was created meanwhile by another process, and is not overwritten") from None
     try:
         draft.rename(final)
     except OSError:
@@ -252,7 +253,7 @@ def _make(plan: Plan, files: Mapping[int, str], draft: Path, jobs: int, told: Pr
                 done.append(made)
         except BrokenProcessPool:
             raise CheckpointError(
-                "a worker process died (killed for its memory?), nothing was written: fewer --jobs, less --memory"
+                "a worker process died, perhaps for lack of memory; nothing was written: use fewer --jobs"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
@@ -260,7 +261,7 @@ def _make(plan: Plan, files: Mapping[int, str], draft: Path, jobs: int, told: Pr
 
 
 _worker: dict[str, Any] = {}
-"""What ``_begin`` stores for ``_make_one`` in a worker process."""
+"""The plan and the draft directory in a worker process: ``_begin`` stores them for ``_make_one``."""
 
 
 def _begin(plan: Plan, draft: Path) -> None:
@@ -274,10 +275,7 @@ def _make_one(rank: int, file: str) -> tuple[Made, int]:
 
 
 def _manifest(wish: Wish, source: Source, plan: Plan, done: Sequence[Made]) -> Manifest:
-    """Return a manifest, so that ``ttp verify`` can tell whether the target is whole.
-
-    Each rank is the only rank of its shard.
-    """
+    """Return a manifest for ``ttp verify``, in which each rank is the only holder of its shard."""
     old = source.manifest
     shards = {made.rank: Shard(f"rank_{made.rank}") for made in done}
     return Manifest(

@@ -1,4 +1,4 @@
-"""Checks a source strategy against the bytes of the files: copies should be equal, and parts should differ."""
+"""Check a source strategy against the bytes of the files: copies have to be equal, and parts should differ."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ELEMENTS_MIN = 16
 """Parts with fewer elements may be equal by chance, and are not compared."""
 
 _SMALL = 1 << 12
-"""Bytes. Entries that are not cut and are larger than this are compared by their digests."""
+"""Size in bytes above which entries that are not cut are compared by their digests."""
 
 
 def size(plan: Plan) -> int:
-    """Return how many bytes ``examine`` reads."""
+    """Return the number of bytes that ``examine`` reads."""
     return sum(
         tensor.nbytes for entry in plan.entries.values() for held in entry.copies.values() for tensor in held.values()
     )
@@ -29,17 +29,17 @@ def size(plan: Plan) -> int:
 def examine(plan: Plan, *, trust_parts: bool, told: Progress) -> list[str]:
     """Read every part once, and compare copies and parts.
 
-    A wrong strategy, such as a wrong ``opt_weight_shard_size``, mistakes different parts for copies, or copies for
-    parts. The first is noticed if two files hold the same cell, the second unless all elements of the parts are the
-    same number.
+    A wrong strategy, such as one with a wrong ``opt_weight_shard_size``, mistakes different parts for copies, or copies
+    for parts. The first is detected if two files hold the same cell, the second unless all elements of the parts are
+    equal.
 
     Args:
         plan: the conversion.
-        trust_parts: True: equal parts are only mentioned in the result, and are no error.
-        told: called with the number of bytes newly read.
+        trust_parts: whether equal parts are only a remark in the result instead of an error.
+        told: is called with the number of bytes newly read.
 
     Returns:
-        Remarks: what could not be decided, and what differs although no strategy covers it.
+        Remarks: what could not be decided, and entries in no strategy that differ between ranks.
 
     Raises:
         CheckpointError: the files contradict the strategy.
@@ -51,9 +51,9 @@ def examine(plan: Plan, *, trust_parts: bool, told: Progress) -> list[str]:
         problems += _copies_differ(entry, digests)
         doubts += _parts_equal(entry, digests)
     if not trust_parts:
-        problems += [f"{doubt}. If that is as it should be: --trust-parts" for doubt in doubts]
+        problems += [f"{doubt}. If that is right, give --trust-parts" for doubt in doubts]
     if problems:
-        more = f"; and {len(problems) - 4} more of the kind" if len(problems) > 4 else ""
+        more = f"; and {len(problems) - 4} more problems" if len(problems) > 4 else ""
         raise CheckpointError(
             "the source's strategy is not that of these files, nothing was written: " + "; ".join(problems[:4]) + more
         )
@@ -74,7 +74,7 @@ def _copies_differ(entry: TargetTensor, digests: _Digests) -> list[str]:
             groups.setdefault(hashed, []).append(rank)
         if len(groups) > 1:
             sides = " and ".join(ranks_text(ranks) for ranks in list(groups.values())[:3])
-            return [f"{entry.name} should be the same on {ranks_text(held)}, and differs between {sides}"]
+            return [f"{entry.name} should be equal on {ranks_text(held)} but differs between {sides}"]
     return []
 
 
@@ -89,7 +89,7 @@ def _parts_equal(entry: TargetTensor, digests: _Digests) -> list[str]:
             continue
         if hashed in seen:
             ranks = [next(iter(entry.copies[seen[hashed]])), next(iter(entry.copies[cell]))]
-            return [f"{entry.name} should be different parts of a tensor on {ranks_text(ranks)}, and is the same"]
+            return [f"{entry.name} should be different parts of a tensor on {ranks_text(ranks)} but is equal"]
         seen[hashed] = cell
     return []
 
@@ -101,7 +101,7 @@ def _passed_differ(plan: Plan) -> list[str]:
     more = ", ..." if len(differing) > 3 else ""
     return [
         f"{', '.join(differing[:3])}{more} differ between ranks and are in no strategy: each target rank gets those of "
-        "the source rank of its number, or of the lowest"
+        "the source rank with the same number, or else of the lowest rank"
     ]
 
 

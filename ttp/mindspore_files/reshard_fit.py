@@ -1,4 +1,4 @@
-"""Checks by the shapes alone, before anything is written, that the strategies fit the files; and makes a plan."""
+"""Check by the shapes, before anything is written, that the strategies fit the files, and plan the conversion."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ OPTIMIZER_PREFIXES = frozenset({
     "linear", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moments", "prev", "stat", "step_size",
     "vhat",
 })  # fmt: skip
-"""What optimizers of ``mindspore.nn`` put before a parameter's name to name the state that they keep for it."""
+"""Prefixes that optimizers of ``mindspore.nn`` put before a parameter's name to name their state of the parameter."""
 
 OPTIMIZER_SCALARS = frozenset({
     "afactor_step", "batch_num", "beta1_power", "beta2_power", "cov_step", "cur_rank", "cur_step_num",
     "current_iterator_step", "epoch_num", "global_step", "last_overflow_iterator_step", "learning_rate", "loss_scale",
     "momentum", "scale_sense", "step_num", "weight_decay",
 })  # fmt: skip
-"""Entries that belong to the training and not to a parameter."""
+"""Entries of the training as a whole, which belong to no parameter."""
 
 _ACCUMULATED = "accu_grads."
-"""Gradients of the micro batches of a pipeline; they hold nothing between two steps."""
+"""Prefix of the gradients of a pipeline's micro batches, which are not needed between two steps."""
 
 _NAMED_MAX = 5
 
 _Parts = tuple[int, TensorLayout, "dict[Cell, dict[int, FileTensor]]"]
-"""The first rank of a stage, how the tensor is cut there, and cell -> rank -> the file that holds it."""
+"""The first rank of a stage, the layout of the tensor there, and cell -> rank -> the file that holds the cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
-    """One tensor, how the source cuts it, and how the target cuts it.
+    """A tensor with its layouts in the source and in the target.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
         full: shape of the whole tensor.
-        source: how the files cut it.
-        target: how it is to be cut.
-        parts: cell of the source -> one file that holds it.
-        copies: cell of the source -> every rank whose file holds it -> that file.
-        first: the first rank of the stage that the parts come from.
+        source: layout in the source.
+        target: layout in the target.
+        parts: cell of the source -> one file that holds the cell.
+        copies: cell of the source -> rank -> its file, for all ranks whose files hold the cell.
+        first: the first rank of the source stage from which the parts come.
     """
 
     name: str
@@ -60,32 +60,32 @@ class TargetTensor:
 
     @property
     def sample(self) -> FileTensor:
-        """One of the parts, to ask for type and shape: these are the same for all parts."""
+        """One of the parts; type and shape are the same for all parts."""
         return next(iter(self.parts.values()))
 
     @property
     def piece(self) -> Shape:
-        """Shape of what each target rank holds."""
+        """Shape of the cell that each target rank holds."""
         piece = self.target.piece_shape(self.full)
         assert piece is not None, self.name
         return piece
 
     @property
     def piece_bytes(self) -> int:
-        """Size of what each target rank holds, in bytes."""
+        """Size of the cell that each target rank holds, in bytes."""
         return math.prod(self.piece) * self.sample.item_size
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each target rank gets.
+    """The plan of a conversion: the tensors of each target rank.
 
     Args:
         stages: the tensors of each stage of the target, by name.
         devices: number of ranks in each stage of the target.
-        passed: name -> rank -> an entry that no strategy cuts, and that is passed on as it is.
-        source: the strategy of the files; None: every rank holds everything.
-        target: the strategy wanted; None: one file that holds everything.
+        passed: name -> rank -> entry, for the entries that no strategy cuts and that are copied.
+        source: the strategy of the source; None if every rank holds the whole model.
+        target: the strategy of the target; None for one file with the whole model.
         notes: what is left out or could not be decided, in words.
     """
 
@@ -112,17 +112,17 @@ class Plan:
 
 
 def make_plan(source: Source, src: Strategy | None, dst: Strategy | None, *, inference: bool) -> Plan:
-    """Decide which files each tensor of the target is made of.
+    """Plan from which files each tensor of the target is made.
 
     Args:
         source: the files.
-        src: their strategy; None: every rank holds everything.
-        dst: the strategy wanted; None: one file that holds everything.
-        inference: True: leave out the optimizer's state.
+        src: the strategy of the source; None if every rank holds the whole model.
+        dst: the strategy of the target; None for one file with the whole model.
+        inference: whether to leave out the optimizer's state.
 
     Raises:
         DamagedError: files and strategies do not fit, and some files are damaged.
-        CheckpointError: files and strategies do not fit. The text lists what was found.
+        CheckpointError: files and strategies do not fit. The text lists the problems.
     """
     return _Fit(source, src, dst, inference).plan()
 
@@ -181,10 +181,7 @@ class _Fit:
         return False
 
     def _is_cut(self, name: str) -> bool:
-        """Return whether a strategy describes this entry.
-
-        Without any strategy, every tensor counts as one that may be cut.
-        """
+        """Return whether a strategy describes this entry; without any strategy, whether it is a tensor."""
         if self._src is None and self._dst is None:
             return self._tensor(name).dtype != "str" and name not in OPTIMIZER_SCALARS
         return any(side is not None and name in side.names for side in (self._src, self._dst))
@@ -201,13 +198,13 @@ class _Fit:
             return
         if manifest is not None and manifest.world_size != src.world_size:
             self._problems.append(
-                f"the checkpoint is of {manifest.world_size} ranks, and {src.origin} is for {src.world_size}"
+                f"the checkpoint has {manifest.world_size} ranks, but {src.origin} is for {src.world_size}"
             )
         beyond = [rank for rank in ranks if rank >= src.world_size]
         if beyond:
             self._problems.append(
-                f"{src.origin} is for {src.world_size} ranks, and there are files of {ranks_text(beyond)}: it is the "
-                "strategy of another job, or of one stage of a pipeline (then give the directory of all)"
+                f"{src.origin} is for {src.world_size} ranks, but there are files of {ranks_text(beyond)}: it is the "
+                "strategy of another job, or of one stage of a pipeline (then give the directory of all stages)"
             )
 
     def _check_missing(self, names: Iterable[str]) -> None:
@@ -219,14 +216,14 @@ class _Fit:
         if lacking:
             more = f" and {len(lacking) - _NAMED_MAX} more" if len(lacking) > _NAMED_MAX else ""
             self._problems.append(
-                f"no file holds {', '.join(lacking[:_NAMED_MAX])}{more}, of which a strategy speaks: missing parameters"
+                f"parameters are missing: no file holds {', '.join(lacking[:_NAMED_MAX])}{more}, which a strategy lists"
             )
 
     def _refuse(self) -> None:
         if self._problems:
             kept = list(dict.fromkeys(self._problems))
             shown = kept[:_NAMED_MAX]
-            more = [f"and {len(kept) - len(shown)} more of the kind"] if len(kept) > len(shown) else []
+            more = [f"and {len(kept) - len(shown)} more problems"] if len(kept) > len(shown) else []
             error = DamagedError if self._source.damaged else CheckpointError
             raise error("nothing was written: " + "; ".join([*shown, *more]))
 
@@ -238,7 +235,7 @@ class _Fit:
     def _entry(self, name: str) -> TargetTensor | None:
         sample = self._tensor(name)
         if sample.dtype == "str":
-            self._problems.append(f"{name} is a text, and a strategy speaks of it as of a tensor")
+            self._problems.append(f"{name} is a text, but a strategy describes it as a tensor")
             return None
         found = self._parts(name, sample)
         if isinstance(found, str):
@@ -255,12 +252,12 @@ class _Fit:
         return TargetTensor(name, full, layout, targets[0], parts, copies, first)
 
     def _parts(self, name: str, sample: FileTensor) -> _Parts | str:
-        """Return the parts in the first stage that holds the whole tensor; a text says why there is no such stage."""
-        problem = f"{name} is cut by the target's strategy, and the source's says nothing of it"
+        """Return the parts in the first stage that holds the whole tensor, or a text why there is no such stage."""
+        problem = f"{name} is cut by the target's strategy, but is not in the source's strategy"
         for first, layout in self._source_layouts(name, sample):
             if len(layout.axes) != len(sample.dims):
                 cuts = len(layout.axes)
-                problem = f"{name} has the shape {sample.dims} in the files, and the strategy cuts {cuts} axes"
+                problem = f"{name} has the shape {sample.dims} in the files, but the strategy describes {cuts} axes"
                 continue
             copies = self._copies(name, sample, first, layout)
             if not isinstance(copies, str):
@@ -269,7 +266,7 @@ class _Fit:
         return problem
 
     def _source_layouts(self, name: str, sample: FileTensor) -> Iterator[tuple[int, TensorLayout]]:
-        """Yield for each stage that has the tensor: the stage's first rank, and how it is cut there."""
+        """Yield the first rank, and the layout of the tensor, for each stage of the source that has the tensor."""
         if self._src is None:
             yield 0, uncut(len(sample.dims), max(self._source.files) + 1)
             return
@@ -282,7 +279,7 @@ class _Fit:
     def _copies(
         self, name: str, sample: FileTensor, first: int, layout: TensorLayout
     ) -> dict[Cell, dict[int, FileTensor]] | str:
-        """Return the files that hold each cell; a text says why they cannot be used."""
+        """Return the files that hold each cell, or a text why they cannot be used."""
         found: dict[Cell, dict[int, FileTensor]] = {}
         absent: list[list[int]] = []
         for cell, ranks in layout.holders().items():
@@ -291,7 +288,7 @@ class _Fit:
             if odd:
                 return (
                     f"{name} is {held[odd[0]].dtype} {held[odd[0]].dims} on {ranks_text(odd)} and {sample.dtype} "
-                    f"{sample.dims} elsewhere: the strategy says that all parts are alike"
+                    f"{sample.dims} on other ranks, but by the strategy all parts have one type and shape"
                 )
             if not held:
                 absent.append([first + rank for rank in ranks])
@@ -301,15 +298,15 @@ class _Fit:
         damaged = self._source.damaged
         why = next((damaged[rank] for ranks in absent for rank in ranks if rank in damaged), None)
         return (
-            f"{name}: no whole file of {' or of '.join(ranks_text(ranks) for ranks in absent[:3])} is there, and "
-            f"nobody else holds the same part{f' ({why})' if why else ''}"
+            f"{name}: there is no whole file of {' or of '.join(ranks_text(ranks) for ranks in absent[:3])}, and "
+            f"no other rank holds the same part{f' ({why})' if why else ''}"
         )
 
     def _held(self, rank: int, name: str) -> FileTensor | None:
         return self._source.held.get(rank, {}).get(name)
 
     def _targets(self, name: str, dimensions: int) -> list[TensorLayout]:
-        """Return how each stage of the target cuts the tensor."""
+        """Return the layouts of the tensor in the stages of the target that have it."""
         if self._dst is None:
             return [uncut(dimensions)]
         return [stage[name] for stage in self._dst.stages if name in stage]
@@ -319,12 +316,12 @@ class _Fit:
             told = None if side is None else side.shapes.get(name)
             if side is not None and told is not None and told != full:
                 yield (
-                    f"{name}: the files' parts make a tensor of shape {full}, and {side.origin} says {told}: the "
-                    "source's strategy is not that of these files"
+                    f"{name}: the parts in the files make a tensor of shape {full}, but {side.origin} states {told}: "
+                    "the source's strategy is not that of these files"
                 )
         for layout in targets:
             if len(layout.axes) != len(full):
-                yield f"{name} has the shape {full}, and the target's strategy cuts {len(layout.axes)} axes"
+                yield f"{name} has the shape {full}, but the target's strategy describes {len(layout.axes)} axes"
             elif layout.piece_shape(full) is None:
                 yield f"{name} has the shape {full}, which cannot be cut into the {layout.grid} parts of the target"
 
@@ -335,20 +332,25 @@ class _Fit:
             twin = entries.get(owner) if prefix in OPTIMIZER_PREFIXES else None
             if twin is not None and len(twin.full) == len(entry.full) and twin.full != entry.full:
                 self._problems.append(
-                    f"{name} would have the shape {entry.full}, and {owner} {twin.full}: the source's strategy is not "
-                    "that of these files (opt_weight_shard_size?)"
+                    f"{name} would have the shape {entry.full}, but {owner} {twin.full}: the source's strategy is not "
+                    "that of these files (perhaps its opt_weight_shard_size is wrong)"
                 )
 
     def _passed(self, name: str) -> dict[int, FileTensor]:
         held = {rank: entries[name] for rank, entries in self._source.held.items() if name in entries}
         shapes = {(tensor.dtype, tensor.dims) for tensor in held.values()}
         if len({shape for shape in shapes if shape[0] != "str"}) > 1:
-            self._problems.append(f"{name} has different shapes on different ranks, and no strategy says how it is cut")
+            self._problems.append(f"{name} has different shapes on different ranks, but is in no strategy")
         return held
 
 
 def is_optimizer_state(name: str, names: Iterable[str]) -> bool:
-    """Return whether inference does not need it: the optimizer's state of another parameter, or a counter of steps."""
+    """Return whether inference can do without the entry ``name``: optimizer state of a parameter, or a step counter.
+
+    Args:
+        name: the entry.
+        names: the names of all parameters.
+    """
     prefix, _, owner = name.partition(".")
     return name in OPTIMIZER_SCALARS or (prefix in OPTIMIZER_PREFIXES and owner in _as_set(names))
 
@@ -358,7 +360,7 @@ def _as_set(names: Iterable[str]) -> frozenset[str] | set[str]:
 
 
 def undecided(plan: Plan) -> Iterator[str]:
-    """Yield what only the strategy says, and the files can neither confirm nor refute."""
+    """Yield notes about tensors for which the files can neither confirm nor refute the source's strategy."""
     if plan.source is None:
         return
     lone = [
@@ -371,5 +373,5 @@ def undecided(plan: Plan) -> Iterator[str]:
     if lone:
         yield (
             f"of {len(lone)} tensors ({', '.join(lone[:3])}{', ...' if len(lone) > 3 else ''}) each part is on disk "
-            "once: that the parts go together as the source's strategy says could not be checked against a second copy"
+            "once: the order of the parts in the source's strategy could not be checked against a second copy"
         )

@@ -1,6 +1,6 @@
-"""Makes the file of one target rank, and checks it.
+"""Write the file of one target rank, and check it.
 
-Each tensor is cut anew, a few rows at a time, from the files that hold its parts. The file is then read back, and each
+Each tensor is cut, a few rows at a time, from the files that hold its parts. Then the new file is read back, and each
 of its elements is compared with the source.
 """
 
@@ -26,13 +26,13 @@ from ttp.store.digest import HashingFile, Progress
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The file that was made for one rank.
+    """The file that was written for one rank.
 
     Args:
-        rank: the target's rank.
-        file: its path inside the target.
-        size: in bytes.
-        digest: as in a manifest.
+        rank: the target rank.
+        file: path of the file below the target directory.
+        size: size in bytes.
+        digest: digest of the file, as in a manifest.
         tensors: number of entries.
     """
 
@@ -44,17 +44,17 @@ class Made:
 
 
 def make_rank(plan: Plan, rank: int, place: Path, file: str, told: Progress) -> Made:
-    """Write ``place/file``, and check it.
+    """Write the file ``place/file`` of a target rank, and check it.
 
     Args:
         plan: the conversion.
-        rank: the target's rank.
-        place: the draft of the target.
-        file: the path inside it.
-        told: called with the number of bytes newly written or checked.
+        rank: the target rank.
+        place: the draft directory.
+        file: path of the file below it.
+        told: is called with the number of bytes newly written or checked.
 
     Raises:
-        CheckpointError: the file does not hold what the source holds.
+        CheckpointError: the file differs from the source.
         OSError: writing failed.
     """
     target = place / file
@@ -63,12 +63,12 @@ def make_rank(plan: Plan, rank: int, place: Path, file: str, told: Progress) -> 
     wrong = _check(plan, rank, target, told)
     if wrong:
         name, why = next(iter(wrong.items()))
-        raise CheckpointError(f"{name} of rank {rank} is not what was to be written ({why}): look at this disk")
+        raise CheckpointError(f"{name} of rank {rank} differs from what was written ({why}): check the target's disk")
     return Made(rank, file, size, digest, len(plan.of_rank(rank)) + len(plan.passed))
 
 
 def _write(plan: Plan, rank: int, target: Path, told: Progress) -> tuple[int, str]:
-    """Write the file durably. Returns its size in bytes and its digest."""
+    """Write the file durably. Return its size in bytes and its digest."""
     file = HashingFile(target, told)
     try:
         writer = CkptWriter(file)
@@ -86,9 +86,9 @@ def _write(plan: Plan, rank: int, target: Path, told: Progress) -> tuple[int, st
 
 
 def _passed(plan: Plan, rank: int, name: str) -> tuple[FileTensor, bytes]:
-    """Return an entry that no strategy cuts, from the source rank of the same number, or else from the lowest.
+    """Return an entry that no strategy cuts, from the source rank of the same number, or else from the lowest rank.
 
-    ``cur_rank`` becomes the target's rank.
+    The entry ``cur_rank`` gets the number of the target rank.
     """
     held = plan.passed[name]
     tensor = held.get(rank, held[min(held)])
@@ -99,7 +99,7 @@ def _passed(plan: Plan, rank: int, name: str) -> tuple[FileTensor, bytes]:
 
 
 def _check(plan: Plan, rank: int, path: Path, told: Progress) -> dict[str, str]:
-    """Compare the file with the source. Returns the names of wrong tensors, each with what is wrong."""
+    """Compare the file with the source. Return name -> problem for the tensors that differ."""
     found = index(path)
     wrong: dict[str, str] = {}
     for name, entry in plan.of_rank(rank).items():
@@ -108,29 +108,28 @@ def _check(plan: Plan, rank: int, path: Path, told: Progress) -> dict[str, str]:
             wrong[name] = why
     for name in plan.passed:
         if read_bytes(found[name]) != _passed(plan, rank, name)[1]:
-            wrong[name] = "it is not what the source holds"
+            wrong[name] = "it differs from the source"
     return wrong
 
 
 # ------------------------------------------------------------------------------------------------- cutting and checking
 #
-# Cutting a tensor anew a few rows at a time, and checking the result. The two use different arithmetic on purpose:
-# ``blocks`` intersects boxes (which rows and columns of a part of the source lie in the part of the target);
-# ``difference`` computes for each index of the target which part of the source it lies in, and where, and compares
-# elements.
+# Cutting and checking use different arithmetic on purpose: ``blocks`` intersects boxes (which rows and columns of a
+# part of the source lie in the part of the target); ``difference`` computes, for each index of the target, the part of
+# the source and the place in it, and compares elements.
 
 
 BLOCK = 8 << 20
-"""Bytes of a target's rows that are handled at once."""
+"""Number of bytes of a target's rows that are handled at once."""
 
 
 def blocks(entry: TargetTensor, rank: int, size: int = BLOCK) -> Iterator[bytes]:
-    """Yield what target ``rank`` (counted within its stage) holds of a tensor, in order.
+    """Yield the bytes of a target rank's cell of a tensor, in order.
 
     Args:
         entry: the tensor.
-        rank: the target's rank within its stage.
-        size: bytes per block, about.
+        rank: the target rank, counted within its stage.
+        size: approximate number of bytes per block.
     """
     piece, source = _sizes(entry)
     start = [index * length for index, length in zip(_cell(entry, rank), piece, strict=True)]
@@ -154,18 +153,21 @@ def blocks(entry: TargetTensor, rank: int, size: int = BLOCK) -> Iterator[bytes]
 
 
 def difference(entry: TargetTensor, rank: int, made: FileTensor, told: Progress, size: int = BLOCK) -> str | None:
-    """Say how ``made`` differs from what target ``rank`` should hold; None: every element is right.
+    """Compare ``made`` with the cell that a target rank should hold.
 
     Args:
         entry: the tensor.
-        rank: the target's rank within its stage.
+        rank: the target rank, counted within its stage.
         made: the tensor in the new file.
-        told: called with the number of bytes newly checked.
-        size: bytes compared at once, about.
+        told: is called with the number of bytes newly checked.
+        size: approximate number of bytes to compare at once.
+
+    Returns:
+        The difference in words; None if every element is right.
     """
     sample = entry.sample
     if (made.dtype, made.dims, made.nbytes) != (sample.dtype, entry.piece, entry.piece_bytes):
-        return f"it is {made.dtype} {made.dims}, and should be {sample.dtype} {entry.piece}"
+        return f"it is {made.dtype} {made.dims} but should be {sample.dtype} {entry.piece}"
     piece, source = _sizes(entry)
     indices = [index * length + np.arange(length) for index, length in zip(_cell(entry, rank), piece, strict=True)]
     for first, last in row_blocks(piece, sample.item_size, size):
@@ -179,13 +181,13 @@ def difference(entry: TargetTensor, rank: int, made: FileTensor, told: Progress,
             part = read_rows(_part(entry, cell), int(take[0].min()), int(take[0].max()) + 1)
             expected = part[np.ix_(take[0] - take[0].min(), *take[1:])]
             if not np.array_equal(expected, rows[np.ix_(*picks)]):
-                return f"elements of its rows {first} to {last - 1} are not those of the source"
+                return f"elements of its rows {first} to {last - 1} differ from the source"
         told(rows.nbytes)
     return None
 
 
 def row_blocks(shape: Shape, item_size: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of rows of about ``size`` bytes, each as its first row and the row after its last."""
+    """Divide the rows into blocks of about ``size`` bytes; yield (first row, row after the last) of each."""
     row = math.prod(shape[1:]) * item_size
     if not row:
         return
@@ -195,7 +197,7 @@ def row_blocks(shape: Shape, item_size: int, size: int) -> Iterator[tuple[int, i
 
 
 def _sizes(entry: TargetTensor) -> tuple[Shape, Shape]:
-    """Return the shapes of the target's and of the source's parts. A scalar counts as one row."""
+    """Return the shapes of the target's and of the source's cells. A scalar counts as one row."""
     return entry.piece or (1,), entry.sample.dims or (1,)
 
 

@@ -1,4 +1,4 @@
-"""Reads a directory of per-rank checkpoints: which files belong together, are whole, and of which step they are."""
+"""Read a directory of per-rank checkpoints: which files belong to one step, and which of them are whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Label = tuple[int, int]
 """Epoch and step from a file's name, such as ``...-2_12.ckpt``."""
 
 STEP_KEYS = ("global_step", "step_num", "epoch_num", "batch_num")
-"""Entries that are the same on all ranks of one step."""
+"""Entries that are equal on all ranks in the files of one step."""
 
 _LABEL = re.compile(r".*-(\d{1,18})_(\d{1,18})\.ckpt", re.DOTALL)
 
@@ -35,12 +35,12 @@ class Source:
     """The files of one step, one per rank.
 
     Args:
-        directory: where they are.
+        directory: the directory of the checkpoint.
         files: rank -> its file.
-        held: rank -> name -> where the tensor lies. Damaged files are left out.
-        damaged: rank -> what is wrong with its file.
-        manifest: the manifest, if ttp wrote the checkpoint; None for others.
-        label: epoch and step in the files' names; None: the names have none.
+        held: rank -> name -> tensor, for the files that are not damaged.
+        damaged: rank -> the problem of its file, in words.
+        manifest: the manifest, if ttp wrote the checkpoint; otherwise None.
+        label: epoch and step in the files' names; None if the names have none.
         notes: what was skipped, in words.
     """
 
@@ -59,7 +59,7 @@ class Source:
 
     @property
     def version(self) -> int | None:
-        """Number of finished updates; None: nothing says so."""
+        """Number of finished updates; None if neither a manifest nor an entry tells it."""
         if self.manifest is not None:
             return int(self.manifest.version)
         for key in STEP_KEYS[:2]:
@@ -70,22 +70,22 @@ class Source:
 
 
 class DamagedError(CheckpointError):
-    """The files of one step cannot be used because some are damaged; those of an older step may be usable."""
+    """Raised when the files of a step cannot be used because some are damaged; an older step may be usable."""
 
 
 def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
-    """Open the newest step of which ``directory`` holds all that is needed. Returns what ``use`` returns for it.
+    """Open the newest step that can be used, and return the result of ``use`` for it.
 
     If there is a manifest, every digest is recomputed; otherwise the CRC of each file that has one.
 
     Args:
-        directory: holds ``rank_0``, ``rank_1``, ..., with or without a manifest; or a ``save_dir``.
-        watch: called before each reading with what is done and how many bytes that takes.
-        use: takes the files of a step; raises ``DamagedError`` if an older step may do.
+        directory: a directory with ``rank_0``, ``rank_1``, ..., with or without a manifest; or a ``save_dir``.
+        watch: is called at the beginning of each activity with its name and number of bytes.
+        use: function that takes the files of a step; raises ``DamagedError`` if an older step should be tried.
 
     Raises:
-        UsageError: there is no such directory, or it holds no such files.
-        CheckpointError: the files are of different steps, or none is whole; or what ``use`` raises.
+        UsageError: the directory does not exist, or holds no such files.
+        CheckpointError: the files are of different steps, or none is whole; or ``use`` raised it.
     """
     directory, notes = _meant(directory, watch)
     folders = rank_folders(directory)
@@ -107,7 +107,7 @@ def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
     opened, skipped = walk_back(steps, open_one, not_whole=DamagedError)
     if not opened:
         untried = len(steps) - len(skipped)
-        more = [f"{untried} older steps were not tried: give a directory without these files"] if untried else []
+        more = [f"{untried} older steps were not tried: to try them, remove the newer files"] if untried else []
         raise CheckpointError("; ".join([*dict.fromkeys(skipped), *more]))
     return opened[0]
 
@@ -132,7 +132,7 @@ def _read(
 
 
 def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
-    """Return the checkpoint itself; for a ``save_dir`` its newest whole one, and why others were skipped."""
+    """Return the directory of the checkpoint, which for a ``save_dir`` is its newest whole one, and notes on others."""
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory: give one that holds rank_0, rank_1, ...")
     directory = directory.absolute()
@@ -143,7 +143,7 @@ def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
 
 
 def _steps(folders: Mapping[int, Path]) -> tuple[list[tuple[Label | None, dict[int, Path]]], list[str]]:
-    """Return the steps that every rank has, the newest first, with one file per rank; and which were skipped."""
+    """Return the steps of which every rank has a file, newest first, and notes on newer steps that were skipped."""
     choice: dict[int, dict[Label | None, Path]] = {}
     for rank, folder in folders.items():
         files = [folder / name for name in checkpoint_names(folder)]
@@ -152,7 +152,7 @@ def _steps(folders: Mapping[int, Path]) -> tuple[list[tuple[Label | None, dict[i
         labelled = {_label(path): path for path in files}
         if len(labelled) != len(files):
             raise CheckpointError(
-                f"{folder} holds several files of one step ({', '.join(path.name for path in files[:4])}): leave one"
+                f"{folder} holds several files of one step ({', '.join(path.name for path in files[:4])}): keep one"
             )
         if labelled:
             choice[rank] = labelled
@@ -182,7 +182,7 @@ def _label_text(label: Label | None) -> str:
 
 
 def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path], watch: Watch) -> dict[int, str]:
-    """Verify the files by the manifest, or by their CRC. Returns rank -> what is wrong with its file."""
+    """Verify the files by the manifest, or by their CRC. Return rank -> problem, for the files with a problem."""
     if manifest is None:
         sizes = {rank: file.stat().st_size for rank, file in files.items()}
         told = watch("verifying", sum(sizes.values()))
@@ -193,7 +193,7 @@ def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path
     by_file = {file.relative_to(directory).as_posix(): rank for rank, file in files.items()}
     listed = {piece.file for piece in manifest.pieces}
     damaged = {
-        rank: f"{file} is not in the manifest: nobody vouches for it"
+        rank: f"{file} is not in the manifest, so it cannot be verified"
         for file, rank in by_file.items()
         if file not in listed
     }
@@ -208,7 +208,7 @@ def check_steps(held: Mapping[int, Mapping[str, FileTensor]]) -> None:
     """Check that all files are of the same step.
 
     Raises:
-        DamagedError: they are not. The text says which file is of which step.
+        DamagedError: they are not. The text says which ranks have which step.
     """
     for key in STEP_KEYS:
         seen: dict[bytes, list[int]] = {}
@@ -217,7 +217,7 @@ def check_steps(held: Mapping[int, Mapping[str, FileTensor]]) -> None:
                 seen.setdefault(bytes(read_bytes(entries[key])), []).append(rank)
         if len(seen) > 1:
             told = "; ".join(f"{key} {_number(value)}: {ranks_text(ranks)}" for value, ranks in sorted(seen.items()))
-            raise DamagedError(f"the files are of different steps ({told}): a checkpoint is of one")
+            raise DamagedError(f"the files are of different steps ({told})")
 
 
 def _number(value: bytes) -> int:

@@ -1,4 +1,4 @@
-"""The strategy of a whole job, for resharding: all stages of its pipeline."""
+"""The parallel strategy of a whole job, with all stages of its pipeline, for resharding."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ttp.mindspore_files.tensor_layout import Shape, TensorLayout, readable
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How each parameter is cut, in each stage of the pipeline.
+    """The layout of each parameter in each stage of the pipeline.
 
     Args:
         origin: the file or directory, for messages.
-        stages: for each stage, name of a parameter -> how it is cut.
-        shapes: name -> shape of the whole tensor, where the file states it (JSON does).
+        stages: for each stage, name of a parameter -> its layout.
+        shapes: name -> shape of the whole tensor, if the file states it (JSON files do).
     """
 
     origin: str
@@ -41,7 +41,7 @@ class Strategy:
         return {name for stage in self.stages for name in stage}
 
     def layout(self, name: str) -> TensorLayout:
-        """Return how ``name`` is cut in the first stage that has it."""
+        """Return the layout of the parameter ``name`` in the first stage that has it."""
         return next(stage[name] for stage in self.stages if name in stage)
 
 
@@ -53,7 +53,7 @@ def read_strategy(path: Path) -> Strategy:
         CheckpointError: a file cannot be read, is no strategy file, or contradicts itself.
     """
     if not path.exists():
-        raise UsageError(f"{path} does not exist: give a strategy file, or the directory of a pipeline's")
+        raise UsageError(f"{path} does not exist: give a strategy file, or a directory with those of all stages")
     stages = read_stages(path)
     numbers = [stage.number for stage in stages]
     if numbers != list(range(len(numbers))):
@@ -64,7 +64,7 @@ def read_strategy(path: Path) -> Strategy:
     shapes: dict[str, Shape] = {}
     for stage in stages:
         for name in sorted(stage.uneven):
-            raise UsageError(f"{path}: {name} is cut into parts of unequal size, which cannot be resharded")
+            raise UsageError(f"{path}: {name} is cut into parts of different sizes, which is not supported")
         for name, shape in stage.shapes.items():
             if len(shape) != len(stage.layouts[name].axes):
                 raise UsageError(f"{path}: {name} has the shape {shape} and the map {readable(stage.layouts[name])}")

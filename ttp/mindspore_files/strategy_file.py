@@ -1,4 +1,4 @@
-"""Reads strategy files, protobuf or JSON: how each parameter is cut over the ranks of one stage, or of several.
+"""Read strategy files (protobuf or JSON), which say how each parameter is cut over the ranks of pipeline stages.
 
 The format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
 
@@ -8,8 +8,8 @@ The format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
     ParallelLayouts { DevMatrix = 1; TensorMap = 2; ParamSplitShape = 3; ...; int32 field = 5;
                       opt_weight_shard_step = 6; opt_weight_shard_size = 7; }
 
-``current_stage`` means nothing (it is 2 in every file seen); the stage is that of the operators. In a file that
-``merge_pipeline_strategys`` made, the stage stands before each parameter's name: ``1-l3.w``.
+``current_stage`` is not used (it was 2 in every file seen); the stage is that of the operators. In a file that
+``merge_pipeline_strategys`` wrote, each parameter's name begins with the stage: ``1-l3.w``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Stage:
     """A stage of the pipeline and its parameters.
 
     Args:
-        number: of the stage, from 0.
+        number: number of the stage, from 0.
         layouts: name of a parameter -> how it is cut.
-        shapes: name -> shape of the whole tensor, where the file states it (JSON does).
-        uneven: names of parameters that are cut into parts of unequal size.
+        shapes: name -> shape of the whole tensor, if the file states it (JSON files do).
+        uneven: names of parameters that are cut into parts of different sizes.
     """
 
     number: int
@@ -57,12 +57,12 @@ class Stage:
 
     @property
     def first_rank(self) -> int:
-        """The stage's first rank. All stages have the same number of ranks."""
+        """The first rank of the stage; all stages have the same number of ranks."""
         return self.number * self.devices
 
 
 def read_stages(path: Path) -> list[Stage]:
-    """Read the stages that a file, or all strategy files of a directory, describe. Returns them in order.
+    """Return, in order, the stages that a strategy file, or all strategy files of a directory, describe.
 
     Raises:
         CheckpointError: a file is absent, damaged or no strategy file, or two contradict each other.
@@ -72,11 +72,11 @@ def read_stages(path: Path) -> list[Stage]:
     for file in _files(path):
         for found in _read_file(file):
             if stages.setdefault(found.number, found) != found:
-                raise CheckpointError(f"{file} describes stage {found.number} otherwise than another file of {path}")
+                raise CheckpointError(f"{file} describes stage {found.number} differently from another file of {path}")
     ordered = [stages[number] for number in sorted(stages)]
     counts = sorted({stage.devices for stage in ordered})
     if len(counts) > 1:
-        raise CheckpointError(f"{path} counts {counts[0]} devices in one stage, but {counts[1]} in another")
+        raise CheckpointError(f"{path} has {counts[0]} devices in one stage, but {counts[1]} in another")
     return ordered
 
 
@@ -84,7 +84,7 @@ def parse_strategy(data: bytes) -> list[Stage]:
     """Parse one strategy file. A file that MindSpore has merged describes several stages.
 
     Raises:
-        ValueError: it is malformed, contradicts itself, or has no parameter.
+        ValueError: the file is malformed, contradicts itself, or has no parameter.
     """
     found = _from_json(parse_json(text(data))) if data.lstrip()[:1] == b"{" else _from_protobuf(data)
     if not found.items:
@@ -97,7 +97,7 @@ def parse_strategy(data: bytes) -> list[Stage]:
                 _check(name, layout, stage)
                 checked.add(layout)
         if stage.first_rank + stage.devices > WORLD_SIZE_MAX:
-            raise ValueError(f"stage {stage.number} of {stage.devices} devices cannot be")
+            raise ValueError(f"stage {stage.number} of {stage.devices} devices has ranks that are too large")
     return stages
 
 
@@ -122,7 +122,7 @@ def _read_file(path: Path) -> list[Stage]:
         raise CheckpointError(f"{path} is no strategy file of MindSpore, or damaged: {problem}") from None
 
 
-# ---------------------------------------------------------------------------------------------- what both forms say
+# ------------------------------------------------------------------------------------- common to protobuf and JSON
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class _Item:
 @dataclass(slots=True)
 class _Found:
     stages: set[int] = field(default_factory=set)
-    """The stages that the operators are in."""
+    """The stages of the operators."""
 
     items: list[_Item] = field(default_factory=list)
 
@@ -175,11 +175,11 @@ def _check(name: str, layout: TensorLayout, stage: Stage) -> None:
     if any(extent < 1 for extent in layout.devices) or layout.device_count > WORLD_SIZE_MAX:
         raise ValueError(f"{name:.80} has the device matrix {layout.devices!r:.80}")
     for problem in problems(layout):
-        raise ValueError(f"{name:.80}: {problem}. The strategy contradicts itself; what it is converted by is wrong")
+        raise ValueError(f"{name:.80}: {problem}. The strategy contradicts itself: a conversion by it would be wrong")
     if layout.device_count != stage.devices:
         raise ValueError(
-            f"it counts {stage.devices} devices, but {layout.device_count} for {name:.80}: all parameters must be laid "
-            "out over as many"
+            f"it has {stage.devices} devices, but {layout.device_count} for {name:.80}: all parameters of a stage need "
+            "the same number"
         )
 
 
@@ -209,7 +209,7 @@ def _item(parameter: Any) -> _Item:
 
 def _from_json(document: Any) -> _Found:
     if not isinstance(document, dict):
-        raise ValueError("an object is wanted")
+        raise ValueError("its JSON is not an object")
     items = _object(document.get("parallel_layout_item"), "parallel_layout_item")
     operators = _object(document.get("parallel_strategy_item") or {}, "parallel_strategy_item")
     stages = {_whole(_object(o, name).get("stage", 0), "stage") for name, o in operators.items()}

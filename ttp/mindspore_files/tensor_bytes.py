@@ -1,4 +1,4 @@
-"""Reads the bytes of one tensor from a checkpoint file, a few at a time."""
+"""Read the bytes of a tensor from a checkpoint file, in parts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _BLOCK = 1 << 20
 
 
 def read_bytes(tensor: FileTensor, start: int = 0, length: int | None = None) -> bytearray:
-    """Read bytes of the content.
+    """Read bytes of a tensor's content.
 
     Args:
-        tensor: which tensor.
+        tensor: the tensor.
         start: offset of the first byte within the content.
-        length: how many bytes; None: all that follow.
+        length: number of bytes; None for all that follow.
 
     Raises:
-        CheckpointError: the file has become shorter.
+        CheckpointError: the file has become shorter since its tensors were located.
         OSError: the file cannot be read.
     """
     length = tensor.nbytes - start if length is None else length
@@ -45,9 +45,9 @@ def read_bytes(tensor: FileTensor, start: int = 0, length: int | None = None) ->
 
 
 def read_rows(tensor: FileTensor, first: int, last: int) -> np.ndarray:
-    """Read rows ``first`` to before ``last`` of the first axis. A scalar has one row.
+    """Read the rows from ``first`` up to, but not including, ``last`` of the first axis. A scalar has one row.
 
-    The elements are returned as unsigned integers of the same size.
+    The result has the bits of the elements as unsigned integers of the same size.
     """
     shape = tensor.dims or (1,)
     row = math.prod(shape[1:]) * tensor.item_size
@@ -56,12 +56,12 @@ def read_rows(tensor: FileTensor, first: int, last: int) -> np.ndarray:
 
 
 def bits(item_size: int) -> np.dtype:
-    """Return a numpy type whose values are equal if and only if the bits are equal."""
+    """Return a numpy type of this size whose values are equal if and only if their bits are equal."""
     return np.dtype(f"u{item_size}" if item_size in (1, 2, 4, 8) else f"V{item_size or 1}")
 
 
 def digest(tensor: FileTensor, progress: Progress | None = None) -> tuple[str, bool]:
-    """Return the digest of the content, and whether all elements are the same."""
+    """Return the digest of the content, and whether all elements are equal."""
     hashed, constant = xxhash.xxh3_128(), True
     item = max(1, tensor.item_size)
     block = max(1, _BLOCK // item) * item

@@ -1,10 +1,9 @@
-"""How MindSpore cuts a tensor over the devices of a pipeline stage. Pure arithmetic, without files or arrays.
+"""Compute how MindSpore cuts a tensor over the devices of a pipeline stage, without files or arrays.
 
 The devices of a stage form a matrix; rank r is its r-th element in row-major order. Each axis of a tensor is cut over
-some axes of that matrix, which are counted from the right, or is not cut. With optimizer parallelism, the first axis of
-each slice is cut once more over the ranks that would otherwise hold equal slices: over runs of ``opt_size`` of them, in
-the order of their ranks. So, whatever the strategy, a tensor is cut into a grid of equal cells, and each rank holds one
-cell.
+some axes of that matrix (counted from the right), or is not cut. With optimizer parallelism, the first axis of each
+slice is cut once more over the ranks that would otherwise hold equal slices: over groups of ``opt_size`` of them, in
+the order of their ranks. So every strategy cuts a tensor into a grid of equal cells, and each rank holds one cell.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 Cell = tuple[int, ...]
-"""Which part of each axis of a tensor, counted from 0."""
+"""The position of a cell in the grid: the index along each axis of the tensor, from 0."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How one tensor is cut.
+    """How a tensor is cut.
 
     Args:
-        devices: sizes of the device matrix.
-        axes: for each axis of the tensor, the axes of the device matrix that it is cut over, counted from the right,
-            outermost first; empty: it is not cut.
-        opt_size: into how many parts optimizer parallelism cuts each slice. 0 and 1: it does not; -1: as many as there
+        devices: shape of the device matrix.
+        axes: for each axis of the tensor, the axes of the device matrix over which it is cut, counted from the right,
+            outermost first; empty if it is not cut.
+        opt_size: number of parts into which optimizer parallelism cuts each slice. 0 and 1: one; -1: as many as there
             are ranks with equal slices.
         opt_step: the difference between the ranks of neighbouring parts, as the strategy states it.
     """
@@ -50,7 +49,7 @@ class TensorLayout:
 
     @property
     def opt_parts(self) -> int:
-        """The number of parts into which optimizer parallelism cuts each slice."""
+        """Number of parts into which optimizer parallelism cuts each slice."""
         return self.copies if self.opt_size == -1 else max(1, self.opt_size)
 
     @property
@@ -66,17 +65,17 @@ class TensorLayout:
         return _cell(self, rank)
 
     def full_shape(self, piece: Shape) -> Shape:
-        """Return the shape of the whole tensor, given the shape ``piece`` of what a rank holds."""
+        """Return the shape of the whole tensor, given the shape ``piece`` of a cell."""
         return tuple(size * parts for size, parts in zip(piece, self.grid, strict=True))
 
     def piece_shape(self, full: Shape) -> Shape | None:
-        """Return the shape that each rank holds of a tensor of shape ``full``; None: it cannot be cut like this."""
+        """Return the shape of a cell of a tensor of shape ``full``; None if the tensor cannot be cut like this."""
         if any(size % parts for size, parts in zip(full, self.grid, strict=True)):
             return None
         return tuple(size // parts for size, parts in zip(full, self.grid, strict=True))
 
     def holders(self) -> dict[Cell, list[int]]:
-        """Return for each cell the ranks of the stage that hold it, in order."""
+        """Return the ranks of the stage that hold each cell, in order."""
         found: dict[Cell, list[int]] = {}
         for rank in range(self.device_count):
             found.setdefault(self.cell(rank), []).append(rank)
@@ -87,9 +86,9 @@ class TensorLayout:
 
 
 def problems(layout: TensorLayout) -> Iterator[str]:
-    """Yield, in words, why this layout contradicts itself; nothing if it does not."""
+    """Yield the contradictions within a layout, in words."""
     if any(size < 1 for size in layout.devices) or not layout.devices:
-        yield f"the device matrix {list(layout.devices)} is none"
+        yield f"the device matrix {list(layout.devices)} is not valid"
         return
     used = [axis for cut in layout.axes for axis in cut]
     if any(not 0 <= axis < len(layout.devices) for axis in used):
@@ -104,13 +103,13 @@ def problems(layout: TensorLayout) -> Iterator[str]:
 def _opt_problems(layout: TensorLayout) -> Iterator[str]:
     parts = layout.opt_parts
     if layout.opt_size < -1 or layout.opt_step < -1:
-        yield f"opt_weight_shard_size {layout.opt_size} and opt_weight_shard_step {layout.opt_step} are none"
+        yield f"opt_weight_shard_size {layout.opt_size} or opt_weight_shard_step {layout.opt_step} is not valid"
     elif parts > 1 and not layout.axes:
         yield "a scalar cannot be cut by optimizer parallelism"
     elif layout.copies % parts:
         yield (
             f"opt_weight_shard_size is {parts}, but {layout.copies} ranks hold equal slices: "
-            "they cannot be divided into runs of that many"
+            "they cannot be divided into groups of that size"
         )
     elif parts > 1 and layout.opt_step not in (steps := opt_steps(layout)):
         yield (
@@ -120,13 +119,13 @@ def _opt_problems(layout: TensorLayout) -> Iterator[str]:
 
 
 def opt_steps(layout: TensorLayout) -> list[int]:
-    """Return the distance between ranks that hold neighbouring parts of a slice: of the first two, and on average."""
+    """Return the difference between ranks with neighbouring parts of a slice: of the first two, and the average."""
     parts = layout.opt_parts
     return [_copy(layout, 1), _copy(layout, parts - 1) // (parts - 1)]
 
 
 def readable(layout: TensorLayout) -> str:
-    """Return the tensor map as MindSpore writes it."""
+    """Return the tensor map of a layout in MindSpore's notation."""
     cuts = [-1 if not cut else cut[0] if len(cut) == 1 else list(cut) for cut in layout.axes]
     return str(cuts)
 
@@ -160,7 +159,7 @@ def _mixed(layout: TensorLayout, rank: int, axes: tuple[int, ...]) -> int:
 
 
 def _copy(layout: TensorLayout, number: int) -> int:
-    """Return the ``number``-th rank, counted from 0, of those that would hold the same slice as rank 0."""
+    """Return the ``number``-th rank (from 0) of those that hold the slice of rank 0 without optimizer parallelism."""
     rank = 0
     for axis in reversed(_unused(layout)):
         number, at = divmod(number, layout.devices[len(layout.devices) - 1 - axis])

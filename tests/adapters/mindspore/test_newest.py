@@ -215,5 +215,5 @@ def test_checkpoints_of_the_original_have_no_manifest(tmp_path: Path) -> None:
     flip(found.path)
     found = load_newest(tmp_path, rank=3)
     assert found is not None and found.step_num == 9 and "its CRC" in found.skipped[0]
-    with pytest.raises(CheckpointError, match="has no file of rank 1, and no manifest tells of replicas"):
+    with pytest.raises(CheckpointError, match="has no file of rank 1, and no manifest that lists replicas"):
         load_newest(tmp_path, rank=1, attempts=1)

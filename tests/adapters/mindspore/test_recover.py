@@ -112,7 +112,7 @@ def test_what_cannot_be_rebuilt_is_said(ttp: Ttp, job: Path, strategy: Path, tmp
     out = tmp_path / "out"
     code, said, _ = ttp("recover", job, "--strategy", strategy, "--by", "copy", "--out", out)
     assert code == 1 and "2 of 8 ranks cannot be rebuilt" in said
-    assert "it has no folder; so it is with rank 6, which would hold the same" in said
+    assert "it has no folder; rank 6, which should hold the same, cannot help either" in said
     assert not (out / "rank_2").exists() and group_of(file(out, 7)) == 3
 
 
@@ -231,7 +231,7 @@ def test_a_save_dir_in_which_not_everything_is_of_ttp(ttp: Ttp, job: Path, tmp_p
     (save_dir / "tft_saved_checkpoints-step_12" / "rank_0").mkdir(parents=True)
     (save_dir / "tft_saved_checkpoints-step_11").symlink_to(tmp_path / "nowhere")
     code, _, said = ttp("recover", save_dir)
-    assert code == 64 and "nothing tells which ranks of" in said and "step_12" in said
+    assert code == 64 and "it is not known which ranks of" in said and "step_12" in said
     step = save_dir / "tft_saved_checkpoints-step_10"
     step.mkdir()
     file(job, 0).parent.rename(step / "rank_0")
@@ -257,14 +257,14 @@ def test_names_that_tell_the_rank() -> None:
 
 
 REFUSED: dict[str, tuple[list[str], str, int]] = {
-    "nobody tells": ([], "nothing tells which ranks", 64),
+    "nobody tells": ([], "it is not known which ranks", 64),
     "two tell": (["--data-parallel", "--strategy", "S"], "give exactly one of", 64),
     "no place": (["--data-parallel", "--by", "copy"], "needs --out", 64),
     "taken": (["--data-parallel", "--by", "copy", "--out", "JOB"], "exists", 64),
-    "inside": (["--data-parallel", "--by", "copy", "--out", "JOB/rank_0/new"], "is left as it is", 64),
+    "inside": (["--data-parallel", "--by", "copy", "--out", "JOB/rank_0/new"], "is never changed", 64),
     "no such step": (["--data-parallel", "--step", "9_9"], "no rank_N has a checkpoint of epoch 9, step 9", 1),
     "no step": (["--data-parallel", "--step", "nine"], "epoch and step", 64),
-    "fewer ranks": (["--strategy", "S4"], "does not speak of rank 4", 1),
+    "fewer ranks": (["--strategy", "S4"], "does not mention rank 4", 1),
 }
 
 

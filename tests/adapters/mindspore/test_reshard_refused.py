@@ -120,7 +120,7 @@ def test_without_a_manifest_the_files_own_crc_counts(s8: Path) -> None:
     run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
     (s8.parent / "made" / MANIFEST).unlink()
     flip(file_of(s8.parent / "made", 2))
-    with pytest.raises(CheckpointError, match=r"no whole file of rank 2 is there.*its CRC is"):
+    with pytest.raises(CheckpointError, match=r"there is no whole file of rank 2.*its CRC is"):
         run(s8.parent / "made", s8.parent / "again", STRATEGIES / "s4.ckpt", None)
 
 
@@ -155,7 +155,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Cut]], str]] = {
     "larger-opt": (lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1], 8, 1)}, r"moments.l3.w would have the shape"),
     "larger-opt-everywhere": (
         lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1], 8, 1), "moments.l3.w": Cut((2, 4), [-1, -1], 8, 1)},
-        r"l3.w should be different parts of a tensor on ranks 0,2, and is the same",
+        r"l3.w should be different parts of a tensor on ranks 0,2 but is equal",
     ),
     "device-axis": (lambda: with_all(S8O, devices=(4, 2), opt_size=0), r"the same on ranks 0,2"),
     "opt-too-large": (lambda: with_all(S8O, opt_size=4), r"opt_weight_shard_size is 4, but 2 ranks hold equal slices"),
@@ -184,7 +184,7 @@ def test_equal_parts_may_be_trusted(tmp_path: Path) -> None:
     source, strategy = save(tmp_path / "s", tensors, cuts, range(2)), write_strategy(tmp_path / "x.ckpt", cuts)
     refused(source, strategy, None, r"w should be different parts .* --trust-parts")
     done = run(source, tmp_path / "made", strategy, None, trust_parts=True)
-    assert any("is the same" in note for note in done.notes)
+    assert any("is equal" in note for note in done.notes)
     assert_cut(tmp_path / "made", tensors, None, [0])
 
 
@@ -288,9 +288,9 @@ def test_nothing_is_written_over(s8: Path) -> None:
     for made in ("empty", "file"):
         target = s8.parent / made
         target.mkdir() if made == "empty" else target.write_text("mine")
-        with pytest.raises(UsageError, match="exists, and nothing is written over"):
+        with pytest.raises(UsageError, match="exists, and existing files are never overwritten"):
             run(s8, target, STRATEGIES / "s8.ckpt", None)
-    with pytest.raises(UsageError, match="is the name of step 13, and the source is of step 12"):
+    with pytest.raises(UsageError, match="is the name of step 13, but the source is of step 12"):
         run(s8, s8.parent / "tft_saved_checkpoints-step_13", STRATEGIES / "s8.ckpt", None)
 
 
@@ -321,7 +321,7 @@ def test_worker_processes_make_the_same(s8: Path) -> None:
 
 
 def test_too_little_memory_is_refused(s8: Path) -> None:
-    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "a job takes", memory=1000)
+    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "a worker process needs", memory=1000)
 
 
 # --------------------------------------------------------------------------------------------------- when it goes wrong
