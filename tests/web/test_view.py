@@ -43,10 +43,10 @@ def test_a_rank_is_late_when_others_were_ahead_of_it_for_some_time() -> None:
     seen = view(now, None, Pace(passed=8))
     assert (seen["late"], seen["waits"]) == (
         [3],
-        ["the others wait for rank 3: at version 5, and others have finished 8"],
+        ["the others wait for rank 3: at version 5, while others have finished 8"],
     )
     now.ranks[3].silent_s = 12.0
-    assert view(now, None)["waits"] == ["rank 3 on n1 has not been heard for 12.0 s"]
+    assert view(now, None)["waits"] == ["rank 3 on n1 has been silent for 12.0 s"]
     assert "no rank has finished a step for 42.0 s" in view(now, None, Pace(still_s=42))["waits"]
 
 

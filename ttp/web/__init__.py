@@ -1,5 +1,5 @@
-"""``ttp web``: a page for people that shows a job, in a process of its own. It reads, and can change nothing.
+"""``ttp web``: a read-only web page that shows a job, served by a separate process.
 
-``looks`` asks the controller and reads incident files, ``view`` makes the page's data from that, ``story`` draws one
-incident, ``app`` serves the page, ``server`` listens. The page itself is in ``static``.
+``looks`` polls the controller and reads incident files, ``view`` computes the page's data from them, ``story`` computes
+the data of one incident, ``app`` is the web application, ``server`` runs it. The page itself is in ``static``.
 """

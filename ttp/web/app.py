@@ -1,9 +1,9 @@
-"""The page as an ASGI application: GET only, and only with the page's own token.
+"""The page as an ASGI application: only GET (and HEAD) requests, and only with the page's own token.
 
-The token comes once as ``/?token=...`` and is a cookie from then on, or as ``Authorization: Bearer``. It is not the
-job's token: its holder can look, and do nothing else. A page of another origin has no such cookie, under whatever name
-it reaches this server. Everything the page needs is served from here. Its texts come from programs that crashed, so the
-script sets them as text, and the policy lets nothing run that is not a file of this package.
+The token comes once as ``/?token=...`` and is a cookie from then on, or comes as ``Authorization: Bearer``. It is not
+the job's token: it allows reading only. A page of another origin has no such cookie, under whatever name it reaches
+this server. All files of the page are served from here. Its texts come from programs that crashed, so the script
+inserts them as text, and the content security policy runs only files of this package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HEADERS = {
 }
 WAIT_S = 1.0
 QUIET_S = 15.0
-"""Maximum seconds without data in a stream: proxies drop connections that are silent."""
+"""Largest number of seconds without data in a stream, because proxies drop silent connections."""
 FIRST_S = 8.0
 WATCHERS_MAX = 64
 REFUSED = (
@@ -60,7 +60,14 @@ REFUSED = (
 
 
 class Door:
-    """A middleware that admits requests with the token, and adds headers to every answer."""
+    """A middleware that admits only requests with the token, and adds headers to every answer.
+
+    Args:
+        app: the application behind it.
+        token: the page's token.
+        cookie: name of the cookie for the token.
+        secure: whether the cookie is only sent over TLS.
+    """
 
     def __init__(self, app: ASGIApp, token: str, cookie: str, secure: bool) -> None:
         self._app, self._token, self._cookie, self._secure = app, token, cookie, secure
@@ -83,7 +90,7 @@ class Door:
         given = request.query_params.get("token")
         if given is not None and self._fits(given):
             response: Response = RedirectResponse(request.url.path or "/", 303)
-            # Lax: a link in a chat leads here, and nothing here could be changed by a request of another site.
+            # Lax, so that a link in a chat works; a request from another site cannot change anything here.
             settings: Any = {"httponly": True, "samesite": "lax", "secure": self._secure}
             response.set_cookie(self._cookie, self._token, **settings)
             await response(scope, receive, answer)
@@ -110,14 +117,14 @@ def _bearer(request: Request) -> str:
 def make_app(
     looks: Looks, token: str, port: int = 0, secure: bool = False, ends: Callable[[], bool] | None = None
 ) -> Any:
-    """Make the application.
+    """Return the application.
 
     Args:
         looks: observes the job; runs as long as the application.
-        token: token of the page; see ``Door``.
-        port: is part of the cookie's name, as cookies are shared by all ports of a host.
-        secure: the page is served by TLS.
-        ends: returns whether the server is about to end, for streams.
+        token: the page's token; see ``Door``.
+        port: port of the server, which is part of the cookie's name, because all ports of a host share cookies.
+        secure: whether the page is served over TLS.
+        ends: function that returns whether the server is shutting down, so that streams end.
     """
     pages = _Pages(looks, ends or (lambda: False))
 
@@ -145,22 +152,22 @@ def make_app(
 
 
 class _Pages:
-    """The handlers of all addresses."""
+    """The handlers of all routes."""
 
     def __init__(self, looks: Looks, ends: Callable[[], bool]) -> None:
         self._looks, self._ends = looks, ends
         self._watching = 0
 
     async def health(self, request: Request) -> Response:
-        """Answer that this process lives."""
+        """Answer ``ok``, for health checks."""
         return PlainTextResponse("ok\n")
 
     async def page(self, request: Request) -> Response:
-        """Send the page; its script fills it."""
+        """Send the HTML page, which its script fills."""
         return Response(await asyncio.to_thread((STATIC / "page.html").read_bytes), media_type="text/html")
 
     async def plain(self, request: Request) -> Response:
-        """Send the page as text, for terminals and browsers without scripts: ``ttp status``, and the incidents."""
+        """Send ``ttp status`` and the list of incidents as text, for terminals and browsers without scripts."""
         await self._fresh()
         out = io.StringIO()
         console = Console(file=out, width=140, force_terminal=False, highlight=False)
@@ -180,21 +187,21 @@ class _Pages:
         return self._looks.incidents.listed
 
     async def _fresh(self) -> None:
-        """Wait for a look that begins now; some seconds at most if the controller does not answer."""
+        """Wait for a view that is newer than this call, at most ``FIRST_S`` seconds."""
         await self._looks.newer(self._looks.number, FIRST_S)
 
     async def status(self, request: Request) -> Response:
-        """Send the view, once."""
+        """Send a new view as JSON."""
         await self._fresh()
         return Response(self._looks.text, media_type="application/json")
 
     async def incidents(self, request: Request) -> Response:
-        """Send the list of incidents, the newest first."""
+        """Send the list of incidents as JSON, newest first."""
         await asyncio.to_thread(self._looks.incidents.look)
         return JSONResponse(self._listed)
 
     async def incident(self, request: Request) -> Response:
-        """Send one incident; see ``ttp.web.story``."""
+        """Send the data of one incident as JSON; see ``ttp.web.story``."""
         return await self._of_incident(request, lambda log: json.dumps(story(log)))
 
     async def trace(self, request: Request) -> Response:
@@ -211,13 +218,13 @@ class _Pages:
         except TtpError as problem:
             return JSONResponse({"error": str(problem)}, 500)
         if text is None:
-            return JSONResponse({"error": "no incident with this id is in this directory"}, 404)
+            return JSONResponse({"error": "there is no file of an incident with this id"}, 404)
         return Response(text, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
-        """Send every view as it comes, as server-sent events. Each is whole, so a client that is slow misses some."""
+        """Send every new view as a server-sent event. Each event is a whole view; a slow client misses some."""
         if self._watching >= WATCHERS_MAX:
-            return PlainTextResponse(f"{WATCHERS_MAX} pages are open already\n", 503)
+            return PlainTextResponse(f"{WATCHERS_MAX} pages are open already: close one\n", 503)
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     async def _stream(self) -> AsyncIterator[str]:

@@ -1,7 +1,7 @@
-"""Observes a job for all watchers: one request at a time, and none while no page is open.
+"""Observe a job for all open pages: one request to the controller at a time, and none while no page is open.
 
-Two tasks read the status and the incident files, each in threads of its own, so that the status is shown even if
-storage hangs. The controller spends at most a twentieth of its time on answers.
+Two tasks read the status and the incident files, each in threads, so that the status is shown even if storage hangs.
+Polling takes at most a twentieth of the controller's time.
 """
 
 from __future__ import annotations
@@ -28,27 +28,36 @@ log = logging.getLogger("ttp.web")
 
 LOOK_S = 0.4
 SHARE = 20
-"""The time between two looks is at least this many times the duration of the last one."""
+"""The wait after a poll is at least this many times the duration of the poll."""
 IDLE_S = 10.0
-"""Seconds after the last request until no page counts as open."""
+"""Seconds after the last request until polling stops."""
 LATE_S = 3.0
-"""Heartbeats are a second apart; a rank is late that has not reached after these seconds what another had."""
+"""A rank is late if it has not reached the version that another rank had this many seconds ago.
+
+Heartbeats are a second apart.
+"""
 LISTED_MAX = 100
-"""Maximum number of incidents in the list, the newest."""
+"""Largest number of incidents in the list; the newest are listed."""
 
 Answer = tuple[pb.GetStatusResponse, str, Path | None]
-"""A status, the controller that gave it, and the job's run directory on this host, if there is one."""
+"""A status, the address of the controller that sent it, and the job's run directory on this host, if there is one."""
 
 
 class Asker:
-    """Asks the controller, and looks for it again after a failure: another one may lead, or a new job run."""
+    """Asks the controller for the status. After a failure it looks for a controller again, as another one may lead.
+
+    Args:
+        address: address of the controller; None to find it.
+        port: port of the controller; None to find it.
+        token: the job's token; None to find it.
+    """
 
     def __init__(self, address: str | None, port: int | None, token: str | None) -> None:
         self._given = (address, port, token)
         self._client: Client | None = None
 
     def __call__(self) -> Answer:
-        """Return the status now.
+        """Request the status.
 
         Raises:
             TtpError: no controller answers; the text says what to do.
@@ -64,10 +73,10 @@ class Asker:
 
 
 class Incidents:
-    """The incident files of a job: a list for people, and the whole story of the newest.
+    """Reads the incident files of a job: a list of all, and the contents of the newest.
 
     Args:
-        directory: a ``save_dir`` to read whatever the controller says; None: only the job's.
+        directory: a ``save_dir`` to read in addition to that of the job; None for none.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -78,15 +87,20 @@ class Incidents:
         self.newest: IncidentLog | None = None
 
     def belong_to(self, save_dir: str, run_dir: Path | None) -> None:
-        """Set where the job's incidents are: its save_dir, and its run directory for those that storage refused."""
+        """Set the directories of the job's incidents.
+
+        Args:
+            save_dir: the job's ``save_dir``; empty if it is not known.
+            run_dir: the job's run directory, where files are that the storage refused; None if there is none here.
+        """
         there = [self._given, Path(save_dir) if save_dir else None, run_dir]
         self.places = tuple(dict.fromkeys(place for place in there if place is not None))
 
     def look(self) -> bool:
-        """Read what has changed. Returns whether there is anything new."""
+        """Read the files that have changed, and return whether any has."""
         found, changed = {}, False
         for path in self._files():
-            with contextlib.suppress(OSError, TtpError):  # removed meanwhile, or no file that can be read
+            with contextlib.suppress(OSError, TtpError):  # the file was removed meanwhile, or cannot be read
                 stat = path.stat()
                 stamp = (stat.st_size, stat.st_mtime_ns)
                 known = self._known.get(path)
@@ -106,7 +120,7 @@ class Incidents:
         return changed
 
     def ended(self) -> str:
-        """Return how the last launch ended, if that was recorded; empty: it may run still, or was cut off."""
+        """Return the recorded end of the last launch; empty if none is recorded, as for a launch that still runs."""
         for place in self.places:
             with contextlib.suppress(TtpError):
                 if (launches := read_launches(place)) and (last := launches[-1]).code is not None:
@@ -119,26 +133,30 @@ class Incidents:
                 yield from incident_files(place)[:LISTED_MAX]
 
     def read(self, name: str) -> IncidentLog | None:
-        """Return an incident by its id, the longest story if several places have it; None: there is none."""
+        """Return the incident with the id ``name``, from the longest file if there are several; None if there is none.
+
+        Raises:
+            TtpError: a file of the incident cannot be read.
+        """
         paths = [path for path in self._files() if path.stem == name]
         stories = [read_incident(path) for path in paths]
         return max(stories, key=lambda story: len(story.lines), default=None)
 
 
 def _age(story: IncidentLog) -> tuple[float, str, int]:
-    """Return a key that sorts by age: of two files of one incident the longer one is newer."""
+    """Return a key that sorts by age; of two files of one incident the longer one is newer."""
     return story.opened_unix_s, story.id, len(story.lines)
 
 
 class Progress:
-    """Tracks how a job moves; see ``Pace``."""
+    """Computes the ``Pace`` of a job from its successive statuses."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
         self._still: tuple[int, int, float] = (0, -1, 0.0)
 
     def at(self, now: pb.GetStatusResponse, at_s: float) -> Pace:
-        """Note the status at a time of the monotonic clock in seconds, and return the pace."""
+        """Take the status at the time ``at_s`` (seconds of the monotonic clock), and return the pace."""
         newest = max((rank.version for rank in now.ranks), default=0)
         if self._still[:2] != (now.incarnation, newest):
             if self._still[0] != now.incarnation:
@@ -152,10 +170,10 @@ class Progress:
 
 
 class Looks:
-    """What is known of the job, for all watchers. Lives on one event loop.
+    """Polls the job and holds the latest view for all open pages. Use it on one event loop only.
 
     Args:
-        ask: returns the status; None: there is no controller, only incidents.
+        ask: function that returns the status; None to show only incidents.
         incidents: the incident files.
     """
 
@@ -175,12 +193,12 @@ class Looks:
         self._progress = Progress()
 
     def want(self) -> None:
-        """Note that a page is open, so that the job is observed for the next seconds."""
+        """Keep polling for the next ``IDLE_S`` seconds, because a page is open."""
         self._wanted_at = time.monotonic()
         self._wanted.set()
 
     async def newer(self, number: int, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds for a view newer than ``number``. Returns whether there is one."""
+        """Wait up to ``timeout_s`` seconds for a view newer than ``number``, and return whether there is one."""
         self.want()
         async with self._news:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -188,7 +206,7 @@ class Looks:
         return self.number > number
 
     async def run(self) -> None:
-        """Observe until cancelled."""
+        """Poll the job until cancelled."""
         tasks = [asyncio.create_task(self._watch(look)) for look in (self._look_at_job, self._look_at_files)]
         try:
             await asyncio.gather(*tasks)

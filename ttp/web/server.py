@@ -1,4 +1,4 @@
-"""Listens for browsers: uvicorn, with the TLS of the job."""
+"""The web server of ``ttp web``: uvicorn, with the TLS settings of the job."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ log = logging.getLogger("ttp.web")
 
 CONNECTIONS_MAX = 200
 END_S = 2
-"""Seconds that running requests may take once the server is told to end."""
+"""Seconds in which running requests have to finish when the server shuts down."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Address and options to listen with.
+    """Where and how to listen.
 
     Args:
         address: an address of this host.
-        port: 0: any that is free.
-        token_file: file with the page's token; None: a token is made.
+        port: the port; 0 for any free one.
+        token_file: file with the page's token; None to generate one.
         client_certificates: with TLS, whether browsers have to show a certificate too.
     """
 
@@ -45,7 +45,12 @@ class Place:
 
 
 def serve(looks: Looks, place: Place, config: Config) -> None:
-    """Serve until SIGINT or SIGTERM. Prints the address to open.
+    """Print the address of the page, and serve it until SIGINT or SIGTERM.
+
+    Args:
+        looks: observes the job.
+        place: where and how to listen.
+        config: the TLS settings.
 
     Raises:
         ConfigError: the port is taken, or the token or the TLS settings cannot be used.
@@ -84,4 +89,4 @@ def _listen(place: Place) -> socket.socket:
         return socket.create_server((place.address, place.port), family=family, backlog=CONNECTIONS_MAX)
     except (OSError, OverflowError) as problem:
         where = target(place.address, place.port)
-        raise ConfigError(f"cannot listen at {where}: {problem}. Choose another one by --listen HOST:PORT") from None
+        raise ConfigError(f"cannot listen at {where}: {problem}. Choose another with --listen HOST:PORT") from None

@@ -1,4 +1,4 @@
-"""One incident as a picture: stages, lanes of ranks, and a timeline."""
+"""Compute the data of one incident for the page: stages and lanes of ranks for its picture, and a timeline."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ttp.core.layout import compact_ranks
 from ttp.web.view import hurt, tell
 
 LANES_MAX = 24
-"""Number of ranks with a lane of their own; the others share one for each version."""
+"""Largest number of lanes for single ranks. If there are more ranks, those with equal states share a lane."""
 ROWS_MAX = 400
 TEXT_MAX = 20_000
-"""Maximum number of characters of a line's details that are sent: a stack is shorter."""
+"""Largest number of characters of a line's details; a stack is shorter."""
 
 
 def story(log: IncidentLog) -> dict[str, Any]:
-    """Return what the page draws; times are milliseconds after the first sign."""
+    """Return the data of an incident, for JSON. Times are milliseconds after the first sign of the fault."""
     spans: dict[int, list[Event]] = defaultdict(list)
     for event in trace_events(log)["traceEvents"]:
         if event["ph"] == "X":
@@ -53,7 +53,7 @@ def _drawn(span: Event, kind: str = "") -> dict[str, Any]:
 
 
 def _lanes(log: IncidentLog, spans: dict[int, list[Event]], end_ms: float) -> list[dict[str, Any]]:
-    """Return the lanes: first ranks that were hurt, then those that wrote, then the others."""
+    """Return the lanes: first of ranks that were hurt, then of ranks that wrote, then of the others."""
     dead = hurt(log)
     ranks = {pid - 1: found for pid, found in spans.items() if pid != CONTROLLER}
     writers = [rank for rank, found in ranks.items() if any(span["tid"] == SAVING for span in found)]

@@ -1,7 +1,7 @@
-"""Makes the page's data of a job: one object for JSON, from a status and the incident that it mentions.
+"""Compute the page's data of a job, one JSON object, from the controller's status and the newest incident's file.
 
-Ranks are columns, one entry a rank: of 4,096 ranks that is 90 kB. Sentences for people are made here, where they are
-tested, and not in the browser.
+The data of ranks are lists with one entry per rank, which takes 90 kB for 4,096 ranks. Sentences are composed here,
+where they are tested, and not in the browser.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ttp.wire.v1 import controller_pb2 as pb
 SILENT_S = 5.0
 """Seconds of silence after which a rank is shown as silent; a rank that trains sends a heartbeat every second."""
 STILL_S = 15.0
-"""Seconds without a finished step after which this is shown; steps of large jobs take some seconds."""
+"""Seconds without a finished step after which the page says so; steps of large jobs take some seconds."""
 GROUPS_MAX = 64
 TEXT_MAX = 2_000
-"""Maximum number of characters of a rank's text that are sent."""
+"""Largest number of characters of a text."""
 HERE = ("live", "frozen", "broken")
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How the job moves, as seen from here: ranks report versions once a second, not all at the same time.
+    """The progress of a job. Ranks report their versions once a second, not all at the same time.
 
     Args:
-        passed: the newest version of some seconds ago; a rank that has not reached it is late.
-        still_s: seconds for which no rank has finished a step.
+        passed: the newest version some seconds ago; a rank that has not reached it is late.
+        still_s: seconds since a rank last finished a step.
     """
 
     passed: int = 0
@@ -47,8 +47,8 @@ def view(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()
 
     Args:
         now: the status.
-        log: the newest incident's file; None: there is none that can be read here.
-        pace: how the job moves.
+        log: the newest incident's file; None if there is none that can be read here.
+        pace: the progress of the job.
     """
     if log is not None and log.id != now.last_incident.id:
         log = None
@@ -80,7 +80,7 @@ def view(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()
 
 
 def _hosts(ranks: Iterable[pb.RankStatus]) -> list[tuple[str, list[int]]]:
-    """Return names of hosts with their ranks, in the order of their first ranks."""
+    """Return (host name, ranks) for each host, in the order of their first ranks."""
     found: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         found[rank.host].append(rank.rank)
@@ -88,7 +88,7 @@ def _hosts(ranks: Iterable[pb.RankStatus]) -> list[tuple[str, list[int]]]:
 
 
 def _groups(now: pb.GetStatusResponse) -> list[dict[str, Any]]:
-    """Return the replica groups, those with the fewest living copies first."""
+    """Return the replica groups, those with the fewest live copies first."""
     here = {rank.rank for rank in now.ranks if rank.state in HERE}
     found = []
     for group in now.groups:
@@ -105,11 +105,11 @@ def _groups(now: pb.GetStatusResponse) -> list[dict[str, Any]]:
     return sorted(found, key=lambda group: (group["living"], group["name"]))[:GROUPS_MAX]
 
 
-# ------------------------------------------------------------------------------------------------- who waits for what
+# ------------------------------------------------------------------------------------------- which ranks wait for what
 
 
 def late(now: pb.GetStatusResponse, pace: Pace) -> list[int]:
-    """Return ranks of a training job that are silent, or have not reached where others were some seconds ago."""
+    """Return the late ranks of a training job: silent ones, and those behind the newest version of seconds ago."""
     if now.stage != "training":
         return []
     live = (rank for rank in now.ranks if rank.state in HERE)
@@ -117,7 +117,7 @@ def late(now: pb.GetStatusResponse, pace: Pace) -> list[int]:
 
 
 def waits(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace()) -> Iterator[str]:
-    """Yield sentences about which ranks wait for what; none: everything goes on."""
+    """Yield sentences about what the ranks wait for; none if all ranks make progress."""
     states: dict[str, list[int]] = defaultdict(list)
     for rank in now.ranks:
         states[rank.state].append(rank.rank)
@@ -125,7 +125,7 @@ def waits(now: pb.GetStatusResponse, log: IncidentLog | None, pace: Pace = Pace(
         yield from _behind(now, pace)
     elif now.stage in ("waiting", "forming"):
         if not now.ranks or states["released"]:
-            yield "waiting for the launchers to start the next launch: no rank of it has joined yet"
+            yield "waiting for the launchers to restart the job: no rank has joined yet"
         elif states["missing"]:
             joined = now.world_size - len(states["missing"])
             yield f"{joined} of {count_text(now.world_size, 'rank')} joined; {ranks_text(states['missing'])} not yet"
@@ -147,9 +147,9 @@ def _behind(now: pb.GetStatusResponse, pace: Pace) -> Iterator[str]:
     silent = [rank for rank in here if rank.silent_s > SILENT_S]
     if behind := sorted(slow - {rank.rank for rank in silent}):
         at = min(rank.version for rank in here if rank.rank in behind)
-        yield f"the others wait for {ranks_text(behind)}: at version {at}, and others have finished {pace.passed}"
+        yield f"the others wait for {ranks_text(behind)}: at version {at}, while others have finished {pace.passed}"
     for rank in silent[:8]:
-        yield f"rank {rank.rank} on {rank.host} has not been heard for {duration_text(rank.silent_s)}"
+        yield f"rank {rank.rank} on {rank.host} has been silent for {duration_text(rank.silent_s)}"
     if pace.still_s > STILL_S:
         yield f"no rank has finished a step for {duration_text(pace.still_s)}"
     active: dict[str, list[int]] = defaultdict(list)
@@ -196,7 +196,7 @@ def _incident(now: pb.GetStatusResponse, log: IncidentLog | None) -> dict[str, A
 
 
 def tell(log: IncidentLog) -> dict[str, Any]:
-    """Return what an incident's file adds: which ranks were hurt, what was saved, and whether that is good."""
+    """Return what an incident's file tells: the ranks that were hurt, what was saved, and whether the end was good."""
     over = log.last("released", "thawed", "closed") is not None
     told: dict[str, Any] = {"cause": log.cause[:TEXT_MAX], "dead": hurt(log), "path": log.checkpoint}
     if (line := log.last("committed", "durable")) is not None:
@@ -204,9 +204,9 @@ def tell(log: IncidentLog) -> dict[str, Any]:
         told["saved"] = f"version {log.version}, durable {line.at_ms:.0f} ms after the first sign"
         told["bytes"] = size if isinstance(size, int) else 0
     elif (line := log.last("held")) is not None:
-        told["saved"] = f"version {line.facts.get('version')} is held in memory, and not durable yet"
+        told["saved"] = f"version {line.facts.get('version')} is held in memory, but not durable yet"
     elif (line := log.last("nothing_new")) is not None:
-        told["saved"] = f"version {log.version} was on disk already"
+        told["saved"] = f"version {log.version} was already on disk"
     released = log.last("released")
     if released is not None:
         told["good"] = released.facts.get("exit_code") == EXIT_SAVED or bool(released.facts.get("again"))
@@ -216,7 +216,7 @@ def tell(log: IncidentLog) -> dict[str, Any]:
 
 
 def hurt(log: IncidentLog) -> list[int]:
-    """Return the ranks that evidence accuses, except those that only saw a collective fail; at most 64."""
+    """Return at most 64 ranks with evidence against them, except those that only saw a collective fail."""
     back = {(line.facts.get("rank"), line.facts.get("evidence")) for line in log.of("retracted")}
     found = [
         line.facts["rank"]

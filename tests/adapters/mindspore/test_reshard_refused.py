@@ -102,7 +102,7 @@ def test_one_replica_of_each_group_is_enough(s8: Path) -> None:
     shutil.copytree(s8, refused_too)
     shutil.rmtree(refused_too / "rank_4")
     (refused_too / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=r"l1.w: no whole file of ranks 0,4 is there"):
+    with pytest.raises(CheckpointError, match=r"l1.w: there is no whole file of ranks 0,4"):
         run(refused_too, s8.parent / "none", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
 
 
@@ -150,19 +150,19 @@ def with_all(cuts: dict[str, Cut], **changed: Any) -> dict[str, Cut]:
 
 WRONG: dict[str, tuple[Callable[[], dict[str, Cut]], str]] = {
     "step": (lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1], 2, 4)}, "l3.w: opt_weight_shard_step is 4, .* are 1 apart"),
-    "no-opt": (lambda: S8, r"l1.w should be the same on ranks 0,4, and differs between rank 0 and rank 4"),
+    "no-opt": (lambda: S8, r"l1.w should be equal on ranks 0,4 but differs between rank 0 and rank 4"),
     "smaller-opt": (lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1])}, r"moments.l3.w would have the shape \(64, 16\)"),
     "larger-opt": (lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1], 8, 1)}, r"moments.l3.w would have the shape"),
     "larger-opt-everywhere": (
         lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1], 8, 1), "moments.l3.w": Cut((2, 4), [-1, -1], 8, 1)},
         r"l3.w should be different parts of a tensor on ranks 0,2 but is equal",
     ),
-    "device-axis": (lambda: with_all(S8O, devices=(4, 2), opt_size=0), r"the same on ranks 0,2"),
+    "device-axis": (lambda: with_all(S8O, devices=(4, 2), opt_size=0), r"equal on ranks 0,2"),
     "opt-too-large": (lambda: with_all(S8O, opt_size=4), r"opt_weight_shard_size is 4, but 2 ranks hold equal slices"),
     "bad-map": (lambda: {**S8O, "l1.w": Cut((2, 4), [-1, 2])}, r"tensor map \[-1, 2\] does not fit the device matrix"),
-    "axes": (lambda: {**S8O, "l1.w": Cut((2, 4), [-1, 0, -1], 2, 4)}, r"l1.w .* the strategy cuts 3 axes"),
+    "axes": (lambda: {**S8O, "l1.w": Cut((2, 4), [-1, 0, -1], 2, 4)}, r"l1.w .* the strategy describes 3 axes"),
     "missing": (lambda: {**S8O, "l4.w": Cut((2, 4), [-1])}, "no file holds l4.w"),
-    "ranks": (lambda: real_cuts((4,)), r"for 4 ranks, and there are files of ranks 4-7"),
+    "ranks": (lambda: real_cuts((4,)), r"for 4 ranks, but there are files of ranks 4-7"),
     "more-devices": (
         lambda: {**S8O, "l1.w": Cut((4, 4), [-1, 0])},
         "counts (16 devices, but 8|8 devices, but 16)",
@@ -193,7 +193,7 @@ def test_what_json_says_of_shapes_is_held_against_the_files(s8: Path) -> None:
     document["parallel_layout_item"]["l2.w"]["tensor_map"] = [-1, 0]  # the other axis: nothing else could tell
     wrong = s8.parent / "wrong.json"
     wrong.write_text(json.dumps(document))
-    refused(s8, wrong, None, r"l2.w: the files' parts make a tensor of shape \(16, 256\), and .* says \(64, 64\)")
+    refused(s8, wrong, None, r"l2.w: the parts in the files make a tensor of shape \(16, 256\), .* states \(64, 64\)")
 
 
 def test_a_target_that_cannot_be_cut(s8: Path) -> None:
@@ -276,9 +276,7 @@ def test_what_is_no_checkpoint_is_refused(s8: Path) -> None:
 
 
 def test_the_manifest_knows_the_number_of_ranks(s8: Path) -> None:
-    refused(
-        add_manifest(s8, world_size=16), STRATEGIES / "s8.ckpt", None, "the checkpoint is of 16 ranks, and .* for 8"
-    )
+    refused(add_manifest(s8, world_size=16), STRATEGIES / "s8.ckpt", None, "the checkpoint has 16 ranks, but .* for 8")
 
 
 # -------------------------------------------------------------------------------------------------- where it is written
@@ -309,7 +307,7 @@ def test_some_ranks_only_beside_those_that_others_make(s8: Path) -> None:
 def test_a_disk_that_is_too_small(s8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(s8)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "has 100000 bytes free, and .* are needed")
+    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "has 100000 bytes free, but .* are needed")
 
 
 def test_worker_processes_make_the_same(s8: Path) -> None:
@@ -336,7 +334,7 @@ def test_a_wrong_conversion_is_not_published(s8: Path, monkeypatch: pytest.Monke
         yield bytes(data)
 
     monkeypatch.setattr(reshard_rank, "blocks", spoilt)
-    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "l2.w of rank 2 is not what was to be written")
+    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "l2.w of rank 2 differs from what was written")
 
 
 def test_the_source_is_as_it_was(s8: Path) -> None:

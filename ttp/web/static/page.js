@@ -1,14 +1,14 @@
-// Draws what /events sends. Every text is set as text: texts come from programs that crashed.
+// Draws the views that /events sends. All texts are inserted as text, not as HTML: they come from programs that crashed.
 const $ = (id) => document.getElementById(id);
 const GLYPH = { live: "·", frozen: "‖", lost: "✕", broken: "!", released: "↓", done: "✓", missing: "?", late: "…" };
 const SAYS = {
-  live: "live", frozen: "standing still", lost: "lost", broken: "broken: its program raised", released: "told to exit",
+  live: "live", frozen: "frozen", lost: "lost", broken: "broken: its program raised an exception", released: "told to exit",
   done: "done", missing: "not joined", late: "behind or silent",
 };
 const STAGE = {
   waiting: "Waiting for ranks", forming: "Ranks join and restore", training: "Training", freezing: "A fault: ranks are being frozen",
-  saving: "A fault: the newest step is being written", mending: "A fault: mending in place", committing: "A fault: the checkpoint is being committed",
-  saved: "Saved: ranks are being released", released: "Ranks leave, to be started again", finished: "The job has finished",
+  saving: "A fault: the newest step is being written", mending: "A fault: it is being repaired in place", committing: "A fault: the checkpoint is being committed",
+  saved: "Saved: ranks are being released", released: "Ranks exit, to be restarted", finished: "The job has finished",
 };
 const TONE = { training: "good", finished: "good", waiting: "idle", forming: "idle" };
 const MANY = 512;
@@ -56,10 +56,10 @@ function top() {
   const i = now.incident, over = now.error && now.ended, good = /^exit (0|75):/.test(now.ended);
   const tone = over ? (good ? "idle" : "bad") : now.error ? "bad" : TONE[now.stage] || "busy";
   set($("run"), now.run_id ? `· ${now.framework} job ${now.run_id}` : now.asks ? "" : "· incidents of a directory");
-  set($("stage"), over ? "The job has ended" : now.error ? "The controller does not answer" : now.asks ? STAGE[now.stage] || now.stage : "No job is asked: only incidents are shown");
+  set($("stage"), over ? "The job has ended" : now.error ? "The controller does not answer" : now.asks ? STAGE[now.stage] || now.stage : "No job is observed: only incidents are shown");
   $("now").className = `card wide tone-${now.asks ? tone : "idle"}`;
-  const waits = over ? [now.ended, "its controller has gone with it"] : now.error ? [now.error] : now.waits || [];
-  rowsOf($("waits"), waits.length ? waits : now.stage === "training" ? [`all ${count(now.world_size, "rank")} go on, at version ${now.newest}`] : []);
+  const waits = over ? [now.ended, "its controller has ended too"] : now.error ? [now.error] : now.waits || [];
+  rowsOf($("waits"), waits.length ? waits : now.stage === "training" ? [`all ${count(now.world_size, "rank")} make progress, at version ${now.newest}`] : []);
   const last = i || (now.incidents.length ? fromList(now.incidents[0]) : null);
   $("last").hidden = !last;
   document.title = title(i);
@@ -67,7 +67,7 @@ function top() {
   set($("last-title"), last.open ? "Incident now" : "Last incident");
   $("last").className = `card wide tone-${last.open ? "busy" : last.good === false || (last.good === null && !last.saved) ? "bad" : "good"}`;
   set($("cause"), last.cause || "no evidence was recorded");
-  set($("saved"), last.saved ? last.saved + (last.bytes ? `, ${size(last.bytes)}` : "") + (last.path ? `: ${last.path}` : "") : last.open ? "nothing yet" : last.good ? "nothing had to be" : "NOTHING was saved");
+  set($("saved"), last.saved ? last.saved + (last.bytes ? `, ${size(last.bytes)}` : "") + (last.path ? `: ${last.path}` : "") : last.open ? "nothing yet" : last.good ? "nothing had to be saved" : "NOTHING was saved");
   set($("outcome"), last.outcome || (last.open ? `not over: ${last.stage}` : ""));
   set($("when"), last.opened_unix_s ? `${clock(last.opened_unix_s)}, ${ago(last.opened_unix_s)}` : "");
 }
@@ -89,10 +89,10 @@ function facts() {
   const living = (now.counts.live || 0) + (now.counts.frozen || 0) + (now.counts.broken || 0);
   const found = [
     ["newest version", String(now.newest)],
-    ["ranks that live", `${living.toLocaleString("en")} of ${now.world_size.toLocaleString("en")}`],
+    ["live ranks", `${living.toLocaleString("en")} of ${now.world_size.toLocaleString("en")}`],
     ["late", String(now.late.length)],
   ];
-  if (now.groups.length) found.push(["copies of the thinnest shard", `${now.groups[0].living} of ${now.groups[0].copies}`]);
+  if (now.groups.length) found.push(["fewest copies of a shard", `${now.groups[0].living} of ${now.groups[0].copies}`]);
   found.push(["launch", String(now.incarnation)], ["incidents", String(now.incidents_total)], ["false alarms", String(now.false_alarms)]);
   if (now.copied_version !== null) found.push(["second copies of version", String(now.copied_version)]);
   found.push(["standby controllers", now.standbys.length ? now.standbys.join(", ") : "none"], ["controller", `${now.controller}, pid ${now.pid}`]);
@@ -198,12 +198,12 @@ function pick(rank) { picked = true; choose(rank); }
 
 // ------------------------------------------------------------------------------------------------------- tables
 function groups() {
-  set($("groups-note"), `· those with the fewest living copies first, ${count(now.groups_total, "shard")} in all`);
+  set($("groups-note"), `· those with the fewest live copies first, ${count(now.groups_total, "shard")} in all`);
   rows($("groups"), now.groups.map((g) => [[`${g.living} of ${g.copies}`, g.living < Math.min(2, g.copies) && AT_WORK.includes(now.stage) ? "tight thin" : "tight"], [g.name], [g.ranks], [g.gone || "-"]]));
 }
 function incidents() {
   const list = now.incidents;
-  set($("incidents-note"), list.length ? `· ${list.length} written down here` : now.incidents_total ? "· their files are on another host: run ttp web where save_dir can be read" : "· none yet");
+  set($("incidents-note"), list.length ? `· ${list.length} recorded here` : now.incidents_total ? "· their files are on another host: run ttp web where save_dir can be read" : "· none yet");
   const text = JSON.stringify(list);
   if ($("incidents").dataset.shown !== text) {
     $("incidents").dataset.shown = text;
@@ -293,7 +293,7 @@ function show(view) {
 function connection() {
   const s = (performance.now() - seenAt) / 1000;
   const bad = !seenAt || s > 12;
-  set($("connection"), !seenAt ? "connecting" : bad ? `no news for ${Math.round(s)} s: what is shown may be old` : now.error ? "what is shown is old" : "live");
+  set($("connection"), !seenAt ? "connecting" : bad ? `no update for ${Math.round(s)} s: this page may be out of date` : now.error ? "out of date" : "live");
   $("connection").className = bad || now?.error ? "bad" : "";
   if (now && seenAt && now.incident) top();
 }
