@@ -39,7 +39,7 @@ def test_a_save_handler_that_calls_what_waits_for_itself_fails_and_another_rank_
     this = job(faults=[KILL], options=hostile("save", r0="update"))
     assert this.run() == [SAVED, KILLED, SAVED, SAVED], this.story()
     assert savers(this) == {2: [2, 3], 3: [2, 3]}
-    assert "is for the training thread to report, and a handler has done so" in this.story()
+    assert "was reported in a handler, but only the training thread may" in this.story()
 
 
 @pytest.mark.slow

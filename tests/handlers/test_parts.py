@@ -271,14 +271,14 @@ def test_a_repair_that_loads_says_which_step() -> None:
     rank = Rank0(repair=lambda call: setattr(rank.actor, "loaded", 3))
     assert rank.act(RoundKind.REPAIR, way=RepairWay.LOAD).result == 3
     silent = Rank0(repair=lambda call: None)
-    assert "has not said which step" in silent.act(RoundKind.REPAIR, way=RepairWay.LOAD_REBUILD).text
+    assert "has not reported the step" in silent.act(RoundKind.REPAIR, way=RepairWay.LOAD_REBUILD).text
 
 
 def test_an_update_that_is_missing_is_made_by_who_stands_in_front_of_it() -> None:
     rank = Rank0()
     assert rank.act(RoundKind.CATCH_UP).ok  # it has made it already
     rank.gate.set_version(Version(4))
-    assert "does not stand in front" in rank.act(RoundKind.CATCH_UP).text
+    assert "does not wait at the gate" in rank.act(RoundKind.CATCH_UP).text
     rank.gate.close()
 
     def train() -> None:

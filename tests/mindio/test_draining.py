@@ -48,9 +48,9 @@ def test_the_ranks_of_a_host_that_is_drained_are_moved_to_one_that_has_offered_i
 @pytest.mark.parametrize(
     ("host", "why", "settings"),
     [
-        ("b", "no host stands by for it", {"offers": False}),
+        ("b", "no standby host has offered to take its ranks", {"offers": False}),
         ("b", "have no enable_arf", {"recover": False}),
-        ("a", "rank 0 runs there, and the others meet on its host", {}),
+        ("a", "rank 0 runs there, and the other ranks need its host", {}),
         ("c", "no rank was given", {}),
     ],
 )
@@ -69,7 +69,7 @@ def test_an_offer_does_not_hold_for_ever() -> None:
     this.after(switching.OFFER_S + 1)
     this.event(Noticed(Notice(NoticeKind.MOVE, params="b")))
     this.pump(this._take())
-    assert this.answer == "no host stands by for it"
+    assert this.answer == "no standby host has offered to take its ranks"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""MindIO's later generation: jobs whose own handlers save, repair and resume, led by the controller in rounds.
+"""MindIO's later generation: the program's own handlers save, repair and resume, in rounds that the controller leads.
 
-``protocol`` is pure, like ``ttp.core``, which it extends by two seams: ``ttp.core.controller.program_recovery`` for the
-controller and ``ttp.core.rank.program`` for a rank. ``handlers`` is the side of a rank and of a manager. The names of
-``mindio_ttp`` are in ``ttp.compat.mindio``. Nothing in ``ttp.core`` knows of this package.
+``protocol`` is pure, as is ``ttp.core``, which it extends at two interfaces: ``ttp.core.controller.program_recovery``
+for the controller and ``ttp.core.rank.program`` for a rank. ``handlers`` has the part of a rank and that of a manager.
+The names of ``mindio_ttp`` are in ``ttp.compat.mindio``. ``ttp.core`` does not depend on this package.
 """

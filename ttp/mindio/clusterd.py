@@ -1,15 +1,16 @@
-"""Mediates between a job under ttp and ClusterD, which decides for MindCluster about jobs. Pure: no I/O.
+"""Mediate between a job under ttp and ClusterD, the service of MindCluster that decides about jobs. No I/O.
 
-ClusterD knows of broken devices and nodes, ttp of ranks that died. Each tells the other; then ClusterD asks in rounds::
+ClusterD detects broken devices and nodes, ttp detects ranks that died. Each reports to the other; then ClusterD sends
+these signals, and gets these answers::
 
-    stopTrain       -> the ranks are accused, ttp freezes the job          -> StopComplete
-    globalFault     -> what can be done: dump, exit                        -> Strategies
-    changeStrategy  -> dump: when ttp has saved, or cannot                 -> Result
-    saveAndExit     -> both at once, as where only dump is configured      -> Result
-    killMaster      -> the end
+    stopTrain       -> the ranks are reported as broken, and ttp freezes the job    -> StopComplete
+    globalFault     -> the possible strategies are dump and exit                    -> Strategies
+    changeStrategy  -> dump: ttp has saved, or cannot                               -> Result
+    saveAndExit     -> all of the above at once, if only dump is configured         -> Result
+    killMaster      -> this process ends
 
-ttp's rescue is one operation: it freezes, saves and releases. So a job is accused once for each fault, an ``Episode``,
-no matter which of the two sides found it. All rounds about the same hosts are answered with the result of that rescue.
+ttp's rescue is one operation: it freezes, saves and releases. So ranks are reported to the controller once per fault
+(an ``Episode``), whichever side detected it, and all signals about the same hosts get the result of that rescue.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ DUMP, EXIT = "dump", "exit"
 OTHER_FAULT = "1"
 ACCUSE_AGAIN_S = 2.0
 EPISODE_S = 900.0
-"""Seconds that ClusterD waits for a report at most: a signal after that is about another fault."""
+"""Largest number of seconds that ClusterD waits for a report; a later signal is about another fault."""
 KNOWN_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The state of the job, as its controller shows it, or its ``save_dir`` where no controller is left.
+    """The state of the job, from its controller, or from its ``save_dir`` if no controller is left.
 
     Args:
-        hosts: ranks of each host, ordered by the lowest rank; empty: no job.
-        incident: id of the last incident; empty: none.
+        hosts: ranks of each host, ordered by the lowest rank; empty if there is no job.
+        incident: id of the last incident; empty if there was none.
         stage: stage of that incident.
-        faulty: something is broken; False: the incident was a checkpoint on request, or a false alarm.
-        lost: ranks that have died in it.
-        saved: it has committed a checkpoint.
-        text: its outcome, for people.
+        faulty: whether the incident is a fault; False for a checkpoint on request and for a false alarm.
+        lost: ranks that died in the incident.
+        saved: whether the incident has committed a checkpoint.
+        text: outcome of the incident, in words.
     """
 
     hosts: tuple[tuple[int, ...], ...] = ()
@@ -54,7 +55,7 @@ class Seen:
 
     @property
     def over(self) -> bool:
-        """True if the incident has ended."""
+        """Whether the incident has ended."""
         return self.stage in ("released", "closed")
 
     def hosts_of(self, ranks: Iterable[int]) -> set[int]:
@@ -65,7 +66,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Accuse:
-    """An action: tell the job's controller that these ranks are broken."""
+    """An action: report these ranks as broken to the job's controller."""
 
     ranks: tuple[int, ...]
     text: str
@@ -77,10 +78,16 @@ Action: TypeAlias = Accuse | Message
 
 @dataclass(slots=True)
 class Episode:
-    """One fault.
+    """One fault, and the answers about it. Times are in seconds.
 
-    ``ranks`` and ``hosts`` are those accused. ``owed`` has the deadline of each answer that ClusterD waits for, by what
-    it asked for; times are in seconds.
+    Args:
+        began_s: when the fault was first reported.
+        before: id of the last incident before the fault.
+        ranks: the broken ranks.
+        hosts: the hosts of the broken ranks.
+        result: the state of the job in the incident of this fault; None before that incident.
+        accused_s: when the ranks were last reported to the controller.
+        owed: deadlines of the answers that ClusterD waits for, by request.
     """
 
     began_s: float
@@ -93,26 +100,26 @@ class Episode:
 
 
 class Bridge:
-    """Decides what to tell the job and ClusterD about the present fault.
+    """Decides what to send to the job and to ClusterD about the current fault.
 
     Args:
         job_id: id of the job in ClusterD.
-        stop_s: seconds that the job may take to freeze.
-        dump_s: seconds that it may take to save.
+        stop_s: seconds in which the job has to freeze.
+        dump_s: seconds in which the job has to save.
     """
 
     def __init__(self, job_id: str, stop_s: float = 60.0, dump_s: float = 360.0) -> None:
         self._job_id, self._stop_s, self._dump_s = job_id, stop_s, dump_s
         self._seen: Seen | None = None
         self._told: deque[str] = deque(maxlen=KNOWN_MAX)
-        """Incidents whose dead ranks ClusterD knows."""
+        """Incidents whose dead ranks were reported to ClusterD."""
         self._episode: Episode | None = None
         self._heard: deque[tuple[str, ...]] = deque(maxlen=KNOWN_MAX)
         self.ended = False
-        """True once ClusterD has told this process to end."""
+        """Whether ClusterD has told this process to end."""
 
     def signal(self, signal: pb.RecoverSignal, now: float) -> list[Action]:
-        """Return what to do because ClusterD has sent ``signal``. A signal that is sent again changes nothing."""
+        """Handle a signal of ClusterD, and return the actions. A repeated signal has no effect."""
         kind, wanted = signal.signal_type, signal.change_strategy
         key = (signal.uuid, kind, wanted, *signal.actions)
         if kind == "keep-alive" or signal.job_id != self._job_id or key in self._heard:
@@ -123,7 +130,7 @@ class Bridge:
             case "killMaster", _:
                 self.ended = True
             case "stopTrain", _ if "pause_train" in signal.actions:
-                answer = pb.RecoverAnswer(code=NOT_DONE, info="ttp pauses no job for others: it saves and restarts")
+                answer = pb.RecoverAnswer(code=NOT_DONE, info="ttp does not pause jobs: it saves and restarts them")
                 return [pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=signal.fault_ranks)]
             case "stopTrain", _:
                 self._fault(ranks, self._hosts_of(ranks), now).owed["stop"] = now + self._stop_s
@@ -140,11 +147,11 @@ class Bridge:
             case "changeStrategy", "exit":
                 self._episode = None
             case "changeStrategy", _:
-                return [self._result(NOT_RECOVERABLE, "ttp offers dump and exit", wanted)]
+                return [self._result(NOT_RECOVERABLE, "ttp offers only dump and exit", wanted)]
         return []
 
     def look(self, seen: Seen | None, now: float) -> list[Action]:
-        """Return what to do because of the job's state ``seen``; None: no controller can be asked now."""
+        """Handle the job's current state, None if no controller answers, and return the actions."""
         actions: list[Action] = []
         if seen is not None:
             actions += self._died(seen, now)
@@ -165,12 +172,12 @@ class Bridge:
         return actions
 
     def believed(self) -> None:
-        """Note that the controller has accepted the accusation, so that it is not made again."""
+        """Record that the controller has accepted the report of broken ranks, so that it is not repeated."""
         if self._episode is not None:
             self._episode.accused_s = float("inf")
 
     def _fault(self, ranks: set[int], hosts: set[int], now: float) -> Episode:
-        """Return the episode of a signal: the present one, unless that is over and was about other hosts."""
+        """Return the episode of a signal: the current one, unless that is over and was about other hosts."""
         episode = self._episode
         if episode is None or (episode.result is not None and episode.result.over and not hosts <= episode.hosts):
             episode = self._episode = Episode(now, self._seen.incident if self._seen is not None else "")
@@ -182,7 +189,7 @@ class Bridge:
         return self._seen.hosts_of(ranks) if self._seen is not None else set()
 
     def _died(self, seen: Seen, now: float) -> list[Action]:
-        """Tell ClusterD once of ranks that died, unless the incident was over before this process began."""
+        """Report ranks that died to ClusterD, once per incident, unless it was over before this process began."""
         if self._seen is None and seen.over:
             self._told.append(seen.incident)
         if not seen.lost or seen.incident in self._told:
@@ -218,7 +225,7 @@ class Bridge:
             found.append(pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=faults))
         if DUMP in episode.owed and ((result and result.over) or now >= episode.owed[DUMP]):
             saved = result is not None and result.over and result.saved
-            text = result.text if result is not None and result.over else "no end of the rescue is known"
+            text = result.text if result is not None and result.over else "the end of the rescue is not known"
             found.append(self._result(OK if saved else NOT_DUMPED, text, DUMP))
             self._episode = None
         return found
@@ -228,4 +235,4 @@ class Bridge:
         return pb.RecoverResult(job_id=self._job_id, status=answer, strategy=strategy)
 
 
-_NOT_STOPPED = pb.RecoverAnswer(code=NOT_READY, info="no job of ttp could be stopped")
+_NOT_STOPPED = pb.RecoverAnswer(code=NOT_READY, info="ttp has frozen no job in time")

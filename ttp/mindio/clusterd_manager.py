@@ -1,7 +1,7 @@
-"""Translates between ClusterD and the controller of a job whose program has handlers of its own. Pure: no I/O.
+"""Translate between ClusterD and the controller of a job whose program has its own handlers. No I/O.
 
-Such a job can do more than dump and exit, and its controller speaks with a manager in the same rounds as ClusterD does
-with MindIO (``protocol.handshake``). So every message is passed on, in both directions, and nothing is decided here.
+Such a job can do more than dump and exit, and its controller exchanges the same messages with a manager as MindIO with
+ClusterD (``protocol.handshake``). So all messages are passed on in both directions, without any decision here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KNOWN_MAX = 256
 SWITCHES = {"hot switch": NoticeKind.HOT_SWITCH, "stop switch": NoticeKind.STOP_SWITCH}
 
 Faults = Mapping[int, int]
-"""Ranks and what is broken of each; the numbers are those of ``FaultOf`` and of ClusterD's fault types."""
+"""Rank -> kind of its fault; the numbers are those of ``FaultOf`` and of ClusterD's fault types."""
 
 
 class Interpreter:
@@ -32,7 +32,7 @@ class Interpreter:
         self._heard: deque[tuple[str, ...]] = deque(maxlen=KNOWN_MAX)
 
     def notices(self, signal: pb.RecoverSignal, hosts: Sequence[Sequence[int]]) -> list[Notice]:
-        """Return the notices to pass on for a signal; none if the signal was passed on before.
+        """Return the notices to send for a signal; none if the signal is a repeat.
 
         Args:
             signal: ClusterD's signal.
@@ -63,20 +63,20 @@ class Interpreter:
         return found
 
     def fault_ranks(self, faults: Faults) -> pb.RecoverFaults:
-        """Translate a call; see ``ReportFaultRanks``."""
+        """Return ClusterD's message for a call; see ``ReportFaultRanks``."""
         return pb.RecoverFaults(job_id=self._job_id, fault_ranks=_to_wire(faults))
 
     def stop_complete(self, code: int, text: str, faults: Faults) -> pb.RecoverStopped:
-        """Translate a call; see ``ReportStopComplete``."""
+        """Return ClusterD's message for a call; see ``ReportStopComplete``."""
         answer = pb.RecoverAnswer(code=code, info=text)
         return pb.RecoverStopped(job_id=self._job_id, status=answer, fault_ranks=_to_wire(faults))
 
     def strategies(self, faults: Faults, offered: Sequence[str]) -> pb.RecoverStrategies:
-        """Translate a call; see ``ReportStrategies``."""
+        """Return ClusterD's message for a call; see ``ReportStrategies``."""
         return pb.RecoverStrategies(job_id=self._job_id, fault_ranks=_to_wire(faults), strategies=offered)
 
     def result(self, code: int, text: str, strategy: str) -> pb.RecoverResult:
-        """Translate a call; see ``ReportResult``."""
+        """Return ClusterD's message for a call; see ``ReportResult``."""
         return pb.RecoverResult(job_id=self._job_id, status=pb.RecoverAnswer(code=code, info=text), strategy=strategy)
 
 

@@ -1,4 +1,4 @@
-"""The controller's gRPC service for an outside manager, one at a time: ``ttp.wire.v1.Manager``."""
+"""The controller's gRPC service for an outside manager, ``ttp.wire.v1.Manager``; one manager can be attached."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ SERVICE = "ttp.wire.v1.Manager"
 
 
 class ManagerService(rpc.ManagerServicer):
-    """Translates between the wire and the driver, and carries out actions of ``HandlerRecovery``; decides nothing."""
+    """Translates requests to events for the driver, and carries out actions of ``HandlerRecovery``.
+
+    Args:
+        driver: the controller's driver.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -83,7 +87,7 @@ class ManagerService(rpc.ManagerServicer):
         return pb.NoticeAnswer(accepted=not self._problem, text=self._problem)
 
     async def Offer(self, request: pb.PlaceOffered, context: Any) -> pb.PlaceTaken:
-        """See the proto."""
+        """See ``Manager.Offer`` in the proto."""
         self._taken = ()
         try:
             self._driver.feed(PlaceOffered(limits.text("host", request.host), limits.text("store", request.store)))

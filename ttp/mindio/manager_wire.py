@@ -1,4 +1,4 @@
-"""Converts messages between managers and controllers to and from the protobuf messages of ``rounds.proto``."""
+"""Convert messages between managers and controllers to and from the protobuf messages of ``rounds.proto``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ttp.wire.limits import WireError
 from ttp.wire.v1 import rounds_pb2 as pb
 
 WAIT_MAX_S = 86_400.0
-"""Maximum time in seconds to wait for a manager."""
+"""Largest time in seconds to wait for a manager."""
 
 
 def notice_to_wire(notice: Notice) -> pb.Notice:
@@ -29,12 +29,12 @@ def notice_from_wire(message: pb.Notice) -> Notice:
     """Convert a notice from protobuf to core.
 
     Raises:
-        WireError: the message makes no sense.
+        WireError: the message is not valid.
     """
     try:
         kind = NoticeKind(message.what)
     except ValueError:
-        raise WireError(f"{message.what!r:.80} is nothing that a manager says") from None
+        raise WireError(f"{message.what!r:.80} is not a kind of notice from a manager") from None
     return Notice(
         kind,
         _faults_from_wire(message.faults),
@@ -60,21 +60,21 @@ def call_from_wire(message: pb.ManagerCall) -> ManagerCall:
     """Convert a call from protobuf to core.
 
     Raises:
-        WireError: the message makes no sense.
+        WireError: the message is not valid.
     """
     try:
         kind = CallKind(message.what)
     except ValueError:
-        raise WireError(f"{message.what!r:.80} is nothing that a manager is told") from None
+        raise WireError(f"{message.what!r:.80} is not a kind of call to a manager") from None
     faults = _faults_from_wire(message.faults)
     return ManagerCall(kind, faults, message.code, message.text, tuple(message.strategies), message.strategy)
 
 
 def seconds(value: float) -> float:
-    """Return a time in seconds after checking that it can be waited for.
+    """Check a time to wait, in seconds, and return it.
 
     Raises:
-        WireError: it cannot.
+        WireError: it is not from 0 to ``WAIT_MAX_S``.
     """
     if not 0 <= value <= WAIT_MAX_S:
         raise WireError(f"{value} s is not a time from 0 to {WAIT_MAX_S:g} s")

@@ -1,4 +1,4 @@
-"""For programs whose own handlers save, repair and resume: the side of a rank and the side of an outside manager."""
+"""The API for programs whose own handlers save, repair and resume: the part of a rank and that of a manager."""
 
 from ttp.mindio.handlers.call import Call, HandlerKind
 from ttp.mindio.handlers.loop import ForcedStop, NextAction

@@ -1,4 +1,4 @@
-"""Carries out rounds on a rank: every act on a thread of its own, with a deadline, and an answer in any case."""
+"""Carry out the orders (acts) of rounds on a rank: each on its own thread with a deadline, and always with an answer."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ CLEANED = (0, 2)
 LOADS = (RepairWay.LOAD, RepairWay.LOAD_REBUILD)
 WRITES = (RepairWay.MEMORY_HIGH, RepairWay.RECEIVE, *LOADS)
 REPAIRS = (RoundKind.CLEAN, RoundKind.REBUILD, RoundKind.REPAIR, RoundKind.ROLLBACK)
-"""Rounds in which handlers may ask for the step and the type of the repair."""
+"""Rounds that set the step and the type of the repair, for handlers that ask for them."""
 NEEDED = (RoundKind.SAVE, RoundKind.RENAME, RoundKind.REPAIR, RoundKind.REBUILD)
-"""Rounds that cannot be done without a handler."""
+"""Rounds that fail without a handler."""
 
 
-class CannotAct(Exception):  # noqa: N818 - an answer, in words
-    """The order cannot be carried out; the text says why."""
+class CannotAct(Exception):  # noqa: N818 - it becomes the text of an answer
+    """Raised when an order cannot be carried out; the text says why."""
 
 
 class Actor:
     """Carries out the acts of one rank.
 
     Args:
-        rank: the rank that acts.
+        rank: the rank.
         processor: sends the answers; owns the gate.
-        handlers: the program's handlers; the dict may still grow.
+        handlers: the program's handlers; the program may add more later.
         loop: the position of the training thread.
-        pause: the point at which the training thread stands still when told to.
-        seat: what the launcher is told while lost ranks are replaced.
-        on_halted: tells the controller whether the training thread is stopped.
-        on_device: context in which handlers of a kind run, on the device of the training thread.
+        pause: the point at which the training thread pauses on request.
+        seat: tells the launcher whether this process may be killed while lost ranks are replaced.
+        on_halted: function that tells the controller whether the training thread is stopped.
+        on_device: returns the context in which a handler runs, so that it uses the device of the training thread.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Actor:
         self.loaded: int | None = None
         """Step of the checkpoint that the running repair has loaded."""
         self.moves = False
-        """True while ranks are moved to other hosts: the loop has ended at the end of a step."""
+        """Whether ranks are being moved to other hosts; then the training thread leaves its loop at a step's end."""
         self._rank, self._processor, self._handlers = rank, processor, handlers
         self._gate: Gate = processor.gate
         self._loop, self._pause, self._on_halted, self._on_device = loop, pause, on_halted, on_device
@@ -76,16 +76,16 @@ class Actor:
         self._updated = threading.Event()
 
     def start(self, act: Act) -> None:
-        """Carry out ``act`` on a thread of its own; returns at once."""
+        """Start to carry out ``act`` on a new thread."""
         threading.Thread(target=self._oversee, args=(act,), name=f"ttp-{act.kind.value}", daemon=True).start()
 
     @property
     def calls_here(self) -> bool:
-        """True if the calling thread is running a handler."""
+        """Whether the calling thread runs a handler."""
         return getattr(self._here, "calls", False)
 
     def updated(self) -> None:
-        """Note that the training thread has ended an update, with the gate closed."""
+        """Record that the training thread has ended an update while the gate is closed."""
         self._updated.set()
 
     # ------------------------------------------------------------------------------------------------------- one act
@@ -103,7 +103,7 @@ class Actor:
         torn = state.phase is Phase.TORN
         self._processor.tell(Said(Acted(self._rank, act.serial, ok, result, state.version, torn, text)))
         if ok and act.kind is RoundKind.RESUME:
-            self._loop.resume()  # after the answer: later reports of the training thread come later
+            self._loop.resume()  # only after the answer, so that reports of the training thread follow it
 
     def _try(self, act: Act) -> tuple[bool, int, str]:
         try:
@@ -142,19 +142,22 @@ class Actor:
         self._here.calls = True  # for as long as this thread lives
         with self._on_device(kind):
             returned = handler(Call.of(kind, act))
-        return int(returned or 0) if kind is HandlerKind.CLEAN else 0  # results of other kinds mean nothing
+        return int(returned or 0) if kind is HandlerKind.CLEAN else 0  # results of other kinds are not used
 
     # ---------------------------------------------------------------------------------------------------------- kinds
 
     def _stop(self, act: Act) -> int:
-        """Get the training thread out of its loop: gate and pause release it, the handler breaks what it waits in."""
+        """Make the training thread leave its loop.
+
+        The gate and the pause point release it, and the stop handler ends the calls in which it may wait.
+        """
         began = time.monotonic()
         if not self._stopped:
             self._on_halted(True)
             self._gate.halt()
             self.moves = act.purpose == MIGRATION
             self._pause.halt(MOVES if self.moves else HALTED)
-            if not self.moves:  # else it stands at the end of a step, where nothing has to be broken
+            if not self.moves:  # else the thread pauses at the end of a step, so no call has to be ended
                 self._call(act)
             self._stopped = True
         if not self._loop.wait_left(act.limit_ms / 1000 - (time.monotonic() - began)):
@@ -174,10 +177,10 @@ class Actor:
         deadline = time.monotonic() + act.limit_ms / 1000
         self._updated.clear()
         if self._gate.version < act.version and not self._gate.admit():
-            raise CannotAct("the training thread does not stand in front of an update")
+            raise CannotAct("the training thread does not wait at the gate for an update")
         while self._gate.version < act.version:
             if not self._updated.wait(max(0.0, deadline - time.monotonic())):
-                raise CannotAct("the update does not end")
+                raise CannotAct("the update has not ended in time")
             self._updated.clear()
         if self._gate.version != act.version:
             raise CannotAct(f"the update has led to step {self._gate.version}, not {act.version}")
@@ -186,12 +189,12 @@ class Actor:
     def _repair(self, act: Act) -> int:
         self.loaded = None
         if act.way in WRITES:
-            self._gate.mark_overwritten()  # a controller that takes over meanwhile has to know
+            self._gate.mark_overwritten()  # for a controller that takes over meanwhile
         self._call(act)
         if act.way not in LOADS:
             return 0
         if self.loaded is None or self.loaded < 0:
-            raise CannotAct("the repair handler has not said which step it has loaded")
+            raise CannotAct("the repair handler has not reported the step that it loaded")
         return self.loaded
 
     def _make_way(self, act: Act) -> int:
@@ -209,14 +212,14 @@ class Actor:
         return self._go_on()
 
     def _hold(self) -> int:
-        self._on_halted(True)  # another controller knows of no pause
+        self._on_halted(True)  # for a controller that takes over, which does not know of the pause
         self._processor.activity = "paused"
         self._processor.say()
         return self._pause.hold(self._gate.version)
 
     def _stand_still(self, act: Act) -> int:
         if not self._pause.stand_at(act.version, act.limit_ms / 1000):
-            raise CannotAct(f"the training thread has not come to the end of step {act.version}")
+            raise CannotAct(f"the training thread has not reached the end of step {act.version} in time")
         return 0
 
     def _go_on(self) -> int:

@@ -1,4 +1,4 @@
-"""The argument of handlers."""
+"""The argument of handlers, and the kinds of handlers."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Call:
 
     Args:
         kind: the kind of handler.
-        step: the version that is saved, named, repaired to or rolled back to.
-        lists: SAVE: for each type of state that this rank saves, the ranks that save it, in the order of the pieces.
-        memory_error: CLEAN: this rank's device has lost memory.
-        rebuild: REPAIR: the state has to be made anew first.
-        error_ranks: REPAIR: the ranks that need the repair; REBUILD: the ranks whose processes are new.
-        way: REPAIR: this rank's part.
-        types: REPAIR: ``types[i]`` goes from ``src[i]`` to ``dst[i]``.
+        step: the version to save, rename, repair to or roll back to.
+        lists: for SAVE: for each type of state that this rank saves, the ranks that save it, in the pieces' order.
+        memory_error: for CLEAN: whether this rank's device has lost memory.
+        rebuild: for REPAIR: whether the state has to be created anew first.
+        error_ranks: for REPAIR: the ranks that need the repair; for REBUILD: the ranks whose processes are new.
+        way: for REPAIR: the part of this rank.
+        types: for REPAIR: state of ``types[i]`` goes from rank ``src[i]`` to rank ``dst[i]``.
         src: see ``types``.
         dst: see ``types``.
-        ranks: REPAIR: all ranks that take part in it, ascending.
-        repair_type: ``retry``, ``recover``, ``dump``; empty: the call belongs to no repair or save.
+        ranks: for REPAIR: all ranks that take part, ascending.
+        repair_type: ``retry``, ``recover`` or ``dump``; empty if the call belongs to no repair or save.
     """
 
     kind: HandlerKind
@@ -70,7 +70,7 @@ class Call:
 
     @classmethod
     def of(cls, kind: HandlerKind, act: Act) -> Call:
-        """Make the argument of a handler from an order."""
+        """Return the argument of a handler for an order."""
         return cls(
             kind=kind,
             step=act.version,
@@ -102,4 +102,4 @@ class Call:
 
 
 Handler = Callable[[Call], int | None]
-"""A handler. Its result counts for CLEAN only; an exception is a failure."""
+"""A handler. Its result is used for CLEAN only. An exception is a failure."""

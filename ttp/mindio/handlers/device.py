@@ -1,8 +1,7 @@
-"""The accelerator of the training thread, for the threads on which handlers run.
+"""Give the threads on which handlers run the accelerator of the training thread.
 
-A new thread uses device 0, whatever device the other threads of its process use. And where training hangs in a
-collective, all work queued behind it hangs too: a save has to use a stream of its own, which waits only for the last
-update.
+A new thread uses device 0, whatever device the other threads of its process use. And if training hangs in a collective,
+all work queued after it hangs too. So a save uses a separate stream, which waits only for the last update.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any
 log = logging.getLogger("ttp.handlers")
 
 RUNTIMES = ("npu", "cuda")
-"""Names of torch's runtimes; the first one in use is taken."""
+"""Names of torch's device modules; the first one in use is taken."""
 
 
 class Device:
-    """One device of a runtime with torch's interface. Make it at the start: it allocates a stream.
+    """A device with torch's interface. Create it early, as the constructor allocates a stream.
 
     Args:
         runtime: ``torch.cuda``, or a module with the same functions.
@@ -34,14 +33,18 @@ class Device:
         self._updated: Any = None
 
     def updated(self) -> None:
-        """Note that the last write of an update has been queued. For the training thread; does not wait."""
+        """Record that the last write of an update has been queued. The training thread calls this; it does not wait."""
         event = self._runtime.Event()
         event.record()
         self._updated = event
 
     @contextlib.contextmanager
     def borrowed(self, *, aside: bool) -> Iterator[None]:
-        """Make the calling thread use the device. ``aside``: work queued inside waits only for the last update."""
+        """Make the calling thread use the device.
+
+        Args:
+            aside: whether to queue work on the separate stream, which waits only for the last update.
+        """
         self._runtime.set_device(self.index)
         if not aside:
             yield
@@ -53,7 +56,7 @@ class Device:
 
 
 def of_this_thread() -> Device | None:
-    """Return the device that the calling thread uses; None: this process uses none yet, or torch is not there."""
+    """Return the device that the calling thread uses; None if this process uses none yet, or has no torch."""
     torch: Any = sys.modules.get("torch")
     for name in RUNTIMES:
         runtime = getattr(torch, name, None)
@@ -61,5 +64,5 @@ def of_this_thread() -> Device | None:
             if runtime is not None and runtime.is_initialized():
                 return Device(runtime, int(runtime.current_device()))
         except Exception:  # handlers then use the default device of a new thread
-            log.exception("torch.%s does not say which device this process uses", name)
+            log.exception("cannot find out which device of torch.%s this process uses", name)
     return None

@@ -1,4 +1,4 @@
-"""The position of the training thread: in its loop, out of it, or on its way back."""
+"""The position of the training thread: in its loop, out of it, or waiting to enter it again."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 from collections.abc import Callable
 
 POLL_S = 1.0
-"""Seconds between two checks, by a waiting thread, of whether a controller is left; signals are handled then too."""
+"""Seconds after which a waiting thread checks whether a controller is left; it handles signals then too."""
 
 
 class NextAction(enum.IntEnum):
-    """What a training thread is to do after it has left its loop."""
+    """What a training thread has to do after it has left its loop."""
 
     RETRY = 0
     EXIT = 1
 
 
-class ForcedStop(RuntimeError):  # noqa: N818 - it is no error of the code that gets it
-    """The training thread is to leave its loop, report that it was stopped, and wait for what comes next."""
+class ForcedStop(RuntimeError):  # noqa: N818 - not an error of the code that gets it
+    """Raised in the training thread when it has to leave its loop, report that it was stopped, and wait."""
 
 
 class Loop:
-    """The state that a training thread and the rounds share about its loop. Safe on all threads."""
+    """The state of the training loop, shared by the training thread and the rounds. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -35,17 +35,17 @@ class Loop:
     # ------------------------------------------------------------------------------------------------- training thread
 
     def leave(self) -> None:
-        """Note that the training thread has left its loop."""
+        """Record that the training thread has left its loop."""
         with self._changed:
             self._out, self._left_at = True, self._resumes
             self._changed.notify_all()
 
     def wait_cleaned(self, gone: Callable[[], bool]) -> NextAction:
-        """Wait until the device is usable again; ``EXIT`` if ``gone()`` says that no process is left to say so."""
+        """Wait until the device is usable again. Return ``EXIT`` if ``gone()`` (no controller is left) becomes true."""
         return self._wait(lambda: self._cleaned or self._resumes > self._left_at, gone)
 
     def wait_resumed(self, gone: Callable[[], bool]) -> NextAction:
-        """Wait until the loop can be entered again; ``EXIT`` if ``gone()`` says that no process is left to say so."""
+        """Wait until the loop can be entered again. Return ``EXIT`` if ``gone()`` becomes true."""
         return self._wait(lambda: self._resumes > self._left_at, gone)
 
     def _wait(self, came: Callable[[], bool], gone: Callable[[], bool]) -> NextAction:
@@ -59,7 +59,7 @@ class Loop:
     # --------------------------------------------------------------------------------------------------------- rounds
 
     def wait_left(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds for the training thread to leave its loop; returns whether it has."""
+        """Wait up to ``timeout_s`` seconds for the training thread to leave its loop, and return whether it has."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._out and (left := deadline - time.monotonic()) > 0:
@@ -67,7 +67,7 @@ class Loop:
             return self._out
 
     def cleaned(self) -> None:
-        """Note that the device is usable again."""
+        """Record that the device is usable again."""
         with self._changed:
             self._cleaned = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The side of an outside manager, which decides what becomes of a job after a fault; see ``protocol.handshake``."""
+"""The client for an outside manager, which decides about a job after a fault; see ``protocol.handshake``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ log = logging.getLogger("ttp.handlers")
 OK, ERROR = 0, 1
 WAIT_S = 30.0
 ANSWER_S = 10.0
-"""Seconds that the controller may take to accept a notice."""
+"""Seconds in which the controller has to accept a notice."""
 RETRY_S = 0.5
 """Seconds until the next attempt after a controller could not be reached."""
 
 Faults = dict[int, int]
-"""Ranks and what is broken of each: 0 device memory, 1 process, 2 network."""
+"""Rank -> kind of its fault: 0 device memory, 1 process, 2 network."""
 
 
 class ReportFaultRanks(Protocol):
@@ -45,7 +45,7 @@ class ReportStopComplete(Protocol):
     """Callback ``callback(code, text, faults)``."""
 
     def __call__(self, code: int, text: str, faults: Faults, /) -> object:
-        """Take the news that training has stopped (code 0), or could not be stopped."""
+        """Take the report that training has stopped (code 0), or could not be stopped."""
 
 
 class ReportStrategies(Protocol):
@@ -63,7 +63,9 @@ class ReportResult(Protocol):
 
 
 class Manager:
-    """A manager of the job whose controller is at ``address:port``. Orders return 0 when they were accepted, else 1.
+    """A manager of the job whose controller is at ``address:port``.
+
+    Methods that return an int return 0 if the controller has accepted the request, else 1.
 
     Args:
         address: host of the controller.
@@ -74,7 +76,7 @@ class Manager:
         report_strategies: see ``ReportStrategies``.
         report_result: see ``ReportResult``.
         wait_s: seconds that the controller waits for each answer before it decides by itself.
-        run_dir: run directory of the job on this host, which says where its other controllers are.
+        run_dir: run directory of the job on this host, which has the addresses of its other controllers.
     """
 
     def __init__(
@@ -106,11 +108,11 @@ class Manager:
         }
 
     def start(self) -> None:
-        """Attach from now on; the controller may start later. Callbacks run on one thread, in order."""
+        """Attach to the controller, on a thread; the controller may start later. Callbacks run on that thread."""
         self._thread.start()
 
     def wait_attached(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds until the controller knows of this manager; returns whether it does."""
+        """Wait up to ``timeout_s`` seconds until this manager is attached, and return whether it is."""
         return self._attached.wait(timeout_s)
 
     def close(self) -> None:
@@ -125,12 +127,12 @@ class Manager:
     # ---------------------------------------------------------------------------------------------------------- notify
 
     def stop_train(self, fault_ranks: Mapping[int, int], stop_type: str = "stop", timeout: float | None = None) -> int:
-        """Have training stop because of these ranks (``stop``), or stand still for a while (``pause``).
+        """Stop training because of faults of these ranks (``stop``), or pause it (``pause``).
 
         Args:
-            fault_ranks: rank and what is broken of it: 0 device memory, 1 process, 2 network.
+            fault_ranks: rank -> kind of its fault: 0 device memory, 1 process, 2 network.
             stop_type: ``stop`` or ``pause``.
-            timeout: seconds that each round of the pause may take; None: as long as a handler may.
+            timeout: seconds for each round of the pause; None for as long as a handler may take.
         """
         kinds = {"stop": NoticeKind.STOP_TRAIN, "pause": NoticeKind.PAUSE_TRAIN}
         if stop_type not in kinds:
@@ -139,17 +141,26 @@ class Manager:
         return self._notify(kinds[stop_type], fault_ranks, seconds=timeout or 0.0)
 
     def on_global_rank(self, fault_ranks: Mapping[int, int], time: float = 1) -> int:
-        """Say that these are all known faults, and ask what can be done."""
+        """Report that these are all known faults, and ask for the possible strategies.
+
+        Args:
+            fault_ranks: rank -> kind of its fault.
+            time: accepted for compatibility, and not used.
+        """
         return self._notify(NoticeKind.GLOBAL_RANK, fault_ranks, seconds=time)
 
     def change_strategy(self, strategy: str, params: str = "") -> int:
-        """Choose one of the strategies that were offered, or ``continue`` after a pause."""
+        """Choose one of the offered strategies, or ``continue`` after a pause."""
         return self._notify(NoticeKind.STRATEGY, {}, strategy=strategy, params=params)
 
     def prepare_action(self, action: str, fault_ranks: Mapping[int, int]) -> int:
-        """Announce that processes start on other hosts for live ranks (``hot switch``), or do not (``stop switch``).
+        """Announce that new processes for live ranks start on other hosts, or withdraw that.
 
-        Once they are there, and the job stands still, ``migration`` is offered.
+        Once the new processes have joined and the job is paused, the strategy ``migration`` is offered.
+
+        Args:
+            action: ``hot switch`` to announce, ``stop switch`` to withdraw.
+            fault_ranks: the ranks to move, with a kind of fault.
         """
         kinds = {"hot switch": NoticeKind.HOT_SWITCH, "stop switch": NoticeKind.STOP_SWITCH}
         if action not in kinds:
@@ -158,7 +169,7 @@ class Manager:
         return self._notify(kinds[action], fault_ranks)
 
     def dump(self) -> int:
-        """Write a checkpoint now; training goes on. Returns when it is written."""
+        """Have a checkpoint written now, and return when it is written. Training continues."""
         request = controller_pb.SaveNowRequest(reason="the manager asked for a checkpoint")
         try:
             answer = wire.stub(self._channel).SaveNow(request, metadata=self._metadata)
@@ -219,7 +230,7 @@ class Manager:
                 self._look_for_another()
 
     def _look_for_another(self) -> None:
-        """Look for the controller after it was lost: it may have restarted, or another one has taken over."""
+        """Look for the leading controller after the connection was lost, as another one may have taken over."""
         around = places(self._run_dir, self._home) if self._run_dir is not None else ()
         found = reigning(around, self._token) if len(around) > 1 else None
         if found is None or self._closed.is_set() or found[0] == self._where:

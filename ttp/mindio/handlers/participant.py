@@ -1,4 +1,4 @@
-"""One rank of a job whose own handlers save, repair and resume."""
+"""A rank of a job whose program has its own handlers to save, repair and resume."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ttp.processor.source import StateSource
 log = logging.getLogger("ttp.handlers")
 
 RECOVERING = (HandlerKind.REBUILD, HandlerKind.REPAIR)
-"""Handlers without which no new process can take part."""
+"""Handlers that are needed to replace a lost rank by a new process."""
 ACTION_S = 180.0
-"""Seconds that a handler may take by default."""
+"""Default time limit of a handler, in seconds."""
 LIMIT_MS_MAX = 2**31 - 1
 ANOTHER_S = 60.0
-"""Seconds of ``TTP_OT`` that are left for other ranks when a save handler hangs; half of it, if it is short."""
+"""Seconds of ``TTP_OT`` that are kept for another rank to save if a save handler hangs; at most half of ``TTP_OT``."""
 HALTED = "FORCE STOP. By mindio-ttp BeginUpdating"
 """Text of an exception that programs written for MindIO look for."""
 
@@ -46,16 +46,16 @@ class Participant:
     Args:
         env: identity of this rank.
         config: the job's settings.
-        exit_code: of this process after a release; None: 75 saved, 70 not saved.
-        action_s: seconds that a handler may take, at most half of ``TTP_OT``. Saving may take all of ``TTP_OT`` but
-            ``ANOTHER_S``: a handler that hangs leaves time for others to save what they hold too.
-        retry: lost device memory and broken links may be repaired in this process.
-        load_repair: the repair handler can load a checkpoint.
-        halt_before_dump: stop and clean before the handlers save.
-        recover: a new process may take the seat of a lost rank while this one goes on, where there are handlers to
+        exit_code: exit code of this process after a release; None for 75 if saved and 70 if not.
+        action_s: time limit of a handler in seconds, at most half of ``TTP_OT``. Saving may take all of ``TTP_OT`` but
+            ``ANOTHER_S``, so that other ranks have time to save if a save handler hangs.
+        retry: whether lost device memory and broken links may be repaired in this process.
+        load_repair: whether the repair handler can load a checkpoint.
+        halt_before_dump: whether to stop and clean before the handlers save.
+        recover: whether a new process may replace a lost rank while this process continues; this needs handlers to
             rebuild and to repair.
-        elastic: a launch with fewer ranks, or with more again, can go on from what the save handlers write.
-        raise_when_halted: ``begin_update`` raises ``ForcedStop``; else it returns False.
+        elastic: whether a launch with another number of ranks can resume from the files of the save handlers.
+        raise_when_halted: whether ``begin_update`` raises ``ForcedStop``; otherwise it returns False.
     """
 
     def __init__(
@@ -90,18 +90,18 @@ class Participant:
     # --------------------------------------------------------------------------------------------------------- begin
 
     def register(self, kind: HandlerKind, func: Handler) -> None:
-        """Register ``func``, which is called with a ``Call`` in each round of this kind. It replaces an earlier one."""
+        """Register ``func`` to be called with a ``Call`` in each round of this kind, instead of an earlier one."""
         self._handlers[kind] = func
         if self._recover and kind in RECOVERING:
             self._say()
 
     def start(self) -> None:
-        """Join the job; for the training thread. If no controller answers for a minute, warn and begin unprotected.
+        """Join the job. The training thread calls this. If no controller answers for a minute, training is unprotected.
 
         Raises:
-            ConfigError: the port belongs to something else, or the environment does not fit.
+            ConfigError: another program uses the port, or the environment does not fit.
             RefusedError: the controller does not accept this rank; the text says why.
-            UsageError: it has been started before.
+            UsageError: this rank has joined before.
         """
         if self._processor is not None:
             raise UsageError("this rank has joined the job already: start() was called twice")
@@ -131,41 +131,41 @@ class Participant:
 
     @property
     def device_index(self) -> int | None:
-        """Index of the accelerator that the training thread uses; None: it uses none yet."""
+        """Index of the accelerator that the training thread uses; None if it uses none yet."""
         return None if self._device is None else self._device.index
 
     @property
     def rebooted(self) -> bool:
-        """True if this process takes the seat of another one in a running job."""
+        """Whether this process replaces another one in a running job."""
         return self._processor is not None and self._processor.joins
 
     @property
     def was_guest(self) -> bool:
-        """True if the rank's old process still lived when this process came."""
+        """Whether the rank's old process still lived when this process joined."""
         return self._processor is not None and self._processor.was_guest
 
     @property
     def moves(self) -> bool:
-        """True if the training thread is to leave its loop, or has left it, because other ranks are replaced."""
+        """Whether the training thread has to leave its loop, or has left it, because ranks are being moved."""
         return self._actor is not None and self._actor.moves
 
     @property
     def started(self) -> bool:
-        """True if this rank has joined the job and not left it."""
+        """Whether this rank has joined the job and not left it."""
         return self._session is not None
 
     def set_replicas(self, sets: Sequence[ReplicaSet]) -> None:
-        """Say which ranks share which state: one set for each type, the same sets on all ranks of a set.
+        """Declare which ranks hold the same state: one set for each type of state, the same on all ranks of a set.
 
         Raises:
-            ConfigError: the sets make no sense; the text says why.
+            ConfigError: the sets are not valid; the text says why.
         """
         rank = Rank(self._env.rank)
         self._sets = tuple(check_set(group, rank, self._env.world_size) for group in sets)
         self._say()
 
     def set_halt_before_dump(self, halt: bool) -> None:
-        """Set ``halt_before_dump``, for programs that know it only after they have joined."""
+        """Change ``halt_before_dump``, for programs that know it only after they have joined."""
         self._halt_before_dump = halt
         self._say()
 
@@ -203,11 +203,14 @@ class Participant:
         return int(self._processor.gate.version) if self._processor is not None else 0
 
     def begin_update(self) -> bool:
-        """Mark the moment before the first write of an update; waits while the world stands still. True: write.
+        """Mark the begin of an update, before its first write. Waits while the job is frozen.
+
+        Returns:
+            Whether the training thread may write; False only without ``raise_when_halted``.
 
         Raises:
-            ForcedStop: the thread has to leave its loop.
-            UsageError: a handler calls it.
+            ForcedStop: the training thread has to leave its loop.
+            UsageError: a handler calls this.
         """
         if self._processor is None:
             return True
@@ -225,7 +228,7 @@ class Participant:
         return True
 
     def end_update(self, step: int) -> None:
-        """Mark the moment after the last write: this rank's copy is of ``step``. No effect if no update had begun."""
+        """Mark the end of an update, after its last write, which leads to ``step``. No effect if none had begun."""
         processor = self._processor
         if processor is None or not processor.gate.updating:
             return
@@ -236,23 +239,28 @@ class Participant:
             self._actor.updated()
 
     def pause_train(self, step: int) -> None:
-        """Mark the end of ``step``, at which all ranks can be made to stand still.
+        """Mark the end of ``step``, and pause there if a pause was requested.
 
         Raises:
-            ForcedStop: the thread has to leave its loop.
-            UsageError: a handler calls it.
+            ForcedStop: the training thread has to leave its loop.
+            UsageError: a handler calls this.
         """
         self._not_in_a_handler("the end of a step")
         self._pause.pass_by(step)
 
     def report_error(self, ailment: Ailment, code: str = "", text: str = "") -> None:
-        """Report that the training thread has left its loop. Returns at once, unless this process cannot go on.
+        """Report that the training thread has left its loop.
 
-        After ``FATAL``, and after any ailment that may not be repaired in this process, the call waits for the rescue,
-        in which the process ends. It returns only if no controller comes.
+        Returns at once if this process may be repaired. Otherwise, as after ``FATAL``, it waits for the rescue, in
+        which the process ends, and returns only if there is no controller.
+
+        Args:
+            ailment: why the thread has left its loop.
+            code: error code.
+            text: the reason in words.
 
         Raises:
-            UsageError: a handler calls it.
+            UsageError: a handler calls this.
         """
         processor = self._processor
         if processor is None:
@@ -270,30 +278,30 @@ class Participant:
             processor.tell(Said(Ailing(Rank(self._env.rank), ailment, code, words)))
 
     def _repairable(self, ailment: Ailment) -> bool:
-        """Return whether this process may go back into its loop."""
+        """Return whether the training thread of this process may enter its loop again."""
         if ailment in (Ailment.PEER, Ailment.JOINED):
             return self._recover and (self.rebooted or ailment is Ailment.PEER)
         return ailment is not Ailment.FATAL and (self._retry or ailment is Ailment.STOPPED)
 
     def _loop_left(self) -> None:
         if self._processor is not None:
-            self._processor.gate.mark_torn()  # before the controller hears that the state stands still
+            self._processor.gate.mark_torn()  # before the controller learns that the state does not change any more
         self._loop.leave()
 
     def wait_next_action(self) -> NextAction:
-        """Wait after ``report_error`` until the device is usable again, or it is clear that it will not be.
+        """Wait after ``report_error`` until the device is usable again, or no controller is left.
 
         Raises:
-            UsageError: a handler calls it.
+            UsageError: a handler calls this.
         """
         self._not_in_a_handler("waiting for a repair")
         return self._loop.wait_cleaned(self._gone)
 
     def wait_repair_action(self) -> NextAction:
-        """Wait after ``wait_next_action`` until the loop can go on with ``repair_step() + 1``, or cannot go on.
+        """Wait after ``wait_next_action`` until the loop can continue with ``repair_step() + 1``, or cannot continue.
 
         Raises:
-            UsageError: a handler calls it.
+            UsageError: a handler calls this.
         """
         self._not_in_a_handler("waiting for a repair")
         return self._loop.wait_resumed(self._gone)
@@ -302,15 +310,15 @@ class Participant:
         return self._processor is None or self._processor.wait_let_go(0)
 
     def repair_step(self) -> int:
-        """Return the step of the running or the last repair."""
+        """Return the step of the current or the last repair."""
         return self._actor.repair_step if self._actor is not None else 0
 
     def repair_type(self) -> str:
-        """Return ``retry``, ``recover`` or ``dump``; empty: nothing was repaired."""
+        """Return the type of the current or the last repair: ``retry``, ``recover`` or ``dump``; empty if none was."""
         return self._actor.repair_type if self._actor is not None else ""
 
     def report_loaded_step(self, step: int) -> None:
-        """Report inside a repair handler that a checkpoint of ``step`` was loaded."""
+        """Report, from a repair handler, that it has loaded a checkpoint of ``step``."""
         if self._actor is not None:
             self._actor.loaded = step
 
@@ -323,13 +331,13 @@ class Participant:
     # ------------------------------------------------------------------------------------------------------------ end
 
     def leave(self, *, at_once: bool = False) -> None:
-        """End training: wait until it is over for every rank, or no controller can tell, then leave the job.
+        """End training: wait until it is over on every rank, or no controller is left, and leave the job.
 
         Args:
-            at_once: do not wait, because the user has ended the program here.
+            at_once: whether not to wait, because the user has ended the program.
 
         Raises:
-            UsageError: a handler calls it.
+            UsageError: a handler calls this.
         """
         self._not_in_a_handler("the end of training")
         current, self._session = self._session, None
@@ -351,12 +359,12 @@ class Participant:
 
     @property
     def in_handler(self) -> bool:
-        """True if the calling thread is running a handler: if it waits for the job, it waits for itself."""
+        """Whether the calling thread runs a handler, and so must not wait for the job, which waits for the handler."""
         return self._actor is not None and self._actor.calls_here
 
     def _not_in_a_handler(self, what: str) -> None:
         if self.in_handler:
-            raise UsageError(f"{what} is for the training thread to report, and a handler has done so: leave it out")
+            raise UsageError(f"{what} was reported in a handler, but only the training thread may: remove the call")
 
     def _act(self, action: ProgramAction) -> None:
         assert self._actor is not None and isinstance(action, StartAct)
@@ -373,22 +381,17 @@ def _ms(seconds: float) -> int:
     return min(int(seconds * 1000), LIMIT_MS_MAX)
 
 
-# ------------------------------------------------------------------------------------------------------------ the state
-#
-# The state of a rank about which nothing is known but how often it was updated.
-
-
 class HandlerSource(StateSource):
-    """A source that is never asked to write: the handlers of the program save in rounds, not piece by piece."""
+    """A state source that is never used to write, because the program's handlers save in rounds."""
 
     framework = HANDLERS
 
     def gradient_ready(self) -> bool:
-        """Return True: a program that reports the beginning of an update has all that it needs for it."""
+        """Return True: a program that reports the begin of an update has its gradient."""
         return True
 
     def write_pieces(
         self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
     ) -> list[Piece]:
-        """Raise ``UsageError``: this source never writes."""
+        """Always raise ``UsageError``."""
         raise UsageError("the handlers of this program save in rounds, not piece by piece")

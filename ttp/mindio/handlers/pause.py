@@ -1,4 +1,4 @@
-"""The end of a step, at which all ranks can be made to stand still."""
+"""The point at the end of a step at which training can be paused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ttp.mindio.handlers.loop import ForcedStop
 
 HALTED = "FORCE STOP. By ttp pause_train"
 MOVES = "STEP FINISH. By ttp pause_train"
-"""Text of an exception that programs written for MindIO look for when ranks are moved to other hosts."""
+"""Text of the exception that programs written for MindIO look for when ranks are moved to other hosts."""
 
 
 class PausePoint:
-    """The point at the end of a step; see ``ttp.mindio.protocol.pause``. ``pass_by`` is for the training thread."""
+    """The pause point of one rank; see ``ttp.mindio.protocol.pause``. The training thread calls ``pass_by``."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -24,10 +24,10 @@ class PausePoint:
         self._standing: int | None = None
 
     def pass_by(self, step: int) -> None:
-        """Pass the end of ``step``, or stand still there while the point is held.
+        """Pass the end of ``step``, or wait there while training is paused.
 
         Raises:
-            ForcedStop: the training thread is to leave its loop.
+            ForcedStop: the training thread has to leave its loop.
         """
         with self._changed:
             if self._held:
@@ -47,7 +47,11 @@ class PausePoint:
     # --------------------------------------------------------------------------------------------------------- rounds
 
     def hold(self, version: int) -> int:
-        """Hold the training thread at the end of its running step, and return that step. ``version``: updates made."""
+        """Begin a pause: hold the training thread at the end of its current step, and return that step.
+
+        Args:
+            version: number of finished updates.
+        """
         with self._changed:
             self._held, self._limit = True, None
             if self._standing is not None:
@@ -55,7 +59,7 @@ class PausePoint:
             return (version if self._passed is None else self._passed) + 1
 
     def stand_at(self, step: int, timeout_s: float) -> bool:
-        """Let the training thread go on to the end of ``step`` and stand there; returns whether it does."""
+        """Let the training thread continue to the end of ``step``, and return whether it is paused there in time."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._limit = step
@@ -71,7 +75,7 @@ class PausePoint:
             self._changed.notify_all()
 
     def halt(self, text: str = HALTED) -> None:
-        """Make a thread that stands here leave its loop, by an exception with this text."""
+        """Make a training thread that is paused leave its loop, by a ``ForcedStop`` with this text."""
         with self._changed:
             self._halted = text if self._standing is not None else ""
             self._changed.notify_all()

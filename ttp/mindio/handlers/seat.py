@@ -1,8 +1,8 @@
-"""What a rank and the launcher of its host tell each other while new processes take the seats of lost ranks.
+"""The messages between a rank and the launcher of its host while new processes replace lost ranks.
 
-The files are those of ``ttp.launch.again``: a rank with a mark has nothing to lose, as the job is saved and it makes no
-update. When all live ranks of a host have a mark, the launcher starts the dead ones alone. When one more fails, or the
-time is over, it kills them and starts all ranks from the checkpoint.
+They are files, see ``ttp.launch.again``. A rank with a mark may be killed without a loss, because the job is saved and
+the rank makes no update. When all live ranks of a host have a mark, the launcher starts only the dead ones again. When
+one more fails, or the time limit has passed, it kills them and starts all ranks from the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOOK_S = 0.002
 
 
 class Seat:
-    """The seat of this process.
+    """The mark of this process, and what the launcher wrote about the next launch.
 
     Args:
         run_dir: run directory of the job on this host.
@@ -28,19 +28,19 @@ class Seat:
     def __init__(self, run_dir: Path) -> None:
         self._files, self._pid = Again(run_dir), os.getpid()
         self.gives_way = False
-        """True while this process has a mark."""
+        """Whether this process has a mark."""
 
     def give_way(self, within_s: float) -> None:
-        """Tell the launcher that this process has nothing to lose, for up to ``within_s`` seconds, until its update."""
+        """Set the mark of this process. It has to begin an update within ``within_s`` seconds."""
         self.gives_way = True
         self._files.mark(self._pid, time.monotonic() + within_s)
 
     def take(self, env: RankEnv, within_s: float) -> None:
-        """Wait as a new process until the launcher that started it knows its seat as taken, then make way.
+        """In a new process: wait until the launcher has released its launch to train, then set the mark.
 
         Args:
             env: identity of this rank.
-            within_s: seconds that this, and everything until the first update, may take.
+            within_s: time limit in seconds for this and everything until the first update.
         """
         deadline_s = time.monotonic() + within_s
         while self._is_awaited(env) and time.monotonic() < deadline_s:
@@ -52,10 +52,10 @@ class Seat:
         return told is not None and (told.launch, told.released) == (env.launch, False)
 
     def enter_launch(self, store: str) -> None:
-        """Become a rank of the launch of the new processes, for code that makes process groups from the environment.
+        """Set the environment variables of the launch of the new processes, from which process groups are made.
 
         Args:
-            store: ``host:port`` of the store where all ranks meet; empty: this host's launcher has named it.
+            store: ``host:port`` of the store where all ranks meet; empty if this host's launcher has written it.
         """
         if store:
             address, port = split(store)
@@ -64,6 +64,6 @@ class Seat:
             os.environ.update(told.as_environment())
 
     def keep(self) -> None:
-        """Tell the launcher that this process has something to lose again: it begins an update, or ends in order."""
+        """Remove the mark, because this process begins an update or ends in order."""
         self.gives_way = False
         self._files.unmark(self._pid)

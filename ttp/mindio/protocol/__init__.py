@@ -1,1 +1,1 @@
-"""What controller, ranks and manager say to each other and decide: no I/O, no clock, no threads."""
+"""The messages between controller, ranks and manager, and their decisions: without I/O, clocks and threads."""

@@ -1,15 +1,16 @@
-"""Leads the incidents of a job whose state is saved and repaired by the program's own handlers.
+"""The controller's part for jobs whose own handlers save and repair the state: lead their incidents.
 
 Theory of operation
 -------------------
-Faults are found, the world is frozen, and the newest whole version is decided on exactly as in every other job. From
-there on the handlers of the ranks have to act, together and in order, so the rest is not a set of independent tasks as
-in ``controller.saving`` but a *script* of rounds (``rounds``). ``in_process_repair`` gets loops going again,
-``save_script`` saves, ``handshake`` asks an outside manager, ``pause`` needs no incident at all. Without a manager the
-rule is: repair what can be repaired, save everything else.
+Faults are detected, the job is frozen, and the newest whole version is computed exactly as in every other job. From
+there on the handlers of the ranks have to act, together and in order. So the rest is not a set of independent tasks as
+in ``controller.saving`` but a *script* of rounds (``rounds``). ``in_process_repair`` repairs the state and lets the
+ranks enter their loops again, ``save_script`` saves, ``handshake`` asks an outside manager, and ``pause`` pauses
+training without an incident. Without a manager, faults that can be repaired are repaired, and after all others the
+state is saved.
 
-A script is given up when its incident ends, and no other controller resumes it: that one freezes the world again and
-begins anew. Ranks that were stopped say so to every controller, so they are not forgotten in that state.
+A script is given up when its incident ends. Another controller that takes over does not resume it, but freezes the job
+again and begins a new script. Ranks that were stopped report that to every controller, so they do not stay stopped.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ from ttp.mindio.protocol.switching import Switching
 AILMENTS = {FaultOf.MEMORY: Ailment.MEMORY, FaultOf.NETWORK: Ailment.NETWORK}
 WORDS = {
     Ailment.STOPPED: "its training loop was stopped",
-    Ailment.RETRY: "its numbers are wrong",
+    Ailment.RETRY: "its numerical results are wrong",
     Ailment.MEMORY: "its device has lost memory",
     Ailment.MEMORY_CORRUPT: "its device has lost memory that was being written",
     Ailment.NETWORK: "a collective failed",
-    Ailment.FATAL: "it cannot go on",
-    Ailment.PEER: "a collective has ended with another rank",
-    Ailment.JOINED: "it has taken the seat of a lost rank",
+    Ailment.FATAL: "it cannot continue",
+    Ailment.PEER: "a collective has failed because another rank died",
+    Ailment.JOINED: "it is a new process that replaces a lost rank",
 }
 
 
 class HandlerRecovery(ProgramRecovery):
-    """Runs the scripts, and keeps what they need to know.
+    """Runs the scripts of a job, and passes reports and notices on to them.
 
     Args:
-        context: what the controller knows, and where orders and records go.
+        context: the controller's knowledge of the job, and its outbox for orders and records.
     """
 
     def __init__(self, context: RescueContext) -> None:
@@ -73,30 +74,30 @@ class HandlerRecovery(ProgramRecovery):
             self._state, self._mailbox, self._pausing, self._handshake, context.blame, self._script
         )
 
-    # ------------------------------------------------------------------------------------------------------- questions
+    # ----------------------------------------------------------------------------------------------------------- facts
 
     @property
     def leads(self) -> bool:
-        """True if handlers are to save."""
+        """Whether the program's handlers save the state of this job."""
         return self._state.leads
 
     @property
     def layout(self) -> Layout | None:
-        """The layout, as far as the ranks have described it to their handlers."""
+        """The layout, from the replica sets that the ranks have declared; None while it is not known."""
         return self._state.layout
 
     @property
     def halted(self) -> bool:
-        """True if a thaw alone would not make training go on."""
+        """Whether training threads are out of their loops, so that a thaw alone does not continue training."""
         return self._state.halted
 
     @property
     def may_repair(self) -> bool:
-        """True if a training loop has ended that can be entered again: a version that is not whole may become so."""
+        """Whether a rank can be repaired, so that a version that is not whole may become whole."""
         return bool(self._state.ailing)
 
     def invalid(self, rank: Rank) -> bool:
-        """Return whether the rank's copy is of no version."""
+        """Return whether the rank's copy is not of any version."""
         return rank in self._state.invalid
 
     # --------------------------------------------------------------------------------------------------------- reports
@@ -118,7 +119,7 @@ class HandlerRecovery(ProgramRecovery):
                 self._runner.acted(report, self._state.now)
 
     def ails(self, report: Ailing) -> None:
-        """Take the report that a training loop has ended that can be entered again."""
+        """Take the report that the training thread of a rank has left its loop and can enter it again."""
         known = self._state.ailing.get(report.rank)
         if report.ailment is Ailment.STOPPED and (self._state.halted or known is not None):
             return
@@ -128,25 +129,30 @@ class HandlerRecovery(ProgramRecovery):
         self._blame(report.rank, m.FaultKind.AILING, words, self._state.now)
 
     def lost(self, rank: Rank) -> None:
-        """Note that the rank cannot be reached any more."""
+        """Take note that the rank cannot be reached any more."""
         self._runner.lost(rank, self._state.now)
 
     def came_back(self, rank: Rank, *, frozen: bool) -> None:
-        """Note that the rank is back on another stream. If its gate was open meanwhile, its act is not done."""
+        """Take note that the rank has connected again.
+
+        Args:
+            rank: the rank.
+            frozen: whether it stayed frozen meanwhile; if not, its current act counts as failed.
+        """
         if frozen:
             self._runner.again(rank)
         else:
             self._runner.lost(rank, self._state.now)
 
     def moved(self, version: Version) -> None:
-        """Note that a rank has finished an update."""
-        if not self._job.ended:  # else it is the last report of a rank that leaves
+        """Take note that a rank has finished an update."""
+        if not self._job.ended:  # else this is the last report of a rank that leaves the job
             self._handshake.moved(version)
 
     # --------------------------------------------------------------------------------------------------------- manager
 
     def happened(self, event: ProgramEvent, *, incident: bool) -> None:
-        """Note that a manager comes, leaves, or sends a notice."""
+        """Take an event about a manager: it attaches, detaches, offers a host, or sends a notice."""
         match event:
             case ManagerCame(wait_s):
                 self._mailbox.came(wait_s)
@@ -160,7 +166,7 @@ class HandlerRecovery(ProgramRecovery):
                 self._outbox.add(AnswerNotice(self._notice(notice, incident)))
 
     def _notice(self, notice: Notice, incident: bool) -> str:
-        """Take a notice of the manager. Returns why it is not accepted, or empty. A repeated notice has no effect."""
+        """Take a notice of the manager, and return why it is not accepted; empty if it is. A repeat has no effect."""
         if not self.leads or not self._job.complete or self._job.ended:
             return "no job with handlers is training here"
         match notice.kind:
@@ -178,7 +184,7 @@ class HandlerRecovery(ProgramRecovery):
                 for fault in notice.faults:
                     self._accused(fault.rank, fault.kind, fault.code)
                 if not (incident or notice.faults):
-                    return "no fault is known, and none was given"
+                    return "no fault is known, and the notice names none"
                 self._mailbox.put(notice)
             case NoticeKind.GLOBAL_RANK | NoticeKind.STRATEGY:
                 if not (incident or self._pausing.paused):
@@ -205,21 +211,21 @@ class HandlerRecovery(ProgramRecovery):
         return ""
 
     def _end_paused_job(self, notice: Notice) -> None:
-        """End a paused job, as the manager has decided already."""
+        """End a paused job by an incident, in which the manager's choice is already known."""
         for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
             self._mailbox.put(Notice(kind))
         self._mailbox.put(notice)
-        text = f"the manager wants the paused job to {notice.strategy}"
+        text = f"the manager has chosen to {notice.strategy} the paused job"
         self._blame(Rank(-1), m.FaultKind.OUTSIDE, text, self._state.now)
 
     # -------------------------------------------------------------------------------------------------------- incident
 
     def begin(self, incident: Incident) -> None:
-        """Begin the script of an incident; the world stands still."""
+        """Begin the script of an incident; the job is frozen."""
         self._runner.begin(self._script(incident), self._job.term, self._state.now)
 
     def advance(self) -> Ending | None:
-        """Go on as far as the known facts allow. Returns how the recovery ended, once it has."""
+        """Continue the script as far as possible, and return how the recovery ended, or None if it has not."""
         if self._runner.running:
             self._runner.advance(self._state.now)
         elif self._switching.ready and not (self._outbox.incident or self._pausing.paused):
@@ -228,10 +234,10 @@ class HandlerRecovery(ProgramRecovery):
         return self._runner.ending
 
     def over(self, *, resumed: bool) -> None:
-        """Note that the incident is over: training goes on, or the job has ended."""
+        """Take note that the incident is over. ``resumed``: whether training continues; otherwise the job has ended."""
         self._runner.give_up()
         if self._switching.stands or not resumed:
-            self._switching.give_up("the incident has ended otherwise")
+            self._switching.give_up("the incident has ended in another way")
         self._mailbox.clear()
         if resumed:
             if not self._state.halted:
@@ -249,7 +255,7 @@ class HandlerRecovery(ProgramRecovery):
         self._switching.reset()
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the times at which ``advance`` has something to do."""
+        """Yield the times at which ``advance`` has to be called."""
         yield from self._runner.deadlines()
         yield from self._switching.deadlines()
 
@@ -275,9 +281,9 @@ class HandlerRecovery(ProgramRecovery):
             if ending.outcome is Outcome.RESUMED:
                 self._pausing.paused = False
             if ending.outcome is Outcome.RESUMED or not state.repairable(incident):
-                return ending  # else no rank was lost after all, and another rank has a fault that can be repaired
+                return ending  # else no rank was lost, but another rank has a fault that can be repaired
         while state.ailing and state.job.in_doubt:
-            yield Pause(state.now + 1.0)  # a lost rank may be back in a moment
+            yield Pause(state.now + 1.0)  # a lost rank may connect again
         if state.repairable(incident):
             ending = yield from repair_in_process(state, incident)
             if ending.outcome is Outcome.RESUMED:

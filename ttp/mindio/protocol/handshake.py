@@ -1,9 +1,12 @@
-"""The script by which an outside manager decides what is to become of a job after a fault.
+"""The script by which an outside manager decides about a job after a fault.
 
-The manager is told which ranks are faulty, says that training is to stop, is told when it has, says that no further
-fault is known, is told what can be done, and chooses. Its choice is carried out and reported, and if that fails it may
-choose again. It may send notices early or twice. The controller does not wait for a manager that goes away, fails to
-take a message, or sends nothing for its ``wait_s``: then it decides by itself, as it does where there is no manager.
+1. The controller reports the faulty ranks; the manager orders training to stop.
+2. The controller reports that training has stopped; the manager reports that it knows of no further fault.
+3. The controller offers the possible strategies; the manager chooses one.
+4. The controller carries out the strategy and reports the result. After a failure the manager may choose again.
+
+The manager may send notices early or twice. If it detaches, fails to take a message, or does not answer for ``wait_s``,
+the controller decides by itself, as it does without a manager.
 """
 
 from __future__ import annotations
@@ -34,62 +37,62 @@ from ttp.mindio.protocol.rounds import Pause, Result, Script, Step
 from ttp.mindio.protocol.save_script import dump
 
 WAIT_S = 30.0
-"""Seconds that a manager may take to answer unless it says otherwise."""
+"""Default time limit in seconds for an answer of the manager."""
 NO_FAULTS = (Ailment.STOPPED, Ailment.PEER, Ailment.JOINED)
-"""Ailments of ranks that have no fault themselves."""
+"""Ailments of ranks without a fault."""
 RECOVER = ("recover", "recover-in-place")
-"""Strategies that replace lost ranks. This controller does not say where a new process is started."""
+"""Strategies that replace lost ranks, which are the same here: the controller does not choose the host."""
 RESIZE = ("downgrade", "upgrade")
-"""Strategies through the checkpoint: the job is started again with other hosts."""
+"""Strategies that save a checkpoint and restart the job with other hosts."""
 FAULTS = {Ailment.NETWORK: FaultOf.NETWORK, Ailment.FATAL: FaultOf.PROCESS}
-"""Kinds of fault of the ailments that are not about the device's memory."""
+"""Kinds of faults for ailments that do not concern the device's memory."""
 
 Hearing = Generator[Step, Result, Notice | None]
 
 
 class ManagerMailbox:
-    """The state of the manager, and its notices that are not yet read.
+    """The state of the manager, its unread notices, and the calls to it.
 
     Args:
-        outbox: takes the calls of the manager.
+        outbox: takes the calls to the manager.
     """
 
     def __init__(self, outbox: Outbox) -> None:
         self.present = False
         self.failed = False
-        """True if the manager could not take a call about the open incident."""
+        """Whether the manager could not take a call about the open incident."""
         self.wait_s = WAIT_S
         self._outbox = outbox
         self._notices: dict[NoticeKind, Notice] = {}
 
     @property
     def decides(self) -> bool:
-        """True if there is a manager to ask."""
+        """Whether a manager is attached and decides about the open incident."""
         return self.present and not self.failed
 
     def came(self, wait_s: float) -> None:
-        """Note that a manager is attached; it may take ``wait_s`` seconds for each answer, 0: the default."""
+        """Take note that a manager is attached. It has ``wait_s`` seconds for each answer; 0 means the default."""
         self.present, self.wait_s = True, wait_s or WAIT_S
 
     def left(self) -> None:
-        """Note that the manager is gone."""
+        """Take note that the manager has detached."""
         self.present = False
 
     def put(self, notice: Notice) -> None:
-        """Keep a notice until it is asked for; the last one of its kind counts."""
+        """Keep a notice until ``take``; it replaces an earlier one of its kind."""
         self._notices[notice.kind] = notice
 
     def take(self, kind: NoticeKind) -> Notice | None:
-        """Return the kept notice of this kind and forget it; None: there is none."""
+        """Remove and return the kept notice of this kind; None if there is none."""
         return self._notices.pop(kind, None)
 
     def clear(self) -> None:
-        """Forget all notices: the incident that they are about is over."""
+        """Drop all notices, because their incident is over."""
         self._notices, self.failed = {}, False
 
     def tell(self, kind: CallKind, faults: tuple[RankFault, ...] = (), code: int = 0, text: str = "",
              strategies: tuple[str, ...] = (), strategy: str = "") -> None:  # fmt: skip
-        """Send the manager a call, if a manager is there to decide."""
+        """Send a call to the manager, if a manager decides."""
         if self.decides:
             call = ManagerCall(kind, faults, code, text, strategies, strategy)
             self._outbox.record("told_manager", what=kind.value, code=code, text=text, strategy=strategy,
@@ -98,12 +101,12 @@ class ManagerMailbox:
 
 
 class Handshake:
-    """The script, and the result that is to be reported later.
+    """Runs the script, and reports its result after the next step.
 
     Args:
-        state: the ranks.
-        mailbox: the manager.
-        alone: makes the script for when no manager decides.
+        state: the state of the ranks.
+        mailbox: the notices of the manager, and the calls to it.
+        alone: returns the script for an incident without a manager.
     """
 
     def __init__(self, state: RepairState, mailbox: ManagerMailbox, alone: Callable[[Incident], Script]) -> None:
@@ -111,13 +114,13 @@ class Handshake:
         self._owed: tuple[Version, str, str] | None = None
 
     def moved(self, version: Version) -> None:
-        """Note that a rank has finished an update. A job counts as cured when it has made one more step."""
+        """Take note that a rank has finished an update. A repair counts as a success after one more step."""
         if self._owed is not None and version > self._owed[0]:
             self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=self._owed[1], strategy=self._owed[2])
             self._owed = None
 
     def lead(self, incident: Incident) -> Script:
-        """Lead an incident from the fault to its end, as the manager decides."""
+        """Lead an incident from the fault to its end, by the manager's decisions."""
         state, mailbox, self._owed = self._state, self._mailbox, None
         yield from see_clearly(state, seats=False)
         if not (incident.faulty or state.job.broken or state.halted):
@@ -135,7 +138,7 @@ class Handshake:
         return (yield from self.obey(incident))
 
     def owe(self, ending: Ending, strategy: str) -> None:
-        """Report this success to the manager when the job has made one more step."""
+        """Report this success to the manager after one more step."""
         self._owed = (ending.version, ending.text, strategy)
 
     def obey(self, incident: Incident) -> Script:
@@ -160,14 +163,14 @@ class Handshake:
                 return ending
             if ending is not None and ending.outcome is Outcome.SAVED and notice.strategy not in RECOVER:
                 self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")
-                yield from self._hear(incident, NoticeKind.STRATEGY)  # it sends exit, or nothing
+                yield from self._hear(incident, NoticeKind.STRATEGY)  # the manager sends exit, or nothing
                 return ending
             text = ending.text if ending else f"{notice.strategy or 'nothing'} is not possible here"
             self.refuse(incident, notice.strategy, text)
         return (yield from self._alone(incident))
 
     def _resize(self, incident: Incident, strategy: str) -> Script:
-        """Save, so that the next launch has fewer ranks, without the hosts of faulty ones, or more ranks again."""
+        """Save, so that the next launch has fewer ranks (``downgrade``, without faulty hosts) or more (``upgrade``)."""
         ending = yield from dump(self._state, incident)
         if ending.outcome is Outcome.SAVED:
             if strategy == "downgrade":
@@ -181,10 +184,10 @@ class Handshake:
         return frozenset(members[rank].hello.host for rank in found if rank in members)
 
     def _resizes(self, incident: Incident) -> str:
-        """Return whether the next launch may have fewer ranks or more, ``downgrade`` or ``upgrade``; empty: neither.
+        """Return ``downgrade`` or ``upgrade`` if the next launch may have fewer or more ranks; empty if neither.
 
-        A launcher that lets another host in has its ranks end with SIGTERM. The job cannot do without the host of rank
-        0.
+        ``upgrade`` if a launcher ended its ranks with SIGTERM to admit another host. ``downgrade`` if hosts are faulty,
+        but not that of rank 0, which the job needs.
         """
         state, members = self._state, self._state.job.members
         if not all(rank in state.said and state.said[rank].elastic for rank in members):
@@ -195,7 +198,7 @@ class Handshake:
         return "downgrade" if hosts and members[Rank(0)].hello.host not in hosts else ""
 
     def refuse(self, incident: Incident, strategy: str, text: str) -> None:
-        """Report that a strategy failed or is not possible, with what can still be done."""
+        """Report that a strategy failed or is not possible, with a code for the best one that is still possible."""
         offers = self._offers(incident)
         code = Code.MAY_DUMP if "dump" in offers else Code.MAY_EXIT
         if "recover" in offers and strategy not in RECOVER:
@@ -203,7 +206,7 @@ class Handshake:
         self._mailbox.tell(CallKind.RESULT, faults_of(self._state, incident), code, text, strategy=strategy)
 
     def _offers(self, incident: Incident) -> tuple[str, ...]:
-        """Return the strategies that are possible now, the best last."""
+        """Return the strategies that are possible now, best last."""
         state = self._state
         can_dump = bool(incident.saved) or (not state.must_load and isinstance(state.decide(incident), Plan))
         can_recover = not why_not(state, incident, alone=False)
@@ -222,7 +225,7 @@ class Handshake:
 
 
 def faults_of(state: RepairState, incident: Incident) -> tuple[RankFault, ...]:
-    """Return the faulty ranks, and what is broken of each."""
+    """Return the faulty ranks, each with the kind of its fault."""
     found: dict[Rank, RankFault] = {}
     for rank, ailing in state.ailing.items():
         if ailing.ailment not in NO_FAULTS:

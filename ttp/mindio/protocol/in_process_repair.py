@@ -1,10 +1,10 @@
-"""The script that gets training loops going again in the same processes.
+"""The script that repairs the state and lets the training threads enter their loops again in the same processes.
 
-All loops are ended (STOP) and the devices made usable (CLEAN). Then it is known what each copy is worth. A copy that
-was left in the middle of an update, whose device lost memory, or that is not of the newest whole version gets what it
-lacks from a replica (REPAIR). Everything else, data and schedules, is set to that version (ROLLBACK), and the loops are
-entered again (RESUME). Where no copy can be trusted, or a piece has no copy left, all ranks load a checkpoint instead.
-A failure at any point leaves the healthy copies as they were: they can still be saved.
+All training threads leave their loops (STOP) and the devices are made usable (CLEAN). Then the version of each copy is
+known. A rank whose copy is torn, whose device lost memory, or that is not at the newest whole version receives the
+state from a replica (REPAIR). Everything else, such as data and schedules, is set to that version (ROLLBACK), and the
+training threads enter their loops again (RESUME). If no copy can be trusted, or a piece has no copy left, all ranks
+load a checkpoint instead. A failure at any point leaves the healthy copies unchanged, so that they can be saved.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ttp.mindio.protocol.replica_lists import Replicas, sources
 from ttp.mindio.protocol.rounds import Part, Round, Script
 
 LOW = 2
-"""Result of a clean handler where the lost memory held nothing of the state."""
+"""Result of a clean handler if the lost memory held no part of the state."""
 LOST_MEMORY = (Ailment.MEMORY, Ailment.MEMORY_CORRUPT)
 
 
 def halt(state: RepairState, incident: Incident, purpose: str = "") -> Part:
-    """Get all training threads out of their loops, and the devices usable."""
+    """Make all training threads leave their loops, and the devices usable."""
     purpose = purpose or state.purpose
     if state.cleaned:
         return ""
@@ -48,9 +48,9 @@ def halt(state: RepairState, incident: Incident, purpose: str = "") -> Part:
 
 
 def repair_in_process(state: RepairState, incident: Incident) -> Script:
-    """Stop, clean, repair, roll back, resume. If it ends as NOT_SAVED, healthy copies have not been touched.
+    """Stop, clean, repair, roll back, resume. If the ending is NOT_SAVED, healthy copies are unchanged.
 
-    Process groups are made anew if some of the processes are new.
+    If some of the processes are new, new process groups are made before the repair.
     """
     problem = yield from halt(state, incident)
     if not problem and state.newcomers:
@@ -92,7 +92,7 @@ def _lost_memory(state: RepairState, rank: Rank) -> bool:
 def _repair(
     state: RepairState, incident: Incident, version: Version, transfers: tuple[Transfer, ...], lacking: Iterable[Rank]
 ) -> Part:
-    """Have ranks send and receive at once. A rank that lost only memory without state makes its device usable."""
+    """Let ranks send and receive state together. A rank that lost only memory without state repairs its device."""
     ranks = tuple(sorted({r for t in transfers for r in (t.src, t.dst)}))
     errors = tuple(sorted({*lacking, *state.low}))
     acts: dict[Rank, Act] = {}
@@ -123,7 +123,7 @@ def _way(state: RepairState, rank: Rank, transfers: Iterable[Transfer]) -> Repai
 
 
 def _load(state: RepairState, incident: Incident) -> Script:
-    """Have all ranks load the last checkpoint."""
+    """Let all ranks load the last checkpoint."""
     unable = [rank for rank in state.live if not state.said[rank].load_repair]
     if unable:
         return _failed(f"ranks {compact_ranks(unable)} cannot load a checkpoint in the running process")
@@ -144,7 +144,7 @@ def _load(state: RepairState, incident: Incident) -> Script:
         return _failed(result.words or f"ranks have loaded different steps: {loaded[:10]}")
     newest = max(answer.version for answer in incident.answers.values())
     if loaded[0] > newest:
-        return _failed(f"step {loaded[0]} cannot have been loaded: no rank has come further than {newest}")
+        return _failed(f"step {loaded[0]} cannot have been loaded: no rank was beyond step {newest}")
     version = Version(loaded[0])
     state.invalid.clear()
     state.note(incident, result, version)
@@ -159,15 +159,15 @@ def _resume(state: RepairState, incident: Incident, version: Version, text: str)
     if back.ok:
         back = yield state.everyone(RoundKind.RESUME, version, state.purpose)
     if not back.ok or everybody != state.live or state.job.broken:
-        return _failed(back.words or "a rank was lost on the way")
+        return _failed(back.words or "a rank was lost during the repair")
     state.note(incident, back)
     anew = [ailing for rank, ailing in state.ailing.items() if ailing is not before.get(rank)]
     state.recovered()
-    if anew:  # the first to be back in their loops have left them again meanwhile
+    if anew:  # some ranks have entered their loops and left them again meanwhile
         for ailing in anew:
             state.ails(ailing)
         return (yield from repair_in_process(state, incident))
-    return Ending(Outcome.RESUMED, version, f"{text}; training goes on with step {version + 1}")
+    return Ending(Outcome.RESUMED, version, f"{text}; training continues with step {version + 1}")
 
 
 def _failed(text: str) -> Ending:

@@ -17,9 +17,9 @@ class NoticeKind(enum.Enum):
     GLOBAL_RANK = "global_rank"  # all faults are known now
     STRATEGY = "strategy"
     HOT_SWITCH = "hot_switch"  # processes start on other hosts for live ranks
-    STOP_SWITCH = "stop_switch"  # they do not
-    MOVE = "move"  # an operator drains the host that ``params`` names: its ranks go to a host that was offered
-    FAILED = "failed"  # the manager could not take a call: the controller decides alone
+    STOP_SWITCH = "stop_switch"  # the ranks are not to be moved
+    MOVE = "move"  # an operator drains the host that ``params`` names: its ranks move to a host that was offered
+    FAILED = "failed"  # the manager could not take a call: the controller decides by itself
 
 
 class CallKind(enum.Enum):
@@ -42,7 +42,7 @@ class Code(enum.IntEnum):
 
 
 class FaultOf(enum.IntEnum):
-    """What is broken of a rank; the numbers are those of the original."""
+    """The kind of a rank's fault; the numbers are those of the original."""
 
     MEMORY = 0
     PROCESS = 1
@@ -51,7 +51,7 @@ class FaultOf(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankFault:
-    """A rank and what is broken of it; ``code`` is the error code of the device."""
+    """A faulty rank and the kind of its fault; ``code`` is the error code of the device."""
 
     rank: Rank
     kind: FaultOf
@@ -60,14 +60,14 @@ class RankFault:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message of the manager: what is to be done.
+    """A message from the manager: a request.
 
     Args:
         kind: see ``NoticeKind``.
         faults: the ranks that the notice is about.
-        seconds: how long the action may take; 0: as long as usual.
+        seconds: time limit of each round of a pause; 0 for the default.
         strategy: ``retry``, ``recover``, ``migration``, ``downgrade``, ``upgrade``, ``dump``, ``exit``, ``continue``,
-            or one that is not possible.
+            or another one, which is not possible.
         params: parameters of the strategy.
     """
 
@@ -80,15 +80,15 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class ManagerCall:
-    """A message to the manager: what happened.
+    """A message to the manager: a report.
 
     Args:
         kind: see ``CallKind``.
-        faults: as they are known.
+        faults: the known faults.
         code: 0 for success, else see ``Code``.
-        text: for people.
-        strategies: those that can be chosen, the best one last.
-        strategy: the one whose result this is.
+        text: explanation in words.
+        strategies: the strategies that can be chosen, best last.
+        strategy: the strategy whose result this is.
     """
 
     kind: CallKind
@@ -104,14 +104,14 @@ class ManagerCall:
 
 @dataclass(frozen=True, slots=True)
 class ManagerCame(ProgramEvent):
-    """A manager has come that decides about faults; it may take ``wait_s`` seconds for each answer."""
+    """A manager that decides about faults has attached; it has ``wait_s`` seconds for each answer."""
 
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerLeft(ProgramEvent):
-    """The manager has gone."""
+    """The manager has detached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Noticed(ProgramEvent):
 
 @dataclass(frozen=True, slots=True)
 class PlaceOffered(ProgramEvent):
-    """A launcher that stands by could start ranks on ``host``, and keeps a ``store`` (``host:port``) for them."""
+    """A standby launcher offers to start ranks on ``host``, and has a ``store`` (``host:port``) for them."""
 
     host: str
     store: str
@@ -131,7 +131,7 @@ class PlaceOffered(ProgramEvent):
 
 @dataclass(frozen=True, slots=True)
 class TakePlace(ProgramAction):
-    """The answer to a ``PlaceOffered``, at once: the ranks to start there; empty: none now."""
+    """The immediate answer to a ``PlaceOffered``: the ranks to start there now; may be empty."""
 
     ranks: tuple[Rank, ...]
 
@@ -145,6 +145,6 @@ class CallManager(ProgramAction):
 
 @dataclass(frozen=True, slots=True)
 class AnswerNotice(ProgramAction):
-    """The immediate answer to a ``Noticed``: why it is not accepted; empty if it is."""
+    """The immediate answer to a ``Noticed``: why the notice is not accepted; empty if it is."""
 
     problem: str

@@ -1,4 +1,4 @@
-"""Messages about rounds: actions that the registered handlers of many ranks carry out in step.
+"""Messages about rounds: actions that the registered handlers of many ranks carry out together.
 
 They are the ``ProgramReport`` and ``ProgramOrder`` of ``ttp.core.messages``; the wire form is
 ``proto/ttp/wire/v1/rounds.proto``.
@@ -19,57 +19,57 @@ HANDLERS = "handlers"
 
 
 class RoundKind(enum.Enum):
-    """What a rank does in a round."""
+    """The action of a rank in a round."""
 
-    STOP = "stop"  # get the training thread out of its loop
+    STOP = "stop"  # make the training thread leave its loop
     CLEAN = "clean"  # make the device usable again
-    CATCH_UP = "catch_up"  # make the update before which the training thread stands
-    REPAIR = "repair"  # send or receive what a copy lacks
+    CATCH_UP = "catch_up"  # let the training thread, which waits at the gate, make its update
+    REPAIR = "repair"  # send or receive the state that a copy lacks
     ROLLBACK = "rollback"  # set everything else to the step of the copy
-    RESUME = "resume"  # go back into the loop
+    RESUME = "resume"  # enter the loop again
     SAVE = "save"
-    RENAME = "rename"  # make the saved checkpoint exist
-    HOLD = "hold"  # go no further than the end of the running step
-    PAUSE = "pause"  # stand still at the end of one step, the same everywhere
+    RENAME = "rename"  # commit the saved checkpoint
+    HOLD = "hold"  # do not train beyond the end of the current step
+    PAUSE = "pause"  # pause at the end of a given step, the same on all ranks
     SYNC = "sync"  # let the device finish its queued work
-    CONTINUE = "continue"  # the end of HOLD and PAUSE
-    MAKE_WAY = "make_way"  # tell the launcher that lost ranks may be started anew beside this one
-    REBUILD = "rebuild"  # make the process groups anew, with the ranks that were started
+    CONTINUE = "continue"  # end HOLD and PAUSE
+    MAKE_WAY = "make_way"  # tell the launcher that it may restart only the lost ranks
+    REBUILD = "rebuild"  # make new process groups, with the restarted ranks
 
 
 class Ailment(enum.Enum):
-    """What ended a training loop that may be entered again in the same process."""
+    """Why a training thread has left its loop, which it may enter again in the same process."""
 
-    STOPPED = "stopped"  # nothing is wrong with this rank: it was told to stop
-    RETRY = "retry"  # the numbers are wrong: only a checkpoint helps
+    STOPPED = "stopped"  # this rank has no fault: it was ordered to stop
+    RETRY = "retry"  # the numerical results are wrong: only a checkpoint helps
     MEMORY = "memory"  # device memory was lost; replicas have its contents
     MEMORY_CORRUPT = "memory_corrupt"  # device memory was lost while it was being written
     NETWORK = "network"  # a collective failed, the state is whole
-    FATAL = "fatal"  # anything else: this process cannot go on
-    PEER = "peer"  # a collective has ended because another rank died: only new process groups help
-    JOINED = "joined"  # a new process in the seat of a lost rank: it is ready, and holds no version yet
+    FATAL = "fatal"  # anything else: this process cannot continue
+    PEER = "peer"  # a collective has failed because another rank died: only new process groups help
+    JOINED = "joined"  # this is a new process that replaces a lost rank: it is ready, and holds no version yet
 
 
 class RepairWay(enum.IntEnum):
     """The part of one rank in a repair; the numbers are those of the original."""
 
     SEND = 0
-    MEMORY_HIGH = 1  # make the state anew, then receive
+    MEMORY_HIGH = 1  # create the state anew, then receive
     MEMORY_LOW = 2  # make the device usable; no state was lost
     RECEIVE = 3
     ROLLBACK = 4
-    LOAD = 5  # from the last checkpoint
-    LOAD_REBUILD = 6  # make the state anew, then from the last checkpoint
+    LOAD = 5  # load the last checkpoint
+    LOAD_REBUILD = 6  # create the state anew, then load the last checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """The ranks that share one part of the state, as one of them describes it; see ``replica_lists``.
+    """The ranks that hold one type of state together, as one of them declares it; see ``replica_lists``.
 
     Args:
-        ranks: all ranks that hold a piece of it, this one among them.
-        copies: number of copies of each piece; -1: as many as ranks.
-        shift: distance of two copies in the ascending list; 0: follows from the number of copies.
+        ranks: all ranks that hold a piece of the state, including the declaring one.
+        copies: number of copies of each piece; -1 for as many as ranks.
+        shift: distance of two copies in the ascending list of ranks; 0 to compute it from the number of copies.
     """
 
     ranks: tuple[Rank, ...]
@@ -99,19 +99,19 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Handlers(m.ProgramReport):
-    """What this rank can do, and with which ranks it shares state. Sent again to every new controller.
+    """The abilities of a rank, and its replica sets. Sent again to every new controller.
 
     Args:
-        rank: the rank that sends it.
+        rank: the rank that sends this report.
         sets: one set for each type of state.
-        retry: lost memory and broken links may be repaired in this process.
-        load_repair: the state may be loaded from a checkpoint in this process.
-        halt_before_dump: stop and clean before the handlers save.
-        action_ms: milliseconds that a handler may take.
-        save_ms: milliseconds that the save handler may take.
-        halted: the training thread was stopped in a round and has not gone back.
-        recover: this process can go on with a new process in the place of a lost rank.
-        elastic: a launch with fewer ranks, or with more again, goes on from the checkpoint.
+        retry: whether lost memory and broken links may be repaired in this process.
+        load_repair: whether this process can load the state from a checkpoint.
+        halt_before_dump: whether to stop and clean before the handlers save.
+        action_ms: time limit of a handler in milliseconds.
+        save_ms: time limit of the save handler in milliseconds.
+        halted: whether the training thread was stopped in a round and has not entered its loop again.
+        recover: whether this process can continue with new processes in place of lost ranks.
+        elastic: whether a launch with another number of ranks can resume from the checkpoint.
     """
 
     sets: tuple[ReplicaSet, ...]
@@ -127,7 +127,7 @@ class Handlers(m.ProgramReport):
 
 @dataclass(frozen=True, slots=True)
 class Ailing(m.ProgramReport):
-    """The training thread has left its loop and can go back; ``code`` is the error code of the device."""
+    """The training thread has left its loop and can enter it again; ``code`` is the error code of the device."""
 
     ailment: Ailment
     code: str
@@ -138,7 +138,7 @@ class Ailing(m.ProgramReport):
 class Acted(m.ProgramReport):
     """The result of an ``Act``, and the version of the rank's copy after it.
 
-    ``result`` is what the handler returned; of HOLD the step at whose end the training thread will stand.
+    ``result`` is the handler's result; for HOLD it is the step at whose end the training thread will pause.
     """
 
     serial: int
@@ -154,24 +154,25 @@ class Acted(m.ProgramReport):
 
 @dataclass(frozen=True, slots=True)
 class Act(m.ProgramOrder):
-    """One rank's part of a round. Carried out once for each term and serial number; the answer is said again.
+    """The order to one rank in a round. It is carried out once per serial number; repeats get the same answer.
 
     Args:
-        rank: the rank that acts.
+        rank: the rank.
         term: term of the controller.
         serial: number of the round; grows from round to round, also when another controller takes over.
-        kind: what to do.
-        version: the step that it is about.
-        limit_ms: milliseconds that it may take.
-        purpose: ``retry``, ``recover``, ``dump``, ``pause``, ``migration``.
-        lists: SAVE: the ranks that save, for each type that this rank saves.
-        memory_error: CLEAN: this rank's device has lost memory.
-        rebuild: REPAIR: the state has to be made anew first.
-        error_ranks: REPAIR: the ranks that need the repair; REBUILD: the ranks that were started anew.
-        way: REPAIR: this rank's part.
-        transfers: REPAIR: what this rank sends or receives.
-        ranks: REPAIR: all ranks that send or receive.
-        store: REBUILD: ``host:port`` of an unused store for new process groups; empty: this host's launcher names it.
+        kind: the action.
+        version: the step that the action is about.
+        limit_ms: time limit in milliseconds.
+        purpose: ``retry``, ``recover``, ``dump``, ``pause`` or ``migration``.
+        lists: for SAVE: the ranks that save, for each type of state that this rank saves.
+        memory_error: for CLEAN: whether this rank's device has lost memory.
+        rebuild: for REPAIR: whether the state has to be created anew first.
+        error_ranks: for REPAIR: the ranks that need the repair; for REBUILD: the ranks that were restarted.
+        way: for REPAIR: the part of this rank.
+        transfers: for REPAIR: the transfers of this rank.
+        ranks: for REPAIR: all ranks that send or receive.
+        store: for REBUILD: ``host:port`` of an unused store for new process groups; empty if this host's launcher
+            has written it.
     """
 
     serial: int

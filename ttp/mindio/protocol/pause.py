@@ -1,8 +1,8 @@
-"""The script that lets all ranks stand still at the end of the same step, and go on.
+"""The script that pauses all ranks at the end of the same step, and continues training.
 
-A step that all ranks have in common cannot be named from outside: when its name arrives, a rank may be beyond it. So
-every rank is first told to go no further than the end of its running step (HOLD) and reports that step. No rank can get
-beyond the largest of those steps, and every rank can reach it: there they stand (PAUSE).
+The controller cannot simply name a step: when the order arrives, a rank may be beyond it. So every rank is first
+ordered not to train beyond the end of its current step (HOLD), and reports that step. No rank gets beyond the largest
+of these steps, and every rank can reach it. There they pause (PAUSE).
 """
 
 from __future__ import annotations
@@ -26,27 +26,31 @@ class Pausing:
     """Runs pauses, at most one at a time.
 
     Args:
-        state: the ranks.
-        mailbox: the manager.
-        end_job: called when the manager wants a paused job to end (``dump`` or ``exit``).
+        state: the state of the ranks.
+        mailbox: the notices of the manager, and the calls to it.
+        end_job: is called when the manager chooses to end a paused job (``dump`` or ``exit``).
     """
 
     def __init__(self, state: RepairState, mailbox: ManagerMailbox, end_job: Callable[[Notice], None]) -> None:
         self.paused = False
-        """True while training threads may be standing still."""
+        """Whether training threads may be paused."""
         self._state, self._mailbox, self._end_job = state, mailbox, end_job
         self._faults: tuple[RankFault, ...] = ()
 
     def pause(self, notice: Notice) -> Script:
-        """Stand still until the manager says that training is to go on, or goes away."""
+        """Pause all ranks until the manager chooses ``continue`` or detaches."""
         self.paused, self._faults = True, notice.faults
         problem = yield from self.stand_still(notice.seconds)
         code = Code.ERROR if problem else Code.OK
-        self._mailbox.tell(CallKind.STOP_COMPLETE, self._faults, code, problem or "all ranks stand still")
+        self._mailbox.tell(CallKind.STOP_COMPLETE, self._faults, code, problem or "all ranks are paused")
         return (yield from self.go_on(at_once=bool(problem)))
 
     def go_on(self, *, at_once: bool = False) -> Script:
-        """Wait for the end of the pause, and end it."""
+        """Wait until the manager ends the pause, and continue training.
+
+        Args:
+            at_once: whether to continue without waiting.
+        """
         while not at_once and self._mailbox.present:
             notice = self._mailbox.take(NoticeKind.STRATEGY)
             if notice is not None and notice.strategy in ("dump", "exit"):
@@ -56,12 +60,12 @@ class Pausing:
                 yield Pause(self._state.now + FOR_EVER_S)
         result = yield self._state.everyone(RoundKind.CONTINUE, purpose=PURPOSE)
         self.paused = False
-        text = result.words or "training goes on"
+        text = result.words or "training continues"
         self._mailbox.tell(CallKind.RESULT, (), Code.OK if result.ok else Code.ERROR, text, strategy="continue")
         return Ending(Outcome.RESUMED, Version(0), text)
 
     def stand_still(self, seconds: float) -> Part:
-        """Have all ranks stand at the end of the same step; each round may take ``seconds``, 0: as long as usual."""
+        """Pause all ranks at the end of the same step. ``seconds`` is the time limit of each round, 0 the default."""
         hold = yield self._round(RoundKind.HOLD, Version(0), seconds)
         if not hold.ok:
             return hold.words

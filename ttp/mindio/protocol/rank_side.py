@@ -1,7 +1,7 @@
-"""A rank's side of rounds (``rounds``): its last order, the result, and what a new controller has to know.
+"""A rank's part of rounds (``rounds``): its last order, the answer, and the reports for a new controller.
 
-An act is carried out once. If the order comes again, because a stream broke or a controller missed the answer, the rank
-repeats its result. A new act replaces one that is still running, and the result of that one is not reported.
+An act is carried out once. If the order is repeated, because a stream broke or a controller missed the answer, the rank
+repeats its answer. A new act replaces one that still runs, whose result is then not reported.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ttp.mindio.protocol.messages import Act, Acted, Ailing, Handlers, RoundKind
 
 @dataclass(frozen=True, slots=True)
 class Said(ProgramEvent):
-    """A report of the program: what its handlers can do, that its loop was left, or the result of an act."""
+    """A report of the program: its handlers, the end of its training loop, or the result of an act."""
 
     report: Handlers | Ailing | Acted
 
 
 @dataclass(frozen=True, slots=True)
 class StartAct(ProgramAction):
-    """Carry out an act; an ``Acted`` follows."""
+    """Carry out an act; a ``Said`` with an ``Acted`` follows."""
 
     act: Act
 
@@ -60,7 +60,7 @@ class RankRounds(RankProgram):
         return self._act is not None and report.serial == self._act.serial and self._done is None
 
     def ordered(self, order: m.ProgramOrder) -> Acted | StartAct | None:
-        """Start the act, or repeat its answer. None: the order is older than the last one, or its act still runs."""
+        """Start the act, or repeat its answer. Return None if the order is outdated, or a repeat of the running act."""
         assert isinstance(order, Act)
         last = self._act
         if last is not None and order.serial < last.serial:
@@ -76,10 +76,10 @@ class RankRounds(RankProgram):
 
 
 class NoHandlers(RankProgram):
-    """The rounds of a rank whose program has no handlers, in a job that is led as if it had."""
+    """The rounds of a rank whose program has no handlers, in a job whose other ranks have some."""
 
     def ordered(self, order: m.ProgramOrder) -> Acted | None:
         """Answer at once that the act failed, so that the round does not wait for this rank."""
         assert isinstance(order, Act)
-        text = f"this rank has no handlers to {order.kind.value} with"
+        text = f"this rank has no handlers, and so none for {order.kind.value}"
         return Acted(order.rank, order.serial, False, 0, Version(0), True, text)

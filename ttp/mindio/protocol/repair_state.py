@@ -1,4 +1,4 @@
-"""What the scripts of ``ttp.mindio.protocol.handler_recovery`` know of the ranks, and how they make rounds from it."""
+"""The state of the ranks for the scripts of ``ttp.mindio.protocol.handler_recovery``, and the rounds made from it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ttp.mindio.protocol.replica_lists import Replicas, gather
 from ttp.mindio.protocol.rounds import Result, Round
 
 ACTION_S = 180.0
-"""Seconds that a handler may take if no rank has said anything."""
+"""Time limit of a handler in seconds if no rank has reported one."""
 LAST_S = 1.0
-"""Seconds that a handler may take when the time of a script is over: then it fails, and the script with it."""
+"""Smallest time limit of a handler in seconds, after the time limit of the script has passed."""
 CATCH_UP_S = 30.0
-"""Seconds that an update may take for which a rank is let through the gate."""
+"""Time limit in seconds of an update for which the gate admits a rank."""
 
 REPAIRABLE = (m.FaultKind.AILING, m.FaultKind.COLLECTIVE, m.FaultKind.SILENT, m.FaultKind.HUNG)
-"""Kinds of evidence that may all be gone once the loops are entered again."""
-UNTOLD = "no rank has said which ranks share its state"
+"""Kinds of evidence that a repair in the same processes can settle."""
+UNTOLD = "no rank has declared its replica sets"
 NO_VERSION = Version(0)
-"""The version in rounds that are about no version."""
+"""The version in rounds without a version."""
 NO_COPY = (Ailment.RETRY, Ailment.MEMORY_CORRUPT)
-"""Ailments after which every copy may be wrong: nothing is saved, and only an older checkpoint helps."""
+"""Ailments after which every copy may be wrong, so nothing is saved and an older checkpoint has to be loaded."""
 
 
 class RepairState:
-    """The state of the ranks with respect to handlers.
+    """The state of the ranks of a job with handlers.
 
     Args:
-        context: what the controller knows.
+        context: the controller's knowledge of the job.
     """
 
     def __init__(self, context: RescueContext) -> None:
@@ -43,18 +43,18 @@ class RepairState:
         self.said: dict[Rank, Handlers] = {}
         self.ailing: dict[Rank, Ailing] = {}
         self.invalid: set[Rank] = set()
-        """Ranks whose copy is of no version."""
+        """Ranks whose copy is not of any version."""
         self.low: set[Rank] = set()
-        """Ranks whose device lost memory that held nothing of the state."""
+        """Ranks whose device lost memory that held no part of the state."""
         self.halted = False
-        """True while training threads may be out of their loops: without RESUME they do not go on."""
+        """Whether training threads may be out of their loops, so that they need RESUME to continue."""
         self.cleaned = False
         self.saved = Version(0)
-        """The version that was saved last; its incident may still be open, or training goes on after it."""
+        """The version that was saved last, in this incident or before."""
         self.until: float | None = None
-        """Time at which the script has to be over, in seconds; None: no limit."""
+        """Time limit of the script, in seconds of the controller's clock; None for no limit."""
         self.store = ""
-        """``host:port`` of the store for new process groups; empty: each launcher names it."""
+        """``host:port`` of the store for new process groups; empty if each host's launcher writes it."""
         self.tried: set[str] = set()
         """Incidents in which lost ranks could not be replaced."""
         self.job = context.job
@@ -62,25 +62,25 @@ class RepairState:
         self.drain = context.drain
         self._context = context
         self._sets: dict[ReplicaSet, ReplicaSet] = {}
-        """One shared object for equal sets, since all ranks of a set send the same list."""
+        """One object for equal sets, because all ranks of a set send the same list."""
         self._gathered: Replicas | str | None = UNTOLD
         self._layout: Layout | None = None
 
     def reset(self) -> None:
-        """Forget all ranks, for a new incarnation of the job or none."""
+        """Forget all ranks, because another incarnation begins or the job has ended."""
         self.said = {}
         self.saved, self.until, self.tried = Version(0), None, set()
         self.recovered()
         self._sets, self._gathered, self._layout = {}, UNTOLD, None
 
     def ails(self, report: Ailing) -> None:
-        """Note that the training loop of a rank has ended."""
+        """Take note that the training thread of a rank has left its loop."""
         self.ailing[report.rank] = report
         if report.ailment in (Ailment.MEMORY, Ailment.JOINED, *NO_COPY):
             self.invalid.add(report.rank)
 
     def recovered(self) -> None:
-        """Note that all ranks are in their loops again."""
+        """Take note that all ranks are in their loops again."""
         self.ailing, self.invalid, self.low = {}, set(), set()
         self.halted = self.cleaned = False
 
@@ -88,16 +88,16 @@ class RepairState:
 
     @property
     def leads(self) -> bool:
-        """True if the ranks of this job have handlers."""
+        """Whether the ranks of this job have handlers."""
         first = next(iter(self.job.members.values()), None)
         return first is not None and first.hello.framework == HANDLERS
 
     def handlers(self, report: Handlers) -> None:
-        """Take a rank's description of its handlers."""
+        """Take a rank's report about its handlers."""
         known = self.said.get(report.rank)
         sets = tuple(self._sets.setdefault(group, group) for group in report.sets)
         if known is not None and self.job.members[report.rank].seated:
-            sets = sets or known.sets  # some programs say it after a step, and a newcomer holds what the lost one held
+            sets = sets or known.sets  # programs may declare sets later; a new process holds the state of the lost one
         self.said[report.rank] = replace(report, sets=sets)
         if known is None or known.sets != sets:
             self._gathered = None
@@ -107,7 +107,7 @@ class RepairState:
             return "no job is known"
         if len(self.said) < self.job.layout.world_size and not self.job.ended:
             missing = sum(1 for r in range(self.job.layout.world_size) if Rank(r) not in self.said)
-            return f"{missing} ranks have not said which ranks share their state"
+            return f"{missing} ranks have not declared their replica sets"
         try:
             return gather(self.job.layout.world_size, {rank: report.sets for rank, report in self.said.items()})
         except ConfigError as problem:
@@ -115,7 +115,7 @@ class RepairState:
 
     @property
     def replicas(self) -> Replicas | str:
-        """The replica sets of the job, or a text why they are not known."""
+        """The replica sets of the job, or the reason why they are not known."""
         if self._gathered is None:
             self._gathered = self._gather()
             self._layout = self._gathered.layout() if isinstance(self._gathered, Replicas) else None
@@ -123,31 +123,31 @@ class RepairState:
 
     @property
     def layout(self) -> Layout | None:
-        """The replica sets as shards; ``None``: they are not known, or handlers are not to save."""
+        """The replica sets as a layout of shards; None if they are not known, or handlers do not save."""
         return self._layout if self.leads and isinstance(self.replicas, Replicas) else None
 
     @property
     def must_load(self) -> bool:
-        """True if no copy may be trusted."""
+        """Whether no copy can be trusted."""
         return any(a.ailment in NO_COPY for a in self.ailing.values())
 
     @property
     def newcomers(self) -> list[Rank]:
-        """Ranks with new processes in the seats of lost ones, in ascending order."""
+        """Ranks whose processes are new and replace lost ones, in ascending order."""
         return sorted(rank for rank, a in self.ailing.items() if a.ailment is Ailment.JOINED and rank in self.job.live)
 
     @property
     def purpose(self) -> str:
-        """Purpose of the repair, which handlers are told."""
+        """Purpose of the repair, which handlers get as its type."""
         return "recover" if self.newcomers else "retry"
 
     @property
     def broken_off(self) -> list[Rank]:
-        """Ranks that have left their loops because a collective told of a death, in ascending order."""
+        """Ranks that have left their loops because a collective failed by a death, in ascending order."""
         return sorted(rank for rank, a in self.ailing.items() if a.ailment is Ailment.PEER)
 
     def recovers(self, rank: Rank) -> bool:
-        """Return whether a rank can go on with new processes in the places of lost ranks."""
+        """Return whether a rank can continue with new processes in place of lost ranks."""
         return rank in self.said and self.said[rank].recover
 
     @property
@@ -165,11 +165,11 @@ class RepairState:
         }  # fmt: skip
 
     def suspect(self, incident: Incident) -> set[Rank]:
-        """Return the ranks that are asked to save only where no other rank can."""
+        """Return the ranks that save only if no other rank can."""
         return {*self.job.broken, *self.ailing, *incident.evidence.subjects}
 
     def repairable(self, incident: Incident) -> bool:
-        """Return whether every process is there and fit to go back into its loop."""
+        """Return whether all processes live and can enter their loops again."""
         kinds, newcomers = incident.evidence.kinds, self.newcomers
         everybody = self.job.complete and len(self.job.live) == len(self.job.members)
         return (
@@ -189,7 +189,7 @@ class RepairState:
         return self._context.decide(incident)
 
     def patience_s(self, incident: Incident) -> float:
-        """Return how many seconds to wait for one thing, so that as much time is left for what comes after it."""
+        """Return the seconds to wait for one event: half of the time that is left for the rescue."""
         return max(0.0, incident.patient_since + self._context.rescue_s - self.now) / 2
 
     def on_disk(self) -> Version:
@@ -199,16 +199,16 @@ class RepairState:
     # ----------------------------------------------------------------------------------------------------------- rounds
 
     def limit_s(self, *, saving: bool = False) -> float:
-        """Return how many seconds a handler may take: the longest time that any rank says."""
+        """Return the time limit of a handler in seconds: the longest that any rank has reported."""
         said = [(h.save_ms if saving else h.action_ms) / 1000 for h in self.said.values()]
         limit_s = max(said, default=ACTION_S)
         return limit_s if self.until is None else max(LAST_S, min(limit_s, self.until - self.now))
 
     def act(self, rank: Rank, kind: RoundKind, version: Version = NO_VERSION, purpose: str = "") -> Act:
-        """Return an act with the fields that all kinds have."""
+        """Return an act with the fields that all kinds of acts have."""
         limit_s = CATCH_UP_S if kind is RoundKind.CATCH_UP else self.limit_s(saving=kind is RoundKind.SAVE)
         if kind is RoundKind.MAKE_WAY and self.until is not None:
-            limit_s = max(LAST_S, self.until - self.now)  # the time in which no rank has anything to lose
+            limit_s = max(LAST_S, self.until - self.now)  # the time in which the marks of ranks hold
         return Act(rank, 0, 0, kind, version, int(limit_s * 1000), purpose)
 
     def everyone(
@@ -220,12 +220,12 @@ class RepairState:
         together: bool = False,
         ranks: Iterable[Rank] | None = None,
     ) -> Round:
-        """Return a round in which all ranks, or the given ones, do the same."""
+        """Return a round in which all live ranks, or the given ones, carry out the same act."""
         whom = self.live if ranks is None else ranks
         return Round(kind, {rank: self.act(rank, kind, version, purpose) for rank in whom}, together)
 
     def note(self, incident: Incident, result: Result, version: Version | None = None) -> None:
-        """Note the state of ranks after an act, as they report it; or at ``version``, if their act led there."""
+        """Record the state of ranks after an act: as they report it, or at ``version`` if the act led there."""
         for rank, acted in result.done.items():
             if rank not in self.job.live:
                 continue

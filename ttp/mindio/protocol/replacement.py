@@ -1,11 +1,11 @@
-"""The script by which new processes take the seats of ranks that have died, while the others keep theirs.
+"""The script that replaces dead ranks by new processes, while the other ranks continue in their processes.
 
-The newest version is saved first, as without this: whatever goes wrong afterwards, be it a second death, a handler that
-fails or a process that does not come, ends as if nothing had been tried, with that checkpoint. Then all loops are ended
-and cleaned, the survivors tell their launcher that they have nothing to lose (MAKE_WAY), and the launcher or an outside
-manager starts the dead ranks again. A new process joins this incarnation, makes its state, and says that it is ready;
-its copy is of no version. From there on it is a repair like any other (``in_process_repair``), with new process groups
-before it and the new processes as receivers.
+First the newest version is saved, as without a replacement. If anything fails afterwards (a second death, a handler, a
+process that does not join), the incident ends with that checkpoint. Then all training threads leave their loops and the
+devices are cleaned, the survivors tell their launcher that they may be killed without a loss (MAKE_WAY), and the
+launcher or an outside manager starts the dead ranks again. A new process joins this incarnation, creates its state, and
+reports that it is ready; its copy is not of any version yet. The rest is a repair (``in_process_repair``) after new
+process groups were made, with the new processes as receivers.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ttp.mindio.protocol.save_script import dump
 
 PURPOSE = "recover"
 DEATHS = (m.FaultKind.EXITED, m.FaultKind.LOST, m.FaultKind.OUTSIDE)
-"""Kinds of evidence that a rank has died; OUTSIDE: a manager knew it first."""
+"""Kinds of evidence that a rank has died; OUTSIDE because a manager may report it first."""
 DEATH_S = 1.0
-"""Seconds that a death may take to be known after a collective has told of it."""
+"""Seconds in which the death of a rank has to become known after a collective has failed by it."""
 LOOK_S = 1.0
 
 
 def recover(state: RepairState, incident: Incident, *, alone: bool) -> Script:
-    """Save, have the lost ranks replaced, and train on. If that fails, end with what was saved.
+    """Save, replace the lost ranks, and continue training. If that fails, end with the saved checkpoint.
 
     Args:
-        state: the ranks.
+        state: the state of the ranks.
         incident: the open incident.
-        alone: there is no manager: the launcher of each lost rank has to say that it can start it.
+        alone: whether there is no manager, so that the launcher of each lost rank has to report that it can restart it.
     """
     saved = yield from dump(state, incident)
     if saved.outcome is not Outcome.SAVED:
@@ -60,7 +60,7 @@ def recover(state: RepairState, incident: Incident, *, alone: bool) -> Script:
 
 
 def wanted(state: RepairState, incident: Incident) -> bool:
-    """Return whether ranks may have died, and all others would go on with new ones in their places."""
+    """Return whether ranks may have died, and all others can continue with new processes in place of them."""
     live = state.job.live
     lost = len(live) < len(state.job.members) or bool(state.broken_off)
     return lost and bool(live) and incident.id not in state.tried and all(state.recovers(rank) for rank in live)
@@ -69,7 +69,7 @@ def wanted(state: RepairState, incident: Incident) -> bool:
 def why_not(state: RepairState, incident: Incident, *, alone: bool) -> str:
     """Return why the lost ranks cannot be replaced; empty if they can."""
     if not wanted(state, incident):
-        return "no rank was lost, not all ranks were started with enable_arf and a rebuild_group handler, or it failed"
+        return "no rank was lost, a rank has no enable_arf or no rebuild_group handler, or a replacement has failed"
     dead = _dead(state)
     return (
         _why_not_the_job(state, dead)
@@ -84,14 +84,14 @@ def _why_not_the_job(state: RepairState, dead: set[Rank]) -> str:
         return "no rank has died"
     if state.job.in_doubt or state.job.done or not state.job.complete:
         return "not every rank is known to train or to be dead"
-    return "a rank that lives cannot go on" if state.must_load or state.job.broken - dead else ""
+    return "a live rank cannot continue" if state.must_load or state.job.broken - dead else ""
 
 
 def _why_not_the_evidence(incident: Incident, dead: set[Rank]) -> str:
     for kind, found in incident.evidence.by_kind.items():
         for rank, evidence in found.items():
             if kind not in (*REPAIRABLE, m.FaultKind.SNAPSHOT) and not (kind in DEATHS and rank in dead):
-                return f"{evidence.text}; only deaths are mended so"
+                return f"{evidence.text}; only dead ranks can be replaced"
     return ""
 
 
@@ -100,9 +100,9 @@ def _why_not_the_state(state: RepairState, incident: Incident, dead: set[Rank]) 
     if isinstance(plan, NoPlan) or not isinstance(state.replicas, Replicas):
         return "no version is whole"
     if not plan.version:
-        return "no step was finished"
+        return "no step has been finished"
     if sources(state.replicas, dead, state.standing(incident, plan.version)) is None:
-        return "what a lost rank held is on no other one"
+        return "no other rank holds the state of a lost rank"
     return ""
 
 
@@ -121,10 +121,10 @@ def _dead(state: RepairState) -> set[Rank]:
 
 
 def see_clearly(state: RepairState, *, seats: bool) -> Part:
-    """Wait until it is known which ranks have died, and with ``seats`` whether launchers can start them.
+    """Wait until it is known which ranks have died and, with ``seats``, whether their launchers can restart them.
 
-    A rank that was lost may be back in a moment, a collective tells of a death before any process does, and the
-    launcher of a dead rank sees the death later than its neighbours.
+    A lost rank may connect again, a collective may fail by a death before the death is reported, and the launcher of a
+    dead rank learns of the death later than its neighbours.
     """
     deaths_until, seats_until = state.now + DEATH_S, 0.0
     while True:
@@ -150,9 +150,9 @@ def _replace(state: RepairState, incident: Incident) -> Script:
         gone = everybody - state.job.seats - state.job.live
         late = dead - set(state.newcomers)
         if gone or state.job.broken & state.job.live:
-            return _failed(f"rank {min(gone or state.job.broken)} was lost meanwhile, or cannot go on")
+            return _failed(f"rank {min(gone or state.job.broken)} was lost meanwhile, or cannot continue")
         if state.now >= (state.until or 0.0):
-            return _failed(f"nobody has taken the seats of ranks {compact_ranks(late)} in time")
+            return _failed(f"no new processes have replaced ranks {compact_ranks(late)} in time")
         yield Pause(state.until or 0.0)
     if not way.ok or state.job.broken or state.job.live != everybody:
         return _failed(way.words or "a rank was lost meanwhile")

@@ -1,15 +1,15 @@
-"""Decides which ranks save and which repair whom, where programs describe themselves which ranks share state.
+"""Decide which ranks save and which ranks repair others, in jobs whose programs declare the replica sets.
 
 A *replica set* of ``n`` ranks, in ascending order, holds ``off = n // copies`` pieces: piece ``i`` is on the ranks at
-the places ``i``, ``i + off``, ``i + 2 off`` and so on. Where ``n`` is no multiple of ``copies`` some pieces have one
+the places ``i``, ``i + off``, ``i + 2 off`` and so on. If ``n`` is not a multiple of ``copies``, some pieces have one
 more copy. ``shift`` gives ``off`` directly, and the last copies may then be incomplete.
 
-A type of state (dense parameters, experts) is described by the sets of all ranks together: each rank is in one set, and
-describes it as the other ranks in it do. Sets of one type need not be of one size.
+A type of state (dense parameters, experts) is described by the sets of all ranks together: each rank is in one set,
+which all ranks of the set declare in the same way. Sets of one type may differ in size.
 
 The save handlers of one set work together, so all of them get the same list: one rank for each piece, *in the order of
-the pieces*. ``choose`` takes the first rank that can save a piece; ``sources`` the next copy, going up from the rank
-that lacks it.
+the pieces*. ``choose`` takes the first rank that can save a piece; ``sources`` takes the next copy in ascending order
+after the rank that lacks the piece, wrapping around.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ttp.errors import ConfigError
 from ttp.mindio.protocol.messages import ReplicaSet, Transfer, TypeRanks
 
 TYPES_MAX = 64
-"""Maximum number of types of state that is accepted."""
+"""Largest number of types of state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Replicas:
 
     Args:
         world_size: number of ranks.
-        types: for every type of state its sets, by their lowest rank.
+        types: for every type of state, its sets in the order of their lowest ranks.
     """
 
     world_size: int
     types: tuple[tuple[ReplicaSet, ...], ...]
 
     def layout(self) -> Layout:
-        """Return the sets as a layout for ``ttp.core.decide``: every piece of every set is a shard."""
+        """Return the layout for ``ttp.core.decide``, in which every piece of every set is a shard."""
         groups = {
             Shard(f"type{index}-rank{group.ranks[0]}-piece{place}"): holders(group, place)
             for index, sets in enumerate(self.types)
@@ -50,10 +50,10 @@ class Replicas:
 
 
 def check_set(group: ReplicaSet, rank: Rank, world_size: int) -> ReplicaSet:
-    """Check a set, and return it with ascending ranks and a number of copies.
+    """Check a set, and return it with ascending ranks and an explicit number of copies.
 
     Raises:
-        ConfigError: the set makes no sense; the text says why.
+        ConfigError: the set is not valid; the text says why.
     """
     ranks = tuple(sorted(group.ranks))
     shown = f"the replica set {compact_ranks(ranks[:1000])} of rank {rank}"
@@ -62,34 +62,34 @@ def check_set(group: ReplicaSet, rank: Rank, world_size: int) -> ReplicaSet:
     if ranks[0] < 0 or ranks[-1] >= world_size:
         raise ConfigError(f"{shown} names a rank outside 0..{world_size - 1}")
     if rank not in ranks:
-        raise ConfigError(f"{shown} does not contain that rank itself")
+        raise ConfigError(f"{shown} does not contain the rank itself")
     copies = len(ranks) if group.copies == -1 else group.copies
     if not 1 <= copies <= len(ranks):
-        raise ConfigError(f"{shown}: {group.copies} copies of a state that {len(ranks)} ranks share cannot be")
+        raise ConfigError(f"{shown}: copies = {group.copies}: it has to be from 1 to {len(ranks)}, the number of ranks")
     if not 0 <= group.shift <= len(ranks):
-        raise ConfigError(f"{shown}: a shift of {group.shift} is not between 0 and the {len(ranks)} ranks")
+        raise ConfigError(f"{shown}: shift = {group.shift}: it has to be from 0 to {len(ranks)}, the number of ranks")
     return ReplicaSet(ranks, copies, group.shift)
 
 
 def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replicas:
-    """Return the replica sets of the job, from what every rank says of itself.
+    """Return the replica sets of the job, from the declarations of all ranks.
 
     Raises:
-        ConfigError: ranks are missing, or contradict each other; the text says which.
+        ConfigError: ranks have not declared sets, or contradict each other; the text says which.
     """
     said = _spoken_for(world_size, said)
     silent = [rank for rank in range(world_size) if not said.get(Rank(rank))]
     if silent:
-        raise ConfigError(f"ranks {compact_ranks(silent)} have not said which ranks share their state")
+        raise ConfigError(f"ranks {compact_ranks(silent)} have not declared their replica sets")
     count = len(said[Rank(0)])
     odd = [rank for rank in range(world_size) if len(said[Rank(rank)]) != count]
     if odd or count > TYPES_MAX:
-        raise ConfigError(f"rank 0 speaks of {count} types of state, ranks {compact_ranks(odd)} of another number")
+        raise ConfigError(f"rank 0 declares {count} types of state, ranks {compact_ranks(odd)} another number")
     return Replicas(world_size, tuple(_one_type(index, world_size, said) for index in range(count)))
 
 
 def _spoken_for(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Mapping[Rank, Sequence[ReplicaSet]]:
-    """Add the sets of ranks that were lost before they could describe them to a new controller: others are in them."""
+    """Add the sets of ranks that were lost before they declared them to a new controller, from the other ranks."""
     count = max((len(sets) for sets in said.values()), default=0)
     by_type = [{rank: sets[index] for sets in said.values() if len(sets) > index for rank in sets[index].ranks}
                for index in range(count)]  # fmt: skip
@@ -108,13 +108,15 @@ def _one_type(index: int, world_size: int, said: Mapping[Rank, Sequence[ReplicaS
     for number in range(world_size):
         rank = Rank(number)
         if plain.get(rank) == said[rank][index]:
-            continue  # another rank of the set has said the very same
+            continue  # another rank of the set has declared the same
         mine = check_set(said[rank][index], rank, world_size)
         theirs = known.get(rank)
         if theirs is None:
             taken = [r for r in mine.ranks if r in known]
             if taken:
-                raise ConfigError(f"type {index}: rank {rank} shares state with ranks {compact_ranks(taken)}, not they")
+                raise ConfigError(
+                    f"type {index}: rank {rank} declares a set with ranks {compact_ranks(taken)}, which declare others"
+                )
             sets.append(mine)
             known.update(dict.fromkeys(mine.ranks, mine))
             plain.update(dict.fromkeys(mine.ranks, said[rank][index]))
@@ -139,15 +141,15 @@ def holders(group: ReplicaSet, piece: int) -> tuple[Rank, ...]:
 def choose(
     replicas: Replicas, usable: Collection[Rank], reluctant: Collection[Rank] = ()
 ) -> Mapping[Rank, tuple[TypeRanks, ...]] | None:
-    """Return what every saver is told: for each type that it saves, the ranks that save it.
+    """Return the save lists of every saver: for each type of state that it saves, the ranks that save it.
 
     Args:
         replicas: the replica sets of the job.
-        usable: ranks that hold the version to save, and can be reached.
-        reluctant: usable ranks that are only asked where no other rank has the piece.
+        usable: ranks that hold the version to save and can be reached.
+        reluctant: usable ranks that save a piece only if no other rank has it.
 
     Returns:
-        The lists by rank, in the order of the first list that a rank is in; ``None``: a piece is on no usable rank.
+        The lists by rank, in the order of the first list that a rank is in; None if a piece is on no usable rank.
     """
     told: dict[Rank, list[TypeRanks]] = {}
     for index, sets in enumerate(replicas.types):
@@ -162,16 +164,16 @@ def choose(
 
 
 def renamer(savers: Iterable[Rank]) -> Rank:
-    """Return the rank that names the finished checkpoint: the first saver that is not rank 0, if there is one."""
+    """Return the rank that renames the finished checkpoint: the first saver that is not rank 0, if there is one."""
     ordered = list(savers)
     return next((rank for rank in ordered if rank != 0), ordered[0])
 
 
 def sources(replicas: Replicas, lacking: Collection[Rank], usable: Collection[Rank]) -> tuple[Transfer, ...] | None:
-    """Return from where each rank in ``lacking`` gets its pieces: the next copy above its own place, around the end.
+    """Return the transfers that give each rank in ``lacking`` its pieces, from the next copy after it, cyclically.
 
     Returns:
-        One transfer for each type and lacking rank; ``None``: a piece is on no usable rank.
+        One transfer for each type of state and lacking rank; None if a piece is on no usable rank.
     """
     found: list[Transfer] = []
     for index, sets in enumerate(replicas.types):

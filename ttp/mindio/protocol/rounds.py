@@ -1,17 +1,17 @@
-"""Runs one action at a time, by many ranks in step: a *round*.
+"""Run rounds: a *round* is one action that many ranks carry out together.
 
 Theory of operation
 -------------------
-A round is sent to its ranks and is over when each of them has answered, was lost, or is out of time. Ranks act with
-handlers that may wait for each other in collectives. So once one of them has failed or is lost, the others get only a
-short respite: their later answers are a consequence. The result keeps the first failure apart from those.
+A round is sent to its ranks, and is over when each of them has answered, was lost, or has exceeded its time limit.
+Ranks act by handlers that may wait for each other in collectives. So when one of them fails or is lost, the others get
+only ``RESPITE_S`` more: their failures are consequences. In the result the first failure comes first.
 
-Serial numbers grow from round to round, and with the term in their upper half also when another controller takes over.
-So a rank carries out each act once and repeats its answer when it is asked again, and answers of an earlier round are
+Serial numbers grow from round to round. The term is their upper half, so they grow also when another controller takes
+over. So a rank carries out each act once and repeats its answer to a repeated order, and answers of earlier rounds are
 recognised.
 
-``RoundRunner`` runs *scripts*: generators that yield rounds and waits, and are sent the results. A script reads from
-top to bottom like the procedure that it is, and is given up by closing it.
+``RoundRunner`` runs *scripts*: generators that yield rounds and pauses, and are sent the results. So a script reads as
+a procedure from top to bottom, and is given up by closing the generator.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ttp.mindio.protocol.messages import Act, Acted, RoundKind
 
 SERIALS_PER_TERM = 1 << 32
 RESPITE_S = 10.0
-"""Seconds that ranks have to come out of a handler whose partner has failed."""
+"""Seconds in which the other ranks of a round have to answer after one has failed."""
 SPARE_S = 5.0
-"""Seconds beyond the time that a rank gives its handler, for the order and the answer to travel."""
+"""Seconds to wait beyond the time limit of the handlers, for the transport of orders and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Round:
 
     Args:
         kind: kind of action.
-        acts: the act of each rank; term and serial number are filled in later.
-        together: the handlers wait for each other: if one fails, all do.
+        acts: the act of each rank; the runner sets term and serial number.
+        together: whether the handlers wait for each other, so that all fail if one does.
     """
 
     kind: RoundKind
@@ -51,9 +51,9 @@ class Result:
     """The result of a round.
 
     Args:
-        done: answers of the ranks that did it.
-        failed: why others could not, the first failure first; lost ranks are not among them.
-        lost: ranks that cannot be reached any more, or have not reported success since they came back.
+        done: answers of the ranks that have succeeded.
+        failed: rank -> reason for the ranks that have failed, the first failure first; without lost ranks.
+        lost: ranks that were lost during the round.
     """
 
     done: dict[Rank, Acted] = field(default_factory=dict)
@@ -62,28 +62,28 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """True if every rank did it."""
+        """Whether every rank has succeeded."""
         return not (self.failed or self.lost)
 
     @property
     def words(self) -> str:
-        """Why the round failed; empty if it did not."""
+        """The reasons why the round failed; empty if it did not."""
         failures = [f"rank {rank}: {text}" for rank, text in list(self.failed.items())[:4]]
         return "; ".join([*[f"rank {rank} was lost" for rank in self.lost[:4]], *failures])
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait for anything to happen, until this time in seconds at the latest."""
+    """Wait for the next event, until the time ``until`` (seconds) at the latest."""
 
     until: float
 
 
 Step = Round | Pause
 Part = Generator[Step, Result, str]
-"""A part of a script: returns why it failed, empty if it did not."""
+"""A part of a script, which returns why it failed; empty if it did not."""
 Script = Generator[Step, Result, Ending]
-"""A script: returns the ending of the recovery. The result of a ``Pause`` is empty."""
+"""A script, which returns the ending of the recovery. The result of a ``Pause`` is empty."""
 
 
 class RoundRunner:
@@ -95,7 +95,7 @@ class RoundRunner:
 
     def __init__(self, outbox: Outbox) -> None:
         self.ending: Ending | None = None
-        """How the last script ended; ``None``: it is running, or was given up."""
+        """The ending of the last script; None if it runs or was given up."""
         self._outbox = outbox
         self._script: Script | None = None
         self._round: Round | None = None
@@ -106,23 +106,29 @@ class RoundRunner:
 
     @property
     def running(self) -> bool:
-        """True while a script is running."""
+        """Whether a script runs."""
         return self._script is not None
 
     @property
     def doing(self) -> RoundKind | None:
-        """The kind of the running round; None: there is none."""
+        """The kind of the current round; None if there is none."""
         return self._round.kind if self._round is not None else None
 
     def begin(self, script: Script, term: int, now: float) -> None:
-        """Run ``script``; a script that is running is given up."""
+        """Run ``script``, after giving up a running one.
+
+        Args:
+            script: the script.
+            term: term of this controller.
+            now: the time in seconds.
+        """
         self.give_up()
         self._script, self._term = script, term
         self._next(None, now)
         self._go_on(now)
 
     def give_up(self) -> None:
-        """Give the running script up; answers of its ranks count no more."""
+        """Give up the running script, and ignore the outstanding answers of ranks."""
         if self._script is not None:
             self._script.close()
         self._script = self._round = self.ending = None
@@ -131,7 +137,7 @@ class RoundRunner:
     # ---------------------------------------------------------------------------------------------------------- events
 
     def acted(self, report: Acted, now: float) -> None:
-        """Take the answer of a rank; an answer that is too late changes nothing."""
+        """Take the answer of a rank; a late answer has no effect."""
         act = self._acts.get(report.rank)
         if act is None or report.serial != act.serial:
             return
@@ -139,11 +145,11 @@ class RoundRunner:
         if report.ok:
             self._result.done[report.rank] = report
         else:
-            self._result.failed[report.rank] = report.text or "it said no more than that it failed"
+            self._result.failed[report.rank] = report.text or "it has failed without a reason"
             self._hurry(now)
 
     def lost(self, rank: Rank, now: float) -> None:
-        """Note that the rank cannot be reached any more."""
+        """Take note that the rank cannot be reached any more."""
         if self._round is not None and (rank in self._acts or rank in self._result.done):
             self._acts.pop(rank, None)
             self._result.done.pop(rank, None)
@@ -151,22 +157,22 @@ class RoundRunner:
             self._hurry(now)
 
     def again(self, rank: Rank) -> None:
-        """Send the rank its act again, as the first order may be lost."""
+        """Send the rank its act again, because the first order may be lost."""
         if rank in self._acts:
             self._outbox.send_to(rank, self._acts[rank])
 
     def advance(self, now: float) -> None:
-        """Go on as far as the known facts allow. Called after every event."""
+        """Continue the script as far as possible. This is called after every event."""
         if self._script is not None and self._round is None:
-            self._next(Result(), now)  # something has happened: the script checks whether it waits for that
+            self._next(Result(), now)  # the script is in a pause, and checks whether the event ends it
         self._go_on(now)
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the time at which ``advance`` has something to do."""
+        """Yield the time at which ``advance`` has to be called."""
         if self._script is not None:
             yield self._until
 
-    # ---------------------------------------------------------------------------------------------------------- inside
+    # --------------------------------------------------------------------------------------------------------- private
 
     def _go_on(self, now: float) -> None:
         while self._round is not None and (not self._acts or now >= self._until):

@@ -1,9 +1,9 @@
-"""The script by which handlers save: in step, with one list for all ranks that save one state.
+"""The script by which handlers save: together, with the same list for all ranks that save one replica set.
 
-``ttp.core.decide`` gives the version, ``replica_lists`` the savers. A rank that stands before the update that it lacks
-makes it first. Save handlers work together, so a saver that is lost or fails spoils the whole attempt: all savers are
-chosen anew and save anew. Only then one rank gives the checkpoint its name; if that rank is lost before it has
-answered, the next one does.
+``ttp.core.decide`` chooses the version, ``replica_lists`` the savers. A rank that waits at the gate for the update it
+lacks makes that update first. Save handlers work together, so if a saver is lost or fails, the whole attempt fails, and
+all savers are chosen again and save again. After a success one rank renames the checkpoint; if that rank is lost before
+it has answered, the next one does.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ttp.mindio.protocol.replica_lists import Replicas, choose, renamer
 from ttp.mindio.protocol.rounds import Part, Round, Script
 
 FAILURES_MAX = 3
-"""Attempts that may fail without a lost rank: storage that refuses all ranks refuses the next attempt as well."""
+"""Largest number of failed attempts without a lost rank, because a storage error would repeat for ever."""
 
 PLACE = "where the save handlers wrote it"
-"""Path of the checkpoint; only the handlers know the real one."""
+"""Shown as the path of the checkpoint, which only the handlers know."""
 
 Lists = Mapping[Rank, tuple[TypeRanks, ...]]
 
 
 def dump(state: RepairState, incident: Incident) -> Script:
-    """Save the newest version that can be saved, and name it."""
+    """Save the newest version that can be saved, and rename its checkpoint."""
     if state.must_load and not incident.saved:
         words = sorted(f"rank {a.rank}: {a.text}" for a in state.ailing.values())[:4]
         return _not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
     if _halts_first(state) and not incident.snapshot:
-        yield from halt(state, incident, "dump")  # a state that hangs may still be saved: go on after a failure
+        yield from halt(state, incident, "dump")  # after a failure of this the state may still be saved
     failures = 0
     while failures < FAILURES_MAX:
         plan = state.decide(incident)
@@ -51,7 +51,7 @@ def dump(state: RepairState, incident: Incident) -> Script:
             continue
         lists = _chosen(state, incident, plan)
         if lists is None:
-            return _not_saved("ranks contradict what they have said before of who shares state with whom")
+            return _not_saved("ranks contradict the replica sets that they declared before")
         result = yield _save(state, plan.version, lists)
         if result.ok:
             return (yield from _name(state, incident, plan.version, lists))
@@ -63,7 +63,7 @@ def dump(state: RepairState, incident: Incident) -> Script:
 
 
 def _saved_before(incident: Incident, reason: str) -> Ending:
-    """End with what this incident has saved before, if anything, as nothing more can be saved."""
+    """End with the version that this incident has saved before, if any, because no other can be saved."""
     if not incident.saved:
         return _not_saved(reason)
     return Ending(Outcome.SAVED, incident.saved, f"saved version {incident.saved}", PLACE)
@@ -74,7 +74,7 @@ def _halts_first(state: RepairState) -> bool:
 
 
 def _catch_up(state: RepairState, incident: Incident, version: Version, ranks: list[Rank]) -> Part:
-    """Let ranks make the one update before which they stand. A rank that cannot is not counted on any more."""
+    """Let ranks make the update for which they wait at the gate. A rank that cannot counts as failed."""
     for rank in ranks:
         incident.redoing[rank] = version
     result = yield state.everyone(RoundKind.CATCH_UP, version, "dump", ranks=ranks)
@@ -85,7 +85,7 @@ def _catch_up(state: RepairState, incident: Incident, version: Version, ranks: l
 
 
 def _chosen(state: RepairState, incident: Incident, plan: Plan) -> Lists | None:
-    """Return the save lists by rank, and put them into the plan; None: a piece is on no usable rank."""
+    """Return the save lists by rank, and put them into the plan; None if a piece is on no usable rank."""
     assert isinstance(state.replicas, Replicas)
     lists = choose(state.replicas, state.standing(incident, plan.version), state.suspect(incident))
     if lists is None:
@@ -102,7 +102,7 @@ def _save(state: RepairState, version: Version, lists: Lists) -> Round:
 
 
 def _name(state: RepairState, incident: Incident, version: Version, lists: Lists) -> Script:
-    """Have one saver after the other name the checkpoint, until one has. A refusal holds for all, and ends it."""
+    """Let one saver after the other rename the checkpoint, until one has succeeded or failed."""
     first = renamer(lists)
     for rank in [first, *(r for r in lists if r != first)]:
         if rank not in state.job.live:
@@ -113,12 +113,12 @@ def _name(state: RepairState, incident: Incident, version: Version, lists: Lists
             incident.path = PLACE
             return Ending(Outcome.SAVED, version, f"saved version {version}", PLACE)
         if not result.lost:
-            return _not_saved(f"version {version} is written and has no name: {result.words}")
-    return _not_saved(f"version {version} is written and has no name: all who wrote it are lost")
+            return _not_saved(f"version {version} is written but not renamed: {result.words}")
+    return _not_saved(f"version {version} is written but not renamed: all ranks that wrote it are lost")
 
 
 def _assignments(lists: Lists) -> tuple[Assignment, ...]:
-    """Return the savers as assignments, for people to read."""
+    """Return the savers as the assignments of a plan, for display."""
     named = {
         (entry.type, place, rank)
         for entries in lists.values()

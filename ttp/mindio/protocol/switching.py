@@ -1,16 +1,16 @@
 """The script of a hot switch: live ranks are replaced by processes that were started on other hosts meanwhile.
 
-The manager says which ranks are to move, and starts a process for each. These processes join as guests and make
-themselves ready while all ranks train. Once all guests are ready the job stands still at the end of one step, which is
-saved and renamed; then the manager is offered ``migration``. Until it chooses that, nothing is lost by going on as
-before. So silence of the manager, a change of mind, a guest that goes, or a failed checkpoint end in going on. When it
-chooses, all loops are left (``STEP FINISH``), the ranks that move are released, and the guests take their seats. What
-follows is the repair that new processes get (``replacement``). A failure from there on ends as every failed replacement
-does, with that checkpoint.
+The manager names the ranks to move, and starts a process for each. These processes join as guests and prepare while all
+ranks train. Once all guests are ready, the job is paused at the end of one step, which is saved and renamed; then the
+manager is offered ``migration``. Until it chooses that, the job can continue as before without a loss, and does so if
+the manager does not answer or withdraws, a guest ends, or the checkpoint fails. When it chooses ``migration``, all
+training threads leave their loops (``STEP FINISH``), the ranks to move are released, and the guests replace them. The
+rest is the repair of a replacement (``replacement``). A failure from there on ends with that checkpoint, as every
+failed replacement does.
 
-Without a manager an operator may drain a host while a launcher that stands by offers its own (``offered``). Then that
-launcher starts the processes, and ``migration`` needs no choice. An end in going on is followed by a start of all ranks
-without the drained host, as for jobs whose ranks cannot be moved.
+Without a manager, an operator may drain a host while a standby launcher offers its own host (``offered``). Then that
+launcher starts the processes, and ``migration`` needs no choice. If the ranks cannot be moved, the job is restarted
+without the drained host.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from ttp.mindio.protocol.replica_lists import Replicas, sources
 from ttp.mindio.protocol.rounds import Pause, Result, Script, Step
 from ttp.mindio.protocol.save_script import dump
 
-GONE = "a newcomer is gone again"
+GONE = "a new process has ended"
 OFFER_S = 5.0
-"""Seconds for which a launcher's offer of its host holds; it repeats the offer each second."""
+"""Seconds for which a launcher's offer of its host holds; the launcher repeats the offer each second."""
 START_S = 120.0
-"""Seconds that new processes in place of a drained host's may take to be ready: all ranks train on meanwhile."""
+"""Seconds in which the new processes for the ranks of a drained host have to be ready, while all ranks train."""
 
 
 class Switching:
     """Runs hot switches, at most one at a time.
 
     Args:
-        state: what is known of the ranks.
-        mailbox: calls the manager, and keeps its notices until they are read.
-        pausing: makes all ranks stand still.
-        handshake: tells the manager of an incident and what it may choose.
-        blame: opens an incident.
-        otherwise: returns the script for a fault without a switch.
+        state: the state of the ranks.
+        mailbox: the notices of the manager, and the calls to it.
+        pausing: pauses all ranks.
+        handshake: reports results to the manager, and carries out its choices.
+        blame: function that opens an incident.
+        otherwise: returns the script for an incident without a switch.
     """
 
     def __init__(
@@ -65,32 +65,36 @@ class Switching:
         otherwise: Callable[[Incident], Script],
     ) -> None:
         self.held = False
-        """True while training threads may be standing still for the switch."""
+        """Whether training threads may be paused for the switch."""
         self.stands = False
-        """True while all of them stand still and the open incident is about the switch."""
+        """Whether all of them are paused and the open incident is about the switch."""
         self._state, self._mailbox, self._pausing, self._handshake = state, mailbox, pausing, handshake
         self._blame, self._otherwise = blame, otherwise
         self._faults: tuple[RankFault, ...] = ()
         self._offers: dict[str, tuple[float, str]] = {}  # by host: when the offer ends, and the address of its store
         self._drains = ""
-        """Host that an operator drains; empty: a manager moves the ranks, if they move."""
+        """Host that an operator drains; empty if none, or if a manager moves ranks."""
         self._place, self._until = "", 0.0
         self._owed = ""
-        """Drained host whose ranks could not be moved, and are not accused yet."""
+        """Drained host whose ranks could not be moved, and were not yet reported as faulty."""
 
     @property
     def moving(self) -> set[Rank]:
-        """Ranks that are to be replaced; empty: no switch was asked for."""
+        """The ranks to move; empty if no switch was requested."""
         return self._state.job.moving
 
     @property
     def ready(self) -> bool:
-        """True if all new processes are there and can go on."""
+        """Whether all new processes have joined and are ready."""
         guests = self._state.job.guests
         return bool(self.moving) and all(rank in guests and _is_ready(guests[rank]) for rank in self.moving)
 
     def wanted(self, notice: Notice, incident: bool) -> str:
-        """Begin to move ranks, for a manager or an operator who drains a host. Returns why not; empty: accepted."""
+        """Begin to move ranks, for a manager or an operator who drains a host.
+
+        Returns:
+            Why the request is not accepted; empty if it is.
+        """
         move = notice.kind is NoticeKind.MOVE
         return self._drain(notice.params, incident) if move else self._prepare(notice, incident)
 
@@ -106,7 +110,7 @@ class Switching:
         return problem
 
     def offered(self, host: str, store: str) -> tuple[Rank, ...]:
-        """Note that a launcher could start ranks on ``host``. Returns the ranks that it has to start now."""
+        """Take a launcher's offer of its ``host``, and return the ranks that it has to start there now."""
         now = self._state.now
         self._offers = {name: offer for name, offer in self._offers.items() if offer[0] > now}
         if host not in self._offers:
@@ -120,8 +124,8 @@ class Switching:
         ranks = fault_targets(job, (), host).ranks
         problems = {
             "a manager decides for this job": self._mailbox.present,
-            "no host stands by for it": not places,
-            "rank 0 runs there, and the others meet on its host": Rank(0) in ranks,
+            "no standby host has offered to take its ranks": not places,
+            "rank 0 runs there, and the other ranks need its host": Rank(0) in ranks,
         }
         if problem := next((text for text, holds in problems.items() if holds), ""):
             return problem
@@ -135,12 +139,12 @@ class Switching:
         return problem
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the times at which ``expire`` has something to do."""
+        """Yield the times at which ``expire`` has to be called."""
         if self._drains and not self.held:
             yield self._until
 
     def expire(self) -> None:
-        """Accuse the ranks of a drained host that could not be moved: all ranks start again, without that host."""
+        """Report the ranks of a drained host that could not be moved as faulty, so that the job restarts without it."""
         if self._drains and not self.held and self._state.now >= self._until:
             self.give_up(f"no new processes were ready within {START_S:g} s")
         if self._owed and not (self.held or self._state.outbox.incident):
@@ -158,7 +162,7 @@ class Switching:
         found = {
             "no rank was given": not ranks,
             f"no rank {compact_ranks(strangers)} trains here": bool(strangers),
-            f"ranks {compact_ranks(self.moving)} are to be moved already: say stop switch first": bool(self.moving),
+            f"ranks {compact_ranks(self.moving)} are being moved already: send stop switch first": bool(self.moving),
             f"ranks {compact_ranks(unable)} have no enable_arf, or no handlers to rebuild and repair": bool(unable),
         }
         if any(found.values()):
@@ -168,27 +172,31 @@ class Switching:
         return "" if self._is_held(ranks, others) else f"what ranks {compact_ranks(ranks)} hold is on no other rank"
 
     def _is_held(self, ranks: Collection[Rank], others: set[Rank]) -> bool:
-        """Return whether other ranks hold copies of all state that these ranks hold."""
+        """Return whether the ranks ``others`` hold copies of the whole state of ``ranks``."""
         replicas = self._state.replicas
         return isinstance(replicas, Replicas) and sources(replicas, ranks, others) is not None
 
     def give_up(self, why: str) -> None:
-        """Give the switch up and send guests away. Tell the manager ``why``; empty: the manager has chosen it."""
+        """Give up the switch and release the guests.
+
+        Args:
+            why: the reason, for the manager; empty if the manager has chosen this.
+        """
         if self.moving:
             self._owed = self._drains
             if why:
                 self._mailbox.tell(CallKind.RESULT, self._faults, Code.MAY_DUMP, why, strategy=MIGRATION)
-            self._state.outbox.record("moves_not", text=why or "the manager has changed its mind")
+            self._state.outbox.record("moves_not", text=why or "the manager has withdrawn the switch")
             self._over()
 
     def reset(self) -> None:
-        """Forget the switch: a new incarnation of the job begins, or another controller leads it."""
+        """Forget the switch, because a new incarnation of the job begins or another controller leads it."""
         self.held = self.stands = False
         self._faults, self._drains, self._owed = (), "", ""
 
     def _over(self) -> None:
         for rank, guest in sorted(self._state.job.guests.items()):
-            self._let_go(rank, guest.connection, "the rank whose seat it was to take keeps it")
+            self._let_go(rank, guest.connection, "the rank that this process should replace is not moved")
         self.moving.clear()
         self._state.job.guests.clear()
         self.stands, self._faults, self._drains = False, (), ""
@@ -201,7 +209,7 @@ class Switching:
     # --------------------------------------------------------------------------------------------------------- scripts
 
     def stand_still(self) -> Script:
-        """Stop all ranks at the end of one step, and open the incident. Begins when all new processes are ready."""
+        """Pause all ranks at the end of one step, and open the incident. Runs when all new processes are ready."""
         self.held = True
         problem = yield from self._pausing.stand_still(0.0)
         if problem or not self.ready:
@@ -217,14 +225,14 @@ class Switching:
         return Ending(Outcome.RESUMED, Version(0), text)
 
     def go_on(self, saved: Ending | None = None) -> Script:
-        """Let all ranks that stand still go on."""
+        """Let all paused ranks continue."""
         result = yield self._state.everyone(RoundKind.CONTINUE, purpose=MIGRATION)
         self.held = False
         ending = saved or Ending(Outcome.RESUMED, Version(0), "")
-        return replace(ending, outcome=Outcome.RESUMED, text=result.words or "all ranks go on where they were")
+        return replace(ending, outcome=Outcome.RESUMED, text=result.words or "all ranks continue where they were")
 
     def lead(self, incident: Incident) -> Script:
-        """Save, ask the manager, and let the new processes take the seats; all ranks stand still."""
+        """Save, ask the manager, and replace ranks by the new processes; all ranks are paused."""
         state, moving = self._state, frozenset(self.moving)
         state.until = state.now + state.patience_s(incident)  # a save that hangs must not end a healthy job
         saved = yield from dump(state, incident)
@@ -232,7 +240,7 @@ class Switching:
         if saved.outcome is not Outcome.SAVED:
             return (yield from self._stay(incident, f"nothing could be saved: {saved.text}", saved))
         if not self._is_held(moving, state.standing(incident, saved.version) - moving):
-            return (yield from self._stay(incident, "what they hold is on no rank that could send it", saved))
+            return (yield from self._stay(incident, "no rank that stays holds the state of the ranks to move", saved))
         ending = yield from self._ask(incident, saved)
         if ending is not None:
             return ending
@@ -248,7 +256,7 @@ class Switching:
         return (yield from self._handshake.obey(incident))
 
     def _ask(self, incident: Incident, saved: Ending) -> Generator[Step, Result, Ending | None]:
-        """Wait for the manager's choice. Returns how the incident ends; None: the ranks are moved."""
+        """Wait for the manager's choice. Return how the incident ends; None if the ranks are to be moved."""
         state = self._state
         if self._drains:
             reason = self._why_stay(incident, None, state.now)
@@ -270,17 +278,17 @@ class Switching:
         return None
 
     def _why_stay(self, incident: Incident, notice: Notice | None, until: float) -> str:
-        """Return why no rank is moved; empty: the manager may still choose that."""
+        """Return why no rank is moved; empty if the manager may still choose to move them."""
         found = {
-            "something has happened to a rank that was to stay": bool(incident.evidence.subjects - self.moving),
+            "a rank that was not to be moved has a fault": bool(incident.evidence.subjects - self.moving),
             GONE: not self.ready,
-            "the manager has changed its mind": notice is not None and notice.strategy == "continue",
-            "the manager says nothing": not self._drains and (self._state.now >= until or not self._mailbox.decides),
+            "the manager has withdrawn the switch": notice is not None and notice.strategy == "continue",
+            "the manager does not answer": not self._drains and (self._state.now >= until or not self._mailbox.decides),
         }
         return next((text for text, holds in found.items() if holds), "")
 
     def _stay(self, incident: Incident, why: str, saved: Ending) -> Script:
-        """Let all ranks go on where they are. If one of them cannot, that is a fault like any other."""
+        """Let all ranks continue where they are. If one of them cannot, handle the fault without a switch."""
         job, moving = self._state.job, set(self.moving)
 
         def well() -> bool:
@@ -301,20 +309,20 @@ class Switching:
         everybody, staying = set(job.members), sorted(set(job.members) - moving)
         state.until = state.now + state.patience_s(incident)
         state.store = self._offers[self._place][1] if self._drains and self._place in self._offers else ""
-        state.halted = state.cleaned = True  # all stand at the end of a step: there is nothing to clean
+        state.halted = state.cleaned = True  # all ranks are paused at the end of a step: no device has to be cleaned
         try:
             stop = yield state.everyone(RoundKind.STOP, purpose=MIGRATION, together=True, ranks=staying)
             if not stop.ok or not self.ready:
                 return _failed(stop.words or GONE)
             for rank in sorted(moving):
-                text = "a process on another host has taken the seat of this one"
+                text = "a process on another host replaces this one"
                 self._let_go(rank, job.members[rank].connection, text)
                 incident.forget(rank)
             job.seats.update(moving)
             state.outbox.record("seats_open", ranks=sorted(moving))
             while not moving <= set(state.newcomers):
                 if everybody - job.seats - job.live or job.broken - job.seats or state.now >= state.until:
-                    return _failed("a rank was lost meanwhile, or a newcomer takes too long")
+                    return _failed("a rank was lost meanwhile, or a new process takes too long")
                 yield Pause(state.until)
             if job.broken or job.live != everybody:
                 return _failed("a rank was lost meanwhile")
