@@ -71,10 +71,10 @@ def test_the_first_saver_but_rank_zero_gives_the_name() -> None:
         (ReplicaSet((), 1), "is empty"),
         (ReplicaSet((Rank(1), Rank(1)), 1), "names a rank twice"),
         (ReplicaSet((Rank(1), Rank(9)), 1), "outside 0..3"),
-        (ReplicaSet((Rank(0), Rank(2)), 1), "does not contain that rank itself"),
-        (ReplicaSet((Rank(0), Rank(1)), 3), "3 copies of a state that 2 ranks share"),
-        (ReplicaSet((Rank(0), Rank(1)), 0), "0 copies"),
-        (ReplicaSet((Rank(0), Rank(1)), 2, 7), "a shift of 7"),
+        (ReplicaSet((Rank(0), Rank(2)), 1), "does not contain the rank itself"),
+        (ReplicaSet((Rank(0), Rank(1)), 3), "copies = 3: it has to be from 1 to 2"),
+        (ReplicaSet((Rank(0), Rank(1)), 0), "copies = 0"),
+        (ReplicaSet((Rank(0), Rank(1)), 2, 7), "shift = 7"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_words(group: ReplicaSet, text: str) -> None:

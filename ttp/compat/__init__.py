@@ -1,1 +1,1 @@
-"""Packages under the names of other services, so that programs written for them run unchanged on ttp."""
+"""Packages with the names and signatures of other services, so that programs written for these run on ttp unchanged."""

@@ -1,6 +1,6 @@
-"""The package ``mindio_ttp`` on this service. Importing this module installs it; see docs/mindio.md.
+"""The package ``mindio_ttp`` on ttp. Importing this module installs it; see docs/mindio.md.
 
-Nothing in it decides anything: it translates names, signatures and codes of MindIO to those of ``ttp``.
+It only translates names, signatures and codes of MindIO to those of ``ttp``.
 """
 
 from __future__ import annotations

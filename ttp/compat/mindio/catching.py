@@ -1,4 +1,4 @@
-"""``tft_exception_handler``: classifies exceptions of the training function by the original's table, and reacts."""
+"""``tft_exception_handler``: report exceptions of the training function by the original's table, and call it again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER = "OTHER"
 MEMORY = "HBM MULTI BIT ECC"
 WHOLE, TORN = f"{MEMORY} can repair", f"{MEMORY} can't repair"
 EXIT_DELAY_S = 10.0
-"""Seconds to wait for the release of a rank that is to leave."""
+"""Seconds that a rank without a repair waits for its release before it exits."""
 
 Classify = Callable[[str], str]
 
@@ -36,7 +36,7 @@ _ERROR_CODE = re.compile(r"device error type ([0-9a-fA-F]+)")
 
 
 class Table:
-    """The table from a text in an exception to the state that is reported. The first pattern found counts."""
+    """Maps texts in exceptions to the states to report. The first pattern that is found in the text counts."""
 
     def __init__(self) -> None:
         self.states: dict[str, ReportState] = {
@@ -61,11 +61,11 @@ class Table:
         """Add a pattern; see ``tft_register_exception_handler``.
 
         Raises:
-            ConfigError: ``fault_type`` is no name of a ``ReportState``.
+            ConfigError: ``fault_type`` is not the name of a ``ReportState``.
             TypeError: ``handle`` cannot be called.
         """
         if fault_type not in ReportState.__members__:
-            raise ConfigError(f"fault_type {fault_type!r}: one of {', '.join(ReportState.__members__)} is wanted")
+            raise ConfigError(f"fault_type {fault_type!r} is not one of {', '.join(ReportState.__members__)}")
         if not callable(handle):
             raise TypeError(f"the handler of {pattern!r} cannot be called")
         self.states[pattern], self.patterns[pattern] = ReportState[fault_type], handle
@@ -76,7 +76,7 @@ class Table:
             if pattern in text:
                 kind = handle(text)
                 if kind not in self.states:
-                    log.error("the handler of %r said %r, which is no kind of fault", pattern, kind)
+                    log.error("the handler for %r returned %r, which is not a known kind of fault", pattern, kind)
                     kind = OTHER
                 return self._usable(self.states[kind])
         return ReportState.RS_UNKNOWN
@@ -94,7 +94,7 @@ def _itself(key: str) -> Classify:
 
 
 def _memory(text: str) -> str:
-    """Return whether replicas can repair the memory: they can if the error came after the start of the last update."""
+    """Return ``WHOLE`` if replicas can repair the memory (the error came after the last update began), else ``TORN``."""
     when = _HBM_TIME.search(text)
     whole = when is not None and tft_can_do_uce_repair(int(when[1]))
     return WHOLE if whole else TORN
@@ -104,10 +104,10 @@ TABLE = Table()
 
 
 def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the training function: its exceptions are reported, and it is called again after a repair.
+    """Decorate the training function: report its exceptions, and call it again after a repair.
 
     Handlers get the function's positional arguments as a list and may replace items in it; the next call gets the
-    changed list.
+    changed arguments.
 
     Raises:
         TypeError: ``func`` cannot be called.
@@ -149,7 +149,7 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
 
 
 def _mend(problem: RuntimeError) -> None:
-    """Report an error and wait for the repair. Returns if the function may be called again, else raises or exits."""
+    """Report an error and wait for the repair. Return if the function may be called again; else raise or exit."""
     text = str(problem)
     state = TABLE.classify(text)
     if state is ReportState.RS_UNKNOWN and THIS.enable_arf and is_collective_error(problem):
@@ -171,7 +171,12 @@ def _mend(problem: RuntimeError) -> None:
 
 
 def _await_repair(problem: RuntimeError, *, clean: bool = True) -> None:
-    """Wait for the repair. A rank that joins, or left its loop at the end of a step, has nothing to be cleaned."""
+    """Wait for the repair.
+
+    Args:
+        problem: the exception that the training function raised.
+        clean: whether the device is cleaned first; it is not for a new rank and after the end of a step.
+    """
     if clean and THIS.joined.wait_next_action() is NextAction.EXIT:
         _leave(problem)
     _empty_cache()
@@ -180,21 +185,21 @@ def _await_repair(problem: RuntimeError, *, clean: bool = True) -> None:
 
 
 def _report_unknown(problem: BaseException) -> None:
-    """Report an unknown error, with a log of it first: the process ends in this call, unless no controller comes."""
+    """Log and report an unknown error. The process ends in this call, unless there is no controller."""
     log.error("the training function raised %s", describe(problem), exc_info=problem)
     write_error_file(problem)
     THIS.report(ReportState.RS_UNKNOWN.value, text=f"raised {describe(problem)}")
 
 
 def _leave(problem: RuntimeError) -> NoReturn:
-    """End the process, as there will be no repair. The release ends it; where none comes it ends by itself."""
+    """End the process, because there will be no repair: by the release, or after ``EXIT_DELAY_S`` by itself."""
     write_error_file(problem)
     time.sleep(EXIT_DELAY_S)
     os._exit(RET_EXIT)
 
 
 def _empty_cache() -> None:
-    """Return cached device memory of the ended loop: the repair may need it."""
+    """Free cached device memory of the ended loop, which the repair may need."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
     for name in ("npu", "cuda"):

@@ -1,4 +1,4 @@
-"""Calls the program's handlers as the original calls them: one signature for torch, one for MindSpore."""
+"""Call the program's handlers with the original's arguments, which differ between torch and MindSpore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Handler = Callable[..., Any]
 
 
 class Handlers:
-    """The handlers of a program, and the arguments that it wants them to get."""
+    """The handlers of a program, and the arguments that the program sets for them."""
 
     def __init__(self) -> None:
         self.args: Any = None
@@ -21,25 +21,25 @@ class Handlers:
         """The value given to ``set_mindio_export_version``."""
         self.decrypt: Callable[[str], str] | None = None
         self.zit: dict[str, tuple[Handler, Any]] = {}
-        """Handlers for elastic training, which are kept and never called."""
+        """Handlers for elastic training, which are never called."""
         self._known: dict[HandlerKind, tuple[Handler, Any]] = {}
 
     def add(self, kind: HandlerKind, func: Handler, ctx: Any) -> None:
-        """Register ``func``.
+        """Register ``func`` as the handler of a kind.
 
         Raises:
             TypeError: ``func`` cannot be called.
         """
         if not callable(func):
-            raise TypeError(f"the handler for {kind.name.lower()} cannot be called: {func!r}")
+            raise TypeError(f"the handler for {kind.name.lower()} is not callable: {func!r}")
         self._known[kind] = func, ctx
 
     def kinds(self) -> list[HandlerKind]:
-        """Return the kinds that have a handler to call. A torch program's exit handler is never called."""
+        """Return the kinds that have a handler to call. The exit handler of a torch program is never called."""
         return [kind for kind in self._known if kind is not HandlerKind.EXIT or for_mindspore()]
 
     def call(self, call: Call) -> int | None:
-        """Call the program's handler. An exception is a failure; only a result of CLEAN counts, else returns None."""
+        """Call the program's handler, and return the result of a CLEAN handler; None for other kinds."""
         func, ctx = self._known[call.kind]
         returned = func(*self._arguments(call, ctx))
         return int(returned) if call.kind is HandlerKind.CLEAN and returned is not None else None

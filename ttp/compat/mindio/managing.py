@@ -1,4 +1,4 @@
-"""The process that starts the controller, and speaks for whoever manages the cluster (MindX, taskd)."""
+"""The process that starts the controller, and connects the cluster's manager (MindX, taskd) to it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ log = logging.getLogger("ttp.compat.mindio")
 
 ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
 START_S = 120.0
-"""Seconds that a controller may take to answer: a host on which everything starts at once is slow."""
+"""Seconds in which a new controller has to answer; a host on which many processes start at once is slow."""
 WAIT_S = 30.0
-"""Seconds; ``MINDIO_WAIT_MINDX_TIME`` of the original when it is not set."""
+"""The original's default of ``MINDIO_WAIT_MINDX_TIME``, in seconds."""
 
 
 class Managing:
-    """What this process has started and registered. There is one object per process."""
+    """The controller that this process has started, and the registered callbacks. There is one object per process."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, Callable[..., Any]] = {}
@@ -41,7 +41,7 @@ class Managing:
         self.manager: Manager | None = None
 
     def begin(self) -> None:
-        """Attach to the controller once it is started and all callbacks are registered."""
+        """Attach to the controller, if it was started and all callbacks are registered."""
         if self.manager is not None or self.place is None or set(self.callbacks) != set(ACTIONS):
             return
         address, config = self.place
@@ -56,10 +56,10 @@ HERE = Managing()
 
 
 def describe(rank: int, world_size: int) -> None:
-    """Note that ``tft_init_controller`` was called.
+    """Record that ``tft_init_controller`` was called.
 
     Raises:
-        ConfigError: ``rank`` is no rank.
+        ConfigError: ``rank`` is out of range.
     """
     check_rank(rank, world_size, lowest=-1)
     HERE.described = True
@@ -73,7 +73,7 @@ def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Cal
         UsageError: ``tft_init_controller`` was not called.
     """
     if not HERE.described:
-        raise UsageError("tft_start_controller() before tft_init_controller()")
+        raise UsageError("tft_start_controller() was called before tft_init_controller()")
     address = resolve(address)
     port = job_port(port)
     run_dir = prepare_run_dir(tls_settings.run_dir_of(port))
@@ -94,7 +94,7 @@ def stop() -> None:
 def register(action: str, func: Callable[..., Any]) -> int:
     """Register a callback of the cluster's manager; see ``tft_register_mindx_callback``."""
     if action not in ACTIONS or not callable(func):
-        log.error("tft_register_mindx_callback(%r, %r): one of %s and a function are wanted", action, func, ACTIONS)
+        log.error("tft_register_mindx_callback(%r, %r): give one of %s and a function", action, func, ACTIONS)
         return RET_ERROR
     HERE.callbacks[action] = func
     HERE.begin()
@@ -102,9 +102,9 @@ def register(action: str, func: Callable[..., Any]) -> int:
 
 
 def notify(what: str, ask: Callable[[Manager], int]) -> int:
-    """Pass an order of the cluster's manager on to the controller. Returns 0 if it was accepted, else 1."""
+    """Send a request of the cluster's manager to the controller, and return 0 if it was accepted, else 1."""
     if HERE.manager is None:
-        log.error("%s: this process speaks for no manager: it needs all of %s, and a started controller", what, ACTIONS)
+        log.error("%s: no manager is attached: register callbacks for all of %s, and start a controller", what, ACTIONS)
         return RET_ERROR
     try:
         return ask(HERE.manager)
@@ -114,9 +114,9 @@ def notify(what: str, ask: Callable[[Manager], int]) -> int:
 
 
 def dump() -> int:
-    """Write a checkpoint now, also where no manager is attached. Returns 0 when it is written, 1 if it is not."""
+    """Have a checkpoint written now, also without a manager. Return 0 when it is written, 1 if it is not."""
     if THIS.in_handler:
-        log.error("tft_notify_controller_dump: called in a handler, for which a checkpoint would have to wait")
+        log.error("tft_notify_controller_dump: called in a handler, which would block the checkpoint")
         return RET_ERROR
     if HERE.manager is not None:
         return notify("tft_notify_controller_dump", lambda manager: manager.dump())
@@ -138,22 +138,22 @@ def dump() -> int:
 
 
 def fault_ranks(given: Mapping[Any, Any]) -> dict[int, int]:
-    """Return the faults as a dict from rank to kind of fault: 0 memory, 1 process, 2 network.
+    """Check a mapping rank -> kind of fault (0 memory, 1 process, 2 network), and return it with plain numbers.
 
     Raises:
-        ConfigError: ``given`` is no such mapping.
+        ConfigError: ``given`` is not such a mapping.
     """
     try:
         found = {int(rank): int(kind) for rank, kind in given.items()}
     except (AttributeError, TypeError, ValueError):
-        raise ConfigError(f"fault_ranks {given!r}: {{rank: kind}} with kind 0, 1 or 2 is wanted") from None
+        raise ConfigError(f"fault_ranks {given!r} has to be {{rank: kind}} with kind 0, 1 or 2") from None
     if not set(found.values()) <= {0, 1, 2}:
         raise ConfigError(f"fault_ranks {given!r}: a kind is 0 (memory), 1 (process) or 2 (network)")
     return found
 
 
 def wait_s() -> float:
-    """Return how long to wait for a decision of the cluster's manager, in seconds."""
+    """Return the seconds to wait for a decision of the cluster's manager."""
     try:
         return min(max(float(os.environ.get("MINDIO_WAIT_MINDX_TIME", "")), 1.0), 3600.0)
     except ValueError:
@@ -161,7 +161,7 @@ def wait_s() -> float:
 
 
 def _fitting(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a callback of older clients, which take the faults and not their codes: drop surplus arguments."""
+    """Adapt a callback of older clients, which take fewer arguments (no error codes): drop surplus arguments."""
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""``mindio_ttp.megatron_ttp``: the optimizer and the handlers for Megatron of the original's first generations."""
+"""``mindio_ttp.megatron_ttp``: the optimizer and the handlers for Megatron from the original's first generations."""
 
 from __future__ import annotations
 

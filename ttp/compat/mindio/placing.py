@@ -1,8 +1,8 @@
-"""Makes ``import mindio_ttp`` find ``ttp.compat.mindio``, in this process and in those that it starts.
+"""Make ``import mindio_ttp`` find ``ttp.compat.mindio``, in this process and in its child processes.
 
-This happens by choice only: ``import ttp.compat.mindio``, or ``ttp run --mindio``, or ``TTP_MINDIO=1`` with ``ttp
-run``. Child processes find the package by a directory at the end of ``PYTHONPATH`` that contains nothing else. Where
-the original is installed the original is used, with a warning, unless ``TTP_MINDIO=force`` says otherwise.
+This has to be requested: by ``import ttp.compat.mindio``, by ``ttp run --mindio``, or by ``TTP_MINDIO=1`` with ``ttp
+run``. Child processes find the package through a directory at the end of ``PYTHONPATH`` that contains nothing else. If
+the original is installed, it is used, with a warning, unless ``TTP_MINDIO=force`` is set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ON_PATH = str(Path(__file__).parent.parent / "on_path")
 
 
 class Finder(MetaPathFinder):
-    """Finds ``mindio_ttp`` and its submodules. Each is the same module object as its twin in ``ttp.compat.mindio``."""
+    """Finds ``mindio_ttp`` and its submodules, as the module objects of ``ttp.compat.mindio``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -46,7 +46,7 @@ class _Alias(Loader):
         self._own = own
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the twin into ``sys.modules``, where importlib takes it from afterwards."""
+        """Put the module of ``ttp.compat.mindio`` into ``sys.modules``, from where importlib returns it."""
         sys.modules[module.__name__] = importlib.import_module(self._own)
 
 
@@ -57,7 +57,7 @@ def put_into_place() -> bool:
         True if ``mindio_ttp`` is now ttp's; False if the original is installed and is used.
 
     Raises:
-        ConfigError: the original was imported before, and shall be replaced.
+        ConfigError: the original should be replaced, but was imported already.
     """
     tell_children(os.environ)
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
@@ -81,8 +81,8 @@ def put_into_place() -> bool:
 
 
 def stand_in() -> None:
-    """Replace the stub that ``PYTHONPATH`` offers by ttp's package, or by the original where that is installed."""
-    importlib.import_module(HOME)  # this import decides which
+    """Replace the stub found through ``PYTHONPATH`` by ttp's package, or by the original if that is installed."""
+    importlib.import_module(HOME)  # this installs the Finder, unless the original is used
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.modules[NAME] = sys.modules[HOME]
         return
@@ -92,7 +92,7 @@ def stand_in() -> None:
 
 
 def ours_counts(said: str) -> bool:
-    """Return whether ``mindio_ttp`` is ttp's if ``TTP_MINDIO`` is ``said``: the original goes first, unless forced."""
+    """Return whether ``mindio_ttp`` is ttp's for the value ``said`` of ``TTP_MINDIO``."""
     return said == MINDIO_FORCE or find_original() is None
 
 
@@ -102,7 +102,7 @@ def find_original() -> ModuleSpec | None:
 
 
 def tell_children(environ: MutableMapping[str, str]) -> None:
-    """Have Python processes with this environment find ``mindio_ttp``, after everything else they can find."""
+    """Make Python processes with this environment find ``mindio_ttp``, after all other packages of that name."""
     if environ.get(MINDIO_SWITCH, "") in ("", "0", "off"):
         environ[MINDIO_SWITCH] = "1"
     entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

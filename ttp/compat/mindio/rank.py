@@ -1,4 +1,4 @@
-"""The rank of this process in a job that uses the original's modern names: its processor and its settings."""
+"""The rank of this process in a job with the names of the later generation: its participant and its settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("ttp.compat.mindio")
 RESOLVE_TRIES = 3
 RESOLVE_PAUSE_S = 1.0
 ACTION_LIMIT_S = 180.0
-"""Seconds; ``TTP_NORMAL_ACTION_TIME_LIMIT`` of the original when it is not set."""
+"""The original's default of ``TTP_NORMAL_ACTION_TIME_LIMIT``, in seconds."""
 ACTION_RANGE_S = (30.0, 1800.0)
 
 
@@ -54,10 +54,10 @@ class ThisRank:
     def describe(
         self, rank: int, world_size: int, enable_tls: bool, tls_info: str, *, uce: bool, arf: bool, zit: bool
     ) -> None:
-        """Note the arguments of ``tft_init_processor``.
+        """Store the arguments of ``tft_init_processor``.
 
         Raises:
-            ConfigError: ``rank`` is no rank.
+            ConfigError: ``rank`` is out of range.
         """
         check_rank(rank, world_size, lowest=0)
         self._place, self._tls = (rank, world_size), (enable_tls, tls_info)
@@ -72,7 +72,7 @@ class ThisRank:
             RefusedError: the controller does not accept this rank.
         """
         if self._place is None:
-            raise UsageError("tft_start_processor() before tft_init_processor()")
+            raise UsageError("tft_start_processor() was called before tft_init_processor()")
         address, (rank, world_size) = resolve(address), self._place
         port = job_port(port)
         tls_settings.use(*self._tls, tls_settings.run_dir_of(port), self.handlers.decrypt)
@@ -107,61 +107,61 @@ class ThisRank:
         """Set the replica sets; see ``tft_set_optimizer_replica``.
 
         Raises:
-            ConfigError: an entry makes no sense.
+            ConfigError: an entry is not valid.
         """
         self._sets = [replica_set(rank, info) for info in infos]
         if not self._sets:
-            raise ConfigError("tft_set_optimizer_replica() wants an entry for each kind of optimizer, and got none")
+            raise ConfigError("tft_set_optimizer_replica() needs an entry for each kind of optimizer, but got none")
         if self._participant is not None:
             self._participant.set_replicas(self._sets)
 
     def halt_before_dump(self) -> None:
-        """Have devices stopped and cleaned before a save, as this program wants it."""
+        """Have devices stopped and cleaned before a save, because this program needs it."""
         if self._participant is not None:
             self._participant.set_halt_before_dump(True)
 
     @property
     def joined(self) -> Participant:
-        """The participant through which this rank takes part in the job.
+        """The participant of this rank in the job.
 
         Raises:
-            UsageError: the job has not been joined, or has been left.
+            UsageError: this rank has not joined the job, or has left it.
         """
         if self._participant is None:
-            raise UsageError("this process is no processor: call tft_init_processor() and tft_start_processor() first")
+            raise UsageError("no processor was started: call tft_init_processor() and tft_start_processor() first")
         return self._participant
 
     @property
     def device_index(self) -> int | None:
-        """Index of the accelerator that the training thread uses, on any thread; None: it uses none yet."""
+        """Index of the accelerator that the training thread uses; None if it uses none yet."""
         return self._participant.device_index if self._participant is not None else None
 
     @property
     def in_handler(self) -> bool:
-        """True if the calling thread is running a handler."""
+        """Whether the calling thread runs a handler."""
         return self._participant is not None and self._participant.in_handler
 
     @property
     def running(self) -> bool:
-        """True if this rank has joined the job and not left it."""
+        """Whether this rank has joined the job and not left it."""
         return self._participant is not None
 
     # ------------------------------------------------------------------------------------------------------ the updates
 
     def start_updating(self) -> None:
-        """Say that the optimizer is about to write; waits while the job is frozen."""
+        """Mark the begin of an update. Waits while the job is frozen."""
         self._updating = self.joined.begin_update()
 
     def end_updating(self, step: int) -> None:
-        """Say that the optimizer has written ``step``.
+        """Mark the end of the update that leads to ``step``.
 
         Raises:
-            ConfigError: ``step`` is no step.
+            ConfigError: ``step`` is not a number from 1.
         """
         if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step <= STEP_MAX:
-            raise ConfigError(f"tft_end_updating_os({step!r}): a step from 1 on is wanted")
+            raise ConfigError(f"tft_end_updating_os({step!r}): the step has to be a whole number from 1")
         if not self._updating and for_mindspore():
-            self.start_updating()  # MindSpore's kernel says so through a library of the original's, which is not here
+            self.start_updating()  # MindSpore's kernel would mark the begin through a library of the original
         if self._updating:
             self._updating = False
             self.joined.end_update(step)
@@ -172,30 +172,30 @@ class ThisRank:
         Args:
             state: value of a ``ReportState``.
             code: the device's error code.
-            text: description for people.
+            text: description in words.
 
         Raises:
             ConfigError: ``state`` or ``code`` is not valid.
-            UsageError: the state belongs to a start that no process waits for.
+            UsageError: the state is one that is not used here.
         """
         try:
             ailment = AILMENTS[ReportState(state)]
         except ValueError:
-            raise ConfigError(f"tft_report_error({state!r}) is no ReportState: one of its values is wanted") from None
+            raise ConfigError(f"tft_report_error({state!r}): give the value of a ReportState") from None
         except KeyError:
-            raise UsageError(f"{ReportState(state).name} is of a start that nobody waits for: leave it out") from None
+            raise UsageError(f"{ReportState(state).name} has no meaning here: remove the call") from None
         if len(code) > ERROR_CODE_MAX:
             raise ConfigError(f"error_code {code!r} has more than {ERROR_CODE_MAX} characters")
         self._updating = False
         self.joined.report_error(ailment, code, text)
 
     def report_lost_peer(self, text: str) -> None:
-        """Report that a collective has ended, most likely because another rank died."""
+        """Report that a collective has failed, most likely because another rank died."""
         self._updating = False
         self.joined.report_error(Ailment.PEER, "", text)
 
     def leave(self, *, at_once: bool = False) -> None:
-        """Say goodbye, once. Unless ``at_once``, waits for all ranks; until then handlers may be called."""
+        """Leave the job. Unless ``at_once``, wait for all ranks; handlers may be called until then."""
         if self._participant is not None and not self._leaving:
             self._leaving = True
             try:
@@ -209,32 +209,32 @@ THIS = ThisRank()
 
 
 def replica_set(rank: int, info: Mapping[str, Any]) -> ReplicaSet:
-    """Make a replica set from an entry of ``tft_set_optimizer_replica``.
+    """Return the replica set for an entry of ``tft_set_optimizer_replica``.
 
     Raises:
-        ConfigError: the entry makes no sense; the text says why.
+        ConfigError: the entry is not valid; the text says why.
     """
     try:
         ranks = tuple(int(r) for r in info["rank_list"])
         copies, shift = int(info["replica_cnt"]), int(info.get("replica_shift", 0))
     except (KeyError, TypeError, ValueError) as problem:
         raise ConfigError(
-            f"replica_info entry {info!r}: {{'rank_list': [...], 'replica_cnt': n, 'replica_shift': n}} is wanted; "
+            f"replica_info entry {info!r} has to be {{'rank_list': [...], 'replica_cnt': n, 'replica_shift': n}}: "
             f"{problem!r}"
         ) from None
     if rank not in ranks or len(set(ranks)) != len(ranks):
-        raise ConfigError(f"rank_list {list(ranks)} must hold rank {rank}, and every rank once")
+        raise ConfigError(f"rank_list {list(ranks)} must contain rank {rank}, and no rank twice")
     if copies == 0 or copies < -1 or copies > len(ranks):
-        raise ConfigError(f"replica_cnt {copies} of {len(ranks)} ranks: 1 to {len(ranks)} is wanted, or -1 for all")
+        raise ConfigError(f"replica_cnt {copies} of {len(ranks)} ranks: give 1 to {len(ranks)}, or -1 for all")
     shifted = os.environ.get("TTP_FRAMEWORK_TYPE") == "1"
     return ReplicaSet(tuple(Rank(r) for r in sorted(ranks)), copies, shift if shifted else 0)
 
 
 def check_rank(rank: int, world_size: int, lowest: int) -> None:
-    """Check that a rank is from ``lowest`` to ``world_size - 1``.
+    """Check that ``world_size`` is valid, and that ``rank`` is from ``lowest`` to ``world_size - 1``.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: one of them is not.
     """
     if not 1 <= world_size <= WORLD_MAX:
         raise ConfigError(f"world_size {world_size} is not from 1 to {WORLD_MAX}")
@@ -243,41 +243,41 @@ def check_rank(rank: int, world_size: int, lowest: int) -> None:
 
 
 def job_port(port: int) -> int:
-    """Return the controller's port: ``TTP_PORT`` of the launcher, else the port that the program was written with.
+    """Return the controller's port: ``TTP_PORT`` if the launcher sets it, else the program's ``port``.
 
     Raises:
-        ConfigError: the program's port is none that a job may use.
+        ConfigError: ``port`` is out of range.
     """
     if isinstance(port, bool) or not isinstance(port, int) or not PORT_MIN <= port <= 65535:
         raise ConfigError(f"port {port!r} is not from {PORT_MIN} to 65535")
     told = Config.from_env().port
     if told not in (None, port):
-        log.info("the program asks for port %s; this job has TTP_PORT=%s", port, told)
+        log.info("the program passes port %s, but TTP_PORT=%s is used", port, told)
     return told or port
 
 
 def resolve(address: str) -> str:
-    """Return ``address`` once it can be resolved: in a cluster names may take a moment to be known.
+    """Return ``address`` once it can be resolved, as names in a new cluster may not be known at once.
 
     Raises:
-        ConfigError: it cannot be resolved, or it stands for all addresses.
+        ConfigError: the address cannot be resolved, or stands for all addresses.
     """
     for attempt in range(RESOLVE_TRIES):
         try:
             found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
         except (OSError, TypeError, UnicodeError) as problem:
             if attempt + 1 == RESOLVE_TRIES or not isinstance(problem, OSError):
-                raise ConfigError(f"{address!r} is no address: {problem}") from None
+                raise ConfigError(f"{address!r} is not an address: {problem}") from None
             time.sleep(RESOLVE_PAUSE_S)
         else:
             if found in ("0.0.0.0", "::"):
-                raise ConfigError(f"{address} is every address at once: say which one ranks shall use")
+                raise ConfigError(f"{address} stands for all addresses: give the one that ranks should use")
             return address
     raise AssertionError
 
 
 def action_limit_s() -> float:
-    """Return how long a handler may take, in seconds."""
+    """Return the time limit of a handler in seconds."""
     text = os.environ.get("TTP_NORMAL_ACTION_TIME_LIMIT", "")
     try:
         return min(max(float(text), ACTION_RANGE_S[0]), ACTION_RANGE_S[1])

@@ -1,4 +1,4 @@
-"""Translate ``enable_tls`` and ``tls_info`` of the original to settings of ttp."""
+"""Translate ``enable_tls`` and ``tls_info`` of the original to ttp's settings."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ Decrypt = Callable[[str], str]
 
 
 def use(enable_tls: bool, tls_info: str, run_dir: Path, decrypt: Decrypt | None) -> None:
-    """Set TLS up for this process and its children, if the program asks for it.
+    """Set up TLS for this process and its children, through environment variables.
 
     Args:
-        enable_tls: whether the program asks for TLS; if not, the environment stays as it is.
+        enable_tls: whether to use TLS; if not, the environment is not changed.
         tls_info: ``"tlsCert: a.pem; tlsPk: a.key; tlsPkPwd: a.pwd; tlsCaPath: dir; tlsCaFile: x.pem, y.pem;
             tlsCrlPath: dir; tlsCrlFile: z.pem"``.
-        run_dir: directory for the files that are made from it; private to the user.
-        decrypt: makes the password from the contents of ``tlsPkPwd``; None: the contents are the password.
+        run_dir: directory, private to the user, for files that are made from ``tls_info``.
+        decrypt: function that returns the password for the content of ``tlsPkPwd``; None if the content is the
+            password.
 
     Raises:
-        ConfigError: it cannot be used; the text says what to do.
+        ConfigError: ``tls_info`` cannot be used; the text says what to do.
     """
     if not enable_tls:
         return
@@ -38,16 +39,16 @@ def use(enable_tls: bool, tls_info: str, run_dir: Path, decrypt: Decrypt | None)
         os.environ.update(_settings(parse(tls_info), run_dir, decrypt))
     if tls.identity() is None:
         raise ConfigError(
-            "enable_tls is set and tls_info says nothing: give it certificate, key and authority (tlsCert, tlsPk, "
+            "enable_tls is set but tls_info is empty: give certificate, key and authority in it (tlsCert, tlsPk, "
             "tlsCaFile), or set TTP_TLS_CERT, TTP_TLS_KEY and TTP_TLS_CA, or pass enable_tls=False"
         )
 
 
 def parse(text: str) -> dict[str, str]:
-    """Parse ``tls_info`` into a dict by its keys.
+    """Parse ``tls_info`` to a dict.
 
     Raises:
-        ConfigError: a part has none of the known keys.
+        ConfigError: a part does not begin with a known key.
     """
     found: dict[str, str] = {}
     for part in text.split(";"):
@@ -55,7 +56,7 @@ def parse(text: str) -> dict[str, str]:
         if not part.strip():
             continue
         if not colon or key.strip() not in KEYS:
-            raise ConfigError(f"tls_info: {part.strip()!r} is not understood; 'key: value; ...' with {', '.join(KEYS)}")
+            raise ConfigError(f"tls_info: {part.strip()!r} is not 'key: value' with one of the keys {', '.join(KEYS)}")
         found[key.strip()] = value.strip()
     return found
 
@@ -63,7 +64,7 @@ def parse(text: str) -> dict[str, str]:
 def _settings(given: dict[str, str], run_dir: Path, decrypt: Decrypt | None) -> dict[str, str]:
     missing = [key for key in ("tlsCert", "tlsPk", "tlsCaFile") if not given.get(key)]
     if missing:
-        raise ConfigError(f"tls_info says no {', '.join(missing)}")
+        raise ConfigError(f"tls_info lacks {', '.join(missing)}")
     settings = {"TTP_TLS_CERT": given["tlsCert"], "TTP_TLS_KEY": given["tlsPk"]}
     private = prepare_run_dir(run_dir)
     settings["TTP_TLS_CA"] = _one(given, "tlsCaPath", "tlsCaFile", private / "authorities.pem")
@@ -75,14 +76,14 @@ def _settings(given: dict[str, str], run_dir: Path, decrypt: Decrypt | None) -> 
 
 
 def _one(given: dict[str, str], folder: str, files: str, bundle: Path) -> str:
-    """Return the path of the named file; where several are named, of a new file with the contents of all."""
+    """Return the path of the named file, or of a new file ``bundle`` with the contents of several named files."""
     where = Path(given.get(folder) or ".")
     named = [where / name.strip() for name in given[files].split(",") if name.strip()]
     return str(named[0] if len(named) == 1 else _keep(bundle, "\n".join(_text(path) for path in named)))
 
 
 def _password(path: Path, private: Path, decrypt: Decrypt | None) -> Path:
-    """Return the path of the password's file, of a decrypted copy if the program has a decrypt handler."""
+    """Return the path of the file with the password, which is a decrypted copy if there is a decrypt handler."""
     if decrypt is None:
         return path
     try:

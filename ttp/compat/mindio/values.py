@@ -1,4 +1,4 @@
-"""Numbers and names of the original, as its clients use them."""
+"""Numbers and enums of the original that its clients use."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ AILMENTS = {
     ReportState.RS_STEP_FINISH: Ailment.STOPPED,
     ReportState.RS_UNKNOWN: Ailment.FATAL,
 }
-"""The ailment of each state. ``RS_INIT_FINISH`` has none: it belongs to a start that no process waits for."""
+"""The ailment of each state. ``RS_INIT_FINISH`` has none, because ttp does not use it."""
 
 
 class RepairType(enum.Enum):
-    """The kinds of repair that a repair handler is asked for; the numbers are the core's."""
+    """The kinds of repair for a repair handler; the numbers are those of ``RepairWay``."""
 
     RT_SEND = RepairWay.SEND.value
     RT_UCE_HIGHLEVEL = RepairWay.MEMORY_HIGH.value
@@ -70,10 +70,10 @@ class Action(enum.Enum):
 
 
 def for_mindspore() -> bool:
-    """Return whether handlers are called in the way that MindSpore's client wants."""
+    """Return whether handlers are called with the arguments that MindSpore's client expects."""
     return os.environ.get("MINDIO_FOR_MINDSPORE", "").strip().lower() in ("1", "true")
 
 
 def repair_type_name(name: str) -> str:
-    """Return the name as the original spells it."""
+    """Return the name of a repair type; for none the original's ``unknow``."""
     return name or "unknow"

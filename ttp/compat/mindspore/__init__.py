@@ -1,9 +1,8 @@
-"""``nn.OptTFTWrapper``, ``train.TFTRegister`` and ``train.TrainFaultTolerance`` of ``mindspore``, by ttp.
+"""Replace MindSpore's ``nn.OptTFTWrapper``, ``train.TFTRegister`` and ``train.TrainFaultTolerance`` by ttp's classes.
 
-Importing this module installs them, now or when ``mindspore`` is imported; see docs/mindspore.md. MindSpore's own
-classes run only on Ascend with the vendor's service, and 2.10 no longer has ``TFTRegister``. ``python -m
-ttp.compat.mindspore script.py`` runs a program that knows nothing of this; ``ttp run --mindspore --mindio`` does the
-same.
+Importing this module does that, now or when ``mindspore`` is imported; see docs/mindspore.md. MindSpore's own classes
+run only on Ascend with the vendor's service, and 2.10 no longer has ``TFTRegister``. ``python -m ttp.compat.mindspore
+script.py`` runs an unchanged program with ttp's classes, as does ``ttp run --mindspore --mindio``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m ttp.compat.mindspore SCRIPT ...`` or ``-m MODULE ...``: run a program with ttp's names in MindSpore."""
+"""``python -m ttp.compat.mindspore SCRIPT ...`` or ``-m MODULE ...``: run a program with ttp's classes in MindSpore."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> None:
     """Run the program that ``arguments`` name, as ``__main__``.
 
     Raises:
-        SystemExit: the arguments name no program; or the program ends itself.
+        SystemExit: the arguments name no program, or the program raises it.
     """
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         sys.argv = arguments[1:]

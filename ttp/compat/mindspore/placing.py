@@ -1,4 +1,4 @@
-"""Puts ttp's names into MindSpore's modules, without importing MindSpore before the program does."""
+"""Put ttp's classes into MindSpore's modules, without importing MindSpore before the program does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACES = {
 
 
 def put_into_place() -> None:
-    """Put the names into MindSpore now if it is imported already, else when it is. Further calls do nothing."""
+    """Put the names into MindSpore, now or when it is imported. Further calls have no effect."""
     if NAME in sys.modules:
         put_names()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -28,7 +28,7 @@ def put_into_place() -> None:
 
 
 def put_names() -> None:
-    """Put the names into MindSpore's modules, which are imported."""
+    """Put ttp's classes into MindSpore's modules, and import these."""
     ours = importlib.import_module("ttp.adapters.mindspore")
     for name, places in PLACES.items():
         for place in places:
@@ -36,7 +36,7 @@ def put_names() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds MindSpore where it is, and has the names put into it after it was imported."""
+    """Finds MindSpore in the usual way, and puts the names into it after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -60,7 +60,7 @@ class _Then(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """See ``importlib.abc.Loader.exec_module``. Restores the original loader, which others may look for, first."""
+        """See ``importlib.abc.Loader.exec_module``. Restores the original loader first, which other code may expect."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

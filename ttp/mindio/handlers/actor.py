@@ -1,4 +1,4 @@
-"""Carry out the orders (acts) of rounds on a rank: each on its own thread with a deadline, and always with an answer."""
+"""Carry out the orders (acts) of rounds on a rank: each on its own thread, with a deadline and always an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mindio_ttp.controller_ttp``: functions for whoever manages the cluster. They return 0 if accepted, else 1."""
+"""``mindio_ttp.controller_ttp``: functions for the cluster's manager. They return 0 if accepted, else 1."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ GLOBAL_RANK_TIMES = range(1, 3601)
 
 
 def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:
-    """Register ``func`` to be called for ``action``, one of ``managing.ACTIONS``; all four are needed."""
+    """Register ``func`` as the callback for ``action``, one of ``managing.ACTIONS``; all four are needed."""
     return managing.register(action, func)
 
 
 def tft_notify_controller_stop_train(
     fault_ranks: Mapping[int, int], stop_type: str = "stop", timeout: int | None = None
 ) -> int:
-    """Stop all ranks for a repair (``"stop"``), or let them stand still at the end of a step (``"pause"``).
+    """Stop all ranks for a repair (``"stop"``), or pause them at the end of a step (``"pause"``).
 
     Args:
-        fault_ranks: rank to kind of fault: 0 memory, 1 process, 2 network.
+        fault_ranks: rank -> kind of its fault: 0 memory, 1 process, 2 network.
         stop_type: ``"stop"`` or ``"pause"``.
-        timeout: seconds that a pause may take to begin; None: as long as a handler may.
+        timeout: time limit of each round of a pause in seconds; None for the time limit of handlers.
     """
     return managing.notify(
         "tft_notify_controller_stop_train",
@@ -55,7 +55,7 @@ def tft_notify_controller_stop_train(
 
 
 def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: int = 1) -> int:
-    """Say that these are all the ranks that have failed; ``time`` seconds from 1 to 3600 are waited for others."""
+    """Report that these are all failed ranks. ``time``, seconds from 1 to 3600, is checked and has no other effect."""
 
     def ask(manager: Any) -> int:
         if time not in GLOBAL_RANK_TIMES:
@@ -66,7 +66,9 @@ def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: i
 
 
 def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, int]) -> int:
-    """Announce that processes for these ranks start on other hosts (``"hot switch"``), or not (``"stop switch"``)."""
+    """Announce that new processes for these ranks start on other hosts (``"hot switch"``), or withdraw that
+    (``"stop switch"``).
+    """
     return managing.notify(
         "tft_notify_controller_prepare_action",
         lambda manager: manager.prepare_action(action, managing.fault_ranks(fault_ranks)),
@@ -74,14 +76,14 @@ def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, 
 
 
 def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
-    """Choose what is done: retry, recover, migration, downgrade, upgrade, dump, exit, continue."""
+    """Choose a strategy: retry, recover, migration, downgrade, upgrade, dump, exit or continue."""
     return managing.notify(
         "tft_notify_controller_change_strategy", lambda manager: manager.change_strategy(strategy, params)
     )
 
 
 def tft_notify_controller_dump() -> int:
-    """Write a checkpoint now; training goes on. Returns when it is written."""
+    """Have a checkpoint written now, and return when it is written. Training continues."""
     return managing.dump()
 
 
@@ -92,5 +94,5 @@ def tft_query_high_availability_switch() -> bool:
 
 def _known(stop_type: str) -> str:
     if stop_type not in STOP_TYPES:
-        raise ValueError(f"stop_type {stop_type!r}: one of {', '.join(STOP_TYPES)} is wanted")
+        raise ValueError(f"stop_type {stop_type!r} is not one of {', '.join(STOP_TYPES)}")
     return stop_type

@@ -1,4 +1,4 @@
-"""``mindio_ttp.controller_ttp.ttp_logger``: the logger that frameworks' modules use beside the original."""
+"""``mindio_ttp.controller_ttp.ttp_logger``: the logger that modules of frameworks import from the original."""
 
 from __future__ import annotations
 

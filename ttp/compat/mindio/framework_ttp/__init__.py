@@ -1,4 +1,4 @@
-"""``mindio_ttp.framework_ttp``: names that training programs import. Modern names begin with tft, old ones with ttp."""
+"""``mindio_ttp.framework_ttp``: the names that training programs import, newer (``tft_*``) and older (``ttp_*``)."""
 
 from __future__ import annotations
 

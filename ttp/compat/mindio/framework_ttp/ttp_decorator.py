@@ -1,7 +1,7 @@
-"""``mindio_ttp.framework_ttp.ttp_decorator``: the modern names, for ranks.
+"""``mindio_ttp.framework_ttp.ttp_decorator``: the names of the later generation (``tft_*``), for ranks.
 
 Functions raise ``ttp.TtpError`` with a text that says what to do. The functions that start a processor or a controller
-end the process with code 2, as the original's do.
+end the process with exit code 2, as the original's do.
 """
 
 from __future__ import annotations
@@ -90,20 +90,27 @@ __all__ = [
 def tft_init_controller(
     rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
 ) -> None:
-    """Describe the process that will start the controller; ``rank`` is -1 in a launcher.
+    """Declare that this process will start the controller.
+
+    Args:
+        rank: rank of this process; -1 in a launcher.
+        world_size: number of ranks.
+        enable_local_copy: has no effect here.
+        enable_arf: has no effect here.
+        enable_zit: has no effect here but a log line.
 
     Raises:
-        ConfigError: ``rank`` is no rank, or MindSpore is to do what it cannot.
+        ConfigError: ``rank`` is out of range, or MindSpore does not support the options.
     """
     if for_mindspore() and (enable_local_copy or enable_zit):
-        raise ConfigError("MindSpore has neither local copies nor elastic training: pass False for both")
+        raise ConfigError("MindSpore supports neither local copies nor elastic training: pass False for both")
     managing.describe(rank, world_size)
     if enable_zit:
-        log.info("elastic training (ZIT) goes through the checkpoint: handlers of zit are kept, and never called")
+        log.info("elastic training (ZIT) resumes from the checkpoint: its handlers are kept, but never called")
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
-    """Start a controller at ``bind_ip:port``, in a process of its own. Ends this process with code 2 if it cannot."""
+    """Start a controller process at ``bind_ip:port``. If that fails, end this process with exit code 2."""
     try:
         managing.start(bind_ip, port, enable_tls, tls_info, THIS.handlers.decrypt)
     except TtpError as problem:
@@ -111,7 +118,7 @@ def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_i
 
 
 def tft_destroy_controller() -> None:
-    """Disconnect this process from its controller, which ends by itself when no rank needs it any more."""
+    """Detach this process from its controller, which ends by itself when no rank needs it any more."""
     managing.stop()
 
 
@@ -125,7 +132,7 @@ def tft_init_processor(
     enable_arf: bool = False,
     enable_zit: bool = False,
 ) -> None:
-    """Set which rank this process is, and what is repaired in place. Ends the process with code 2 if that is wrong.
+    """Set the rank of this process, and which faults are repaired. If these are not valid, exit with code 2.
 
     Args:
         rank: rank of this process.
@@ -133,9 +140,10 @@ def tft_init_processor(
         enable_local_copy: has no effect here.
         enable_tls: whether connections use TLS, with ``tls_info``.
         tls_info: certificates and key, see docs/mindio.md.
-        enable_uce: memory and network errors are repaired.
-        enable_arf: a new process may take the seat of a rank that has died.
-        enable_zit: under ``ttp run --elastic`` the job goes on from the checkpoint with fewer hosts, or more again.
+        enable_uce: whether memory and network errors are repaired in the process.
+        enable_arf: whether a new process may replace a rank that has died.
+        enable_zit: whether the job, under ``ttp run --elastic``, may resume from the checkpoint with another number of
+            hosts.
     """
     try:
         THIS.describe(rank, world_size, enable_tls, tls_info, uce=enable_uce, arf=enable_arf, zit=enable_zit)
@@ -144,7 +152,7 @@ def tft_init_processor(
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
-    """Join the job. Ends the process with code 2 if the settings are wrong, or the controller refuses it."""
+    """Join the job. If the settings are wrong or the controller refuses this rank, exit with code 2."""
     try:
         if local_ip:
             os.environ.setdefault("TTP_ADDRESS", local_ip)
@@ -168,17 +176,20 @@ def _give_up(function: str, problem: TtpError) -> NoReturn:
 
 
 def tft_start_updating_os(backup_step: int = -1) -> None:
-    """Say that the optimizer is about to write. Waits while the job is frozen; raises FORCE STOP (torch) to stop."""
+    """Mark the begin of an update, before the optimizer writes. Waits while the job is frozen.
+
+    With torch, raises FORCE STOP if the training thread has to leave its loop.
+    """
     THIS.start_updating()
 
 
 def tft_start_copy_os() -> None:
-    """Accept the news of a local copy, which has no effect here. Raises ``UsageError`` if no processor was started."""
+    """Accept the begin of a local copy, which has no effect here. Raises ``UsageError`` if no processor was started."""
     _ = THIS.joined
 
 
 def tft_end_updating_os(step: int) -> None:
-    """Say that the optimizer has written ``step``."""
+    """Mark the end of the update that leads to ``step``."""
     THIS.end_updating(step)
 
 
@@ -188,7 +199,7 @@ def tft_set_optimizer_replica(rank: int, replica_info: Sequence[Mapping[str, Any
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
-    """Check the data-parallel group for elastic training; it has no other effect.
+    """Check the data-parallel group for elastic training. This has no other effect.
 
     Raises:
         ConfigError: the rank is not in the group.
@@ -198,18 +209,20 @@ def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
 
 
 def tft_set_step_args(args: Any) -> None:
-    """Set the handlers' arguments; None: no change. Ignored where ``tft_exception_handler`` has the training's own."""
+    """Set the arguments for handlers. No effect for None, and in programs with ``set_mindio_export_version``, whose
+    handlers get the arguments of the training function.
+    """
     if args is not None and THIS.handlers.version not in EXPORT_VERSIONS:
         THIS.handlers.args = args
 
 
 def tft_reset_limit_step() -> None:
-    """Release threads that wait in ``tft_start_updating_os``, by raising FORCE STOP there."""
+    """Make threads that wait in ``tft_start_updating_os`` leave their loops, by raising FORCE STOP there."""
     THIS.joined.reset_limit_step()
 
 
 def tft_pause_train(cur_step: int) -> None:
-    """Mark the end of a step, at which this rank stands still while the job is paused."""
+    """Mark the end of a step, and wait there while the job is paused."""
     THIS.joined.pause_train(cur_step)
 
 
@@ -217,12 +230,17 @@ def tft_pause_train(cur_step: int) -> None:
 
 
 def tft_report_error(state: int, error_code: str = "") -> None:
-    """Report an error: the value of a ``ReportState``. For RS_UNKNOWN the job is saved, and this process ended."""
+    """Report an error.
+
+    Args:
+        state: the value of a ``ReportState``. For RS_UNKNOWN the job is saved and this process ends.
+        error_code: error code of the device.
+    """
     THIS.report(state, error_code)
 
 
 def tft_wait_next_action() -> int:
-    """Wait until this rank was cleaned (torch) or repaired (MindSpore), and return the value of an ``Action``."""
+    """Wait until this rank is cleaned (torch) or repaired (MindSpore), and return the value of an ``Action``."""
     action = THIS.joined.wait_next_action()
     if for_mindspore() and action.value == Action.RETRY.value:
         action = THIS.joined.wait_repair_action()  # MindSpore's client does not call tft_wait_repair_action itself
@@ -230,32 +248,32 @@ def tft_wait_next_action() -> int:
 
 
 def tft_wait_repair_action() -> int:
-    """Wait until the job may go on, and return the value of an ``Action``."""
+    """Wait until this rank is repaired, and return the value of an ``Action``."""
     return int(THIS.joined.wait_repair_action())
 
 
 def tft_get_repair_step() -> int:
-    """Return the step after which training goes on."""
+    """Return the step after which training continues."""
     return THIS.joined.repair_step()
 
 
 def tft_get_repair_type() -> str:
-    """Return ``"retry"``, ``"recover"``, ``"dump"``, or ``"unknow"``."""
+    """Return the type of the last repair: ``"retry"``, ``"recover"``, ``"dump"``, or ``"unknow"`` (the original's)."""
     return repair_type_name(THIS.joined.repair_type())
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
-    """Report inside a repair handler that the state was read from the checkpoint of ``step``."""
+    """Report, from a repair handler, that it has loaded the checkpoint of ``step``."""
     THIS.joined.report_loaded_step(step)
 
 
 def tft_is_reboot_node() -> bool:
-    """Return whether this process takes another's seat in a running job; known once the processor has started."""
+    """Return whether this process replaces another one in a running job. Call this after the processor's start."""
     return THIS.joined.rebooted
 
 
 def tft_get_reboot_type() -> str:
-    """Return how this process has joined: ``"hot switch"`` if the rank's old process still lived, else ``"arf"``."""
+    """Return how this process replaces another: ``"hot switch"`` if that one still lived, else ``"arf"``."""
     return "hot switch" if THIS.joined.was_guest else "arf"
 
 
@@ -264,32 +282,32 @@ def tft_register_exception_handler(pattern: str, fault_type: str, handle: Classi
 
     Args:
         pattern: part of the exception's text.
-        fault_type: the state that is reported.
-        handle: function that gets the text and returns ``pattern``, or another kind of fault.
+        fault_type: the state to report.
+        handle: function that gets the text and returns ``pattern``, or another known pattern.
     """
     TABLE.add(pattern, fault_type, handle)
 
 
 def set_mindio_export_version(version: str) -> None:
-    """Set which framework the program is written for.
+    """Set the framework that the program is written for.
 
     Raises:
-        ConfigError: ``version`` is none of ``EXPORT_VERSIONS``.
+        ConfigError: ``version`` is not one of ``EXPORT_VERSIONS``.
     """
     if version not in EXPORT_VERSIONS:
-        raise ConfigError(f"export version {version!r}: one of {', '.join(EXPORT_VERSIONS)} is wanted")
+        raise ConfigError(f"export version {version!r} is not one of {', '.join(EXPORT_VERSIONS)}")
     THIS.handlers.version = version
     os.environ["TTP_STOP_CLEAN_BEFORE_DUMP"] = "1"
     THIS.halt_before_dump()
 
 
 def get_mindio_export_version() -> str | None:
-    """Return the value given to ``set_mindio_export_version``; None: it was not called."""
+    """Return the value given to ``set_mindio_export_version``; None if it was not called."""
     return THIS.handlers.version or None
 
 
 def get_device() -> int | None:
-    """Return the index of the device that training uses, in threads of handlers too; None: it uses none."""
+    """Return the index of the device that training uses, also on threads of handlers; None if it uses none."""
     if for_mindspore():
         mindspore: Any = sys.modules.get("mindspore")
         return None if mindspore is None else int(mindspore.context.get_context("device_id"))
@@ -303,7 +321,7 @@ def _registering(kind: HandlerKind) -> Callable[..., None]:
     def register(func: Handler, ctx: Any = None) -> None:
         THIS.register(kind, func, ctx)
 
-    register.__doc__ = f"What the job calls for {kind.name.lower()}; see docs/mindio.md for its arguments."
+    register.__doc__ = f"Register the handler for {kind.name.lower()}; see docs/mindio.md for its arguments."
     return register
 
 
@@ -321,11 +339,11 @@ tft_register_stream_sync_handler = _registering(HandlerKind.STREAM_SYNC)
 def _elastic(name: str) -> Callable[..., None]:
     def register(func: Handler, ctx: Any = None) -> None:
         if for_mindspore():
-            raise UsageError("MindSpore has no elastic training")
+            raise UsageError("MindSpore does not support elastic training")
         THIS.handlers.zit[name] = func, ctx
 
     register.__doc__ = (
-        "For elastic training: kept, and never called; the job is started again with the ranks there are."
+        "Accept a handler for elastic training. It is never called: the job restarts with the ranks that are left."
     )
     return register
 
@@ -337,5 +355,5 @@ tft_register_zit_upgrade_rollback_handler = _elastic("upgrade_rollback")
 
 
 def tft_register_decrypt_handler(decryptor: Callable[[str], str]) -> None:
-    """Register a function that decrypts the contents of ``tlsPkPwd`` to the password of the TLS key."""
+    """Register a function that decrypts the content of ``tlsPkPwd`` to the password of the TLS key."""
     THIS.handlers.decrypt = decryptor

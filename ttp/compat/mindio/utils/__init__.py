@@ -1,4 +1,4 @@
-"""``mindio_ttp.utils``: functions for the times of updates."""
+"""``mindio_ttp.utils``: functions that record the times of updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mindio_ttp.utils.uce_utils``: the functions of ``mindio_ttp.utils`` at the original's place."""
+"""``mindio_ttp.utils.uce_utils``: the functions of ``mindio_ttp.utils`` in the module where the original has them."""
 
 from __future__ import annotations
 

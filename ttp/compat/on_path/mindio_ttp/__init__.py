@@ -1,4 +1,4 @@
-"""The ``mindio_ttp`` that processes find by ``PYTHONPATH``; it replaces itself, see ``ttp.compat.mindio.placing``."""
+"""The stub ``mindio_ttp`` found through ``PYTHONPATH``, which replaces itself; see ``ttp.compat.mindio.placing``."""
 
 from ttp.compat.mindio.placing import stand_in
 
