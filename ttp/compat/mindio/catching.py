@@ -94,7 +94,7 @@ def _itself(key: str) -> Classify:
 
 
 def _memory(text: str) -> str:
-    """Return ``WHOLE`` if replicas can repair the memory (the error came after the last update began), else ``TORN``."""
+    """Return ``WHOLE`` if replicas can repair the memory (an error after the last update began), else ``TORN``."""
     when = _HBM_TIME.search(text)
     whole = when is not None and tft_can_do_uce_repair(int(when[1]))
     return WHOLE if whole else TORN
