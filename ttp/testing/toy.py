@@ -23,7 +23,7 @@ SLOTS = 3
 """Slots of a page: a rank may write version n + 1 while a neighbour is still at n - 1."""
 
 
-class InvariantBroken(AssertionError):  # noqa: N818 - it is what it says
+class InvariantBroken(AssertionError):  # noqa: N818 - the name says it
     """An invariant was broken; the text says which."""
 
 
