@@ -290,7 +290,7 @@ def test_calls_before_the_start() -> None:
 @pytest.mark.parametrize(
     ("address", "port", "said"),
     [
-        ("0.0.0.0", 9000, "every address at once"),
+        ("0.0.0.0", 9000, "stands for all addresses"),
         ("127.0.0.1", 80, "is not from 1024 to 65535"),
         ("127.0.0.1", 9000, ""),
     ],
@@ -302,9 +302,9 @@ def test_what_cannot_start_ends_the_process(
     tft.tft_init_processor(0, 2, False)
     for start in (tft.tft_start_controller, tft.tft_start_processor):
         with pytest.raises(SystemExit) as leaving:
-            start(address, port)  # with TLS, of which nothing is known
+            start(address, port)  # with TLS, but without tls_info
         assert leaving.value.code == 2
-        assert (said or "enable_tls is set and tls_info says nothing") in capsys.readouterr().err
+        assert (said or "enable_tls is set but tls_info is empty") in capsys.readouterr().err
 
 
 def test_the_port_of_the_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ def test_what_belongs_to_the_training_thread_is_refused_in_a_handler_instead_of_
         rank = Rank0(save=_only(wait))
         part._actor, part._processor = rank.actor, rank  # type: ignore[assignment]  # a stand-in for the processor
         answer = rank.act(RoundKind.SAVE)
-        assert not answer.ok and "is for the training thread to report" in answer.text, answer
+        assert not answer.ok and "only the training thread may" in answer.text, answer
     assert rank.placed == [HandlerKind.SAVE]
 
 

@@ -91,4 +91,4 @@ def test_a_snapshot_by_handlers_may_let_an_update_through() -> None:
 
 def test_a_rank_without_handlers_says_so() -> None:
     (answer,) = Rank1(NoHandlers()).ordered(ACT)
-    assert not answer.ok and "no handlers to save with" in answer.text
+    assert not answer.ok and "has no handlers, and so none for save" in answer.text

@@ -135,7 +135,7 @@ def test_said_twice_it_is_the_same_and_of_others_it_is_refused() -> None:
     this.say(NoticeKind.HOT_SWITCH, {1: 1})
     assert this.answer == ""
     this.say(NoticeKind.HOT_SWITCH, {2: 1})
-    assert "ranks 1 are to be moved already" in this.answer and this.machine.job.moving == {1}
+    assert "ranks 1 are being moved already" in this.answer and this.machine.job.moving == {1}
     this.knock(1)
     this.say(NoticeKind.HOT_SWITCH, {2: 1})
     assert "a rescue is going on" in this.answer

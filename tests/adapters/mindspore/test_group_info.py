@@ -169,7 +169,7 @@ def test_stages_of_a_pipeline_in_a_directory(tmp_path: Path) -> None:
     assert whole == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert parameters["l1"] == ((4, 6), (5, 7))
     write_strategy(tmp_path / "strategy_5.ckpt", {"l1": Layout((4,), (0,))}, 1)
-    with pytest.raises(CheckpointError, match="stage 1 otherwise"):
+    with pytest.raises(CheckpointError, match="stage 1 differently"):
         read_stages(tmp_path)
 
 

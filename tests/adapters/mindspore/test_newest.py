@@ -176,7 +176,7 @@ def test_a_checkpoint_is_one_attempt_however_many_of_its_files_match(tmp_path: P
 
 
 def test_what_cannot_be_looked_at_is_no_fresh_start(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot look at .*: File name too long"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*: File name too long"):
         load_newest(tmp_path / ("x" * 300))
 
 

@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Cut]], str]] = {
     "ranks": (lambda: real_cuts((4,)), r"for 4 ranks, but there are files of ranks 4-7"),
     "more-devices": (
         lambda: {**S8O, "l1.w": Cut((4, 4), [-1, 0])},
-        "counts (16 devices, but 8|8 devices, but 16)",
+        "has (16 devices, but 8|8 devices, but 16)",
     ),
 }
 
