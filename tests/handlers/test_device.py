@@ -111,6 +111,6 @@ def test_a_job_without_a_device_has_none_and_a_strange_one_hurts_nobody(
     runtime.used = False
     assert device.of_this_thread() is None
     monkeypatch.setattr(runtime, "is_initialized", None)
-    assert device.of_this_thread() is None and "does not say which device" in caplog.text
+    assert device.of_this_thread() is None and "cannot find out which device" in caplog.text
     monkeypatch.delitem(sys.modules, "torch")
     assert device.of_this_thread() is None
