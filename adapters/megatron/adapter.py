@@ -197,7 +197,7 @@ class MegatronAdapter(TorchAdapter):
         scheduler = self._scheduler
         if scheduler is None or job.scheduler is None:
             restore_groups(self._held, job)
-            return [] if scheduler is None else ["it has no state of an LR scheduler: that begins anew"]
+            return [] if scheduler is None else ["it has no LR scheduler: that of this job was not restored"]
         scheduler.num_steps = 0  # load_state_dict() adds the saved steps to num_steps
         scheduler.load_state_dict(job.scheduler)
         restore_groups(self._held, job)

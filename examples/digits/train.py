@@ -1,10 +1,10 @@
-"""Classify handwritten digits with DistributedDataParallel; a rank that is killed costs no step.
+"""Classify handwritten digits with DistributedDataParallel; the death of a rank costs no step.
 
     ttp run --nproc-per-node 4 --max-restarts 3 examples/digits/train.py
 
-Three lines, marked with <- ttp, are all that is special about this script. Kill any rank while it runs: the others
-save the last finished step, the job starts again, and ends with the very bits that an unbroken run ends with. The
-script runs under plain torchrun too; without TTP_PORT the three lines do nothing but restore.
+Only the three lines marked with <- ttp are special about this script. Kill any rank while it runs: the other ranks save
+the last finished step, the job starts again, and its result is the same as that of an unbroken run, bit for bit. The
+script runs under plain torchrun too; without TTP_PORT the three lines only restore.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ACCUMULATE = 2
 """Batches per optimizer step."""
 
 WARM_UP = 10
-"""Steps."""
+"""Steps in which the learning rate rises."""
 
 
 class LossCurve:
@@ -68,15 +68,15 @@ def make_model() -> nn.Module:
 
 
 def make_batches(seed: int, start: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """For each step its ``ACCUMULATE`` batches, from step ``start`` on, epoch after epoch, without end.
+    """Yield the ``ACCUMULATE`` batches of each step, from step ``start`` on, epoch after epoch, without end.
 
-    The position in the data follows from the number of finished steps alone, in mid-epoch too.
+    The position in the data depends only on the number of finished steps: a job can resume in the middle of an epoch.
     """
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels))
     sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=True, seed=seed, drop_last=True)
-    # The loader draws a number each time it is iterated over. Its own generator keeps that out of the dropout stream,
-    # which would otherwise differ after a restart in mid-epoch.
+    # The loader draws a random number each time an iterator is made. With its own generator it does not draw from the
+    # stream of dropout, which would otherwise differ after a restart in the middle of an epoch.
     loader = DataLoader(data, BATCH, sampler=sampler, drop_last=True, generator=torch.Generator())
     epoch, done = divmod(start, len(loader) // ACCUMULATE)
     while True:
@@ -99,7 +99,7 @@ def train(steps: int, save_dir: Path, seed: int, step_s: float) -> dict[str, str
         milestones=[WARM_UP],
     )
     curve = LossCurve()
-    torch.manual_seed(seed * 1000 + rank)  # every rank drops other neurons
+    torch.manual_seed(seed * 1000 + rank)  # dropout differs between ranks
 
     optimizer = ttp.wrap_optimizer(  # <- ttp
         optimizer, model=model, scheduler=scheduler, save_dir=save_dir, extra_state=curve
@@ -116,8 +116,8 @@ def train(steps: int, save_dir: Path, seed: int, step_s: float) -> dict[str, str
                 loss = loss_of(model(images), labels) / ACCUMULATE
                 total += loss.item()
                 if part == ACCUMULATE:
-                    curve.losses.append(total)  # before the last backward(): a rank that dies after it has given its
-                loss.backward()  # gradients away has taken part in the step, and its peers will finish it
+                    curve.losses.append(total)  # before the last backward(): if this rank dies after the exchange of
+                loss.backward()  # gradients, its peers finish the step, and its loss belongs to the step
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -128,11 +128,11 @@ def train(steps: int, save_dir: Path, seed: int, step_s: float) -> dict[str, str
     return digests(model, optimizer, curve)
 
 
-# -------------------------------------------------------------------------------- the proof: digests of the end
+# ------------------------------------------------------------------------- the proof: digests of the final state
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer, curve: LossCurve) -> dict[str, str]:
-    """Digests of what training has made: bit for bit, or they differ."""
+    """Return digests of the final state. The digests of two runs are equal only if the states are, bit for bit."""
     losses = torch.tensor(curve.losses, dtype=torch.float64)
     of_all_ranks = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
     dist.all_gather(of_all_ranks, losses)

@@ -1,4 +1,4 @@
-"""A GPT of the usual kind, small: pre-norm blocks, learned positions, input and output embedding tied."""
+"""A small GPT: pre-norm blocks, learned positions, tied input and output embeddings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 VOCABULARY = 256
-"""A token is a byte: any text will do."""
+"""A token is a byte, so any text can be used."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model. ``context``: bytes that it sees."""
+    """Sizes of the model; ``context`` is the number of bytes in a sequence."""
 
     layers: int = 4
     heads: int = 4
@@ -60,7 +60,7 @@ class GPT(nn.Module):
     """Predicts the next byte.
 
     Args:
-        shape: its sizes.
+        shape: the sizes of the model.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -77,7 +77,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of predicting ``targets``; both are ``(batch, length)`` of bytes."""
+        """Return the mean loss of predicting ``targets`` from ``tokens``; both have shape ``(batch, length)``."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(places))
         for block in self.blocks:

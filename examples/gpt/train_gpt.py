@@ -1,8 +1,8 @@
-"""Train a small GPT on a text, its state sharded and replicated (HSDP); a rank that is killed costs no step.
+"""Train a small GPT on a text, with sharded and replicated state (HSDP); the death of a rank costs no step.
 
     ttp run --nproc-per-node 4 --max-restarts 3 examples/gpt/train_gpt.py
 
-Three lines, marked with <- ttp, are all that is special about this script. See README.md beside it.
+Only the three lines marked with <- ttp are special about this script. See README.md in the same folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ttp.testing.digests import digest
 
 SONNETS = Path(__file__).with_name("sonnets.txt")
 WARM_UP = 10
-"""Steps."""
+"""Steps in which the learning rate rises."""
 
 
 class LossCurve:
@@ -51,8 +51,8 @@ class LossCurve:
 class Text:
     """Draws batches from a text.
 
-    What a step is trained on follows from the seed and the number of the step alone. So nothing about the position in
-    the data has to be saved, and a job that goes on with another number of ranks sees the same bytes.
+    The batch of a step depends only on the seed and the number of the step. So the position in the data need not be
+    saved, and a job that resumes with another number of ranks sees the same bytes.
     """
 
     def __init__(self, file: Path, context: int, seed: int) -> None:
@@ -62,7 +62,7 @@ class Text:
             raise SystemExit(f"{file} has {len(self.bytes)} bytes; more than the {context} of the context are needed")
 
     def batch(self, step: int, size: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """This rank's share of the ``size`` sequences of one step: bytes, and the bytes that follow them."""
+        """Return this rank's share of the ``size`` sequences of one step: bytes, and for each the byte after it."""
         chance = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.bytes) - self.context, (size,), generator=chance)[rank::ranks]
         rows = starts[:, None] + torch.arange(self.context + 1)
@@ -71,7 +71,7 @@ class Text:
 
 
 def spread(model: GPT, options: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model over all ranks, as ``--layout`` says."""
+    """Return the model, distributed over all ranks as ``--layout`` says."""
     if options.layout == "ddp":
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -84,7 +84,7 @@ def spread(model: GPT, options: argparse.Namespace, device: torch.device) -> nn.
 
 
 def make_mesh(options: argparse.Namespace, device: torch.device) -> DeviceMesh:
-    """HSDP: every shard on ``--replicas`` ranks. FSDP: on one, so that it dies with its rank."""
+    """Return the mesh: with HSDP every shard is on ``--replicas`` ranks, with FSDP on one rank, and lost with it."""
     ranks = dist.get_world_size()
     if options.layout == "fsdp":
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
@@ -93,7 +93,7 @@ def make_mesh(options: argparse.Namespace, device: torch.device) -> DeviceMesh:
 
 
 def rate(step: int, steps: int) -> float:
-    """Share of the learning rate: up in a straight line, then down along a cosine, to a tenth."""
+    """Return the factor of the learning rate: a linear rise, then a cosine decay to a tenth."""
     if step < WARM_UP:
         return (step + 1) / WARM_UP
     return 0.55 + 0.45 * math.cos(math.pi * (step - WARM_UP) / max(steps - WARM_UP, 1))
@@ -108,7 +108,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = LambdaLR(optimizer, partial(rate, steps=options.steps))
     text, curve = Text(options.text, options.context, options.seed), LossCurve()
-    torch.manual_seed(options.seed * 1000 + rank)  # every rank drops other neurons
+    torch.manual_seed(options.seed * 1000 + rank)  # dropout differs between ranks
 
     optimizer = ttp.wrap_optimizer(  # <- ttp
         optimizer, model=model, scheduler=scheduler, save_dir=options.save_dir, extra_state=curve
@@ -134,7 +134,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, str]:
 
 
 def autocast(options: argparse.Namespace, device: torch.device) -> AbstractContextManager[None]:
-    """For DDP; ``fully_shard`` has a policy for that."""
+    """Return the context of the forward pass with DDP in bf16; ``fully_shard`` has its own policy."""
     mixed = options.layout == "ddp" and options.precision == "bf16"
     return torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext()
 
@@ -142,7 +142,7 @@ def autocast(options: argparse.Namespace, device: torch.device) -> AbstractConte
 def digests(
     model: nn.Module, optimizer: torch.optim.Optimizer, curve: LossCurve, device: torch.device
 ) -> dict[str, str]:
-    """The proof: digests of what training has made, every shard of it, on rank 0. Bit for bit, or they differ."""
+    """Return digests of the whole final state. Those of two runs are equal only if the states are, bit for bit."""
     losses = torch.tensor(curve.losses, dtype=torch.float64, device=device)
     of_all_ranks = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
     dist.all_gather(of_all_ranks, losses)
@@ -176,7 +176,7 @@ def parse() -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """That the sizes fit the number of ranks."""
+    """Check that the sizes fit the number of ranks."""
     ranks = dist.get_world_size()
     if options.batch % ranks:
         raise SystemExit(f"--batch {options.batch} cannot be shared evenly by {ranks} ranks")

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 of Hugging Face, trained by its Trainer on sonnets: a killed rank costs no step. See the README.
+"""Train a tiny GPT-2 of Hugging Face on sonnets with their Trainer; the death of a rank costs no step. See README.md.
 
 ttp run --nproc-per-node 2 --max-restarts 3 examples/hf_trainer/train_hf.py
 """
@@ -19,7 +19,7 @@ LENGTH = 32
 
 
 def sentences(count: int, first: int = 0) -> list[dict[str, Any]]:
-    """Pieces of the text, a letter is a token."""
+    """Return ``count`` pieces of the text, from piece ``first`` on; a letter is a token."""
     text = TEXT.read_text()
     letters = sorted(set(text))
     tokens = torch.tensor([letters.index(letter) for letter in text])
@@ -28,7 +28,7 @@ def sentences(count: int, first: int = 0) -> list[dict[str, Any]]:
 
 
 def make_trainer(output_dir: Path, sequences: int = 64, **arguments: Any) -> Trainer:
-    """Nothing in here is of ttp."""
+    """Return a Trainer. Nothing in this function belongs to ttp."""
     small = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
     config = GPT2Config(vocab_size=len(set(TEXT.read_text())), **small)
     plain = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 2, "report_to": []}

@@ -1,8 +1,8 @@
-"""Train a small GPT of megatron-core on a text, in any layout; a rank that is killed costs no step.
+"""Train a small GPT of megatron-core on a text, in any layout; the death of a rank costs no step.
 
     ttp run --nproc-per-node 4 --max-restarts 3 examples/megatron_gpt/pretrain.py --tp 2
 
-Four lines, marked with <- ttp, are all that is special about this script. See README.md beside it.
+Only the four lines marked with <- ttp are special about this script. See README.md in the same folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BYTES = 256
 
 
 class Text:
-    """Draws the samples of a text by their number: ``args.consumed_train_samples`` says where training stands."""
+    """Draws samples from a text. A sample depends only on the seed and its number, so no position has to be saved."""
 
     def __init__(self, file: Path, context: int, seed: int) -> None:
         self.bytes = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
@@ -37,13 +37,13 @@ class Text:
             raise SystemExit(f"{file} has {len(self.bytes)} bytes; more than the {context} of the context are needed")
 
     def sample(self, number: int) -> Tensor:
-        """Bytes of one sample, and the one that follows them."""
+        """Return the ``context`` bytes of a sample, and the byte after them."""
         chance = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         start = int(torch.randint(len(self.bytes) - self.context, (), generator=chance))
         return self.bytes[start : start + self.context + 1]
 
     def microbatches(self, args: argparse.Namespace, dp_rank: int) -> Iterator[Tensor]:
-        """What a data parallel rank is trained on in the next iteration."""
+        """Yield the microbatches of a data parallel rank for the next iteration."""
         per_rank = args.micro_batch_size * args.microbatches
         first = args.consumed_train_samples + dp_rank * per_rank
         for begin in range(first, first + per_rank, args.micro_batch_size):
@@ -54,7 +54,7 @@ class Text:
 
 
 def build(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
-    """Model chunks, optimizer and schedule, as Megatron-LM's ``setup_model_and_optimizer`` makes them."""
+    """Return model chunks, optimizer and schedule, like Megatron-LM's ``setup_model_and_optimizer``."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -174,7 +174,7 @@ def train(args: argparse.Namespace) -> dict[str, str]:
 
 
 def digests(chunks: list[Any], optimizer: Any, args: argparse.Namespace) -> dict[str, str]:
-    """The proof: digests of what training has made on this rank. Bit for bit, or they differ."""
+    """Return digests of this rank's final state. Those of two runs are equal only if the states are, bit for bit."""
     inner = [each.optimizer for each in optimizer.chained_optimizers]
     moments = [state[key] for one in inner for state in one.state.values() for key in ("exp_avg", "exp_avg_sq")]
     return {
@@ -210,7 +210,7 @@ def main() -> None:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo")
     if not cuda:
-        sys.path.append(str(Path(__file__).parents[2]))  # what stands in for CUDA is test code, of the same checkout
+        sys.path.append(str(Path(__file__).parents[2]))  # the stand-in for CUDA is test code of this checkout
         from tests.adapters.megatron import shims
 
         shims.apply()

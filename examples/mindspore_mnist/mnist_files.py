@@ -1,4 +1,4 @@
-"""scikit-learn's digits in the file format of MNIST: small, and there without a network."""
+"""Writes scikit-learn's digits in the file format of MNIST: a small data set that needs no download."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIDE = 28
 
 
 def write(folder: Path, images: int) -> Path:
-    """Write the first ``images`` digits, 8x8 pixels enlarged to 28x28. Ranks may do so at the same time."""
+    """Write the first ``images`` digits, 8x8 pixels enlarged to 28x28. Several ranks may call it at the same time."""
     if (folder / IMAGES).exists() and (folder / LABELS).exists():
         return folder
     from sklearn.datasets import load_digits

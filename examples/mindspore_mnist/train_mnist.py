@@ -1,10 +1,10 @@
-"""A network of five layers on MNIST, data parallel, with the power-off checkpoint. From MindSpore's documentation.
+"""Train five layers on MNIST, data parallel, with the power-off checkpoint, as in MindSpore's documentation.
 
     ttp run --mindspore --nproc-per-node 4 examples/mindspore_mnist/train_mnist.py
 
-Kill any worker, rank 0 too (``kill -9``): the others save the step they have finished, and with ``--max-restarts`` the
-job goes on with the next one; or start it again by hand with ``--is_recover=1``. Without ``DATA_PATH`` scikit-learn's
-digits are written in MNIST's format first; with it the directory of the real files is read.
+Kill any worker, also rank 0 (``kill -9``): the other workers save the last finished step. With ``--max-restarts`` the
+job then continues with the next step; or start it again by hand with ``--is_recover=1``. ``DATA_PATH`` is the directory
+with MNIST's files; without it the script writes scikit-learn's digits in MNIST's format and uses them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Network(nn.Cell):
 
 
 def create_dataset(path: Path, batch_size: int) -> Any:
-    """Each rank's share, shuffled: another order in every epoch, the same in every run."""
+    """Return this rank's share of the data, shuffled: the order differs between epochs, and is equal in all runs."""
     ds.config.set_seed(SEED)
     dataset = ds.MnistDataset(str(path), shuffle=True, num_shards=get_group_size(), shard_id=get_rank())
     image = [
@@ -81,7 +81,7 @@ def create_dataset(path: Path, batch_size: int) -> Any:
 
 
 class Journal(train.Callback):
-    """One line per step: its number, the bits of its loss, and a digest of the weights after it."""
+    """Prints one line per step: its number, the bits of its loss, and a digest of the weights after it."""
 
     def __init__(self, first: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""ttp for a framework of our own: state is a dict of numpy arrays, and every rank holds all of it.
+"""An adapter of ttp to a made-up framework: the state is a dict of numpy arrays, and every rank holds all of it.
 
-``CONTRIBUTING.md`` ("Add an adapter in an hour") walks through this file.
+``CONTRIBUTING.md`` ("Add an adapter in an hour") explains this file step by step.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Arrays = dict[str, Any]
 
 
 class Sgd:
-    """The framework's optimizer: momentum, in place.
+    """The framework's optimizer: SGD with momentum, which updates arrays in place.
 
     Args:
-        weights: what is trained.
-        rate: learning rate.
+        weights: the trained arrays, by name.
+        rate: the learning rate.
     """
 
     def __init__(self, weights: Arrays, rate: float) -> None:
@@ -43,7 +43,7 @@ class Sgd:
         self.reporter: UpdateReporter | None = None
 
     def step(self, gradients: Arrays) -> None:
-        """One update, with gradients that are reduced over all ranks."""
+        """Make one update, with gradients that have been reduced over all ranks."""
         if self.reporter is not None:
             self.reporter.begin_update()  # nothing is written yet; waits here while the job is frozen
         for name, gradient in gradients.items():
@@ -55,9 +55,10 @@ class Sgd:
 
 
 class NumpySource(StateSource):
-    """What the processor saves from. Its methods run on ttp's threads.
+    """The source of the state that the processor saves. Its methods run on ttp's threads.
 
-    ``StateSource`` has methods for what an adapter may want later: redo, comparing replicas, rank-local state, devices.
+    ``StateSource`` has further methods, which an adapter may implement later: for redo, comparison of replicas,
+    rank-local state, and devices.
     """
 
     framework = "numpy"
@@ -69,7 +70,7 @@ class NumpySource(StateSource):
     def write_pieces(
         self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
     ) -> list[Piece]:
-        """Write what ``order`` names into ``draft``, durably. The gate is closed: nobody writes to the arrays."""
+        """Write the pieces of ``order`` into ``draft``, durably. The gate is closed, so the arrays do not change."""
         pieces = []
         for shard in order.shards:
             if cancelled():
@@ -86,33 +87,33 @@ class NumpySource(StateSource):
 
 
 class NumpyAdapter:
-    """One training, as ttp's session knows it; see ``ttp.session.Adapter``."""
+    """The adapter for one training; see ``ttp.session.Adapter`` for the contract."""
 
     def __init__(self, optimizer: Sgd) -> None:
         self.optimizer, self._source = optimizer, NumpySource(optimizer)
 
     @property
     def source(self) -> NumpySource:
-        """What the processor saves from."""
+        """The source of the state that the processor saves."""
         return self._source
 
     def layout(self, world_size: int) -> Layout:
-        """Every rank holds a copy of the only shard."""
+        """Return the layout: every rank holds a copy of the only shard."""
         return Layout.data_parallel(world_size)
 
     def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
-        """No rank waits for another one in ``layout``, so nobody has to be told."""
+        """Do nothing: ``layout`` is no collective call, so other ranks do not wait for this one."""
 
     def attach(self, processor: Processor) -> None:
-        """This rank has joined: report updates from now on."""
+        """Report updates to ``processor`` from now on. ttp calls this when the rank has joined the job."""
         self.optimizer.reporter = processor
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
-        """ttp is switched off: take the newest that this rank finds."""
+        """Choose the newest checkpoint that this rank finds. ttp calls this when it is switched off."""
         return agree([RestoreView(Rank(0), found, skipped)])
 
     def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
-        """Put a verified checkpoint into the arrays, in place. Checks everything before it writes anything."""
+        """Load a verified checkpoint into the arrays, in place. Check all arrays before changing one."""
         manifest = Manifest.load(checkpoint)
         (piece,) = (piece for piece in manifest.pieces if piece.kind == "shard")
         stored = np.load(checkpoint / piece.file, allow_pickle=False)
@@ -125,10 +126,10 @@ class NumpyAdapter:
         return manifest.version
 
     def step_done(self) -> None:
-        """A version ends with the update."""
+        """Do nothing: a version ends with the update."""
 
 
 def protect(optimizer: Sgd, save_dir: str | Path) -> Sgd:
-    """Register the optimizer, and join the job if ``TTP_PORT`` is set. Raises what ``ttp.wrap_optimizer`` raises."""
+    """Register the optimizer, and join the job if ``TTP_PORT`` is set. Raises the errors of ``ttp.wrap_optimizer``."""
     api.register(NumpyAdapter(optimizer), save_dir)
     return optimizer

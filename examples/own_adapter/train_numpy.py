@@ -1,4 +1,4 @@
-"""Trains with the adapter beside this file, on two ranks: see ``CONTRIBUTING.md``, "Add an adapter in an hour"."""
+"""Trains with ``numpy_adapter`` on several ranks; see ``CONTRIBUTING.md``, "Add an adapter in an hour"."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import ttp
 
 
 def gradient(step: int, rank: int) -> Any:
-    """Whole numbers, so that their sum has the same bits in any order."""
+    """Return a rank's gradient, of whole numbers: the sum over ranks has the same bits in any order."""
     return np.random.default_rng([step, rank]).integers(-8, 9, size=1000).astype(np.float64)
 
 
 @ttp.ttp_to_persist
 def train(save_dir: Path, steps: int, kill_at: int | None) -> None:
-    """Train from the newest checkpoint to the end; rank 1 kills itself at ``kill_at`` in the first launch."""
+    """Train from the newest checkpoint to the end. In the first launch, rank 1 kills itself at step ``kill_at``."""
     rank = dist.get_rank()
     optimizer = protect(Sgd({"w": np.zeros(1000)}, rate=0.125), save_dir)
     start = ttp.restore()

@@ -1,10 +1,10 @@
 #!/bin/bash
-# Restarts a job of several TensorFlow workers on this host as a whole: ./job.sh WORKERS SAVE_DIR STEPS
-# When one worker ends badly the others are ended, too, and all start again from the last checkpoint.
+# Usage: ./job.sh WORKERS SAVE_DIR STEPS. Runs a job of several TensorFlow workers on this host. When a worker fails,
+# the script ends the other workers and starts all of them again, from the last checkpoint.
 workers=$1 save_dir=$2 steps=$3 restarts=${RESTARTS:-3} port=${PORT:-12340}
 addresses=$(for ((i = 0; i < workers; i++)); do printf '"127.0.0.1:%d",' $((port + i)); done)
 
-stop() {  # no worker is left behind
+stop() {  # ends all workers
   kill -TERM "${pids[@]}" 2> /dev/null
   for _ in {1..50}; do kill -0 "${pids[@]}" 2> /dev/null || break; sleep 0.1; done
   kill -KILL "${pids[@]}" 2> /dev/null

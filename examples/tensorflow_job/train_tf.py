@@ -1,9 +1,9 @@
 """Regression with TensorFlow, restarted as a job: every worker resumes from TensorFlow's own last checkpoint.
 
-python train_tf.py SAVE_DIR [STEPS]: one worker; several of them with TF_CONFIG, see job.sh.
+Usage: python train_tf.py SAVE_DIR [STEPS]. This runs one worker; for several workers set TF_CONFIG, see job.sh.
 
-There is no adapter of ttp for TensorFlow: nothing is rescued from the replicas when a worker dies. What was done since
-the last checkpoint is done again. On SIGTERM the present step is saved first, and the exit code is ttp's: 75.
+ttp has no adapter to TensorFlow: when a worker dies, nothing is saved from the replicas, and the steps since the last
+checkpoint are repeated. On SIGTERM the script saves the running step, and exits with ttp's code for "saved": 75.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
         weights, bias = tf.Variable(tf.zeros((8, 1))), tf.Variable(0.0)
         step = tf.Variable(0, dtype=tf.int64)
     checkpoint = tf.train.Checkpoint(weights=weights, bias=bias, step=step)
-    # every worker takes part in a save; the chief's files are the ones that count
+    # every worker takes part in a save; only the chief's files are read
     folder = save_dir if rank == 0 else save_dir / f"worker-{rank}"
     manager = tf.train.CheckpointManager(checkpoint, folder, max_to_keep=3)
     begun = newest_that_loads(checkpoint, save_dir)
@@ -68,13 +68,13 @@ def main() -> None:
 
 
 def newest_that_loads(checkpoint: Any, save_dir: Path) -> int:
-    """Restore the newest checkpoint that can be read, up to five back; the step that it was made at."""
+    """Restore the newest checkpoint that can be read, of the last five, and return its step; 0: there is none."""
     state = tf.train.get_checkpoint_state(str(save_dir))
     for path in reversed(list(state.all_model_checkpoint_paths)[-5:] if state else []):
         try:
             checkpoint.restore(path).assert_existing_objects_matched()
             return int(checkpoint.step.numpy())
-        except (tf.errors.OpError, AssertionError, ValueError, IndexError) as problem:  # the last: a file cut short
+        except (tf.errors.OpError, AssertionError, ValueError, IndexError) as problem:  # IndexError: a truncated file
             print(f"{path} is passed over: {problem!s:.200}", flush=True)
     return 0
 
