@@ -48,7 +48,7 @@ def test_a_value_that_is_none(name: str, value: str) -> None:
 def test_the_fallback_is_one_directory_for_all() -> None:
     assert Config.from_env({"TTP_FALLBACK_DIR": "/mnt/other//ck/", "TTP_STALL_S": "5"}).fallback_dir == "/mnt/other/ck"
     for value in ("ck", "./ck", "~/ck", "s3://bucket/ck"):
-        with pytest.raises(ConfigError, match=r"TTP_FALLBACK_DIR=.* an absolute path is wanted"):
+        with pytest.raises(ConfigError, match=r"TTP_FALLBACK_DIR=.* expected an absolute path"):
             Config.from_env({"TTP_FALLBACK_DIR": value})
 
 
@@ -70,12 +70,12 @@ def test_a_switch(text: str, stacks: bool) -> None:
 
 
 WANTED = [
-    ("TTP_HANG_S", "off, or a number of seconds is wanted, above 0 and up to 10000000"),
-    ("TTP_STACKS", r"on or off \(1 or 0\) is wanted"),
-    ("TTP_PORT", "a port is a number from 1 to 65535"),
-    ("TTP_OT", "a number of seconds is wanted, above 0 and up to 10000000"),
-    ("TTP_KEEP", "a whole number of at least 1 is wanted"),
-    ("TTP_SAVED_EXIT_CODE", "a number from 1 to 255 is wanted"),
+    ("TTP_HANG_S", "expected a number of seconds above 0 and up to 10000000, or off"),
+    ("TTP_STACKS", r"expected on or off \(or 1 or 0\)"),
+    ("TTP_PORT", "expected a port number from 1 to 65535"),
+    ("TTP_OT", "expected a number of seconds above 0 and up to 10000000"),
+    ("TTP_KEEP", "expected a whole number of at least 1"),
+    ("TTP_SAVED_EXIT_CODE", "expected a number from 1 to 255"),
 ]
 
 
@@ -91,7 +91,7 @@ def test_how_much_replicas_look_at_themselves(mode: str) -> None:
 
 
 def test_a_mode_that_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"TTP_DIGEST='some'.* one of sample, all, off is wanted"):
+    with pytest.raises(ConfigError, match=r"TTP_DIGEST='some'.* expected one of sample, all, off"):
         Config.from_env({"TTP_DIGEST": "some"})
 
 

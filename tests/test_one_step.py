@@ -77,7 +77,7 @@ def test_one_inside_of_another_is_refused(joined: Joined) -> None:
     def outer() -> None:
         inner()
 
-    with pytest.raises(UsageError, match="decorate the outer one alone"):
+    with pytest.raises(UsageError, match="decorate only the outer function"):
         outer()
     inner()  # it is forgotten that another one ran
 

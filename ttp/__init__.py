@@ -1,7 +1,7 @@
 """Try To Persist: when a rank of a distributed training job dies, no finished step is lost.
 
 ``import ttp`` loads no torch, mindspore or grpc; each is imported when it is first needed. If ``TTP_PORT`` is set, the
-import also exports the settings that NCCL must know before a process group is made, see ``ttp.launch.nccl``.
+import also sets environment variables that NCCL reads when a process group is made, see ``ttp.launch.nccl``.
 """
 
 from __future__ import annotations

@@ -162,21 +162,21 @@ def wrap_optimizer(
         optimizer: one of these:
 
             - A ``torch.optim.Optimizer``, or a list of several (a GAN's two, Muon beside AdamW): all optimizers that
-              update parameters of ``model``. Wrappers and containers of optimizers are looked into. With several, a
+              update parameters of ``model``. Wrappers and containers of optimizers are unwrapped. With several, a
               version is finished when each has stepped once, in the order of the first iteration; a loop that steps
               them a different number of times calls ``step_done()`` at the end of each iteration.
             - A ``MegatronOptimizer``, see ``ttp.adapters.megatron.protect``.
             - A ``mindspore.nn.Optimizer``. With ``model`` (a Cell) it is protected by this call, without ``model`` by
               the callbacks of ``ttp.adapters.mindspore``.
-        model: the module that is trained. A DistributedDataParallel around it, inside it or around a part of it is
-            found.
+        model: the module that is trained. ttp finds a DistributedDataParallel around it, inside it, or around a part
+            of it.
         scheduler: the learning-rate scheduler, or a list of several, if any.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
         extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Its state is
             captured at the end of every update unless the object has ``ttp_constant = True``; a ``torch.nn.Module``
             (EMA) is read when a checkpoint is written.
         scaler: a ``torch.amp.GradScaler``, if any.
-        layout: the replica groups, where ttp cannot tell them from the objects; see docs/layouts.md.
+        layout: the replica groups, if ttp cannot find them out from the objects; see docs/layouts.md.
         shard_of: function from the name of a parameter to the name of its shard, for a ``layout`` in which a rank holds
             several shards.
         undo: ``"preimage"`` keeps a copy of parameters and optimizer state from before each update, so that a rank can
@@ -185,20 +185,20 @@ def wrap_optimizer(
         buddy: True keeps a second copy of each shard that only one rank holds (ZeRO without replicas, ``fully_shard``
             over one dimension) in the memory of the next host. The copy is renewed while training goes on, every
             ``TTP_BUDDY_EVERY`` updates (k, default 10). Losing a rank or host then costs at most 2k - 1 finished steps,
-            as long as a copy gets through within k updates. A host needs four times the state of its ranks in
-            ``/dev/shm``. No effect where every shard has replicas. Must be equal on all ranks.
+            as long as a copy arrives within k updates. A host needs four times the state of its ranks in ``/dev/shm``.
+            No effect if every shard has replicas. Must be equal on all ranks.
 
     Returns:
         The given optimizer or list, with step hooks attached; for MindSpore a wrapper cell to use in its place.
 
     Raises:
         ConfigError: the settings or the save_dir are unusable, or there is training state that could not be saved.
-            Every rank raises it now rather than at a failure, even where only one rank is wrong. What can be seen only
-            after the first update is a ``UsageError`` of ``optimizer.step()`` at the beginning of the second.
+            Every rank raises it here, before training, even if only one rank is wrong. State that shows only after the
+            first update is a ``UsageError`` of ``optimizer.step()`` at the beginning of the second.
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: the function was called twice, or with objects of no known framework.
     """
-    if session.current().processor is None:  # not for a second call, which is an error
+    if session.current().processor is None:  # a second call is an error, and does not count
         asked_for(str(save_dir))
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
@@ -219,7 +219,7 @@ def wrap_optimizer(
 
 
 def _families(optimizer: Any) -> set[str]:
-    """Return the names of the packages that define the optimizer's classes; of a list, the names common to all."""
+    """Return the names of the packages that define the optimizer's classes; for a list, those common to all."""
     if isinstance(optimizer, (list, tuple)):
         return set.intersection(*map(_families, optimizer)) if optimizer else set()
     return {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
@@ -228,7 +228,7 @@ def _families(optimizer: Any) -> set[str]:
 def register(
     adapter: session.Adapter, save_dir: str | Path, layout: Layout | None = None, *, buddy: bool = False
 ) -> None:
-    """Register an adapter and join the job. Raises as ``wrap_optimizer``, which calls it, as does ``protect``."""
+    """Register an adapter and join the job, for ``wrap_optimizer`` and ``protect``. Raises as ``wrap_optimizer``."""
     from ttp.launch import nccl, other_jobs
     from ttp.store.writable import check_places
 
@@ -250,7 +250,7 @@ def register(
 
 @contextlib.contextmanager
 def _refused_everywhere(tell: Callable[[ConfigError | UsageError, int], None]) -> Iterator[None]:
-    """Tell the other ranks of an error in the block. It may concern this rank alone, and they would wait for it."""
+    """Report an error in the block to the other ranks, which would otherwise wait for this rank."""
     try:
         yield
     except (ConfigError, UsageError) as problem:
@@ -301,8 +301,8 @@ def _adapter_for(
     kinds = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     said = ", ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in kinds) or "an empty list"
     raise UsageError(
-        f"wrap_optimizer() knows torch.optim.Optimizer (or a list of them), Megatron's MegatronOptimizer and "
-        f"mindspore.nn.Optimizer; {said} is none of their kind"
+        f"wrap_optimizer() takes a torch.optim.Optimizer (or a list of them), Megatron's MegatronOptimizer or a "
+        f"mindspore.nn.Optimizer, but got {said}"
     )
 
 
@@ -316,8 +316,8 @@ def restore() -> int:
         The restored version, i.e. the number of finished updates; 0 when there is nothing to restore.
 
     Raises:
-        ConfigError: a checkpoint that this job has committed has vanished. Its steps are not thrown away unasked.
-        RestoreError: the ranks do not see one common checkpoint; the text says who saw what.
+        ConfigError: a checkpoint that this job has committed has vanished. ttp does not drop its steps by itself.
+        RestoreError: the ranks do not see one common checkpoint; the text says which rank saw which.
         CheckpointError: the checkpoint belongs to another model; names and shapes are listed.
         UsageError: ``wrap_optimizer`` was not called.
     """
@@ -328,17 +328,16 @@ def step_done() -> None:
     """Mark the end of a training step explicitly (optional).
 
     For loops that change state after ``optimizer.step()`` in ways that ttp cannot see, and for loops whose optimizers
-    step a different number of times in an iteration. Once it has been called, a version counts as finished only here:
-    everything between the first ``optimizer.step()`` and this call belongs to the update. Call it from the first
-    iteration on. Where one optimizer steps several times in an iteration, also call it once before the loop, right
-    after ``restore()``.
+    step a different number of times in an iteration. Once it has been called, a version counts as finished only at this
+    call: everything from the first ``optimizer.step()`` on belongs to the update. Call it from the first iteration on.
+    If one optimizer steps several times in an iteration, also call it once before the loop, right after ``restore()``.
 
     Raises:
         UsageError: ``wrap_optimizer`` was not called.
     """
     adapter = session.current().adapter
     if adapter is None:
-        raise UsageError("step_done() without wrap_optimizer()")
+        raise UsageError("step_done() was called without wrap_optimizer(): call wrap_optimizer() first")
     adapter.step_done()
 
 
@@ -347,14 +346,14 @@ def paused(activity: str) -> Iterator[None]:
     """Declare that this rank does something other than training, on purpose, while the block runs.
 
     For evaluation, checkpoints of your own, a long wait for data: whatever keeps a rank away from its steps for longer
-    than ``TTP_HANG_S`` and longer than ever before in this job, so that it would look like a hang. No hang is raised
-    while any rank is in such a block. The other ranks may wait for it outside. ::
+    than ``TTP_HANG_S`` and longer than ever before in this job, so that it would look like a hang. While any rank is in
+    such a block, ttp reports no hang; the other ranks may wait for this rank outside of the block. ::
 
         with ttp.paused("evaluation"):
             evaluate(model)
 
     Blocks may be nested and be entered on several threads. ``paused`` is also a decorator. Other faults are noticed as
-    always. Without ``TTP_PORT`` nothing happens.
+    always. Without ``TTP_PORT`` it has no effect.
 
     Args:
         activity: what the rank does, in a word or two; shown by ``ttp status``, cut to 80 characters.
@@ -363,6 +362,6 @@ def paused(activity: str) -> Iterator[None]:
         UsageError: ``activity`` is no text, or empty.
     """
     if not isinstance(activity, str) or not activity.strip():
-        raise UsageError('paused() wants to know what is done instead of training: with ttp.paused("evaluation"): ...')
+        raise UsageError('paused() needs a text that says what this rank does: with ttp.paused("evaluation"): ...')
     with session.current().paused(" ".join(activity.split())[:ACTIVITY_MAX]):
         yield

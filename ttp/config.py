@@ -51,11 +51,11 @@ def _within(text: str, kind: type[int] | type[float], low: float, high: float, w
 
 
 def _port(text: str) -> int:
-    return int(_within(text, int, 1, 65535, "a port is a number from 1 to 65535"))
+    return int(_within(text, int, 1, 65535, "expected a port number from 1 to 65535"))
 
 
 def _seconds(text: str) -> float:
-    wanted = f"a number of seconds is wanted, above 0 and up to {SECONDS_MAX:.0f}"
+    wanted = f"expected a number of seconds above 0 and up to {SECONDS_MAX:.0f}"
     return float(_within(text, float, math.ulp(0.0), SECONDS_MAX, wanted))
 
 
@@ -65,17 +65,17 @@ def _seconds_or_off(text: str) -> float | None:
     try:
         return _seconds(text)
     except ValueError as problem:
-        raise ValueError(f"off, or {problem}") from None
+        raise ValueError(f"{problem}, or off") from None
 
 
 def _switch(text: str) -> bool:
     if text.strip().lower() not in ("on", "off", "1", "0"):
-        raise ValueError("on or off (1 or 0) is wanted")
+        raise ValueError("expected on or off (or 1 or 0)")
     return text.strip().lower() in ("on", "1")
 
 
 def _whole(least: int) -> Callable[[str], int]:
-    return lambda text: int(_within(text, int, least, COUNT_MAX, f"a whole number of at least {least} is wanted"))
+    return lambda text: int(_within(text, int, least, COUNT_MAX, f"expected a whole number of at least {least}"))
 
 
 _count, _natural = _whole(1), _whole(0)
@@ -87,7 +87,7 @@ def saved_exit_code(text: str) -> int:
     Raises:
         ValueError: the text is no such number.
     """
-    wanted = f"a number from 1 to 255 is wanted that means nothing else: not {', '.join(map(str, OTHER_CODES))}"
+    wanted = f"expected a number from 1 to 255 without another meaning, so not {', '.join(map(str, OTHER_CODES))}"
     value = int(_within(text, int, 1, 255, wanted))
     if value in OTHER_CODES:
         raise ValueError(wanted)
@@ -97,7 +97,7 @@ def saved_exit_code(text: str) -> int:
 def _name(text: str) -> str:
     """Check a path or the name of a host. It is sent in messages and shown, so it has to be short and printable."""
     if len(text) > NAME_MAX or not text.isprintable():
-        raise ValueError(f"up to {NAME_MAX} characters that can be printed are wanted")
+        raise ValueError(f"expected at most {NAME_MAX} printable characters")
     return text
 
 
@@ -106,7 +106,7 @@ def _stripes(text: str) -> int:
     word = text.strip().lower()
     if word in ("auto", "off"):
         return AUTO if word == "auto" else WHOLE
-    wanted = f"auto, off or a number of parts up to {PARTS_ASKED_MAX} is wanted"
+    wanted = f"expected auto, off or a number of parts up to {PARTS_ASKED_MAX}"
     value = int(_within(word, int, 0, PARTS_ASKED_MAX, wanted))
     return WHOLE if value == 1 else value
 
@@ -114,37 +114,37 @@ def _stripes(text: str) -> int:
 def _token(text: str) -> str:
     """Check that ``TTP_TOKEN`` can be sent in a gRPC header: printable ASCII without blanks at the ends."""
     if not (text.isascii() and text.isprintable() and text == text.strip() and len(text) <= NAME_MAX):
-        raise ValueError("letters, digits and signs of ASCII are wanted, without spaces around them")
+        raise ValueError("expected printable ASCII characters, without spaces at the ends")
     return text
 
 
 @functools.cache
 def _token_in(path: str) -> str:
-    """Read a token file, once per process: the file may be removed when the job has begun."""
+    """Return the token in a file, read once per process: the file may be removed when the job has begun."""
     named = f"TTP_TOKEN_FILE={path!r:.200}"
     try:
         return _token(secret_in(Path(path).expanduser(), named))
     except ValueError as problem:
-        raise ConfigError(f"{named} holds no token: {problem}") from None
+        raise ConfigError(f"{named} does not contain a valid token: {problem}") from None
 
 
 def _absolute(text: str) -> str:
     if not Path(text).is_absolute():
-        raise ValueError("an absolute path is wanted: every rank must mean the same directory")
+        raise ValueError("expected an absolute path, so that every rank uses the same directory")
     return os.path.normpath(_name(text))
 
 
 def _mindio(text: str) -> str:
     word = text.strip().lower()
     if word not in ("0", "off", "1", "on", MINDIO_FORCE):
-        raise ValueError("1, 0 or force is wanted")
+        raise ValueError("expected 1, 0 or force")
     return {"on": "1", "off": "", "0": ""}.get(word, word)
 
 
 def _one_of(*modes: str, like: Callable[[str], str] = str) -> Callable[[str], str]:
     def mode(text: str) -> str:
         if like(text) not in modes:
-            raise ValueError(f"one of {', '.join(modes)} is wanted")
+            raise ValueError(f"expected one of {', '.join(modes)}")
         return text
 
     return mode
@@ -153,7 +153,7 @@ def _one_of(*modes: str, like: Callable[[str], str] = str) -> Callable[[str], st
 def _modules(text: str) -> tuple[str, ...]:
     found = tuple(filter(None, (word.strip() for word in text.split(","))))
     if not all(word.isidentifier() for name in found for word in name.split(".")):
-        raise ValueError("names of modules with commas between them are wanted")
+        raise ValueError("expected names of modules, separated by commas")
     return found
 
 
@@ -184,14 +184,14 @@ class Config:
     """Time between two heartbeats. Each costs one message of 40 bytes per rank."""
 
     hang_s: float | None = _setting("TTP_HANG_S", _seconds_or_off, 60.0)
-    """Time without any movement in a job after which it counts as hanging; longer where its own steps take longer.
-    None: never. ``HCCL_ASYNC_ERROR_HANDLING=0`` sets None too, as it switches off Ascend's own watchdog."""
+    """Time without any progress in a job after which it counts as hanging; longer if its own steps take longer.
+    None: never. ``HCCL_ASYNC_ERROR_HANDLING=0``, which switches off Ascend's own watchdog, sets None, too."""
 
     stacks: bool = _setting("TTP_STACKS", _switch, True)
     """Whether ranks answer a real-time signal with the stacks of their threads."""
 
     abandoned_s: float = _setting("TTP_ABANDONED_S", _seconds, 120.0)
-    """Time after which a controller that no rank speaks to ends. Must outlast a restart: imports, rendezvous."""
+    """Time after which a controller without connected ranks ends. Must outlast a restart: imports, rendezvous."""
 
     restore_patience_s: float = _setting("TTP_RESTORE_S", _seconds, 600.0)
     """Time that restore() waits for the other ranks to call it too."""
@@ -203,25 +203,25 @@ class Config:
     """Directory that overrides the ``save_dir`` argument of ``wrap_optimizer``."""
 
     fallback_dir: str | None = _setting("TTP_FALLBACK_DIR", _absolute, None)
-    """Directory for saves when ``save_dir`` refuses or hangs. On other storage, visible to every host that saves."""
+    """Directory for saves when ``save_dir`` fails or hangs. On other storage, visible to every host that saves."""
 
     stall_s: float = _setting("TTP_STALL_S", _seconds, 60.0)
-    """Time after which a save or commit that writes nothing counts as hanging. A slow disk that goes on does not."""
+    """Time after which a save or commit that writes nothing counts as hanging. A slow disk does not count."""
 
     digest: str = _setting("TTP_DIGEST", _one_of("sample", "all", "off"), "sample")
     """How much of its state a rank digests when frozen, to find replicas that differ: sample, all or off."""
 
     stream_barrier: bool = _setting("TTP_STREAM_BARRIER", _switch, False)
-    """Whether sharded layouts meet before an update on the GPU's training stream, so that the host does not wait."""
+    """Whether ranks of sharded layouts meet before an update on the GPU's training stream; the host does not wait."""
 
     mirror: bool = _setting("TTP_MIRROR", _switch, False)
     """Whether each rank-local page is also kept on another host: random streams then survive the loss of a host."""
 
     buddy_every: int = _setting("TTP_BUDDY_EVERY", _count, 10)
-    """Number of updates between copies with ``buddy=True``. Losing a rank costs up to twice as many, less one."""
+    """Number of updates between copies with ``buddy=True``. Losing a rank costs up to twice that number minus one."""
 
     stripes: int = _setting("TTP_STRIPES", _stripes, AUTO)
-    """Number of parts of a shard, each written by another replica side by side; 0: no parts, -1: as many as help."""
+    """Number of parts of a shard, which different replicas write at the same time; 0: no parts, -1: as many as help."""
 
     run_dir: str | None = _setting("TTP_RUN_DIR", _name, None)
     """Directory in which the processes of one host keep leases, logs and (without shared memory) pages."""
@@ -280,22 +280,22 @@ class Config:
     """How ranks start after a failure: off (new interpreters), warm (forked), keep (only the dead, forked)."""
 
     continue_s: float = _setting("TTP_CONTINUE_S", _seconds, 30.0)
-    """With keep: seconds from the checkpoint to the next update of the ranks; later than that, all are started anew."""
+    """With keep: seconds from the checkpoint to the next update of the ranks; after that, all are started anew."""
 
     continue_max: int = _setting("TTP_CONTINUE_MAX", _count, 10)
     """With keep: number of times that ranks go on in their processes before all are started anew."""
 
     shadow_s: float | None = _setting("TTP_SHADOW_S", _seconds_or_off, 1.0)
-    """With keep, on one host: where a save would take longer, ranks go on from a copy in memory; off: never."""
+    """With keep, on one host: if a save would take longer, ranks go on from a copy in memory; None: never."""
 
     keep_cuda: bool = _setting("TTP_KEEP_CUDA", _switch, False)
-    """With keep: True lets ranks whose state is on a CUDA device go on, too. Only for tests: it never ran on a GPU."""
+    """With keep: whether ranks whose state is on a CUDA device go on, too. Only for tests: it never ran on a GPU."""
 
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""
 
     reschedule_s: float = _setting("TTP_RESCHEDULE_S", _seconds, 270.0)
-    """Seconds that restarting hosts wait for a missing one, under a rendezvous that lets hosts in later."""
+    """Seconds that restarting hosts wait for a missing one, under a rendezvous that hosts may join later."""
 
     metrics_port: int | None = _setting("TTP_METRICS_PORT", _port, None)
     """Port on which controllers serve metrics for Prometheus; None: no metrics are served."""
@@ -361,7 +361,7 @@ class RankEnv:
         environ = in_torchruns_names(os.environ if environ is None else environ)
         rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
         if world_size > WORLD_SIZE_MAX:
-            raise ConfigError(f"WORLD_SIZE={world_size} is more than the {WORLD_SIZE_MAX} ranks that can be")
+            raise ConfigError(f"WORLD_SIZE={world_size} is more than the maximum of {WORLD_SIZE_MAX} ranks")
         if not 0 <= rank < world_size:
             raise ConfigError(f"RANK={rank} is not in 0..{world_size - 1} (WORLD_SIZE={world_size})")
         home = CONTROLLER_ADDR if environ.get(CONTROLLER_ADDR) else "MASTER_ADDR"
@@ -391,7 +391,9 @@ def _of_launcher(environ: Mapping[str, str], name: str, parse: Callable[[str], A
 def _integer(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name)
     if text is None:
-        raise ConfigError(f"TTP_PORT is set but {name} is not: start it with `ttp run` or torchrun, or unset TTP_PORT")
+        raise ConfigError(
+            f"TTP_PORT is set but {name} is not: start the job with `ttp run` or torchrun, or unset TTP_PORT"
+        )
     try:
         return int(text)
     except ValueError:

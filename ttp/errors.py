@@ -1,6 +1,6 @@
 """The errors that ttp raises, by who must act on them, and the exit codes of a job.
 
-Exceptions of grpc, the operating system and the frameworks are mapped to these at the edges and nowhere else. An
+Exceptions of grpc, the operating system and the frameworks are converted to these at the edges and nowhere else. An
 expected failure inside the core is a value or an event, never an exception.
 """
 
@@ -33,11 +33,11 @@ class CheckpointError(TtpError):
 
 
 class OtherModelError(CheckpointError, UsageError):
-    """The checkpoint belongs to another model or optimizer: a restart would meet it again (64)."""
+    """The checkpoint belongs to another model or optimizer. A restart would not help: ranks exit with 64."""
 
 
 class RestoreError(CheckpointError):
-    """The ranks could not agree on one checkpoint to restore; the text says who saw what."""
+    """The ranks could not agree on one checkpoint to restore; the text says which rank saw which."""
 
 
 class RefusedError(TtpError):

@@ -1,9 +1,9 @@
 """The function names of MindIO TTP's first generations: ``ttp_init_controller`` and so on.
 
-For programs that drive the protocol by hand, with save and rename callbacks of their own. They run on the same
-controller, processor and machines as ``wrap_optimizer``, as participants in rounds (``ttp.mindio``). Signatures and
-order of calls follow the vendor's guide for MindIO TTP. As there, functions return 0 when they worked and 1 when they
-did not; the functions that register a callback return nothing.
+For programs that drive the protocol by hand, with save and rename callbacks of their own. They use the same controller,
+processor and state machines as ``wrap_optimizer``, as participants in rounds (``ttp.mindio``). Signatures and order of
+calls follow the vendor's guide for MindIO TTP. As there, functions return 0 for success and 1 for failure; the
+functions that register a callback return nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RenameHandler = Callable[..., Any]
 
 
 class Program:
-    """What the program of this process has registered. Its callbacks write the files; its rename is the commit."""
+    """Holds what the program of this process has registered. Its save handler writes, its rename handler commits."""
 
     def __init__(self) -> None:
         self.save: SaveHandler | None = None
@@ -54,7 +54,7 @@ class Program:
 
         Raises:
             UsageError: no save handler is registered.
-            RuntimeError: the handler returned a sign of failure.
+            RuntimeError: the handler returned a value that means failure.
         """
         if self.save is None:
             raise UsageError("no save handler: call ttp_register_save_ckpt_handler() before training")
@@ -180,7 +180,10 @@ ttp_set_fm_rename_callback = ttp_register_rename_handler
 
 
 def ttp_start_updating_os(backup_step: int = -1) -> int:
-    """Say that the optimizer is about to write. Waits while the world is frozen. ``backup_step`` has no effect."""
+    """Report that the optimizer is about to write. Waits while the job is frozen. ``backup_step`` has no effect.
+
+    Returns 0; 1 if the processor was not started.
+    """
     if _program.participant is None:
         return RET_ERROR
     _program.participant.begin_update()
@@ -188,7 +191,10 @@ def ttp_start_updating_os(backup_step: int = -1) -> int:
 
 
 def ttp_end_updating_os(step: int) -> int:
-    """Say that the optimizer has written: this rank's copy is now of ``step``."""
+    """Report that the optimizer has written: this rank's copy is now of ``step``.
+
+    Returns 0; 1 if the processor was not started.
+    """
     if _program.participant is None:
         return RET_ERROR
     _program.participant.end_update(int(step))
@@ -202,7 +208,7 @@ def replica_set(dp_ranks: Sequence[int], shards: int) -> ReplicaSet:
 
 
 def _named(handler: Callable[..., Any], step: int) -> dict[str, int]:
-    """Return the step as a keyword for a handler that has a parameter ``step`` and no place for it otherwise."""
+    """Return the step as a keyword argument if the handler has a parameter ``step``, else no arguments."""
     return {"step": step} if "step" in inspect.signature(handler).parameters else {}
 
 

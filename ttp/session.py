@@ -38,14 +38,14 @@ log = logging.getLogger("ttp")
 
 
 class Adapter(Protocol):
-    """The objects of a framework, registered by ``wrap_optimizer``. See ``CONTRIBUTING.md`` for how to write one."""
+    """Connects the objects of one framework to ttp. ``CONTRIBUTING.md`` says how to write an adapter."""
 
     @property
     def source(self) -> StateSource:
         """The source from which the processor saves."""
 
     def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
-        """Tell the other ranks why this rank cannot be registered, if they wait for it in ``layout``."""
+        """Tell the other ranks, which may wait for this one in ``layout``, why this rank cannot be registered."""
 
     def layout(self, world_size: int) -> Layout:
         """Return the replica groups. Called on every rank, so ranks may communicate here."""
@@ -198,7 +198,7 @@ class Session:
         self.processor = None
 
     def report(self, problem: BaseException) -> None:
-        """Report that this rank cannot train on, and wait. Returns when it is to go on, or if no controller came."""
+        """Report that this rank cannot train on, and wait. Returns if it is to go on, or if no controller answers."""
         assert self.processor is not None
         self._reported = True
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
@@ -211,7 +211,7 @@ class Session:
         self.processor.wait_released()
 
     def _go_on(self, problem: BaseException | None) -> None:
-        """If this rank was released to go on in its process, end this session and have ``train()`` called again."""
+        """If this rank was released to go on in its process, end this launch and raise ``TrainAgain``."""
         goes_on, processor = continuing.current(), self.processor
         if goes_on is None or not goes_on.releasing or processor is None:
             return
@@ -223,7 +223,7 @@ class Session:
         """Detach this process from the current launch, so that it can become a rank of the next one."""
         if self._preemption is not None:
             self._preemption.uninstall()
-        atexit.unregister(self._at_exit)  # it would keep this session alive, and with it all that the session refers to
+        atexit.unregister(self._at_exit)  # it would keep this session, and the objects that it refers to, alive
         self.adapter = self.processor = self._preemption = None
         self._reported = False
 
@@ -270,7 +270,7 @@ class Session:
         return int(version)
 
     def _load(self, checkpoint: Path, chosen: Candidate, *, verified: bool) -> Version:
-        """Verify and load a checkpoint. Where survivors go on in their processes the ranks verify it together."""
+        """Verify and load a checkpoint. If survivors go on in their processes, the ranks verify it together."""
         from ttp.store.choice import check_chosen
 
         adapter: Any = self.adapter
@@ -291,14 +291,14 @@ class Session:
         return found if found is not None and found.runs and self.processor is not None else None
 
     def _share(self, directory: Path) -> Share:
-        """Return the pieces that this rank reads: all without a controller, since nobody compares what was read."""
+        """Return the pieces that this rank reads: without a controller to combine the ranks' results, all of them."""
         from ttp.store.share import WHOLE, share_of
 
         return WHOLE if self.processor is None else share_of(directory, *self._place(), os.environ)
 
     @property
     def fallback_dir(self) -> Path | None:
-        """The directory of checkpoints for when ``save_dir`` refuses."""
+        """The directory of checkpoints that is used when ``save_dir`` fails; None: there is none."""
         return Path(self.config.fallback_dir) if self.config.fallback_dir else None
 
     @staticmethod
@@ -306,9 +306,9 @@ class Session:
         """Warn that other ranks lack the newest checkpoint that this rank found, so the job goes back further."""
         if found and found[0].version > chosen.version:
             log.warning(
-                "this rank found nothing wrong with step %s, but not every rank did, and their logs say why: the job "
-                "goes back to step %s. Steps between them are trained again; if that is too much, stop now and mend "
-                "that checkpoint, or make it visible to all hosts",
+                "this rank could restore step %s, but another rank could not (its log says why): the job goes back to "
+                "step %s. The steps between them are trained again; to avoid that, stop now and repair the newer "
+                "checkpoint, or make it visible to all hosts",
                 found[0].version,
                 chosen.version,
             )
@@ -323,9 +323,9 @@ class Session:
     def _find(self) -> tuple[Found, Candidate]:
         """Return what this rank found and the checkpoint that all ranks restore.
 
-        Usually it is enough that each rank reads its share of the newest checkpoint. Where a share is damaged the ranks
-        go back to an older one, and read their shares of that. Where the shares do not cover it, each rank reads it
-        all.
+        Usually it is enough that each rank reads its share of the newest checkpoint. If a share is damaged, the ranks
+        go back to an older checkpoint, and read their shares of that. If the shares do not cover a checkpoint, each
+        rank reads all of it.
         """
         from ttp.store.share import everything
 
@@ -333,7 +333,7 @@ class Session:
         chosen, unread = self._agree(found)
         for share, older, why in (
             (self._share, True, "each rank also reads its part of older checkpoints"),
-            (everything, False, "LOCAL_RANK or LOCAL_WORLD_SIZE is wrong, or ranks see different copies: all is read"),
+            (everything, False, "LOCAL_RANK or LOCAL_WORLD_SIZE is wrong, or copies differ: each rank reads all of it"),
         ):
             if not unread:
                 break
@@ -341,7 +341,7 @@ class Session:
             if any(reading.count != 1 for reading in found.readings):
                 found = self._look_back(share, older=older, told=found)
             chosen, unread = self._agree(found)
-        while unread:  # other ranks may not know yet that they have to read it all
+        while unread:  # other ranks may not know yet that they have to read all of it
             chosen, unread = self._agree(found)
         return found, chosen
 
@@ -385,7 +385,7 @@ def current() -> Session:
 
 
 def begin(config: Config) -> Session:
-    """Return a session with the program's own settings: the current one, or a new one if that has joined a job."""
+    """Return a session with these settings: the current one, or a new one if the current one has joined a job."""
     global _session
     if _session is None or _session.processor is not None:
         _session = Session(config)

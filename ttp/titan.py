@@ -1,4 +1,4 @@
-"""torchtitan; see docs/frameworks.md."""
+"""Checkpoint manager for torchtitan; see docs/frameworks.md."""
 
 from ttp.adapters.frameworks.titan import TtpCheckpointManager
 

@@ -1,9 +1,9 @@
 """``ttp.one_step``: decorate the function of one update, so that it can be called again inside the running loop.
 
-With ``TTP_CONTINUITY=keep`` the ranks that survive a death leave ``train()``, and it is called again. Ranks that are in
-a decorated function need not leave it. When all of them can stay, they connect their process groups anew, register
-their objects with ttp as a rank of the next launch, restore the checkpoint that was just committed, and call the
-function again with the same arguments. A new rank runs its program and meets them in ``wrap_optimizer()``.
+With ``TTP_CONTINUITY=keep`` the ranks that survive a death leave ``train()``, and ``train()`` is called again. Ranks
+that are in a decorated function need not leave ``train()``. If all surviving ranks can stay, they make new process
+groups, register their objects with ttp as ranks of the next launch, restore the checkpoint that was just committed, and
+call the function again with the same arguments. A new rank runs its program and meets them in ``wrap_optimizer()``.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
             optimizer.step()
             return loss.detach()
 
-    With ``TTP_CONTINUITY=keep`` the loop around the function goes on when another rank dies, where that is possible:
-    the function is called again with the same arguments, and an iterator among them gives the same items again. What
-    the function changes before ``optimizer.step()`` is put back if it belongs to the model or to what
-    ``wrap_optimizer()`` was given; it must not write to its other arguments. In all other cases the decorated function
-    is called as it is. See docs/continuity.md.
+    With ``TTP_CONTINUITY=keep`` the loop around the function goes on when another rank dies, if that is possible: the
+    function is called again with the same arguments, and an iterator among them gives the same items again. Changes
+    that the function makes before ``optimizer.step()`` are undone if they concern the model or objects that
+    ``wrap_optimizer()`` was given; the function must not write to its other arguments. In all other cases the function
+    is called as if it were not decorated. See docs/continuity.md.
 
     Args:
         func: a function that finishes one update in each call, of any number of micro-batches, called in the loop of
             ``train()``.
 
     Raises:
-        UsageError: ``func`` is no plain function; or, at a call, another decorated function is running already.
+        UsageError: ``func`` is not a plain function; or, at a call, another decorated function is running already.
     """
     if not callable(func) or isinstance(func, type) or _is_suspended(func):
         raise UsageError(
-            f"@ttp.one_step decorates the plain function that makes one update, and {func!r} is none: a generator, a "
+            f"@ttp.one_step decorates a plain function that makes one update, and {func!r} is not one: a generator, a "
             "coroutine or a class cannot be called once for each update"
         )
 
@@ -71,7 +71,7 @@ def one_step(func: Callable[P, R]) -> Callable[P, R]:
         if _thread.inside:
             raise UsageError(
                 f"{_name(func)}() is decorated with @ttp.one_step, and was called inside of another such function: "
-                "decorate the outer one alone, which makes the whole update"
+                "decorate only the outer function, which makes the whole update"
             )
         current = session.current()
         processor = current.processor
@@ -108,7 +108,7 @@ def _warn_of_several(name: str, count: int) -> None:
     """Warn once for each function."""
     log.warning(
         "%s() is decorated with @ttp.one_step, and one call of it has finished %d updates: decorate the function that "
-        "makes one. Nothing else comes of this",
+        "makes one update. Training is not affected",
         name,
         count,
     )
@@ -118,7 +118,7 @@ def _warn_of_several(name: str, count: int) -> None:
 
 
 def _call(func: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any], current: session.Session) -> R:
-    """Call the function, and call it again when another rank has died meanwhile and the loop need not be left."""
+    """Call the function. Call it again if another rank has died meanwhile and this rank can stay in its loop."""
     goes_on, given = continuing.current(), _Given(args, kwargs, current)
     assert goes_on is not None
     while True:
@@ -186,7 +186,7 @@ def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: st
 
 
 class _Given:
-    """The arguments of a call. Iterators among them are recorded, and can give the same items again.
+    """Keeps the arguments of a call, so that the call can be repeated. Iterators among them are recorded.
 
     Args:
         args: positional arguments.
@@ -221,7 +221,7 @@ class _Given:
 
 
 def _is_counted(value: Any, kind: Any) -> bool:
-    """Return whether the argument is a tensor whose writes torch counts. Tensors that learn are put back instead."""
+    """Return whether the argument is a tensor whose writes torch counts. Parameters are restored instead."""
     return isinstance(value, kind) and not value.requires_grad and not value.is_inference()
 
 

@@ -89,7 +89,7 @@ def test_a_random_target_is_the_same_every_time() -> None:
         ('launcher = "torchrn"\nsteps = 20', "steps = 20", "did you mean 'torchrun'?"),
         ("TTP_GRACE", "TTP_GRACE_S", "did you mean 'TTP_GRACE_S'?"),
         ("TTP_GRACE_S = 2", 'TTP_GRACE_S = "2"', "has to be a text"),
-        ('TTP_GRACE_S = "-2"', 'TTP_GRACE_S = "2"', "a number of seconds is wanted, above 0"),
+        ('TTP_GRACE_S = "-2"', 'TTP_GRACE_S = "2"', "expected a number of seconds above 0"),
         ('phase = "backwards"', 'phase = "backward"', "fault 1: phase: 'backwards' is not a phase; did you mean"),
         ('event = "plans"', 'event = "plan"', "fault 2: event: 'plans' is not an event; did you mean 'plan'?"),
         ('what = "kil"', 'what = "kill"', "did you mean 'kill'?"),
