@@ -25,9 +25,9 @@ def shell(text: str) -> list[str]:
     [
         ("echo all; echo well", Finding(Health.HEALTHY, "well")),
         ("echo warm >&2; exit 1", Finding(Health.SUB_HEALTHY, "warm")),
-        ("exit 2", Finding(Health.FAULTY, "the check sh says nothing more")),
+        ("exit 2", Finding(Health.FAULTY, "the check sh printed no reason")),
         ("sleep 60", Finding(Health.FAULTY, "the check sh did not end within 0.2 s")),
-        ("echo bug; exit 127", "the check sh exited with 127, which is none of 0, 1 and 2: bug"),
+        ("echo bug; exit 127", "the check sh exited with 127, but it has to exit with 0, 1 or 2: bug"),
     ],
 )
 def test_what_a_check_says(check: str, found: Finding | str) -> None:
@@ -46,7 +46,7 @@ def test_a_check_that_is_not_there() -> None:
         (json.dumps({"RankList": [BROKEN | {"Policy": "ignore"}, "?", BROKEN | {"Policy": ""}]}), Health.HEALTHY),
         (json.dumps({"RankList": [BROKEN, BROKEN | {"RankId": 1}]}), (1, 3)),
         (json.dumps({"RankList": [BROKEN | {"RankId": "x" * 999}]}), ()),
-        (json.dumps({"RankList": [BROKEN]})[:-9], "is not whole, or not JSON"),
+        (json.dumps({"RankList": [BROKEN]})[:-9], "is incomplete, or not JSON"),
         (json.dumps({"RankList": 7}), "has no RankList"),
         ("[]", "has no RankList"),
     ],

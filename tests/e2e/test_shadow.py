@@ -84,7 +84,7 @@ def test_the_job_ends_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken
     """The launcher waits for it."""
     job.steps = 10
     job.start()
-    said = "waiting until what ranks hold in memory is durable"
+    said = "waiting until the checkpoint in memory is copied to the storage"
     wait_until(lambda: job.log.exists() and said in job.log.read_text(), job)
     assert versions(job) == []
     bad_disk.rules()

@@ -53,7 +53,7 @@ def test_what_is_exported(environ: dict[str, str], launcher: dict[str, str] | No
         (TORCHRUN | {HANDLING: "1"}, None, "_HANDLING=1 .* abort", False),
         (TORCHRUN | {HANDLING: "1"}, {HANDLING: "1"}, "_HANDLING=1 .* abort", True),
         (TORCHRUN | {HANDLING: "3"}, {}, "_HANDLING=3", True),
-        (MODERN | {"TORCH_NCCL_DESYNC_DEBUG": "1"}, None, "TORCH_NCCL_DESYNC_DEBUG=1 turns .*=0 back into 3", True),
+        (MODERN | {"TORCH_NCCL_DESYNC_DEBUG": "1"}, None, "TORCH_NCCL_DESYNC_DEBUG=1 turns .*=0 into 3", True),
         (MODERN | {"NCCL_DESYNC_DEBUG": "true"}, None, "NCCL_DESYNC_DEBUG=true turns", True),
         (MODERN | {"TORCH_DISTRIBUTED_DEBUG": "detail"}, None, "TORCH_DISTRIBUTED_DEBUG=detail turns", True),
         (MODERN | {HEARTBEAT: "359"}, None, "359 s after a failure.* TTP_OT=360 s: export .*=635", True),

@@ -81,7 +81,7 @@ def test_bad_settings_leave_torchrun_as_it_is(env: dict[str, str], caplog: pytes
     os.environ.update({"TTP_PORT": "29999"} | env)
     plugin.handler()
     assert create_handler() is LocalElasticAgent
-    assert "torchrun stays as it is" in caplog.text
+    assert "ttp could not extend torchrun" in caplog.text
 
 
 def test_somebody_elses_agent_is_left_alone(

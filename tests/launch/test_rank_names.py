@@ -115,11 +115,11 @@ BAD_TABLES: dict[str, tuple[str, str]] = {
     "no address": (changed(set_in("server_list", 1, "server_id", to=None)), r"server_list\[1\] has no server_id"),
     "no devices": (changed(set_in("server_list", 0, "device", to=[])), r"server_list\[0\] has no device"),
     "no rank": (changed(set_in("server_list", 0, "device", 3, "rank_id", to=None)), r"device\[3\] is None"),
-    "negative": (changed(set_in("server_list", 0, "device", 3, "rank_id", to="-1")), "not a number from 0 on"),
+    "negative": (changed(set_in("server_list", 0, "device", 3, "rank_id", to="-1")), "not a number of at least 0"),
     "twice": (changed(set_in("server_list", 0, "device", 3, "rank_id", to="4")), "rank_id 4 is given to two"),
     "gap": (changed(set_in("server_list", 1, "device", 7, "rank_id", to="16")), "rank_id 15 is missing"),
     "device": (changed(set_in("server_list", 0, "device", 3, "device_id", to="4")), "one device_id twice"),
-    "order": (changed(set_in("server_list", 0, "server_id", to="10.0.0.3")), "in the order of the server_id"),
+    "order": (changed(set_in("server_list", 0, "server_id", to="10.0.0.3")), "in the order of server_id"),
 }
 
 

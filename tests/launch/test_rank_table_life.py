@@ -98,7 +98,7 @@ def test_a_rank_asks_for_the_address_that_its_table_lacks(table: Path) -> None:
     ("text", "local_size", "message"),
     [
         (without_hosts(0, 1).replace('"rank_count": 2', '"rank_count": 3'), None, "rank_count is 3"),
-        (without_hosts(0, 1, 0, 1), 4, "device_id 0 comes again at rank_id 2"),
+        (without_hosts(0, 1, 0, 1), 4, "device_id 0 repeats at rank_id 2"),
         (without_hosts(), None, "no rank_list"),
         (without_hosts(0, 1).replace('"rank_id": 1', '"rank_id": 7'), None, "rank_id 1 is missing"),
         (without_hosts(0, 1).replace('"rank_id": 1', '"rank_id": 0'), None, "rank_id 0 is given to two"),

@@ -39,11 +39,15 @@ def own_environment(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) ->
 BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
     "not a port": ({"TTP_PORT": "abc"}, ["x.py"], "TTP_PORT='abc' is not valid"),
     "unknown name": ({"TTP_PROT": "1"}, ["x.py"], "did you mean TTP_PORT"),
-    "no such level": ({"TTP_LOG": "loud"}, ["x.py"], "TTP_LOG='loud' is not valid: one of DEBUG"),
+    "no such level": ({"TTP_LOG": "loud"}, ["x.py"], "TTP_LOG='loud' is not valid: expected one of DEBUG"),
     "several nodes, no port": ({}, ["--nnodes", "2", "x.py"], "needs TTP_PORT"),
     "elastic nodes, no port": ({}, ["--nnodes", "1:4", "x.py"], "needs TTP_PORT"),
-    "stands by for itself": ({}, ["--stand-by", "x.py"], "--stand-by takes the place of a host that is lost"),
-    "stands by without the script": ({}, ["--nnodes", "2", "--stand-by", "none.py"], "there is no none.py here"),
+    "stands by for itself": ({}, ["--stand-by", "x.py"], "--stand-by takes the place of a lost host"),
+    "stands by without the script": (
+        {},
+        ["--nnodes", "2", "--stand-by", "none.py"],
+        "the training script none.py does not exist on this host",
+    ),
     "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
     "no script": ({}, [], "training_script"),
     "unknown flag": ({}, ["--no-such-flag", "x.py"], "training_script"),

@@ -51,7 +51,7 @@ def test_an_insecure_job_makes_none(store: Any) -> None:
 
 def test_a_first_node_that_says_nothing_is_not_waited_for_for_ever(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_token, "WAIT_S", 0.05)
-    with pytest.raises(ConfigError, match="has not handed over the job's token within"):
+    with pytest.raises(ConfigError, match="has not passed on the job's token within"):
         SharedToken(Config()).agree(store, first=False)
 
 

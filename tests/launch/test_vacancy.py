@@ -42,7 +42,7 @@ def test_a_place_is_empty_when_others_meet_without_a_host(
 
 def test_a_rendezvous_that_lets_nobody_in_later_is_refused() -> None:
     static = SimpleNamespace(get_backend=lambda: "static")
-    with pytest.raises(ConfigError, match=r"--stand-by needs .* and static is none: start all hosts .* c10d"):
+    with pytest.raises(ConfigError, match=r"--stand-by needs .* and static is not one: start all hosts .* c10d"):
         StandBy(static, 1.0, lambda store: None)
 
 

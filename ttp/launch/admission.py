@@ -13,8 +13,8 @@ from ttp.launch.rank_names import in_torchruns_names
 
 GIVE_A_TOKEN = (
     "Give every process of the job the same secret: `(umask 077; openssl rand -hex 16 > FILE)` makes one, "
-    "TTP_TOKEN_FILE names the file (TTP_TOKEN is the secret itself). For torch jobs `ttp run`, and torchrun where ttp "
-    "is installed, make one by themselves. TTP_INSECURE=1 runs the job without one, and serves everybody"
+    "TTP_TOKEN_FILE names the file (TTP_TOKEN is the secret itself). For torch jobs `ttp run`, and torchrun with ttp "
+    "installed, make a token by themselves. TTP_INSECURE=1 runs the job without one, and serves anyone who connects"
 )
 
 

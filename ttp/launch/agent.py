@@ -152,7 +152,7 @@ class TtpAgent(LocalElasticAgent):
         """Wait for the other hosts at the end. If this host's ranks were moved to another host, do not wait."""
         rendezvous = self._worker_group.spec.rdzv_handler
         if isinstance(rendezvous, Rescheduling) and self._host.is_moved():
-            logger.warning("the ranks of this host are on another one now: it leaves its place in the job")
+            logger.warning("the ranks of this host were moved to another host: this host leaves the job")
             self._fail_open(rendezvous.leave)
             self._fail_open(lambda: pass_barrier(self._store, self._worker_group.group_world_size or 1))
             return
@@ -190,7 +190,7 @@ class TtpAgent(LocalElasticAgent):
             self._remaining_restarts = 0
         rendezvous = worker_group.spec.rdzv_handler
         if self._remaining_restarts and isinstance(rendezvous, Rescheduling) and self._host.is_drained():
-            logger.warning("this host is drained: it leaves its place in the job to another one")
+            logger.warning("this host is drained: it leaves the job, and another host may take its place")
             self._remaining_restarts = 0
             rendezvous.leave()
         unsaved = any(worker.poll() == EXIT_NOT_SAVED for worker in workers.values())
@@ -232,7 +232,7 @@ class TtpAgent(LocalElasticAgent):
         except SignalException:  # torch's sign that the agent got a signal
             raise
         except Exception:
-            logger.exception("ttp cannot protect this job here; going on as torchrun does")
+            logger.exception("an error in ttp's part of the launcher: it goes on as torchrun does, without ttp's help")
 
 
 def _heard(store: Any) -> bytes | None:

@@ -266,8 +266,8 @@ class _Start:
     def _used(self, presence: Presence) -> str:
         if presence == "refused":
             return (
-                f"used by the controller of another job{self._owner()}: choose another TTP_PORT, or give both the same "
-                "TTP_TOKEN if they are one job"
+                f"used by the controller of another job{self._owner()}: choose another TTP_PORT. If both are one job, "
+                "give all of its processes the same TTP_TOKEN"
             )
         return f"in use by a program that is not a ttp controller{self._owner()}: choose another TTP_PORT"
 

@@ -1,4 +1,4 @@
-"""What ttp does in the launcher of one host: relay, controller, death reports, waiting for saves. Knows no torch."""
+"""What ttp does in the launcher of one host: relay, controller, death reports, waiting for saves. Imports no torch."""
 
 from __future__ import annotations
 
@@ -127,7 +127,9 @@ class Host:
         try:
             self._relay = relay.RelayServer(self.config, self._run_dir)
         except (OSError, RuntimeError, ValueError, TtpError) as problem:
-            logger.warning("this host has no relay, its ranks connect by themselves: %s", problem)
+            logger.warning(
+                "cannot start a relay on this host, its ranks connect to the controller directly: %s", problem
+            )
 
     def sweep(self) -> None:
         """Remove files that killed processes have left in the run directory."""
@@ -163,7 +165,7 @@ class Host:
         """
         verdict = self._wait(workers, Hold(time.monotonic(), self.config.rescue_patience_s, FIRST_LEASE_S))
         if verdict is HoldDecision.STOP and self._armed(workers):
-            logger.warning("no rank asked for time to save within %.0f s of the failure", FIRST_LEASE_S)
+            logger.warning("no rank began to save within %.0f s of the failure: sending SIGTERM to all", FIRST_LEASE_S)
             self.stop(workers, signal.SIGTERM, GRACE_S)
         return verdict is HoldDecision.AGAIN
 
@@ -289,7 +291,7 @@ class Host:
             time.sleep(LOOK_S)
         if verdict is HoldDecision.OUT_OF_PATIENCE:
             patience_s = self.config.rescue_patience_s
-            logger.error("%s still saving after TTP_OT=%.0f s", _names(workers, _alive(workers)), patience_s)
+            logger.error("%s did not finish saving within TTP_OT=%.0f s", _names(workers, _alive(workers)), patience_s)
         return verdict
 
     def _scene(self, workers: Workers) -> WorkersNow:

@@ -58,7 +58,9 @@ def replaceable(launcher_api: Any) -> bool:
     if current is LocalElasticAgent:
         return True
     if not getattr(current, "of_ttp", False):
-        logger.warning("another package has replaced torch's agent (%r): ranks may be stopped while they save", current)
+        logger.warning(
+            "another package has replaced torch's agent by %r: ranks may be stopped while they save", current
+        )
     return False
 
 

@@ -64,7 +64,7 @@ def settled_code(own: int, answer: Any) -> int:
     if job in (EXIT_TRAINED, own):
         return own
     logger.warning(
-        "exit code %d, which is the result of the whole job, instead of %d, that of this host: %s",
+        "the exit code is %d, the result of the whole job, instead of %d, the result of this host's ranks: %s",
         job,
         own,
         answer.text,
@@ -89,5 +89,5 @@ def _ask(address: str, port: int, token: str, host: str, code: int, starts: bool
         try:
             return stub(channel).GetVerdict(request, timeout=ASK_S, metadata=metadata(token))
         except grpc.RpcError as problem:
-            logger.debug("%s:%s does not say what becomes of the job: %s", address, port, problem)
+            logger.debug("%s:%s does not answer with a verdict: %s", address, port, problem)
             return None

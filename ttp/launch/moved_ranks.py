@@ -92,7 +92,7 @@ class MovedRanks:
             try:
                 taken = ManagerStub(channel).Offer(offered, timeout=ANSWER_S, metadata=metadata(job.token))
             except grpc.RpcError as problem:
-                logger.debug("no controller takes this host: %s", problem)
+                logger.debug("cannot offer this host to the controller: %s", problem)
                 return (), 0
         return list(taken.ranks), int(taken.world_size)
 

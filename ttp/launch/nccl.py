@@ -49,8 +49,8 @@ BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 DESYNC = ("TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG")
 DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 TO_GO_ON = {
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "an error of the device ends the process from NCCL's watchdog",
-    "TORCH_NCCL_PROPAGATE_ERROR": "an abort of one rank is taken for a failure by the others",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "NCCL's watchdog ends the process at an error of the device",
+    "TORCH_NCCL_PROPAGATE_ERROR": "other ranks treat the abort of one rank as a failure",
     "NCCL_NVLS_ENABLE": "communicators that use NVLink SHARP cannot be aborted",
 }
 """Names of settings that have to be 0 if survivors go on in their processes, each with the reason."""
@@ -119,7 +119,7 @@ def why_not_go_on(environ: Mapping[str, str], config: Config, launcher: Mapping[
             found.append(f"{f'with {name}={environ[name]}' if name in environ else f'without {name}=0'} {why}")
     if _first_switch(environ, BLOCKING):
         name = next(name for name in BLOCKING if name in environ)
-        found.append(f"with {name}={environ[name]} the host waits in each collective, and does not come out of it")
+        found.append(f"with {name}={environ[name]} the host waits in each collective, and cannot be freed")
     needed_s = config.rescue_patience_s + config.continue_s
     heartbeat = _number(environ.get(HEARTBEAT), _HEARTBEAT_OF_TORCH_S)
     if not _monitor_is_off(environ) and heartbeat < needed_s:
@@ -144,7 +144,7 @@ def objections(
         )
         found.append(Objection(text, name in environ and not _of_torchrun(environ, launcher)))
     elif mode == 0 and (debug := _debugging(environ)):
-        text = f"{debug} turns {HANDLING}=0 back into 3: NCCL's watchdog will {_DOES[3]} before it is saved; unset it"
+        text = f"{debug} turns {HANDLING}=0 into 3: NCCL's watchdog will {_DOES[3]} before it has saved; unset it"
         found.append(Objection(text, True))
     return [*found, *_impatience(environ, config)]
 

@@ -100,11 +100,11 @@ def run_check(command: Sequence[str], timeout_s: float) -> Finding | str:
     except OSError as problem:
         return f"the check {command[0]} cannot be run: {problem.strerror or problem}"
     said = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
-    text = (said[-1] if said else f"the check {command[0]} says nothing more")[:OUTPUT_MAX]
+    text = (said[-1] if said else f"the check {command[0]} printed no reason")[:OUTPUT_MAX]
     try:
         return Finding(Health(done.returncode), text)
     except ValueError:
-        return f"the check {command[0]} exited with {done.returncode}, which is none of 0, 1 and 2: {text}"
+        return f"the check {command[0]} exited with {done.returncode}, but it has to exit with 0, 1 or 2: {text}"
 
 
 def read_reset(path: Path) -> Finding | str:
@@ -119,7 +119,7 @@ def read_reset(path: Path) -> Finding | str:
     except OSError as problem:
         return f"{path} cannot be read: {problem.strerror or problem}"
     except ValueError as problem:
-        return f"{path} is not whole, or not JSON: {problem!s:.200}"
+        return f"{path} is incomplete, or not JSON: {problem!s:.200}"
     entries = said.get("RankList") if isinstance(said, dict) else None
     if not isinstance(entries, list):
         return f"{path} has no RankList"

@@ -60,12 +60,12 @@ def _replace_agent() -> None:
         return
     unknown = differences()
     if unknown:
-        raise RuntimeError(f"this torch is not as ttp knows it: {'; '.join(unknown)}")
+        raise RuntimeError(f"ttp does not know this version of torch, which lacks: {'; '.join(unknown)}")
     launcher_api.LocalElasticAgent = agent_maker(Config.from_env())
 
 
 def _stay_stock(problem: Exception) -> None:
-    logger.warning("TTP_PORT is set, but torchrun stays as it is and may stop ranks that are saving: %s", problem)
+    logger.warning("ttp could not extend torchrun, which may now stop ranks while they save: %s", problem)
 
 
 def _no_backend(*_: Any, **__: Any) -> Any:

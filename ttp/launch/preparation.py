@@ -22,13 +22,13 @@ from ttp.launch.token_file import TOKEN_FILE, write_token
 EXIT_FAILED = 1
 
 CONTINUITY_HELP = (
-    "how the job is started again: warm, workers are forked from a process that has imported what they import "
-    "(default); off, each is a new interpreter; keep, as warm, but only those that died, and the others call train() "
-    "again in their processes, where that can be. Like TTP_CONTINUITY"
+    "how the job is started again after a failure. warm (default): workers are forked from a process that has imported "
+    "their modules; off: each worker is a new interpreter; keep: like warm, but only dead workers are started, and the "
+    "others call train() again in their processes, if possible. Same as TTP_CONTINUITY"
 )
 SAVED_CODE_HELP = (
-    "exit with N instead of 75 when the job is saved and wants to be started again, for launchers that take 1 to 127 "
-    "for permanent (default: TTP_SAVED_EXIT_CODE, else 75)"
+    "exit with N instead of 75 when the job is saved and has to be started again, for launchers that treat 1 to 127 as "
+    "permanent failures (default: TTP_SAVED_EXIT_CODE, else 75)"
 )
 MINDIO_HELP = "let programs written for mindio_ttp run on ttp"
 
@@ -39,7 +39,7 @@ def show_log(config: Config) -> None:
     try:
         ours.setLevel(config.log_level.upper())
     except ValueError:
-        raise ConfigError(f"TTP_LOG={config.log_level!r} is no level: try INFO, WARNING or DEBUG") from None
+        raise ConfigError(f"TTP_LOG={config.log_level!r} is not a log level: try INFO, WARNING or DEBUG") from None
     if not ours.hasHandlers():
         shown = logging.StreamHandler()
         shown.setFormatter(formatter(config.log_format, "%(asctime)s ttp run: %(message)s", "%H:%M:%S"))
@@ -88,7 +88,8 @@ def _port_kept(config: Config, several_nodes: bool) -> Iterator[Config]:
         return
     if several_nodes:
         raise ConfigError(
-            "a job of several nodes needs TTP_PORT, the same on all of them: where the first node's controller listens"
+            "a job of several nodes needs TTP_PORT: set it to the same port on all nodes. The first node's controller "
+            "listens there"
         )
     with hold_port() as holding:
         yield dataclasses.replace(config, port=holding.getsockname()[1])

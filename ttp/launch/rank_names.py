@@ -21,8 +21,8 @@ def in_torchruns_names(environ: Mapping[str, str]) -> dict[str, str]:
     role = environ.get("MS_ROLE")
     if role == "MS_SCHED":
         raise ConfigError(
-            "this process is MindSpore's scheduler (MS_ROLE=MS_SCHED), which is no rank: call "
-            "mindspore.communication.init() first, it does not return there before the job is over"
+            "this process is MindSpore's scheduler (MS_ROLE=MS_SCHED), which is not a rank: call "
+            "mindspore.communication.init() before ttp; in the scheduler it does not return before the job is over"
         )
     if role == "MS_WORKER":
         return _of_mindspore(environ)

@@ -177,7 +177,7 @@ class _NotYetError(ValueError):
 
 def _checked(document: Any, local_size: int | None) -> RankTable:
     if not isinstance(document, dict):
-        raise ValueError("an object with server_list is wanted")
+        raise ValueError("expected an object with server_list")
     version, status = document.get("version", VERSIONS[0]), document.get("status", "completed")
     if version not in VERSIONS:
         raise ValueError(f"its version is {version!r:.40}; {', '.join(VERSIONS)} are known")
@@ -192,7 +192,7 @@ def _checked(document: Any, local_size: int | None) -> RankTable:
     _check_ranks(servers)
     by_address = sorted(servers, key=lambda server: server.address)
     if [s.address for s in sorted(servers, key=lambda server: min(server.ranks))] != [s.address for s in by_address]:
-        raise ValueError("ranks have to grow in the order of the server_id as texts; HCCL does not start otherwise")
+        raise ValueError("in the order of server_id as text, ranks have to increase; otherwise HCCL does not start")
     return RankTable(servers)
 
 
@@ -208,7 +208,9 @@ def _hosts(document: dict[str, Any], local_size: int | None) -> tuple[Server, ..
             hosts.append([])
             seen = set()
         if device in seen:
-            raise ValueError(f"device_id {device} comes again at rank_id {rank}: a host has fewer than {local_size}")
+            raise ValueError(
+                f"device_id {device} repeats at rank_id {rank}: a host has fewer than {local_size} devices"
+            )
         seen.add(device)
         hosts[-1].append((rank, device))
     servers = tuple(Server("", tuple(r for r, _ in host), tuple(d for _, d in host)) for host in hosts)
@@ -219,7 +221,7 @@ def _hosts(document: dict[str, Any], local_size: int | None) -> tuple[Server, ..
 def _check_ranks(servers: tuple[Server, ...]) -> None:
     ranks = [rank for server in servers for rank in server.ranks]
     if len(ranks) > WORLD_SIZE_MAX:
-        raise ValueError(f"it has {len(ranks)} ranks, more than the {WORLD_SIZE_MAX} that can be")
+        raise ValueError(f"it has {len(ranks)} ranks, more than the maximum of {WORLD_SIZE_MAX}")
     twice = next((rank for rank, count in Counter(ranks).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f"rank_id {twice} is given to two devices")
@@ -230,7 +232,7 @@ def _check_ranks(servers: tuple[Server, ...]) -> None:
 
 def _server(entry: Any, where: str) -> Server:
     if not isinstance(entry, dict):
-        raise ValueError(f"{where} is no object")
+        raise ValueError(f"{where} is not an object")
     address = entry.get("server_id")
     if not isinstance(address, str) or not address or not address.isprintable():
         raise ValueError(f"{where} has no server_id, the address of the host")
@@ -247,7 +249,7 @@ def _devices(holder: dict[str, Any], name: str, where: str) -> tuple[tuple[int, 
     for position, device in enumerate(_list(holder, name, where)):
         spot = f"{where}.{name}[{position}]"
         if not isinstance(device, dict):
-            raise ValueError(f"{spot} is no object")
+            raise ValueError(f"{spot} is not an object")
         devices.append(_number(device, "device_id", spot))
         ranks.append(_number(device, "rank_id", spot))
     return tuple(ranks), tuple(devices)
@@ -266,4 +268,4 @@ def _number(document: dict[str, Any], name: str, where: str) -> int:
         return int(value)
     if type(value) is int and 0 <= value < 10**9:
         return value
-    raise ValueError(f"{name} of {where} is {value!r:.40}, not a number from 0 on")
+    raise ValueError(f"{name} of {where} is {value!r:.40}, not a number of at least 0")

@@ -95,7 +95,7 @@ class _Local:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """The end of a rank's stream: gRPC status and reason. ``code`` OK: the controller ended it in good order."""
+    """The end of a rank's stream: gRPC status and reason. ``code`` OK: it ended in good order."""
 
     code: Any = grpc.StatusCode.OK
     text: str = ""

@@ -193,7 +193,7 @@ class ResetProcess:
         codes = [None if training.child is None else training.child.wait() for training in self._trainings]
         if all(code == EXIT_TRAINED for code in codes):
             return EXIT_TRAINED
-        logger.error("all processes have ended, with %s", ", ".join("?" if c is None else str(c) for c in codes))
+        logger.error("all processes ended; exit codes: %s", ", ".join("?" if c is None else str(c) for c in codes))
         return EXIT_FAILED
 
     def _statuses(self) -> dict[int, str] | None:
@@ -231,7 +231,7 @@ def main(argv: list[str]) -> int:
     except SystemExit as leaving:
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
     if given.mode == "elastic" and not given.with_rank:
-        raise ConfigError("-m elastic needs -r: healthy ranks are told from broken ones by their RANK_ID")
+        raise ConfigError("-m elastic needs -r: reset.json names broken ranks by their RANK_ID")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     for how, code in ((signal.SIGTERM, EXIT_TRAINED), (signal.SIGUSR2, EXIT_FAILED)):
         signal.signal(how, lambda *_, code=code: _end(code))
@@ -259,20 +259,20 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-p", "--pids", type=int, nargs="+", required=True, help="training processes of this host")
     add("-m", "--mode", choices=("common", "elastic"), default="common", help="common: all are killed at once; "
-        "elastic: SIGTERM first, on which they save [common]")  # fmt: skip
+        "elastic: healthy ranks get SIGTERM first and save [common]")  # fmt: skip
     add("-f", "--frame", choices=("ms", "mindspore"), default="ms", help="framework [ms]")
-    add("-r", "--with_rank", "--with-rank", action="store_true", help="each process is a rank (RANK_ID); else they "
-        "are killed with their children")  # fmt: skip
-    add("-t", "--time", type=_seconds, default=50, metavar="S", help="elastic: healthy ranks are killed then [50]")
-    add("--faulty-after", type=_seconds, default=10, metavar="S", help="elastic: broken ranks are killed then [10]")
-    add("--reset-json", type=Path, default=RESET_JSON, metavar="F", help="[%(default)s]")
+    add("-r", "--with_rank", "--with-rank", action="store_true", help="each process is a rank, whose number is its "
+        "RANK_ID; elastic needs this")  # fmt: skip
+    add("-t", "--time", type=_seconds, default=50, metavar="S", help="elastic: healthy ranks are killed after S [50]")
+    add("--faulty-after", type=_seconds, default=10, metavar="S", help="elastic: broken ranks are killed after S [10]")
+    add("--reset-json", type=Path, default=RESET_JSON, metavar="F", help="the plugin's reset.json [%(default)s]")
     add("--every", type=_every, default=5, metavar="S", help="seconds between two checks [5]")
     return parser
 
 
 def _seconds(text: str) -> float:
     if not 0 <= float(text) <= TIME_MAX_S:
-        raise argparse.ArgumentTypeError(f"seconds from 0 to {TIME_MAX_S} are wanted, not {text}")
+        raise argparse.ArgumentTypeError(f"expected seconds from 0 to {TIME_MAX_S}, not {text}")
     return float(text)
 
 

@@ -42,16 +42,16 @@ ttp run --mindspore --help.
 
 MINDSPORE = "--mindspore"
 ELASTIC_HELP = (
-    "go on with the hosts that are left when one is lost and none takes its place (--nnodes 1:N), and with more again "
-    "when one comes; the checkpoint is read by another number of ranks"
+    "when a host is lost and none takes its place, go on with the remaining hosts (--nnodes 1:N), and with more again "
+    "when one joins; the checkpoint is then read by another number of ranks"
 )
 LETS_IN = ("c10d", "etcd-v2")
 """Backends of torch's dynamic rendezvous."""
 FEW_NODES = 64
 """Maximum number of hosts with which ttp shortens the rendezvous' heartbeat."""
 STAND_BY_HELP = (
-    "wait until a host of the job is lost, and take its place: on a host more than --nnodes says, with the same flags "
-    "as on the others, which need --rdzv-backend c10d"
+    "wait until a host of the job is lost, and take its place; for a host in addition to those of --nnodes, with the "
+    "same flags as on the others, which need --rdzv-backend c10d"
 )
 
 
@@ -159,13 +159,14 @@ def _parse(argv: list[str]) -> Any:
     arguments = parser.parse_args(argv)
     if arguments.stand_by and _nodes(arguments.nnodes) < 2:
         raise ConfigError(
-            "--stand-by takes the place of a host that is lost while others go on waiting, and --nnodes says one host: "
-            "give the same --nnodes, --rdzv-endpoint and --rdzv-id as on the hosts of the job"
+            "--stand-by takes the place of a lost host in a job of several, but --nnodes says one host: give the same "
+            "--nnodes, --rdzv-endpoint and --rdzv-id as on the hosts of the job"
         )
     runs_a_file = not (arguments.module or arguments.no_python)
     if arguments.stand_by and runs_a_file and not Path(arguments.training_script).exists():
         raise ConfigError(
-            f"there is no {arguments.training_script} here: this host could not take the place of another"
+            f"the training script {arguments.training_script} does not exist on this host, which needs it to take the "
+            "place of another"
         )
     if arguments.elastic:
         arguments.nnodes = f"1:{_nodes(arguments.nnodes)}"

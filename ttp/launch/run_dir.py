@@ -38,20 +38,20 @@ def prepare_run_dir(path: Path) -> Path:
         found, above = path.stat(), path.parent.stat()
     except OSError as problem:
         raise ConfigError(
-            f"cannot create the run directory {path}: {problem}. Set TTP_RUN_DIR to a local one"
+            f"cannot create the run directory {path}: {problem}. Set TTP_RUN_DIR to a local directory"
         ) from None
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"the run directory {path} is not a directory. Set TTP_RUN_DIR to another path")
     if found.st_uid != os.getuid():
-        raise ConfigError(f"the run directory {path} belongs to uid {found.st_uid}. Set TTP_RUN_DIR to one of yours")
+        raise ConfigError(f"the run directory {path} belongs to uid {found.st_uid}. Set TTP_RUN_DIR to your own")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(f"others may write to the run directory {path}: chmod 700 it, or set TTP_RUN_DIR")
     if _is_shared(path.parent.parent) and above.st_uid not in (0, os.getuid()):
         raise ConfigError(
-            f"uid {above.st_uid} may replace the run directory, as {path.parent} is theirs. Set TTP_RUN_DIR"
+            f"uid {above.st_uid} owns {path.parent} and could replace the run directory in it. Set TTP_RUN_DIR"
         )
     if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
-        raise ConfigError(f"anybody may replace the run directory, as {path.parent} is open to all. Set TTP_RUN_DIR")
+        raise ConfigError(f"all users may write to {path.parent} and replace the run directory. Set TTP_RUN_DIR")
     return path
 
 

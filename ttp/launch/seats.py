@@ -79,7 +79,7 @@ class Seats:
             if marks and len(marks) == len(workers) and not any(worker.poll() for worker in workers.values()):
                 self.fill(workers)
         elif min(self._going(workers).values(), default=math.inf) + LATE_S < time.monotonic():
-            self.fail(workers, "it takes too long")
+            self.fail(workers, "going on took too long (TTP_CONTINUE_S)")
         elif self._hosts is not None and (reason := self._hosts.why_not()):
             self.fail(workers, reason)
 
@@ -124,7 +124,7 @@ class Seats:
         self._meet(dead)
         for rank in dead:
             self._early[rank] = self._start(rank)
-        logger.info("%d started while the others save, in case they go on", len(dead))
+        logger.info("dead ranks: %d started while the others save, in case those go on", len(dead))
 
     def others_go_on(self, workers: Mapping[int, Popen[Any]]) -> bool:
         """Return whether ranks of other hosts go on although all ranks of this host are dead. Waits while they save."""
@@ -267,7 +267,7 @@ class Seats:
             )
         if not isinstance(handler.proc, ForkedWorker):
             handler.proc.kill()
-            raise RuntimeError("the process to fork from was lost; see why restarts are cold")
+            raise RuntimeError("the process to fork from was lost; `ttp status` says why restarts are cold")
         return handler
 
     def _marked(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:

@@ -91,7 +91,7 @@ class Bringer:
                     return True
             except (OSError, CheckpointError) as problem:
                 level = logging.WARNING if str(problem) != self._state.problem else logging.DEBUG
-                log.log(level, "step %s is held in memory only, as yet: %s", found[1].version, problem)
+                log.log(level, "step %s is still held in memory only: %s", found[1].version, problem)
                 self._say(problem=str(problem))
             tries += 1
             time.sleep(pause_s)
@@ -128,11 +128,11 @@ class Bringer:
             self._write(held, manifest, place)
             newest, _ = catalog.find_whole(place, deep=False, enough=1)
         if not newest or newest[0].version < manifest.version:
-            raise CheckpointError(f"{place} does not have it, though it was committed")
+            raise CheckpointError(f"the checkpoint is not in {place}, although it was committed there")
         path = place / newest[0].name
         if wrong := verify_checkpoint(path):
             self._set_aside(path, manifest)
-            raise CheckpointError(f"{path} was read back with other bytes: {'; '.join(wrong[:3])}")
+            raise CheckpointError(f"{path} differs from what was written: {'; '.join(wrong[:3])}")
         return path, Manifest.load(path).size
 
     def _write(self, held: Path, manifest: Manifest, place: Path) -> None:
@@ -236,7 +236,7 @@ def serve(held: Held, *, wait_s: float = START_S) -> None:
     until = time.monotonic() + wait_s
     while wait_s and not held.is_served():
         if time.monotonic() > until:
-            raise OSError("no process could be started that brings a checkpoint from memory to the storage")
+            raise OSError("the process that copies a checkpoint from memory to the storage did not start")
         time.sleep(LOOK_S / 4)
 
 
@@ -272,11 +272,12 @@ class Shadows:
             if time.monotonic() > until:
                 where = ", ".join(str(held.root) for held in open_ones)
                 log.error(
-                    "a checkpoint could not be brought from memory (%s) to the storage: start on this host", where
+                    "a checkpoint in memory (%s) could not be copied to the storage: restart the job on this host",
+                    where,
                 )
                 return False
             if not told:
-                log.warning("waiting until what ranks hold in memory is durable")
+                log.warning("waiting until the checkpoint in memory is copied to the storage")
                 told = True
             self.look()
             time.sleep(LOOK_S)

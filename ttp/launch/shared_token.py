@@ -69,15 +69,15 @@ class SharedToken:
             store.wait([KEY], timedelta(seconds=WAIT_S))
         except (RuntimeError, OSError, LookupError) as problem:  # what torch raises; not its SignalException
             raise ConfigError(
-                f"the first node has not handed over the job's token within {WAIT_S:g} s: is it started with this "
-                "version of ttp, too? Else set TTP_TOKEN_FILE on every node to a file of mode 0600 with the same secret"
+                f"the first node has not passed on the job's token within {WAIT_S:g} s: does it run this version of "
+                "ttp? Else set TTP_TOKEN_FILE on every node to a file of mode 0600 with the same secret"
             ) from problem
         said = store.get(KEY).decode()
         if said == INSECURE:
             raise ConfigError("TTP_INSECURE=1 is set on the first node and not on this one: set it on all, or on none")
         if not said.startswith(MADE):
             raise ConfigError(
-                "the first node was given a token, and this one was not: set TTP_TOKEN_FILE (or TTP_TOKEN) on every "
-                "node"
+                "the first node was given a token, and this one was not: set TTP_TOKEN_FILE (or TTP_TOKEN) to the same "
+                "secret on every node"
             )
         return said.removeprefix(MADE)

@@ -103,7 +103,7 @@ class StandBy(Rescheduling):
     def __init__(self, inner: Any, wait_s: float, prepare: Callable[[Any], None]) -> None:
         if not is_dynamic(inner):
             raise ConfigError(
-                f"--stand-by needs a rendezvous that hosts may enter later, and {inner.get_backend()} is none: start "
+                f"--stand-by needs a rendezvous that hosts may join later, and {inner.get_backend()} is not one: start "
                 "all hosts of the job with --rdzv-backend c10d and the same --rdzv-endpoint and --rdzv-id"
             )
         super().__init__(inner, wait_s)
@@ -121,7 +121,7 @@ class StandBy(Rescheduling):
             try:
                 self._wait()
             except RendezvousConnectionError as problem:  # the host that serves it may leave first when the job ends
-                logger.warning("the rendezvous does not answer any more: this host stands by no longer. %s", problem)
+                logger.warning("the rendezvous no longer answers: this host stops standing by. %s", problem)
                 raise RendezvousGracefulExitError from problem
         return super().next_rendezvous()
 

@@ -48,7 +48,7 @@ log = logging.getLogger("ttp")
 
 LOOK_S = 0.002
 RETRY_S = 0.5
-_NEVER_RUN = "its state is on a CUDA device, where this has never been run: TTP_KEEP_CUDA=1 is for its tests on GPUs"
+_NEVER_RUN = "its state is on a CUDA device, where this was never tested: TTP_KEEP_CUDA=1 allows it for tests on GPUs"
 
 
 class TrainAgain(BaseException):
@@ -240,7 +240,7 @@ class Continuing:
         """
         while (told := self._files.next()) is None or told.launch != launch or not told.released:
             if time.monotonic() > self._since + self._patience_s:
-                self.leave("its launcher says nothing")
+                self.leave("its launcher has not announced the next launch")
             time.sleep(LOOK_S)
         os.environ.update(told.as_environment())
         return told
@@ -292,7 +292,7 @@ class Continuing:
 
     def leave(self, why: str) -> NoReturn:
         """End the process with exit code 75. The job is saved, and the launcher starts all ranks anew."""
-        end_process(EXIT_SAVED, f"{why}; it is saved, and the job is started anew", None, lambda: None)
+        end_process(EXIT_SAVED, f"{why}; the job is saved, and all ranks are started anew", None, lambda: None)
         raise AssertionError("unreachable")
 
     def tries_again(self, problem: BaseException) -> bool:
@@ -300,7 +300,7 @@ class Continuing:
         fresh = self._seated and not self._registered and self._groups is not None and self._groups.untouched()
         if not (fresh and self._on_cuda and is_out_of_device_memory(problem)):
             return False
-        log.warning("train() is called again, as the dead rank's device is not free yet: %s", describe(problem))
+        log.warning("the dead rank's device is not free yet, so train() is called again: %s", describe(problem))
         traceback.clear_frames(problem.__traceback__)
         time.sleep(RETRY_S)
         self._retries = True

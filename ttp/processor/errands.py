@@ -33,7 +33,7 @@ class Errands:
     Args:
         config: the job's settings.
         env: identity of this rank.
-        run_dir: directory in which processes of this host leave files for one another.
+        run_dir: run directory of the job on this host.
         save_dir: directory of checkpoints, for a controller that is started.
         put: takes the result of a request.
     """

@@ -156,7 +156,7 @@ class Holding:
             if not self._fits(order, found and found[1]):
                 if self._durable(order):
                     continue
-                raise CheckpointError("what was held in memory is not there any more")
+                raise CheckpointError("the checkpoint in memory is gone, and was not copied to the storage")
             if state.problem:
                 raise OSError(state.problem)
             wrote(max(0, state.written - written))

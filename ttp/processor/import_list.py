@@ -50,7 +50,7 @@ class ImportList:
         try:
             self._write()
         except Exception as problem:
-            log.debug("what was imported is not written: %r", problem)
+            log.debug("cannot write the list of imported modules: %r", problem)
 
     def _write(self) -> None:
         found = [[name, file] for name, module in list(sys.modules.items()) if (file := _file(name, module))]

@@ -278,7 +278,10 @@ class Copying:
         """Wait until no copy reads the state any more. Called before a save."""
         attempt = self._attempt
         if attempt is not None and not attempt.through.wait(QUIESCE_S):
-            log.warning("copying version %s still hangs", attempt.version)
+            log.warning(
+                "the copy of version %s has not stopped reading the state; the save begins all the same",
+                attempt.version,
+            )
 
     def split(self, order: m.Save, alive: Version) -> tuple[m.SaverOrder, m.SaverOrder]:
         """Split a save order.

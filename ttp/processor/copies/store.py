@@ -160,9 +160,9 @@ class CopyStore:
         free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
         if free - size < RESERVE * total:
             raise NoRoomError(
-                f"{_mib(free)} of the {_mib(total)} at {self._root.parents[1]} are free, and a tenth of it has to stay "
-                "free for others. Make it larger (mount -o remount,size=..., docker --shm-size, an emptyDir of medium "
-                "Memory): a host needs four times the state of its ranks. Or do without buddy=True"
+                f"{_mib(free)} of the {_mib(total)} at {self._root.parents[1]} are free, and a tenth has to stay free "
+                "for other programs. Make it larger (mount -o remount,size=..., docker --shm-size, an emptyDir of "
+                "medium Memory): a host needs four times the state of its ranks. Or do without buddy=True"
             )
 
 

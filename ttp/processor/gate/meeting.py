@@ -168,7 +168,7 @@ def run(protocol: Coroutine[Any, Any, T]) -> T:
     except StopIteration as done:
         value: T = done.value
         return value
-    raise AssertionError("memory does not wait for anybody")
+    raise AssertionError("a protocol over real memory must not suspend")
 
 
 class Meeting:
@@ -263,7 +263,7 @@ class Meeting:
             if place == self._place or reached(await self._words.load(wanted), turn) or not await self._gone(place):
                 continue
             if not reached(await self._words.load(wanted), turn):  # else it did its part, and ended then
-                raise BrokenError(f"a rank of this host has ended, the one at place {place}")
+                raise BrokenError(f"a rank of this host has ended (number {place} among the ranks of this host)")
 
     # ------------------------------------------------------------------------------------------------- of the courier
 

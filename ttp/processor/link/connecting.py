@@ -32,12 +32,12 @@ log = logging.getLogger("ttp.processor")
 
 
 class ControllerLink:
-    """The stream to the controller that leads at present.
+    """Opens, uses and closes the stream to the controller that leads.
 
     Args:
         config: the job's settings.
         env: identity of this rank.
-        run_dir: directory in which processes of this host leave files for one another.
+        run_dir: run directory of the job on this host.
         put: takes the events of the stream; called on any thread.
         joining: knows whether this rank belongs to the job; takes problems that no retry can mend.
         over: returns whether the stream is no longer needed.
@@ -183,7 +183,7 @@ class Shortcut:
     Args:
         config: the job's settings.
         env: identity of this rank.
-        run_dir: directory in which processes of this host leave files for one another.
+        run_dir: run directory of the job on this host.
     """
 
     def __init__(self, config: Config, env: RankEnv, run_dir: Path) -> None:

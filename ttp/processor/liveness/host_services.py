@@ -28,7 +28,7 @@ class HostServices:
     Args:
         config: the job's settings.
         env: identity of this rank.
-        run_dir: directory in which processes of this host leave files for one another.
+        run_dir: run directory of the job on this host.
         nonce: random id of this process.
         died: called on any thread when a neighbour has died: rank, nonce, what happened.
     """

@@ -1,8 +1,8 @@
-"""The ranks of a host watch each other in a ring: each rank the next one that lives, by number.
+"""Lets the ranks of a host watch each other in a ring: each rank watches the next living rank, by number.
 
-Each rank has one thread, asleep in the kernel. When the watched rank dies or leaves, the next takes its place; a rank
-that comes later and is nearer is found within a second. So every death is seen, whatever dies with it, as long as one
-rank of the host is left.
+Each rank has one watching thread, which sleeps in the kernel. When the watched rank dies or leaves, the thread watches
+the next one; a nearer rank that starts later is found within a second. So every death is seen, even if several ranks
+die at once, as long as one rank of the host is left.
 """
 
 from __future__ import annotations
