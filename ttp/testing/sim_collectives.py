@@ -93,6 +93,6 @@ class Collectives:
                 self._fail(process, collective.told[rank])
 
     def _fail(self, rank: SimRank, told: Told) -> None:
-        if self._world.rng.random() < 0.5:  # else the rank hangs for ever
+        if self._world.rng.random() < 0.5:  # else the rank hangs forever
             soon = self._world.rng.choice((0.0001, 0.01, 0.6)) * self._world.rng.random()
             self._world.after(soon, rank.run, told, None)

@@ -38,7 +38,7 @@ NO_STANDBY = 0.1
 
 
 def _said_again(lasts_s: float) -> float:
-    """Return the seconds from the begin of a silence of ``lasts_s`` to TCP's first repetition after it.
+    """Return the seconds from the start of a silence of ``lasts_s`` to TCP's first repetition after it.
 
     TCP doubles the wait before each repetition.
     """

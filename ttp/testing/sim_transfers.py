@@ -82,7 +82,7 @@ class Transfers:
             self._kept[rank.rank] = Origin(version, rank.machine.incident), dict(rank.trainer.shards)
 
     def reached(self, point: str, rank: SimRank) -> None:
-        """Take note that a rank is at a point of its step."""
+        """Record that a rank is at a point of its step."""
         if point == "after Frozen" and rank.acked:
             self._looks[rank] = _look(rank)
         elif point in ("in barrier", "before update") and rank in self._marked:
@@ -177,7 +177,7 @@ class Transfers:
         self._fail(self._open.pop(place))
 
     def _fail(self, rank: SimRank) -> None:
-        if self._world.rng.random() < 0.5:  # else the rank hangs for ever
+        if self._world.rng.random() < 0.5:  # else the rank hangs forever
             self._world.after(self._world.rng.random() * 0.01, rank.run, rank.trainer.go_on, None)
 
     def _over(self, rank: SimRank) -> None:

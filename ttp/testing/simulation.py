@@ -330,7 +330,7 @@ class Simulation(Clock):
         return self.scenario.delay_s * (0.5 + self.rng.random())
 
     def reached(self, point: str, rank: SimRank) -> None:
-        """Take note that a rank is at a point of ``scenario.POINTS``. Raises ``Killed`` if the rank is dead then."""
+        """Record that a rank is at a point of ``scenario.POINTS``. Raises ``Killed`` if the rank is dead then."""
         self.points[point] += 1
         self._faults.reached(point, rank)
         if self.transfers is not None and rank.alive:

@@ -149,7 +149,7 @@ class ThisRank:
     # ------------------------------------------------------------------------------------------------------ the updates
 
     def start_updating(self) -> None:
-        """Mark the begin of an update. Waits while the job is frozen."""
+        """Mark the start of an update. Waits while the job is frozen."""
         self._updating = self.joined.begin_update()
 
     def end_updating(self, step: int) -> None:
@@ -161,7 +161,7 @@ class ThisRank:
         if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step <= STEP_MAX:
             raise ConfigError(f"tft_end_updating_os({step!r}): the step has to be a whole number from 1")
         if not self._updating and for_mindspore():
-            self.start_updating()  # MindSpore's kernel would mark the begin through a library of the original
+            self.start_updating()  # MindSpore's kernel would mark the start through a library of the original
         if self._updating:
             self._updating = False
             self.joined.end_update(step)

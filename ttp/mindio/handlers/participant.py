@@ -203,7 +203,7 @@ class Participant:
         return int(self._processor.gate.version) if self._processor is not None else 0
 
     def begin_update(self) -> bool:
-        """Mark the begin of an update, before its first write. Waits while the job is frozen.
+        """Mark the start of an update, before its first write. Waits while the job is frozen.
 
         Returns:
             Whether the training thread may write; False only without ``raise_when_halted``.
@@ -387,7 +387,7 @@ class HandlerSource(StateSource):
     framework = HANDLERS
 
     def gradient_ready(self) -> bool:
-        """Return True: a program that reports the begin of an update has its gradient."""
+        """Return True: a program that reports the start of an update has its gradient."""
         return True
 
     def write_pieces(

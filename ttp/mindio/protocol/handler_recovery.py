@@ -129,15 +129,15 @@ class HandlerRecovery(ProgramRecovery):
         self._blame(report.rank, m.FaultKind.AILING, words, self._state.now)
 
     def lost(self, rank: Rank) -> None:
-        """Take note that the rank cannot be reached any more."""
+        """Record that the rank cannot be reached any more."""
         self._runner.lost(rank, self._state.now)
 
     def came_back(self, rank: Rank, *, frozen: bool) -> None:
-        """Take note that the rank has connected again.
+        """Record that the rank has connected again.
 
         Args:
             rank: the rank.
-            frozen: whether it stayed frozen meanwhile; if not, its current act counts as failed.
+            frozen: whether it stayed frozen meanwhile; if not, it counts as lost for the current round.
         """
         if frozen:
             self._runner.again(rank)
@@ -145,7 +145,7 @@ class HandlerRecovery(ProgramRecovery):
             self._runner.lost(rank, self._state.now)
 
     def moved(self, version: Version) -> None:
-        """Take note that a rank has finished an update."""
+        """Record that a rank has finished an update."""
         if not self._job.ended:  # else this is the last report of a rank that leaves the job
             self._handshake.moved(version)
 
@@ -234,7 +234,7 @@ class HandlerRecovery(ProgramRecovery):
         return self._runner.ending
 
     def over(self, *, resumed: bool) -> None:
-        """Take note that the incident is over. ``resumed``: whether training continues; otherwise the job has ended."""
+        """Record that the incident is over. ``resumed``: whether training continues; otherwise the job has ended."""
         self._runner.give_up()
         if self._switching.stands or not resumed:
             self._switching.give_up("the incident has ended in another way")

@@ -71,11 +71,11 @@ class ManagerMailbox:
         return self.present and not self.failed
 
     def came(self, wait_s: float) -> None:
-        """Take note that a manager is attached. It has ``wait_s`` seconds for each answer; 0 means the default."""
+        """Record that a manager is attached. It has ``wait_s`` seconds for each answer; 0 means the default."""
         self.present, self.wait_s = True, wait_s or WAIT_S
 
     def left(self) -> None:
-        """Take note that the manager has detached."""
+        """Record that the manager has detached."""
         self.present = False
 
     def put(self, notice: Notice) -> None:
@@ -114,7 +114,7 @@ class Handshake:
         self._owed: tuple[Version, str, str] | None = None
 
     def moved(self, version: Version) -> None:
-        """Take note that a rank has finished an update. A repair counts as a success after one more step."""
+        """Record that a rank has finished an update. A repair counts as a success after one more step."""
         if self._owed is not None and version > self._owed[0]:
             self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=self._owed[1], strategy=self._owed[2])
             self._owed = None

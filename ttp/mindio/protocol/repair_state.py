@@ -74,13 +74,13 @@ class RepairState:
         self._sets, self._gathered, self._layout = {}, UNTOLD, None
 
     def ails(self, report: Ailing) -> None:
-        """Take note that the training thread of a rank has left its loop."""
+        """Record that the training thread of a rank has left its loop."""
         self.ailing[report.rank] = report
         if report.ailment in (Ailment.MEMORY, Ailment.JOINED, *NO_COPY):
             self.invalid.add(report.rank)
 
     def recovered(self) -> None:
-        """Take note that all ranks are in their loops again."""
+        """Record that all ranks are in their loops again."""
         self.ailing, self.invalid, self.low = {}, set(), set()
         self.halted = self.cleaned = False
 

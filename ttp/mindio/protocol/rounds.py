@@ -149,7 +149,7 @@ class RoundRunner:
             self._hurry(now)
 
     def lost(self, rank: Rank, now: float) -> None:
-        """Take note that the rank cannot be reached any more."""
+        """Record that the rank cannot be reached any more."""
         if self._round is not None and (rank in self._acts or rank in self._result.done):
             self._acts.pop(rank, None)
             self._result.done.pop(rank, None)

@@ -176,7 +176,7 @@ def _give_up(function: str, problem: TtpError) -> NoReturn:
 
 
 def tft_start_updating_os(backup_step: int = -1) -> None:
-    """Mark the begin of an update, before the optimizer writes. Waits while the job is frozen.
+    """Mark the start of an update, before the optimizer writes. Waits while the job is frozen.
 
     With torch, raises FORCE STOP if the training thread has to leave its loop.
     """
@@ -184,7 +184,7 @@ def tft_start_updating_os(backup_step: int = -1) -> None:
 
 
 def tft_start_copy_os() -> None:
-    """Accept the begin of a local copy, which has no effect here. Raises ``UsageError`` if no processor was started."""
+    """Accept the start of a local copy, which has no effect here. Raises ``UsageError`` if no processor was started."""
     _ = THIS.joined
 
 
