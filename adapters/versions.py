@@ -21,7 +21,7 @@ TORCHDATA = ("0.8", "0.11")
 
 
 def check_torch() -> None:
-    """Check that torch can restore what is saved.
+    """Check that the installed torch can restore checkpoints.
 
     Raises:
         ConfigError: the installed torch is older than ``TORCH_MIN``.

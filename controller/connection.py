@@ -10,7 +10,7 @@ from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
 
 ORDERS_MAX = 10_000
-"""Most orders that may wait for one stream. A healthy rank has a few waiting; a rank with so many does not read."""
+"""Most orders that may wait for one stream. A healthy rank has a few waiting; more mean that the rank does not read."""
 
 
 class Peer(Protocol):

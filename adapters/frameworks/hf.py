@@ -126,7 +126,7 @@ class TtpCallback(TrainerCallback):
         accelerator.backward, accelerator.clip_grad_norm_ = before_backward, clip_grad_norm_
 
     def _add(self, loss: Tensor) -> None:
-        """Add a loss to the sum in the way of the Trainer, which replaces losses that are not finite by the average."""
+        """Add a loss to the sum like the Trainer: with ``logging_nan_inf_filter``, NaN and Inf count as the average."""
         total = self._loss.to(loss.device)
         if self._trainer.args.logging_nan_inf_filter and not bool(torch.isfinite(loss)):
             steps = self._trainer.state.global_step - getattr(self._trainer, _COUNTS[0], 0)

@@ -210,7 +210,7 @@ class MegatronCheckpoint:
         """Return the layouts of the ranks that have written shards.
 
         Raises:
-            CheckpointError: there are none, or they cannot be read.
+            CheckpointError: the checkpoint has no rank layouts, or they cannot be read.
         """
         told = (item for key, items in self.items.items() if key.startswith(RANK_LAYOUT_PREFIX) for item in items)
         found = [RankLayout.from_json(str(self._value(item))) for item in told]

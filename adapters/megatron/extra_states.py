@@ -127,7 +127,7 @@ class ExtraStates:
             try:
                 owner.set_extra_state(value)
             except Exception as problem:
-                raise CheckpointError(f"{key}: set_extra_state() refused what was saved: {problem}") from problem
+                raise CheckpointError(f"{key}: set_extra_state() refused the saved state: {problem}") from problem
         present = [key for key in lost if key in _states(self._owners)]
         return [f"the extra state of {', '.join(present[:5])} was not saved: it begins anew"] if present else []
 

@@ -183,7 +183,7 @@ class TFTRegister(Protection):
 
     Args:
         ctrl_rank_id: worker on whose host the controller runs.
-        ctrl_ip: address of that host.
+        ctrl_ip: address of the controller's host.
         ctrl_port: port at which the controller listens. If ``TTP_PORT`` is set, as by ``ttp run``, the launcher runs
             the controller on host 0, and these three arguments are ignored.
         ckpt_save_path: directory of checkpoints, seen by all hosts. ``TTP_SAVE_DIR`` overrides it.

@@ -88,7 +88,7 @@ def check_optimizer_parallel() -> None:
     """Check that optimizer parallelism, if it is on, leaves replicas.
 
     Raises:
-        ConfigError: optimizer states are cut over so many ranks that some parts have no replica.
+        ConfigError: ``optimizer_weight_shard_size`` is not 2, so some parts of the optimizer's state have no replica.
     """
     if not context.get_auto_parallel_context("enable_parallel_optimizer"):
         return
