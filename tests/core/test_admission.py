@@ -29,7 +29,7 @@ other = grid(1, 4)
 wrong: list[tuple[dict[str, Any], str, str]] = [
     ({"protocol_major": 9}, "protocol", f"rank 1 speaks 9.{m.PROTOCOL_MINOR}"),
     ({"rank": Rank(7)}, "malformed", "rank 7 is not in a world of 3"),
-    ({"world_size": 4}, "malformed", "layout and digest do not belong together"),
+    ({"world_size": 4}, "malformed", "layout and digest do not match"),
     ({"run_id": "b"}, "other_job", "two jobs share TTP_PORT"),
     ({"nonce": "b"}, "rank_taken", "rank 1 is already held by pid 101 on h"),
     ({"incarnation": -1}, "fenced", "which was given up"),
@@ -53,7 +53,8 @@ def test_who_does_not_belong_is_refused_in_words(change: dict[str, Any], code: s
         (
             Layout(3, {Shard("w"): (Rank(0), Rank(1)), Shard("v"): (Rank(2),)}),
             "rank 2 announces another layout than the others: 2 shards (v: 2, w: 0-1) against 1 shards (s0: 0-2): "
-            "shards 'v', 'w' only there; shard 's0' only here. Every rank must wrap the same model in the same way",
+            "shards 'v', 'w' only in the first; shard 's0' only in the second. "
+            "Every rank must wrap the same model in the same way",
         ),
     ],
 )

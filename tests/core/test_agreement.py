@@ -47,7 +47,8 @@ def test_damage_that_one_of_many_ranks_found_is_said_first() -> None:
     assert isinstance(verdict, str)
     assert f"one common checkpoint: rank 40 found nothing whole (skipped: {bad.name}: piece x is damaged)" in verdict
     assert verdict.endswith(
-        f"Mend {bad.name}, of which some ranks found damage, or move it away: they have no other one in common"
+        f"Repair {bad.name}, which some ranks found damaged, or move it away: the ranks have no other checkpoint in "
+        "common"
     )
 
 
@@ -64,7 +65,7 @@ def test_the_fallback_is_named_when_that_is_what_not_all_see() -> None:
     assert isinstance(verdict, str)
     found = "rank 0 found step 12 (dddddddd), step 8 (dddddddd), in the fallback directory /mnt/ck: step 12, 8; rank 1"
     assert found in verdict
-    assert "The fallback directory (TTP_FALLBACK_DIR) is not seen by all ranks: copy the checkpoint" in verdict
+    assert "Not all ranks see the fallback directory (TTP_FALLBACK_DIR): copy the checkpoint" in verdict
     assert "skipped" not in verdict
 
 

@@ -358,7 +358,7 @@ def test_a_turn_is_skipped_while_the_last_one_is_open() -> None:
     event(ev.CopyMade(Version(10), True))
     assert event(ev.OrderReceived(Settled(Rank(1), 1, Version(10), True))) == ["SettleCopy", "Send"]
     assert [(c.version, c.stored, c.whole) for c in said] == [(10, True, 0), (20, False, 10)]
-    assert said[1].text == "the copy of version 10 was not through yet"
+    assert said[1].text == "the copy of version 10 was not finished yet"
     assert event(ev.OrderReceived(Settled(Rank(1), 1, Version(20), False))) == []
 
 

@@ -58,7 +58,7 @@ def test_it_is_not_waited_for_for_long() -> None:
     talk.save()
     assert talk.after(SEAT_S / 2) == ""
     talk.after(SEAT_S)
-    assert talk.ends() == (False, "rank 0 cannot be started alone: its launcher says nothing")
+    assert talk.ends() == (False, "rank 0 cannot be started alone: its launcher has not reported")
 
 
 @pytest.mark.parametrize("seat", ["before", "after"])
@@ -108,9 +108,12 @@ def test_nobody_goes_on_where_one_cannot() -> None:
     ("what", "why"),
     [
         (lambda talk: talk.dies("no restart is left"), "rank 0 cannot be started alone: no restart is left"),
-        (lambda talk: (talk.dies(), talk.fault(1)), "exception of 1; only deaths are continued"),
-        (lambda talk: (talk.dies(), talk.fault(2, m.FaultKind.PREEMPTED)), "preempted of 2; only deaths are continued"),
-        (lambda talk: (talk.dies(), talk.accuse(1, m.FaultKind.OUTSIDE)), "only deaths are continued"),
+        (lambda talk: (talk.dies(), talk.fault(1)), "exception of 1; ranks go on only after deaths"),
+        (
+            lambda talk: (talk.dies(), talk.fault(2, m.FaultKind.PREEMPTED)),
+            "preempted of 2; ranks go on only after deaths",
+        ),
+        (lambda talk: (talk.dies(), talk.accuse(1, m.FaultKind.OUTSIDE)), "ranks go on only after deaths"),
     ],
 )
 def test_whatever_else_happened_ends_as_ever(what: Any, why: str) -> None:
@@ -127,7 +130,7 @@ def test_ranks_that_have_left_train_no_more() -> None:
     talk.dies()
     talk.save()
     again, why = talk.ends()
-    assert not again and why == "not every rank is known to train or to be dead"
+    assert not again and why == "some rank is neither known to train nor known to be dead"
 
 
 def test_replicas_that_differ_are_not_continued() -> None:
@@ -169,7 +172,7 @@ def test_the_seat_of_a_rank_that_was_only_lost_is_not_filled() -> None:
     talk.committed(1)
     talk.after(2)
     again, why = talk.ends()
-    assert not again and why == "rank 2 cannot be started alone: its launcher says nothing"
+    assert not again and why == "rank 2 cannot be started alone: its launcher has not reported"
 
 
 def test_a_launch_that_finished_no_step_is_not_continued() -> None:

@@ -178,7 +178,7 @@ def test_nobody_is_left_to_commit() -> None:
     talk.commit_failed(1)
     talk.commit_failed(0)
     assert talk.commit_failed(2) == "[commit_failed] [released] Release(70):0,1,2"
-    assert "rank 2: no rename; nobody is left to commit the checkpoint" in talk.orders(m.Release)[0].text
+    assert "rank 2: no rename; no rank is left to commit the checkpoint" in talk.orders(m.Release)[0].text
 
 
 def test_who_hangs_in_an_update_can_commit() -> None:
@@ -206,7 +206,7 @@ def test_who_stands_still_commits_before_who_hangs_in_an_update() -> None:
     assert "[commit] Commit:0" in talk.commit_failed(2)
     talk.commit_failed(0)
     talk.after(1)
-    assert "nobody is left to commit" in talk.orders(m.Release)[0].text
+    assert "no rank is left to commit" in talk.orders(m.Release)[0].text
 
 
 def test_ttp_ot_ends_a_save_that_takes_too_long() -> None:

@@ -155,7 +155,7 @@ def test_reasons_are_for_people() -> None:
     nothing = decide(hsdp, [o(1, 7), x(2, 7)])
     assert isinstance(nothing, NoPlan)
     assert nothing.reason == (
-        "shard 'a' has no whole copy left: ranks 0 gave no answer, ranks 2 broke off in mid-update"
+        "shard 'a' has no whole copy left: ranks 0 gave no answer, ranks 2 were stopped in mid-update"
     )
 
 
@@ -163,7 +163,7 @@ def test_a_reason_does_not_grow_with_the_job() -> None:
     job = Layout(2000, {Shard(f"s{i}"): (Rank(i),) for i in range(2000)})
     verdict = decide(job, [o(r, r % 2) for r in range(2000)])
     assert isinstance(verdict, NoPlan)
-    assert "and 1984 shards more" in verdict.reason
+    assert "and 1984 more shards" in verdict.reason
     assert len(verdict.reason) < 1000
 
 

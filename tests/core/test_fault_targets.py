@@ -49,7 +49,7 @@ def test_ranks_and_a_host() -> None:
 
 def test_a_short_name_of_two() -> None:
     ranks, problem = meant(job(), host="n17")
-    assert ranks == () and "n17.a.example, n17.b.example: spell it out; nothing was done" in problem
+    assert ranks == () and "n17.a.example, n17.b.example: give the full name; nothing was done" in problem
 
 
 @pytest.mark.parametrize("host", ["n19", "n16.b.example", "10.0.0.1", "10", "n1", "."])

@@ -95,7 +95,7 @@ class TestCulprit:
         job.beat()
         job.stand(r1="silent")
         (found,) = job.wait(60)
-        assert found.subjects == (1,) and "rank 1 said nothing for 20 s (stopped" in found.text
+        assert found.subjects == (1,) and "rank 1 sent no heartbeat for 20 s (stopped" in found.text
 
     def test_the_silent_one_even_where_others_are_behind(self) -> None:
         job = Job()
@@ -114,7 +114,7 @@ class TestCulprit:
         job = Job()
         job.stand(r0=(0, 2), r1=(1, 0), r2=(0, 2), r3=(0, 2))
         (found,) = job.wait(60)
-        assert found.subjects == () and "nobody is singled out" in found.text
+        assert found.subjects == () and "no rank is suspected" in found.text
 
     def test_only_ranks_that_live(self) -> None:
         job = Job()

@@ -24,11 +24,11 @@ def test_a_state_that_nobody_has_touched_is_kept() -> None:
     [
         (STOPPED, STOPPED, 7, Phase.TORN, "half done"),
         (STOPPED, STOPPED, 7, Phase.UPDATING, "half done"),
-        (None, STOPPED, 7, Phase.IDLE, "nothing was compared"),
-        (replace(STOPPED, digests=("", "")), replace(STOPPED, digests=("", "")), 7, Phase.IDLE, "nothing was compared"),
-        (replace(STOPPED, digests=()), replace(STOPPED, digests=()), 7, Phase.IDLE, "nothing was compared"),
-        (STOPPED, replace(STOPPED, version=Version(8)), 8, Phase.IDLE, "stands at step 8"),
-        (STOPPED, STOPPED, 6, Phase.IDLE, "stands at step 6"),
+        (None, STOPPED, 7, Phase.IDLE, "were not compared"),
+        (replace(STOPPED, digests=("", "")), replace(STOPPED, digests=("", "")), 7, Phase.IDLE, "were not compared"),
+        (replace(STOPPED, digests=()), replace(STOPPED, digests=()), 7, Phase.IDLE, "were not compared"),
+        (STOPPED, replace(STOPPED, version=Version(8)), 8, Phase.IDLE, "is at step 8 now"),
+        (STOPPED, STOPPED, 6, Phase.IDLE, "is at step 6 now"),
         (
             STOPPED,
             replace(STOPPED, marks=(STOPPED.marks[0], ("bias", 128, (2,), 8))),
@@ -37,7 +37,7 @@ def test_a_state_that_nobody_has_touched_is_kept() -> None:
             "bias was written",
         ),
         (STOPPED, replace(STOPPED, marks=STOPPED.marks[:1]), 7, Phase.IDLE, "replaced"),
-        (STOPPED, replace(STOPPED, digests=("d0", "d2")), 7, Phase.IDLE, "other values"),
+        (STOPPED, replace(STOPPED, digests=("d0", "d2")), 7, Phase.IDLE, "its values differ"),
     ],
 )
 def test_any_doubt_is_a_reason(stopped: Any, now: Look, version: int, phase: Phase, text: str) -> None:

@@ -101,12 +101,12 @@ def test_nobody_is_left_to_ask() -> None:
 wrong: list[tuple[list[LayoutPart], str]] = [
     ([LayoutPart(Rank(1), LAYOUT.digest, 0, 1, (ShardGroup(Shard("s"), ()),))], "empty replica group"),
     ([LayoutPart(Rank(1), LAYOUT.digest, 0, 1, ())], "at least one shard"),
-    ([LayoutPart(Rank(1), LAYOUT.digest, 1, 1, ())], "part 1 of 1 is no part"),
-    ([LayoutPart(Rank(1), LAYOUT.digest, 0, 1 << 30, ())], "no part of a layout"),
-    ([LayoutPart(Rank(1), LAYOUT.digest, 0, n, ()) for n in (2, 3)], "no part of a layout"),
-    ([LayoutPart(Rank(1), LAYOUT.digest, 0, 1, in_parts(LAYOUT)[0] * 2)], "shard 's0' comes twice"),
+    ([LayoutPart(Rank(1), LAYOUT.digest, 1, 1, ())], "part 1 of 1 is not a valid part"),
+    ([LayoutPart(Rank(1), LAYOUT.digest, 0, 1 << 30, ())], "not a valid part of a layout"),
+    ([LayoutPart(Rank(1), LAYOUT.digest, 0, n, ()) for n in (2, 3)], "not a valid part of a layout"),
+    ([LayoutPart(Rank(1), LAYOUT.digest, 0, 1, in_parts(LAYOUT)[0] * 2)], "shard 's0' is listed twice"),
     ([LayoutPart(Rank(1), LAYOUT.digest, 0, 1, (ShardGroup(Shard("s"), (Rank(5),)),))], "a rank outside 0..2: 5"),
-    ([LayoutPart(Rank(1), LAYOUT.digest, 0, 1, in_parts(grid(3, 1))[0])], "layout and digest do not belong together"),
+    ([LayoutPart(Rank(1), LAYOUT.digest, 0, 1, in_parts(grid(3, 1))[0])], "layout and digest do not match"),
 ]
 
 
@@ -137,7 +137,7 @@ def test_who_disagrees_is_told_what_differs() -> None:
     assert talk.greets(2, theirs) == "TellLayout:2"
     assert talk.tells(2, theirs) == "Refused(mismatch):2 [refused]"
     text = talk.facts("refused")["text"]
-    assert "shard 's1' only there; shard 's0' is held by ranks 0-1 there and by 0-2 here" in text
+    assert "shard 's1' only in the first; shard 's0' is held by ranks 0-1 in the first and by 0-2 in the second" in text
     assert talk.greets(1, theirs) == "Refused(mismatch):1 [refused]", "nobody is asked twice"
 
 

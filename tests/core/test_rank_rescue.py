@@ -233,7 +233,7 @@ def test_only_the_planned_version_is_written(version: int, phase: m.Phase) -> No
     rank.quiet(version, phase)
     assert rank.save(7) == ">SaveFailed"
     failed = rank.sent(m.SaveFailed)
-    assert failed.text == f"asked for version 7, holds {version} ({phase.value})"
+    assert failed.text == f"version 7 was ordered, but this rank holds version {version} ({phase.value})"
     assert failed.may_pass is (phase is m.Phase.IDLE), "another plan may be made of a newer version that is whole"
 
 

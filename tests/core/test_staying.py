@@ -18,7 +18,7 @@ FIVE, SIX = stay(Version(5)), stay(Version(6))
         ([FIVE, SIX, SEAT], "ranks stand in different updates"),
         ([FIVE, leave("too early"), FIVE], "rank 1: too early"),
         ([SEAT, leave(""), SEAT], "rank 1: "),
-        ([SEAT, SEAT], "nobody is in one"),
+        ([SEAT, SEAT], "no rank is in its loop"),
     ],
 )
 def test_one_rank_that_cannot_has_all_leave(said: list[str], why: str | None) -> None:

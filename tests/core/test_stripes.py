@@ -62,7 +62,7 @@ def test_every_part_knows_where_it_belongs(name: str, count: int) -> None:
 
 
 def test_a_layout_has_no_parts() -> None:
-    with pytest.raises(ConfigError, match="'stage#1/2' is what ttp calls a part of a shard"):
+    with pytest.raises(ConfigError, match="'stage#1/2' names a part of a shard in ttp"):
         Layout(1, {Shard("stage#1/2"): (Rank(0),)})
     assert Layout(1, {Shard("stage#1"): (Rank(0),)}).groups
 

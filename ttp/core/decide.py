@@ -343,7 +343,7 @@ def _reason(
     if verdict.odd_ranks:
         extra.append(f"the copies of ranks {compact_ranks(verdict.odd_ranks)} differ from most others")
     if disputed:
-        extra.append(f"replicas of {', '.join(disputed[:SHARDS_SHOWN])} differ and nobody can tell which is right")
+        extra.append(f"replicas of {', '.join(disputed[:SHARDS_SHOWN])} differ and no majority tells which is right")
     bad = [r for r, answer in by_rank.items() if answer.bad]
     if bad:
         used = [a.rank for a in assignments if a.rank in bad]
@@ -382,7 +382,7 @@ def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
     if gone:
         parts.append(f"ranks {compact_ranks(gone)} gave no answer")
     if torn:
-        parts.append(f"ranks {compact_ranks(torn)} broke off in mid-update")
+        parts.append(f"ranks {compact_ranks(torn)} were stopped in mid-update")
     if failed:
         parts.append(f"ranks {compact_ranks(failed)} could not write")
     return ", ".join(parts)
@@ -396,4 +396,4 @@ def _versions_seen(layout: Layout, ways: Mapping[Rank, Mapping[Version, How]], w
             versions.add(written[shard])
         shown.append(f"{shard} has {sorted(versions)}")
     more = len(layout.groups) - SHARDS_SHOWN
-    return "; ".join([*shown, *([f"and {more} shards more"] if more > 0 else [])])
+    return "; ".join([*shown, *([f"and {more} more shards"] if more > 0 else [])])

@@ -97,13 +97,13 @@ def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
     if world_size < 1:
         raise ConfigError(f"world size {world_size} is not a number of ranks; it must be at least 1")
     if world_size > WORLD_SIZE_MAX:
-        raise ConfigError(f"world size {world_size} is more than the {WORLD_SIZE_MAX} ranks that can be")
+        raise ConfigError(f"world size {world_size} is more than the maximum of {WORLD_SIZE_MAX} ranks")
     if not groups:
         raise ConfigError("a layout needs at least one shard")
     held: set[Rank] = set()
     for shard, ranks in groups.items():
         if part_name(shard):
-            raise ConfigError(f"{shard!r} is what ttp calls a part of a shard (2 of 4): give the shard another name")
+            raise ConfigError(f"{shard!r} names a part of a shard in ttp (2 of 4): give the shard another name")
         if not ranks:
             raise ConfigError(f"shard {shard!r} has an empty replica group")
         if len(set(ranks)) != len(ranks):
@@ -166,12 +166,12 @@ def difference(theirs: Layout, ours: Layout) -> str:
     added = [shard for shard in theirs.groups if shard not in ours.groups]
     lacking = [shard for shard in ours.groups if shard not in theirs.groups]
     moved = [s for s, ranks in theirs.groups.items() if s in ours.groups and ours.groups[s] != ranks]
-    said = [f"{_few(added)} only there"] if added else []
-    said += [f"{_few(lacking)} only here"] if lacking else []
+    said = [f"{_few(added)} only in the first"] if added else []
+    said += [f"{_few(lacking)} only in the second"] if lacking else []
     if moved:
         first, more = moved[0], f" (and {len(moved) - 1} more)" if len(moved) > 1 else ""
         there, here = compact_ranks(theirs.groups[first]), compact_ranks(ours.groups[first])
-        said.append(f"shard {first!r}{more} is held by ranks {there} there and by {here} here")
+        said.append(f"shard {first!r}{more} is held by ranks {there} in the first and by {here} in the second")
     return "; ".join(said)
 
 

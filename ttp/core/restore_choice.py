@@ -100,12 +100,12 @@ def _advice(views: list[RestoreView]) -> str:
         lacking = any(text.endswith(" is missing") for view in views for text in view.skipped)
         shared = ". Is save_dir shared by all hosts?" if lacking else ""
         return (
-            f"Mend {', '.join(damaged)}, of which some ranks found damage, or move it away: they have no other one in "
-            f"common{shared}"
+            f"Repair {', '.join(damaged)}, which some ranks found damaged, or move it away: the ranks have no other "
+            f"checkpoint in common{shared}"
         )
     if any(is_fallback_note(text) for view in views for text in view.skipped):
         return (
-            "The fallback directory (TTP_FALLBACK_DIR) is not seen by all ranks: copy the checkpoint from there to the "
+            "Not all ranks see the fallback directory (TTP_FALLBACK_DIR): copy the checkpoint from there to the "
             "save_dir, or to the same path on every host"
         )
     return "Is save_dir shared by all hosts?"

@@ -159,7 +159,7 @@ def test_an_update_that_runs_is_waited_for(rank: Make) -> None:
         ("the gate is open", "its gate is open"),
         ("an update", "it is making an update"),
         ("the device", "its device has begun update 4"),
-        ("the first steps", "not aborted before 2 updates are made, and 1 are"),
+        ("the first steps", "not aborted before 2 updates, and this rank has made 1"),
         ("abort-hangs", "1 of 1 process groups of NCCL were not aborted within 0.1 s"),
         ("abort-raises", "could not be aborted: RuntimeError: NCCL error"),
     ],

@@ -118,12 +118,12 @@ def test_what_nobody_has_touched_is_kept(make: Callable[..., Job]) -> None:
     ("change", "why"),
     [
         (add_in_place, "0.weight was written to"),
-        (add_unseen, "other values"),
-        (replace_values, "0.weight was written to, or replaced"),
-        (replace_moments, "exp_avg was written to, or replaced"),
-        (lose_a_moment, "was written to, or replaced"),
+        (add_unseen, "its values differ"),
+        (replace_values, "0.weight was written to or replaced"),
+        (replace_moments, "exp_avg was written to or replaced"),
+        (lose_a_moment, "was written to or replaced"),
         (tear, "half done"),
-        (go_on, "compared at step 1, and stands at step 2"),
+        (go_on, "compared at step 1, but is at step 2 now"),
     ],
 )
 def test_a_state_that_has_changed_since_all_stopped_is_not_kept(

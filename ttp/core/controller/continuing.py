@@ -52,9 +52,9 @@ def trial(job: Membership, incident: Incident, base: Version) -> tuple[bool, str
     """Return whether ranks go on from a requested checkpoint, without any death, and the outcome in words."""
     if not incident.trial:
         return False, incident.outcome
-    unable = "" if _wanted(job) else "not every rank can; their logs say why, if TTP_CONTINUITY is keep"
+    unable = "" if _wanted(job) else "not every rank is able to; with TTP_CONTINUITY=keep their logs say why"
     why_not = unable or _why_not_the_state(incident, incident.saved, base) or _why_no_seat(job, incident, set())
-    text = f"ranks do not go on from it: {why_not}" if why_not else "all ranks go on from it"
+    text = f"the ranks do not go on from it: {why_not}" if why_not else "all ranks go on from it"
     return not why_not, f"{incident.outcome}; {text}"
 
 
@@ -72,7 +72,7 @@ def _why_not(job: Membership, incident: Incident, end: Verdict, base: Version) -
 def why_not_after(job: Membership, incident: Incident, plan: Plan, base: Version) -> str:
     """Return why the survivors cannot go on after this plan, as far as is known now; empty: they may go on."""
     if not _wanted(job):
-        return "not every rank can"
+        return "not every rank is able to go on"
     return _why_not_the_evidence(incident, _dead(job)) or _why_not_the_state(incident, plan.version, base, plan)
 
 
@@ -89,7 +89,7 @@ def _why_not_the_evidence(incident: Incident, dead: set[Rank]) -> str:
     for kind, found in incident.evidence.by_kind.items():
         for rank, evidence in found.items():
             if kind not in _HARMLESS and (kind not in _LETHAL or rank not in dead):
-                return f"{evidence.text}; only deaths are continued"
+                return f"{evidence.text}; ranks go on only after deaths"
     return ""
 
 
@@ -98,7 +98,7 @@ def _why_not_the_state(incident: Incident, version: Version, base: Version, plan
     if version <= base:
         return f"no step was finished since the last start, at step {base}"
     if plan is None or plan.version != version or plan.disputed or not plan.assignments:
-        return "replicas differ, or the checkpoint was there already"
+        return "replicas differ, or the checkpoint existed before"
     if any(answer.bad for answer in incident.answers.values()):
         return "the state holds NaN or Inf"
     return ""
@@ -108,11 +108,11 @@ def _why_no_seat(job: Membership, incident: Incident, dead: set[Rank]) -> str:
     if incident.overtaken:
         return "the whole job was started again already"
     if not (dead or incident.snapshot) or not job.complete or incident.waiting or job.in_doubt or job.done:
-        return "not every rank is known to train or to be dead"
+        return "some rank is neither known to train nor known to be dead"
     for rank in sorted(dead):
         member = job.members[rank]
         if member.left or not member.fenced:
             return f"rank {rank} is not known to be dead"
         if member.seat != SEAT_READY:
-            return f"rank {rank} cannot be started alone: {member.seat or 'its launcher says nothing'}"
+            return f"rank {rank} cannot be started alone: {member.seat or 'its launcher has not reported'}"
     return ""

@@ -73,7 +73,7 @@ def _of_host(job: Membership, host: str) -> tuple[set[Rank], str]:
         return ranks[alike.pop()], ""
     shown = ", ".join(sorted(alike or ranks)[:HOSTS_SHOWN]) + (", ..." if len(alike or ranks) > HOSTS_SHOWN else "")
     if alike:
-        return set(), f"host {host!r:.200} may be {shown}: spell it out"
+        return set(), f"host {host!r:.200} may be {shown}: give the full name"
     return set(), f"no such rank: none runs on host {host!r:.200}; the hosts of this job are {shown}"
 
 

@@ -236,19 +236,19 @@ class HangWatch:
         if silent:
             quiet_s = max(now - self._seen[rank].heard_at for rank in silent)
             state = "stopped, or something holds the interpreter lock"
-            text = f"{ranks_text(silent)} said nothing for {quiet_s:.3g} s ({state}), and {stood}; {known}"
+            text = f"{ranks_text(silent)} sent no heartbeat for {quiet_s:.3g} s ({state}), and {stood}; {known}"
             return Suspicion(silent, text)
         last = min(self._seen[rank].place for rank in ranks)
         behind = tuple(sorted(rank for rank in ranks if self._seen[rank].place == last))
         further = [rank for rank in ranks if self._seen[rank].place != last]
         if not further:
-            where = f"all are at the same place ({_words(last)})"
+            where = f"all ranks are at the same place ({_words(last)})"
             return Suspicion((), f"{stood} and {where}: a collective or a device does not finish; {known}")
         places = sorted({self._seen[rank].place for rank in further})
         where = _words(places[0]) if len(places) == 1 else f"{_words(places[0])} and further"
         text = f"{stood}: {ranks_text(behind)} at {_words(last)}, {ranks_text(further)} at {where}; {known}"
         if len(behind) > len(further):
-            return Suspicion((), f"{text}. Most are behind, so nobody is singled out")
+            return Suspicion((), f"{text}. Most ranks are behind, so no rank is suspected")
         return Suspicion(behind, text)
 
 

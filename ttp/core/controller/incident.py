@@ -103,7 +103,7 @@ class Incident:
     next_plan_at: float = 0.0
     """Earliest time for the next plan after savers were lost."""
     stage: Stage = Stage.FREEZING
-    why: str = "a fault was seen, or a checkpoint was asked for"
+    why: str = "a fault was reported, or a checkpoint was requested"
     """Reason for the present stage, in words; only ``enter`` changes stage and reason."""
     waits_for: str = ""
     """The last reason for which no plan was made yet."""

@@ -94,7 +94,7 @@ class JobEnd:
         if self.finished_at is not None and (not self._job.live or now >= self.finished_at + self._timeouts.linger_s):
             self._stop("the job is over")
         elif not self._job.live and now >= self._quiet_since + self._timeouts.abandoned_s:
-            self._stop(f"nobody spoke to this controller for {self._timeouts.abandoned_s:g} s")
+            self._stop(f"no rank was connected to this controller for {self._timeouts.abandoned_s:g} s")
 
     def _stop(self, reason: str) -> None:
         self.stopped = True

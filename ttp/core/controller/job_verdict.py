@@ -83,8 +83,8 @@ class JobVerdict:
         launches = self.fruitless + 1
         if not self.progress and launches >= FRUITLESS_MAX:
             words = (
-                f"no progress: launch {launches} in a row that brought no new version; starting again does not help "
-                f"before its cause is gone ({cause}). {text}"
+                f"no progress: launch {launches} in a row without a new version; starting again does not help "
+                f"until the cause is removed ({cause}). {text}"
             )
             self._end = Verdict(EXIT_NOT_SAVED, words, final=True)
         return self._end
@@ -110,7 +110,7 @@ class JobVerdict:
         self.asked.add(host)
         self._claims[host] = code
         if code == EXIT_BAD_CONFIG:
-            self.is_wrong(f"the launcher on {host} says so")
+            self.is_wrong(f"reported by the launcher on {host}")
 
     @property
     def wrong(self) -> bool:
@@ -127,5 +127,5 @@ class JobVerdict:
         claims = {code: host for host, code in self._claims.items()}
         for code in (EXIT_NOT_SAVED, EXIT_SAVED):
             if code in claims:
-                return Verdict(code, f"the launcher on {claims[code]} says so")
-        return Verdict(None, "this controller knows of no end")
+                return Verdict(code, f"reported by the launcher on {claims[code]}")
+        return Verdict(None, "this controller does not know that the job has ended")

@@ -73,14 +73,14 @@ class _Telling:
     def add(self, part: lm.LayoutPart) -> str:
         """Add a part, which may come twice. Return what is wrong with it; empty if it is correct."""
         if not 0 <= part.index < part.count <= PARTS_MAX or (self.count and part.count != self.count):
-            return f"part {part.index} of {part.count} is no part of a layout"
+            return f"part {part.index} of {part.count} is not a valid part of a layout"
         if part.index not in self.parts:
             self.count = part.count
             self.parts[part.index] = part.groups
             self.groups += max(1, len(part.groups))  # an empty part takes memory too
             self.ranks += sum(len(group.ranks) for group in part.groups)
         if self.groups > WORLD_SIZE_MAX or self.ranks > RANKS_MAX:
-            return f"more than {WORLD_SIZE_MAX} shards, or {RANKS_MAX} ranks in all of them together"
+            return f"more than {WORLD_SIZE_MAX} shards, or more than {RANKS_MAX} ranks in all shards together"
         return ""
 
     @property
@@ -93,7 +93,7 @@ class _Telling:
         for index in range(self.count):
             for number, group in enumerate(self.parts[index]):
                 if group.name in groups and (number or next(reversed(groups)) != group.name):
-                    return f"shard {group.name!r} comes twice"
+                    return f"shard {group.name!r} is listed twice"
                 groups.setdefault(group.name, []).append(group.ranks)
         try:
             return Layout(world_size, {name: tuple(r for run in runs for r in run) for name, runs in groups.items()})
@@ -162,7 +162,7 @@ class Layouts:
         if isinstance(layout, str):
             self._refuse(speaker, part.digest, f"announces an impossible layout: {layout}", now)
         elif layout.digest != part.digest:
-            self._refuse(speaker, part.digest, "layout and digest do not belong together", now)
+            self._refuse(speaker, part.digest, "layout and digest do not match", now)
         else:
             self._job.learn(layout)
             return self._close(part.digest, now)

@@ -313,7 +313,7 @@ class Membership:
             return m.RefusalCode.MALFORMED, f"rank {hello.rank} is not in a world of {hello.world_size}"
         known = self.layouts.get(hello.layout_digest)
         if known is not None and known.world_size != hello.world_size:
-            return m.RefusalCode.MALFORMED, f"rank {hello.rank}: layout and digest do not belong together"
+            return m.RefusalCode.MALFORMED, f"rank {hello.rank}: layout and digest do not match"
         return None
 
     def _stranger(self, hello: m.Hello) -> Refusal | None:

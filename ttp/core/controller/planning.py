@@ -17,7 +17,7 @@ from ttp.core.replication import keepers
 AGAIN_S = 0.02
 """Seconds from a plan that fell short to the next attempt: one attempt takes 1 ms for a thousand ranks."""
 
-ANSWERS = "ranks have not said yet which version they have"
+ANSWERS = "not all ranks have reported their versions yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Planner:
             return Wait(incident.waits_for)
         if now < incident.next_plan_at:
             incident.look_again_at = incident.next_plan_at
-            return Wait("savers are lost one after the other: they are replaced together")
+            return Wait("savers are being lost one after the other and will be replaced together")
         layout = self.program.layout
         if leads and layout is not None and layout is not incident.layout:
             incident.use(layout)
@@ -77,7 +77,7 @@ class Planner:
         """Return why the program's recovery has to wait a moment; empty: it need not wait."""
         short = isinstance(verdict, NoPlan) and not self.program.may_repair
         if self._job.silent or (short and (self._hopes(incident, now) or self._job.suspects)):
-            return "a rank may come, or come back"
+            return "a rank may still reach the gate, or come back"
         return ""
 
     def _falls_short(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
@@ -88,7 +88,7 @@ class Planner:
             incident.look_again_at = now + AGAIN_S
             return "a newer version that a rank has finished may become whole"
         if self._job.in_doubt:
-            return "a rank of which nothing is heard may come back and complete a version"
+            return "a lost or silent rank may come back and complete a version"
         return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
 
     def _grows(self, incident: Incident, plan: Plan, now: float) -> bool:

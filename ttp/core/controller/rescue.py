@@ -99,7 +99,7 @@ class Rescue:
         if not self._job.training or self._job.ended:
             self._outbox.add(AnswerSave(event.request, False, Version(0), "", "no job is training here"))
             return
-        incident = self.incident or self.snapshot(event.reason or "a checkpoint was asked for", now)
+        incident = self.incident or self.snapshot(event.reason or "a checkpoint was requested", now)
         incident.requests.append(event.request)
         incident.trial |= event.again
 
@@ -258,7 +258,7 @@ class Rescue:
                     self._outbox.record("waits", reason=why)
                 incident.waits_for = why
             case Go(_) if self.program.leads:
-                incident.enter(Stage.PROGRAM, "it is for the program to save")
+                incident.enter(Stage.PROGRAM, "the program itself saves")
                 self.program.begin(incident)
             case Go(verdict) if self._shadow.awaits(incident, verdict, now):
                 return
@@ -308,7 +308,7 @@ class Rescue:
         if incident.stage is Stage.SAVING:
             self.saving.check(incident, now)
         if self.saving.stranded(incident):
-            self._give_up(incident, "nobody is left to commit the checkpoint", now)
+            self._give_up(incident, "no rank is left to commit the checkpoint", now)
 
     # ------------------------------------------------------------------------------------------------ thaw or release
 

@@ -114,5 +114,5 @@ def _gone(version: Version, path: str, found: Version) -> str:
     return (
         f"step {version} was committed as {path}, and {there}: going on would throw finished steps away. "
         "Is save_dir mounted, on every host? If that checkpoint was removed on purpose, start the job once more: "
-        "this controller ends with it, and another one takes what is there"
+        "this controller ends with that start, and the next one restores what the ranks find"
     )

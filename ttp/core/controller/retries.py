@@ -27,7 +27,7 @@ class Retries:
         if not (fallback and incident.failures) or incident.directory:
             return False
         self._outbox.record("fallback", directory=fallback, failures=dict(sorted(incident.failures.items())))
-        incident.enter(Stage.FREEZING, f"once more, in {fallback}")
+        incident.enter(Stage.FREEZING, f"the save is tried again in {fallback}")
         incident.forgive(fallback, incident.failures)
         return True
 
@@ -45,7 +45,7 @@ class Retries:
         pause_s = min(RETRY_MAX_S, RETRY_S * 2**incident.retries)
         incident.retries += 1
         self._outbox.record("retry", after_s=pause_s, failures=dict(sorted(incident.failures.items())), reason=reason)
-        incident.enter(Stage.FREEZING, f"the storage refused: once more after {pause_s:g} s")
+        incident.enter(Stage.FREEZING, f"the storage refused: the save is tried again after {pause_s:g} s")
         incident.look_again_at = now + pause_s
         incident.forgive("", incident.passing)
         return True

@@ -209,7 +209,7 @@ class Saving:
         self._outbox.record("misfit", shards=sorted(odd))
         incident.uncut |= odd
         incident.forget_parts(dict.fromkeys(odd, 1))
-        incident.enter(Stage.FREEZING, "replicas do not cut a shard alike")
+        incident.enter(Stage.FREEZING, "replicas cut a shard differently")
 
     def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
         """Drop a failed task; the rank gets no order again, except by ``Incident.forgive``."""
@@ -349,7 +349,7 @@ class Saving:
             f" from kept copies; {lost} finished steps are lost" if lost else ""
         )
         if incident.holds:
-            incident.outcome = f"version {version} is held in the memory of the host, and on its way to the storage"
+            incident.outcome = f"version {version} is held in the memory of the host and is being copied to the storage"
             self.held = (version, report.path)
         else:
             self.last_commit, self.held = (version, report.path), None

@@ -58,7 +58,7 @@ class Shadow:
         if not held or (isinstance(verdict, Plan) and verdict.version > held):
             return False
         if any(incident.can_commit(rank) for rank in incident.answers):
-            reason = f"version {held} is held in memory, and ranks have nothing newer"
+            reason = f"version {held} is held in memory, and no rank has a newer one"
             incident.plan, incident.tasks, incident.pending = Plan(held, (), reason), [], {}
             self._await(incident, held, now)
         return True
@@ -66,13 +66,13 @@ class Shadow:
     def _await(self, incident: Incident, version: Version, now: float) -> None:
         self._outbox.record("awaited", version=version)
         incident.generation, incident.awaiting = self._saving.next_generation(incident), True
-        self._saving.commit(incident, "what is held has to be durable", now)
+        self._saving.commit(incident, "the held version has to become durable", now)
 
     def failed(self, incident: Incident) -> None:
         """Begin the save again, on the storage, if a rank could not write or commit the checkpoint in memory."""
         if incident.holds and incident.failures:
             self._outbox.record("not_held", failures=dict(sorted(incident.failures.items())))
-            incident.enter(Stage.FREEZING, "it cannot be held in memory: it is saved to the storage")
+            incident.enter(Stage.FREEZING, "the checkpoint cannot be held in memory, so it is saved to the storage")
             incident.forgive("", incident.failures)
 
     def leave(self, incident: Incident) -> None:

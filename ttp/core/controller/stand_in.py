@@ -181,5 +181,5 @@ class StandIn:
             self.job.detach(rank)
             del self.job.members[rank]
         if self.rescue.incident is not None and not self._streams:
-            self._outbox.record("thawed", reason="every rank has hung up, which thaws it", false_alarm=False)
+            self._outbox.record("thawed", reason="every rank has closed its stream, which thaws it", false_alarm=False)
             self.rescue.close()

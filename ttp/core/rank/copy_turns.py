@@ -45,7 +45,7 @@ class CopyTurns:
         self._copy, self._unsettled = replace(copy, whole=whole), False
         self._outbox.do(SettleCopy(order.version, order.whole))
         if self._skipped > order.version:
-            text = f"the copy of version {order.version} was not through yet"
+            text = f"the copy of version {order.version} was not finished yet"
             self._copy = Copied(self._rank, self._skipped, False, text, whole)
             self.repeat()
 

@@ -53,13 +53,13 @@ def why_not_kept(stopped: Look | None, now: Look, version: Version, phase: Phase
     if phase not in (Phase.IDLE, Phase.DONE):
         return f"its update was left half done ({phase.value})"
     if stopped is None or not all(stopped.digests) or not stopped.digests:
-        return "nothing was compared when all stopped (TTP_DIGEST=off, or it could not be read)"
+        return "replicas were not compared when all ranks stopped (TTP_DIGEST=off, or the state could not be read)"
     if not stopped.version == now.version == version:
-        return f"it was compared at step {stopped.version}, and stands at step {version}"
+        return f"it was compared at step {stopped.version}, but is at step {version} now"
     if stopped.marks != now.marks:
-        return f"{_changed(stopped.marks, now.marks)} was written to, or replaced, since all stopped"
+        return f"{_changed(stopped.marks, now.marks)} was written to or replaced since all ranks stopped"
     if stopped.digests != now.digests:
-        return "it has other values than when all stopped"
+        return "its values differ from those when all ranks stopped"
     return ""
 
 
@@ -71,7 +71,7 @@ def why_not_adopted(kept: Origin, committed: Origin) -> str:
         committed: the commit that all ranks go on from.
     """
     if kept.version != committed.version:
-        return f"it is of step {kept.version}, and all go on from step {committed.version}"
+        return f"it is of step {kept.version}, but all ranks go on from step {committed.version}"
     if not kept.incident or kept.incident != committed.incident:
         return "the checkpoint is of another incident"
     return ""

@@ -24,7 +24,7 @@ def why_never(version: Version, base: Version) -> str:
     """
     if version - base >= UPDATES_MIN:
         return ""
-    return f"communicators are not aborted before {UPDATES_MIN} updates are made, and {version - base} are"
+    return f"communicators are not aborted before {UPDATES_MIN} updates, and this rank has made {version - base}"
 
 
 def why_not_yet(closed: bool, phase: Phase, finished: Version, begun: Version) -> str:
@@ -41,5 +41,5 @@ def why_not_yet(closed: bool, phase: Phase, finished: Version, begun: Version) -
     if phase is Phase.UPDATING:
         return "it is making an update"
     if phase is not Phase.TORN and begun > finished:  # a torn state is of no version and is not saved
-        return f"its device has begun update {begun} and not finished it"
+        return f"its device has begun update {begun} but not finished it"
     return ""

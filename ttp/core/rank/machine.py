@@ -240,7 +240,7 @@ class ProcessorMachine:
 
     def _stream_down(self, now: float) -> None:
         if self._guest:  # the next controller might take it for the living rank
-            self._exit(EXIT_SAVED, "the controller is lost, and this process was no part of the job yet")
+            self._exit(EXIT_SAVED, "the controller is lost, and this process was not part of the job yet")
             return
         self._outbox.welcomed = False
         if self._down_since is None:

@@ -84,7 +84,7 @@ class RankRescue:
     def expire(self, now: float) -> bool:
         """Give up a redo that does not end. Return whether the whole rescue takes too long."""
         if self._redo_until is not None and now >= self._redo_until:
-            self._redo_failed("the update that was asked for does not end")
+            self._redo_failed("the ordered update does not end")
         return bool(self.incident) and not self._snapshot and now >= self._frozen_since + self._rescue_s
 
     # --------------------------------------------------------------------------------------------------------- orders
@@ -148,7 +148,7 @@ class RankRescue:
             self._outbox.do(act.Redo(order.version))
         else:
             how = phase.value if self._redoing is None else f"on its way to {self._redoing}"
-            text = f"asked for version {order.version}, holds {version} ({how})"
+            text = f"version {order.version} was ordered, but this rank holds version {version} ({how})"
             ahead = order.version < version and phase in (m.Phase.IDLE, m.Phase.DONE)  # it can save the newer version
             rank = self._state.rank
             self._finish(order, m.SaveFailed(rank, self.incident, order.generation, text, ahead))
@@ -171,7 +171,7 @@ class RankRescue:
         """
         if isinstance(order := self._order, m.Save):
             self._outbox.do(act.CancelSave())
-            failed = m.SaveFailed(self._state.rank, order.incident, order.generation, "it was given up", may_pass=True)
+            failed = m.SaveFailed(self._state.rank, order.incident, order.generation, "it was cancelled", may_pass=True)
             self._results[m.Save, order.generation] = failed
         self._order = self._redo_until = None
 
@@ -223,7 +223,7 @@ class RankRescue:
         elif quiet.phase in (m.Phase.IDLE, m.Phase.UPDATING):
             return False
         else:
-            self._redo_failed(f"the update that was asked for ended {quiet.phase.value}")
+            self._redo_failed(f"the ordered update ended {quiet.phase.value}")
         return True
 
     def not_redone(self, text: str) -> None:

@@ -37,4 +37,4 @@ def why_left(said: Sequence[str]) -> str | None:
     places = {word: rank for rank, word in enumerate(said) if word != SEAT}
     if len(places) == 1:
         return None
-    return "nobody is in one" if not places else "ranks stand in different updates"
+    return "no rank is in its loop" if not places else "ranks stand in different updates"

@@ -83,7 +83,7 @@ def _why_not_the_job(state: RepairState, dead: set[Rank]) -> str:
     if not dead:
         return "no rank has died"
     if state.job.in_doubt or state.job.done or not state.job.complete:
-        return "not every rank is known to train or to be dead"
+        return "some rank is neither known to train nor known to be dead"
     return "a live rank cannot continue" if state.must_load or state.job.broken - dead else ""
 
 
@@ -112,7 +112,7 @@ def _why_no_seat(state: RepairState, dead: set[Rank], *, alone: bool) -> str:
         if member.left or not member.fenced:
             return f"rank {rank} is not known to be dead"
         if member.seat != SEAT_READY and (alone or member.seat):
-            return f"rank {rank} cannot be started alone: {member.seat or 'its launcher says nothing'}"
+            return f"rank {rank} cannot be started alone: {member.seat or 'its launcher has not reported'}"
     return ""
 
 
