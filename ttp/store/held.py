@@ -103,7 +103,7 @@ class Held:
         key = hashlib.sha256(f"{os.path.realpath(save_dir)}|{place}".encode()).hexdigest()[:16]
         return cls(shared_memory / f"{PREFIX}{os.getuid()}-{key}")
 
-    # ---------------------------------------------------------------------------------------------------- what is there
+    # --------------------------------------------------------------------------------------------------------- contents
 
     @property
     def usable(self) -> bool:
@@ -151,7 +151,7 @@ class Held:
             return False
         return (stat.f_bavail * stat.f_frsize) - size >= RESERVE * stat.f_blocks * stat.f_frsize
 
-    # ----------------------------------------------------------------------------------------------------- what is said
+    # ----------------------------------------------------------------------------------------------- order and progress
 
     def order(self) -> Order | None:
         """Return the last order to the writer; None: there is none that can be read."""

@@ -94,7 +94,7 @@ class HangWatch:
         self._beat_s = heartbeat_s
         self.reset(0.0)
 
-    # ------------------------------------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------------------------------------------------ input
 
     def reset(self, now: float) -> None:
         """Begin a new incarnation: forget all that was learnt."""
@@ -153,7 +153,7 @@ class HangWatch:
         self._seen.pop(rank, None)
         self._pausing.discard(rank)
 
-    # ---------------------------------------------------------------------------------------------- what is concluded
+    # -------------------------------------------------------------------------------------------------------- suspicion
 
     @property
     def patience_s(self) -> float | None:

@@ -82,7 +82,7 @@ class Incident:
     redoing: dict[Rank, Version] = field(default_factory=dict)
     """Ranks with an order to redo an update, which they have not reported yet: target versions by rank."""
     keepers: dict[Rank, tuple[Shard, ...]] = field(default_factory=dict)
-    """The shards that each rank holds, for kept copies of its state; computed when the first such copy is reported."""
+    """The shards that each rank's kept copies contain; computed when the first kept copy is reported."""
     reign: str = ""
     """Suffix of the draft's name, different for each controller of an incident, so that drafts are never shared."""
     directory: str = ""

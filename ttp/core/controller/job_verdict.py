@@ -54,7 +54,7 @@ class JobVerdict:
         self._claims: dict[str, int] = {}
         self.asked = set()
 
-    # ------------------------------------------------------------------------------------------------ what is happening
+    # --------------------------------------------------------------------------------------------------------- launches
 
     def launch_begins(self, *, same_job: bool) -> None:
         """Begin a launch, whose first rank has said hello; ``same_job``: of the same job as the last launch."""
@@ -94,7 +94,7 @@ class JobVerdict:
         self.progress = True
         self._end = Verdict(EXIT_TRAINED, "trained to the end")
 
-    # -------------------------------------------------------------------------------------------------- what they say
+    # ---------------------------------------------------------------------------------------------------------- reports
 
     def starts(self) -> None:
         """Forget how the last launch ended, because a launcher starts ranks."""

@@ -108,7 +108,7 @@ class ControllerMachine:
         self._suspected = 0  # the most suspects at one time since there last were none
         self._unsettled = False
 
-    # ------------------------------------------------------------------------------------------------------- entrance
+    # ----------------------------------------------------------------------------------------------------------- events
 
     def on_event(self, event: Event, now: float, *, more: bool = False) -> list[Action]:
         """Take one event; return the actions to be done, in order. Late and duplicate events change nothing.
@@ -201,7 +201,7 @@ class ControllerMachine:
             yield from self._rescue.program.deadlines()
         yield from self.stand_in.deadlines()
 
-    # --------------------------------------------------------------------------------------------------- what is known
+    # ------------------------------------------------------------------------------------------------------------ state
 
     @property
     def term(self) -> int:

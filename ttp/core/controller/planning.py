@@ -47,7 +47,7 @@ class Planner:
         """Leads jobs that save and repair themselves."""
         self._job, self._timeouts = job, timeouts
 
-    # ----------------------------------------------------------------------------------------------------------- when
+    # ------------------------------------------------------------------------------------------------------------- time
 
     def should_plan(self, incident: Incident, now: float) -> Wait | Go:
         """Decide whether to act on the answers so far: a plan that is made too early may miss a newer version.
@@ -126,7 +126,7 @@ class Planner:
         verdict = self.decide(incident)
         return isinstance(verdict, Plan) and verdict.version > plan.version
 
-    # ---------------------------------------------------------------------------------------------------------- what
+    # ------------------------------------------------------------------------------------------------------------- plan
 
     def decide(self, incident: Incident) -> Plan | NoPlan:
         """Return the plan for the answers so far. It uses redo and undo only if that saves a newer version."""

@@ -59,7 +59,7 @@ class Silence:
         self._asked: set[str] = set()  # hosts that are being looked at
         self._doubted: OrderedDict[str, float] = OrderedDict()  # end of the doubt about each host, the next first
 
-    # ---------------------------------------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------------------------------------------------ input
 
     def joined(self, rank: Rank, now: float) -> None:
         """Note that a rank is connected."""
@@ -85,7 +85,7 @@ class Silence:
         return True
 
     def lost(self, rank: Rank) -> None:
-        """Stop watching a disconnected rank; other evidence than a doubt stands against it."""
+        """Stop watching a disconnected rank: the end of its stream is evidence of its own, not a doubt."""
         host = self._job.members[rank].hello.host
         ranks = self._ranks.get(host, set())
         ranks.discard(rank)

@@ -109,7 +109,7 @@ class ProcessorMachine:
     def program(self, program: RankProgram) -> None:
         self._state.program = program
 
-    # ------------------------------------------------------------------------------------------------------- entrance
+    # ----------------------------------------------------------------------------------------------------------- events
 
     def on_event(self, event: ev.Event, now: float) -> list[act.Action]:
         """Take one event; return the actions to be done, in order."""
