@@ -178,9 +178,9 @@ def _stays(current: session.Session, goes_on: continuing.Continuing, why_not: st
         restored = current.restore()
         adapter.start = None
     except Exception as problem:
-        goes_on.leave(f"it could not stay in its loop: {problem!r}")
+        goes_on.leave(f"this rank could not stay in its loop: {problem!r}")
     if restored != start.version:
-        goes_on.leave(f"it stands before update {start.version + 1}, but the others restore step {restored}")
+        goes_on.leave(f"this rank stands before update {start.version + 1}, but the others restore step {restored}")
     log.info("its loop was not left: update %d is called again", restored + 1)
     return True
 

@@ -107,7 +107,7 @@ def test_an_abort_that_fails_costs_no_step(tmp_path: Path, unkind: str) -> None:
         tmp_path, "made-up", "ddp", faults, **settings("cpu:nccl", MADE_UP_NCCL=unkind)
     )
     assert not problem, problem
-    assert "its connections cannot be broken: RuntimeError: " in job.log.read_text(), job.story()
+    assert "connections of this rank cannot be broken: RuntimeError: " in job.log.read_text(), job.story()
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Refuses a ``save_dir`` to which another job saves that runs now.
+"""Refuses a ``save_dir`` to which another running job saves.
 
 Each controller leaves its host and port in the history of launches (``ttp.store.history``). Rank 0 of a new job asks
 the controllers of the last launches that have no recorded end. Only an answer counts: the controller of a crashed job
@@ -28,16 +28,16 @@ ASKED_MAX = 3
 """Number of launches, the newest ones, whose controllers are asked."""
 CONNECT_S = 1.0
 ENDING_S = 60.0
-"""Seconds to wait for a job that is being saved or ends, as when a scheduler starts the next job early."""
+"""Seconds to wait for a job that saves or ends, for example because a scheduler has started the next job early."""
 _POLL_S = 0.5
 _TRAINS = frozenset({"waiting", "forming", "training"})
 _LIVES = frozenset({"live", "frozen"})
 
 
 def refuse_shared(save_dir: Path, config: Config) -> None:
-    """Raise if another job that runs now saves to ``save_dir``. Waits for a job that is ending. For rank 0.
+    """Raise if another running job saves to ``save_dir``. Wait for a job that is ending. Called by rank 0.
 
-    It finds a job whose controller can be reached and has the same secret, or runs on this host for the same user.
+    The other job is found if its controller can be reached and has the same secret, or runs on this host for this user.
 
     Args:
         save_dir: absolute path.
@@ -57,7 +57,7 @@ def refuse_shared(save_dir: Path, config: Config) -> None:
 
 
 def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
-    """Return the status of the job of a launch if it trains, or does not end in ``ENDING_S``; None: it does not run."""
+    """Return the status of a launch's job if it trains, or does not end within ``ENDING_S``; None: it does not run."""
     until = time.monotonic() + ENDING_S
     told = False
     while (status := _status(launch, save_dir, config)) is not None:
@@ -81,19 +81,19 @@ def _status(launch: Launch, save_dir: Path, config: Config) -> Any:
                 status = ask_status(address, port, token)
                 if status is not None:
                     return status if _runs(status, launch, save_dir) else None
-    except Exception as problem:  # it must not keep a job from starting
+    except Exception as problem:  # a failing check must not keep a job from starting
         log.debug("cannot ask the controller of an earlier launch at %s: %s", launch.controller, problem)
     return None
 
 
 def _runs(status: Any, launch: Launch, save_dir: Path) -> bool:
-    """Return whether this status is of the job of the launch, and its rank 0 lives."""
+    """Return whether a status is that of the launch's job, and rank 0 of the job lives."""
     same = status.run_id == launch.run_id and Path(status.save_dir).resolve() == save_dir.resolve()
     return same and any(each.rank == 0 and each.state in _LIVES for each in status.ranks)
 
 
 def _tokens(config: Config, port: int) -> list[str]:
-    """Return the secrets to try: that of this job, and what a launcher has left on this host for the job of a port."""
+    """Return the secrets to try: this job's, and those that launchers left on this host for a job with ``port``."""
     found: list[str | None] = [config.token]
     for run_dir in (None, config.run_dir):
         with contextlib.suppress(ConfigError):

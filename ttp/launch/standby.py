@@ -89,7 +89,7 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
     )
     if not wait_until_serving(address, port, config.token, START_S):
         stop_controller(child)
-        raise TtpError(f"it does not answer at {target(address, port)} within {START_S:g} s")
+        raise TtpError(f"the controller does not answer at {target(address, port)} within {START_S:g} s")
     return target(address, port)
 
 

@@ -94,8 +94,8 @@ class Continuing:
             self._enter()
         except Exception as problem:
             if self._next is not None or self._timer is not None:
-                self.leave(f"it could not go on: {problem!r}")
-            self._refused = f"its process groups are not known: {problem!r}"
+                self.leave(f"this rank could not go on: {problem!r}")
+            self._refused = f"the process groups of this rank are not known: {problem!r}"
 
     def _enter(self) -> None:
         groups, self._registered = self._groups, False
@@ -137,7 +137,7 @@ class Continuing:
             try:
                 self._renew("its optimizer is wrapped", all_of_them=True)
             except Exception as problem:
-                self.leave(f"it could not go on: {problem!r}")
+                self.leave(f"this rank could not go on: {problem!r}")
         if self._groups is not None:
             self._groups.wrapped()
 
@@ -168,7 +168,7 @@ class Continuing:
             self.releasing = False
             self._renew("in its loop", all_of_them=True)
         except Exception as problem:
-            self.leave(f"it could not go on: {problem!r}")
+            self.leave(f"this rank could not go on: {problem!r}")
         return True
 
     def why_not(self, layout: Layout, source: StateSource) -> str:
@@ -240,7 +240,7 @@ class Continuing:
         """
         while (told := self._files.next()) is None or told.launch != launch or not told.released:
             if time.monotonic() > self._since + self._patience_s:
-                self.leave("its launcher has not announced the next launch")
+                self.leave("the launcher has not announced the next launch")
             time.sleep(LOOK_S)
         os.environ.update(told.as_environment())
         return told
@@ -274,7 +274,7 @@ class Continuing:
         except Exception as problem:
             reason = describe(problem)
         if reason:
-            self.leave(f"its connections cannot be broken: {reason}")
+            self.leave(f"the connections of this rank cannot be broken: {reason}")
 
     def over(self) -> None:
         """Stop the clock and remove the mark, because an update begins for which every rank has its gradient."""
