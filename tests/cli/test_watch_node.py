@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,40 @@ def test_a_faulty_host_is_reported_to_its_job(ttp: Ttp, start: Start) -> None:
     assert (back.code, back.out) == (0, "left may start ranks again\n")
     again = ttp("report-fault", "--port", controller.port, "--host", "left", "--recovered")
     assert (again.code, again.out) == (0, "left is not drained; nothing was done\n")
+
+
+def test_a_check_that_cannot_run_has_an_exit_code_of_its_own(ttp: Ttp, start: Start, tmp_path: Path) -> None:
+    controller = start()
+    controller.ranks(4)
+    (tmp_path / "reset.json").write_text("{")
+    once = ttp("watch-node", "--port", controller.port, "--once", "--reset-json", tmp_path / "reset.json")
+    assert once.code == 3 and "is incomplete" in once.err
+    assert ttp("watch-node", "--port", controller.port, "--once", "--", "/no/check").code == 3
+
+    faulty = shell("exit 2")
+    worse = ttp("watch-node", "--once", "--port", 1, "--reset-json", tmp_path / "reset.json", "--", *faulty)
+    assert worse.code == 2 and "is incomplete" in worse.err, "what one check does not know another one may"
+
+
+def test_a_host_of_unknown_health_stays_what_it_was(
+    ttp: Ttp, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = start()
+    controller.ranks(4)
+    left = [2, 9, 9, 2, 9, 0]
+    code = tmp_path / "code"
+
+    def next_code(_s: float = 0.0) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        code.write_text(str(left.pop(0)))
+
+    next_code()
+    monkeypatch.setattr("ttp.cli.watch_node.time", SimpleNamespace(sleep=next_code))
+    flags = ["--port", controller.port, "--host", "left", "--drain", "--strikes", 2]
+    lines = ttp("watch-node", *flags, "--", *shell(f"echo bad; exit $(cat {code})")).err.splitlines()
+    expected = ["left is faulty: bad", "exited with 9", "accused: rank 0-1", "exited with 9", "left is healthy again"]
+    assert len(lines) == len(expected) and all(map(str.__contains__, lines, expected)), lines
 
 
 def test_ranks_of_reset_json_are_reported(ttp: Ttp, start: Start, tmp_path: Path) -> None:

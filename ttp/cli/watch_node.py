@@ -15,6 +15,9 @@ from ttp.config import Config
 from ttp.errors import TtpError, UsageError
 from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
 
+EXIT_UNKNOWN = 3
+"""Exit code of ``--once`` when no check has found out the health of the host; monitors such as Nagios use it, too."""
+
 Check = Annotated[
     list[str] | None,
     typer.Argument(
@@ -41,7 +44,7 @@ Drain = Annotated[
     bool, typer.Option("--drain", help="Like `ttp report-fault --drain`: another host takes the place of this one.")
 ]
 Once = Annotated[
-    bool, typer.Option("--once", help="Check once, report at once, and exit with the result of the check.")
+    bool, typer.Option("--once", help="Check once, report at once, and exit as the check did, or with 3: unknown.")
 ]
 
 
@@ -64,18 +67,21 @@ def watch_node(
 
     A faulty host is reported like `ttp report-fault --host`: the job saves its newest step and is started again, with
     --drain on another host. It is reported once, until the check has called it healthy again; then a --drain is taken
-    back, too. A check that cannot be run, a reset.json that is half written, a job that does not run: each is printed,
-    and nothing is reported. The command runs until it is stopped.
+    back, too. If a check cannot be run, or reset.json is half written, the health is unknown: the reason is printed,
+    nothing is reported or taken back, and --once exits with 3. If no job runs, this is printed, and the next check
+    tries again. The command runs until it is stopped.
     """
     if not check and reset_json is None:
         raise UsageError("watch-node needs a check (ttp watch-node -- COMMAND ...) or --reset-json FILE")
     name = host or Config.from_env().host or socket.gethostname()
     course = Course(1 if once else strikes, report_sub_healthy=report_sub_healthy)
-    tell = Complaints()
+    tell, tell_unknown = Complaints(), Complaints()
     while True:
-        worst = _look(check, timeout, reset_json, tell)
+        worst = _look(check, timeout, reset_json, tell_unknown)
         try:
-            if course.report(worst):
+            if worst is None:
+                pass  # unknown: the host may be as before
+            elif course.report(worst):
                 with connected(find(address, port, token)) as client:
                     answer = client.report_fault(
                         list(worst.ranks), "" if worst.ranks else name, worst.text, drain=drain and not worst.ranks
@@ -92,17 +98,18 @@ def watch_node(
         except TtpError as problem:  # no job runs (yet): the next round tries again
             tell(str(problem))
         if once:
-            raise typer.Exit(worst.health.value)
+            raise typer.Exit(EXIT_UNKNOWN if worst is None else worst.health.value)
         time.sleep(every)
 
 
-def _look(check: list[str] | None, timeout_s: float, reset_json: Path | None, tell: Complaints) -> Finding:
-    """Return the worst finding of all checks; print why a check has found nothing."""
-    worst = Finding(Health.HEALTHY)
+def _look(check: list[str] | None, timeout_s: float, reset_json: Path | None, tell: Complaints) -> Finding | None:
+    """Return the worst finding of all checks; print why a check has found nothing.
+
+    None: the health is unknown, as a check has found nothing, and no other one has found the host unhealthy.
+    """
     found = [run_check(check, timeout_s)] if check else []
-    for each in [*found, *([read_reset(reset_json)] if reset_json is not None else [])]:
-        if isinstance(each, str):
-            tell(each)
-        elif each.health.value > worst.health.value:
-            worst = each
-    return worst
+    found += [read_reset(reset_json)] if reset_json is not None else []
+    reasons = [each for each in found if isinstance(each, str)]
+    tell("; ".join(reasons))
+    worst = max((each for each in found if isinstance(each, Finding)), key=lambda each: each.health.value, default=None)
+    return None if reasons and (worst is None or worst.health is Health.HEALTHY) else worst
