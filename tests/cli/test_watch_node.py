@@ -78,6 +78,23 @@ def test_when_a_job_is_told() -> None:
     assert Course(1, report_sub_healthy=True).report(ill)
 
 
+def test_a_job_is_told_again_when_it_gets_worse() -> None:
+    """No recovery lies between a host that was only sub-healthy, or had one broken rank, and what it has now."""
+    bad, ill = Finding(Health.FAULTY, "x"), Finding(Health.SUB_HEALTHY)
+    course = Course(2, report_sub_healthy=True)
+    assert not course.report(ill) and course.report(ill)
+    course.told(ill)
+    assert not course.report(bad) and course.report(bad)
+    course.told(bad)
+    assert not any(map(course.report, (ill, ill, bad, bad)))
+    one, other, both = (Finding(Health.FAULTY, ranks=ranks) for ranks in ((1,), (2,), (1, 2)))
+    for told, news, old in ((one, both, one), (both, bad, other), (one, other, one), (bad, None, both)):
+        course = Course(1, report_sub_healthy=True)
+        course.told(told)
+        assert not course.report(old) and not course.report(ill)
+        assert news is None or course.report(news)
+
+
 def test_a_faulty_host_is_reported_to_its_job(ttp: Ttp, start: Start) -> None:
     controller = start()
     controller.ranks(4)

@@ -66,10 +66,10 @@ def watch_node(
     """Watch the health of this host with a check of your own, and report faults to the job that trains here.
 
     A faulty host is reported like `ttp report-fault --host`: the job saves its newest step and is started again, with
-    --drain on another host. It is reported once, until the check has called it healthy again; then a --drain is taken
-    back, too. If a check cannot be run, or reset.json is half written, the health is unknown: the reason is printed,
-    nothing is reported or taken back, and --once exits with 3. If no job runs, this is printed, and the next check
-    tries again. The command runs until it is stopped.
+    --drain on another host. It is reported once, until it gets worse, or the check has called it healthy again; then a
+    --drain is taken back, too. If a check cannot be run, or reset.json is half written, the health is unknown: the
+    reason is printed, nothing is reported or taken back, and --once exits with 3. If no job runs, this is printed, and
+    the next check tries again. The command runs until it is stopped.
     """
     if not check and reset_json is None:
         raise UsageError("watch-node needs a check (ttp watch-node -- COMMAND ...) or --reset-json FILE")

@@ -64,7 +64,15 @@ class Course:
         """Return whether to report a finding to the job. Call ``told`` only once the job has accepted the report."""
         wanted = finding.health is Health.FAULTY or (finding.health is Health.SUB_HEALTHY and self._report_sub_healthy)
         self._bad = self._bad + 1 if wanted else 0
-        return wanted and self._bad >= self._strikes and self.reported is None
+        return wanted and self._bad >= self._strikes and self._is_news(finding)
+
+    def _is_news(self, finding: Finding) -> bool:
+        """Return whether a finding is worse than the one that was reported, or names further ranks."""
+        told = self.reported
+        if told is None or finding.health.value > told.health.value:
+            return True
+        covered = not told.ranks or (bool(finding.ranks) and set(finding.ranks) <= set(told.ranks))
+        return finding.health is told.health and not covered
 
     def take_back(self, finding: Finding) -> bool:
         """Return whether to tell the job that the node is well again."""
