@@ -110,7 +110,7 @@ def test_without_one_the_job_ends_with_75_within_the_limit(make_two: Callable[..
     await_version(job, 3)
     without_power(job, "two")
     assert job.processes[0].wait(WAIT_S) == 75, job.story()
-    assert "none has taken its place within TTP_RESCHEDULE_S=2 s" in job.story()
+    assert "none has come within TTP_RESCHEDULE_S=2 s" in job.story()
     assert job.committed()
 
 

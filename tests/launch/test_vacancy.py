@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from ttp.errors import ConfigError
 from ttp.launch.run import _parse
-from ttp.launch.stand_by import LATE_S, VACANT_S, StandBy, vacancies
+from ttp.launch.stand_by import LATE_S, VACANT_S, Rescheduling, StandBy, vacancies
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,33 @@ def test_a_rendezvous_that_has_gone_lets_a_host_leave_that_was_not_needed() -> N
     inner = SimpleNamespace(_state_holder=None, is_closed=is_closed, settings=SimpleNamespace(max_nodes=2))
     with pytest.raises(RendezvousGracefulExitError):
         StandBy(inner, 1.0, lambda store: None).next_rendezvous()
+
+
+@pytest.mark.parametrize(
+    ("seated", "wait_s", "limit"),
+    [
+        (True, 270.0, "within TTP_RESCHEDULE_S=270 s"),
+        (False, 270.0, "within --rdzv-conf join_timeout=600 s"),  # the hosts meet for the first time
+        (True, 0.0, "within --rdzv-conf join_timeout=600 s"),
+    ],
+)
+def test_the_limit_that_ended_a_meeting_is_named(
+    seated: bool, wait_s: float, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    met: list[Any] = [None] if seated else []
+
+    def meet() -> Any:
+        if not met:
+            raise RendezvousTimeoutError
+        return met.pop()
+
+    inner = SimpleNamespace(settings=SimpleNamespace(timeout=RendezvousTimeout()), next_rendezvous=meet)
+    rendezvous = Rescheduling(inner, wait_s)
+    for _ in met[:]:
+        rendezvous.next_rendezvous()
+    with pytest.raises(RendezvousTimeoutError):
+        rendezvous.next_rendezvous()
+    assert limit in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ class Rescheduling(WrappedRendezvous):
             RendezvousTimeoutError: a host is missing.
             ConfigError: another host refused its settings and closed the rendezvous (``ttp.launch.refusal``).
         """
-        if self._seated and self._wait_s:
+        limited = self._seated and self._wait_s > 0
+        if limited:
             self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
         try:
             info = super().next_rendezvous()
@@ -69,9 +70,10 @@ class Rescheduling(WrappedRendezvous):
             raise
         except RendezvousTimeoutError:
             logger.error(
-                "a host is missing, and none has taken its place within TTP_RESCHEDULE_S=%g s; the job ends here. What "
-                "was saved stays: start it again with all its hosts",
-                self._wait_s,
+                "a host is missing, and none has come within %s=%g s; the job ends here. What was saved stays: start "
+                "the job again with all hosts",
+                "TTP_RESCHEDULE_S" if limited else "--rdzv-conf join_timeout",
+                self._inner.settings.timeout.join.total_seconds(),
             )
             raise
         self._seated = True
