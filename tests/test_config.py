@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from types import GenericAlias
+from typing import get_origin, get_type_hints
 
 import pytest
 
@@ -16,6 +18,13 @@ ROOT = Path(__file__).parent.parent
 def test_defaults_are_off() -> None:
     config = Config.from_env({"HOME": "/somewhere"})
     assert config.port is None and config == Config()
+
+
+def test_a_default_is_of_the_type_that_the_setting_has() -> None:
+    """The text "off" would count as on."""
+    for field, kind in get_type_hints(Config).items():
+        plain = get_origin(kind) if isinstance(kind, GenericAlias) else kind
+        assert isinstance(getattr(Config(), field), plain), field
 
 
 def test_everything_can_be_set() -> None:

@@ -273,7 +273,7 @@ class Config:
 
     relay: str = _setting("TTP_RELAY", _one_of("auto", "on", "off"), "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of 64 ranks and more."""
-    elastic: bool = _setting("TTP_ELASTIC", _switch, "off")
+    elastic: bool = _setting("TTP_ELASTIC", _switch, False)
     """Whether a job that has lost a host goes on with the others; set by ``ttp run --elastic``."""
 
     continuity: str = _setting("TTP_CONTINUITY", _one_of(*CONTINUITY_MODES), "warm")

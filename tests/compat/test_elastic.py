@@ -66,6 +66,15 @@ def test_a_launch_with_fewer_ranks_is_what_the_manager_has_chosen(job: Callable[
     this.until(lambda: told(this, "report_result") == [("downgrade", 0)])
 
 
+def test_a_program_that_allows_it_is_offered_no_fewer_ranks_by_a_job_that_is_not_elastic(
+    job: Callable[..., Processes],
+) -> None:
+    this = prepared(job, "downgrade", options={"enable_zit": True}, env={"TTP_ABANDONED_S": "60"})
+    this.processes[3].kill()
+    assert [process.wait(WAIT_S) for process in this.processes[:3]] == [EXIT_SAVED] * 3, this.story()
+    assert told(this, "report_strategies")[0] == ["exit", "dump", "recover"], this.story()
+
+
 @pytest.mark.slow
 def test_a_manager_chooses_fewer_ranks_and_then_all_of_them_again(make_job: Callable[..., Job]) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
