@@ -73,6 +73,10 @@ class Host:
     def has(self, name: str) -> bool:
         return (self.out / name).exists()
 
+    def running(self) -> list[psutil.Process]:
+        """All ranks that run, whoever has started them."""
+        return [each for each in psutil.process_iter(["cmdline"]) if str(self.out) in (each.info["cmdline"] or [])]
+
     def wait(self, condition: Callable[[], bool]) -> None:
         until(condition, WAIT_S, lambda: sorted(path.name for path in self.out.iterdir()))
 
@@ -87,9 +91,8 @@ class Host:
 def host(tmp_path: Path) -> Iterator[Host]:
     made = Host(tmp_path)
     yield made
-    for process in psutil.process_iter(["cmdline"]):
-        if str(tmp_path) in (process.info["cmdline"] or []):
-            process.kill()
+    for process in made.running():
+        process.kill()
     for rank in made.ranks:
         rank.kill()
         rank.wait()
@@ -137,6 +140,19 @@ def test_elastic_lets_the_healthy_save(host: Host) -> None:
     (host.out / "finish").write_text("3")
     code, log = host.finish()
     assert code == 1 and "3, 3, 3" in log
+
+
+def test_if_one_rank_cannot_be_started_again_none_is(host: Host) -> None:
+    """A rank that waits for a missing one would hold its device, after the job was called failed."""
+    first, second = host.rank("parent"), host.rank()
+    host.manage("-r")
+    host.says({5: "unrecovered"})
+    assert (first.wait(WAIT_S), second.wait(WAIT_S)) == (-9, -9)
+    (host.out / "device1").rmdir()
+    host.says({5: "recovered"})
+    code, log = host.finish()
+    until(lambda: not host.running(), 5)
+    assert code == 1 and "cannot be started again, so none is: " in log and "device1" in log
 
 
 def test_without_ranks_the_main_process_goes_with_its_children(host: Host) -> None:

@@ -152,9 +152,7 @@ class ResetProcess:
         if failed:
             logger.error("the devices of rank %s cannot be reset: the job has to be rescheduled", _words(failed))
             return EXIT_FAILED
-        if not broken:
-            self._start()
-        return None
+        return None if broken else self._start()
 
     def _ask(self, broken: set[int]) -> None:
         """Ask the healthy ranks to save, if the mode is elastic."""
@@ -168,22 +166,39 @@ class ResetProcess:
         for training in self._trainings:
             limit_s = self._faulty_s if training.rank in self._faulty else self._healthy_s
             if _runs(training.process) and (not self._elastic or since_s >= limit_s):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    self._others += training.process.children(recursive=True)
-                _signal(training.process, signal.SIGKILL)
+                self._kill(training.process)
         for process in self._others:
             _signal(process, signal.SIGKILL)
         self._others = [process for process in self._others if _runs(process)]
         return bool(self._others) or any(_runs(training.process) for training in self._trainings)
 
-    def _start(self) -> None:
+    def _kill(self, process: psutil.Process) -> None:
+        """Kill a process; its children are added to ``_others``."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._others += process.children(recursive=True)
+        _signal(process, signal.SIGKILL)
+
+    def _start(self) -> int | None:
+        """Start all ranks again, or none. Returns the exit code if one cannot be started, else None."""
         for training in self._trainings:
             if training.child is not None:
                 training.child.wait()
-        self._trainings = [training.again() for training in self._trainings]
+        started: list[Training] = []
+        try:
+            for training in self._trainings:
+                started.append(training.again())
+        except OSError as problem:
+            logger.error("a rank of this host cannot be started again, so none is: %s", problem)
+            for training in started:  # they would hold the devices, and wait for the rank that is missing
+                self._kill(training.process)
+            for process in self._others:
+                _signal(process, signal.SIGKILL)
+            return EXIT_FAILED
+        self._trainings = started
         words = _words(training.process.pid for training in self._trainings)
         logger.warning("all devices have recovered: the ranks of this host are started again, as processes %s", words)
         self._faulty = set()
+        return None
 
     def _end(self) -> int:
         """Return the exit code after all processes have ended by themselves.
@@ -221,7 +236,8 @@ def main(argv: list[str]) -> int:
 
     Returns:
         0: the training is over: all processes ended with 0, or this program got SIGTERM. 1: it failed: a process ended
-            with another code, a device cannot be reset, or this program got SIGUSR2. 64: the command line is wrong.
+            with another code or cannot be started again, a device cannot be reset, or this program got SIGUSR2. 64: the
+            command line is wrong.
 
     Raises:
         ConfigError: the options contradict each other, or a process cannot be watched.
@@ -242,9 +258,6 @@ def main(argv: list[str]) -> int:
         while (ended := managed.look()) is None:
             time.sleep(given.every)
         return ended
-    except OSError as problem:
-        logger.error("the processes cannot be started again: %s", problem)
-        return EXIT_FAILED
     except _Ended as told:
         return told.code
 
