@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Mapping
 
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch.presence import is_local
 from ttp.launch.rank_names import in_torchruns_names
+from ttp.wire.address import resolve
 
 GIVE_A_TOKEN = (
     "Give every process of the job the same secret: `(umask 077; openssl rand -hex 16 > FILE)` makes one, "
@@ -67,6 +67,6 @@ def ranks_here(environ: Mapping[str, str]) -> int:
 def _numbers(address: str) -> set[str]:
     """Return the IP addresses of a name; none if it cannot be resolved."""
     try:
-        return {str(where[0]) for *_, where in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
-    except (OSError, UnicodeError):
+        return {str(where[0]) for *_, where in resolve(address, None)}
+    except OSError:
         return set()

@@ -6,6 +6,8 @@ import errno
 import socket
 from typing import Any, Literal
 
+from ttp.wire.address import connect, resolve
+
 Presence = Literal["controller", "nobody", "other", "refused"]
 """What answers at a port: the job's controller; nothing; something else; a controller that refuses the job's token."""
 
@@ -40,7 +42,7 @@ def _describe(pid: int) -> str:
 def is_local(address: str) -> bool:
     """Return whether ``address`` (name or number) belongs to this machine, i.e. whether a socket can be bound to it."""
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        found = resolve(address, 0)
     except OSError:
         return False
     return any(_can_bind(family, where) for family, _, _, _, where in found)
@@ -65,7 +67,7 @@ def may_be_bound(bind: str, port: int) -> bool:
         port: the TCP port.
     """
     try:
-        where = socket.getaddrinfo(bind or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        where = resolve(bind or "0.0.0.0", port, flags=socket.AI_PASSIVE)
         family, _, _, _, address = where[0]
         with socket.socket(family, socket.SOCK_STREAM) as probing:
             probing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,7 +88,7 @@ def channel_options() -> list[tuple[str, Any]]:
 def listens(address: str, port: int, timeout_s: float) -> bool:
     """Return whether any program accepts TCP connections at ``address:port`` within ``timeout_s`` seconds."""
     try:
-        socket.create_connection((address, port), timeout_s).close()
+        connect(address, port, timeout_s).close()
     except OSError:
         return False
     return True

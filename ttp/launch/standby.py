@@ -12,7 +12,7 @@ from ttp.errors import TtpError
 from ttp.launch.controller_process import start_controller, stop_controller, wait_until_serving
 from ttp.launch.presence import may_be_bound
 from ttp.wire.access import listening_address
-from ttp.wire.address import target
+from ttp.wire.address import connect, resolve, target
 
 PROBE_S = 1.0
 START_S = 20.0
@@ -43,7 +43,7 @@ def own_address(config: Config, master_addr: str) -> str:
     if config.bind not in ANY:
         return config.bind
     try:
-        family, _, _, _, where = socket.getaddrinfo(master_addr, config.port or 1, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, where = resolve(master_addr, config.port or 1, socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probing:
             probing.connect(where)  # sends no packet, only selects the route
             return str(probing.getsockname()[0])
@@ -57,7 +57,7 @@ def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool
     An open port and a refused connection both show that the host's kernel runs.
     """
     try:
-        socket.create_connection((address, port), timeout_s).close()
+        connect(address, port, timeout_s).close()
     except OSError as problem:
         if problem.errno in _HOST_ANSWERS:
             return True, f"{address} refuses port {port}: the host lives"
@@ -95,7 +95,7 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
 
 def _free_port(bind: str, wanted: int | None) -> int:
     """Return the job's own port if it is free, because firewalls may allow only that one, else any free port."""
-    family, _, _, _, where = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    family, _, _, _, where = resolve(bind, 0, flags=socket.AI_PASSIVE)[0]
     for port in (wanted or 0, 0):
         with socket.socket(family, socket.SOCK_STREAM) as probing:
             try:

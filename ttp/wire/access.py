@@ -30,6 +30,7 @@ import grpc.aio
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.wire import tls
+from ttp.wire.address import resolve
 from ttp.wire.sock_diag import owner_of_connection
 
 log = logging.getLogger("ttp.access")
@@ -49,8 +50,8 @@ _ESTABLISHED = "01"
 def is_loopback(address: str) -> bool:
     """Return whether ``address``, a host name or an IP address, can only be reached from this host."""
     try:
-        found = socket.getaddrinfo(address.strip("[]"), None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+        found = resolve(address.strip("[]"), None)
+    except OSError:
         return False
     return bool(found) and all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from typing import Any
+
 PORT_MAX = 65535
 
 
@@ -20,3 +23,27 @@ def split(place: str) -> tuple[str, int]:
     if not host or not 1 <= int(port) <= PORT_MAX:
         raise ValueError(f"{place!r:.200} is not host:port")
     return host.strip("[]"), int(port)
+
+
+def resolve(host: str, port: int | None, kind: socket.SocketKind = socket.SOCK_STREAM, flags: int = 0) -> list[Any]:
+    """Return the addresses of a host, as ``socket.getaddrinfo`` does. May block (DNS).
+
+    Raises:
+        OSError: the host has no address, or its name cannot be one (``getaddrinfo`` raises UnicodeError for that).
+    """
+    try:
+        return socket.getaddrinfo(host, port, type=kind, flags=flags)
+    except UnicodeError as problem:
+        raise _no_name(host, problem) from None
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Return a TCP connection to ``host:port``. Raises OSError like ``resolve``, or if nothing accepts it in time."""
+    try:
+        return socket.create_connection((host, port), timeout_s)
+    except UnicodeError as problem:
+        raise _no_name(host, problem) from None
+
+
+def _no_name(host: str, problem: UnicodeError) -> OSError:
+    return socket.gaierror(socket.EAI_NONAME, f"{host!r:.100} is not a name of a host: {problem}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import socket
 import ssl
 import subprocess
 import time
@@ -19,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ttp.wire.address import split
+from ttp.wire.address import connect, split
 
 log = logging.getLogger("ttp.tls")
 
@@ -73,7 +72,7 @@ class Guard:
             context.load_verify_locations(cafile=str(self.lists))
             context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN
             context.load_cert_chain(self.own, self.key, password=lambda: self.password)
-            with socket.create_connection(split(where), REACH_S) as plain:
+            with connect(*split(where), REACH_S) as plain:
                 with context.wrap_socket(plain) as secure:
                     shown = secure.getpeercert(binary_form=True)
         except ssl.SSLCertVerificationError as problem:

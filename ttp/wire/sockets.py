@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-from ttp.wire.address import target
+from ttp.wire.address import resolve, target
 
 Peer = tuple[str, int]
 
@@ -90,7 +90,7 @@ class Sockets:
 def peers(host: str, port: int) -> tuple[str, ...]:
     """Return every name that gRPC may use for ``host:port``; empty if the host has no address. May block (DNS)."""
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = resolve(host, port)
         return tuple(f"{'ipv6' if ':' in str(to[0]) else 'ipv4'}:{target(str(to[0]), port)}" for *_, to in found)
     return ()
 

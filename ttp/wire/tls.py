@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
 from ttp.errors import ConfigError
+from ttp.wire.address import connect
 from ttp.wire.revocation import Guard
 
 if TYPE_CHECKING:
@@ -221,13 +222,11 @@ def diagnose(address: str, port: int, details: str) -> str | None:
 
 def speaks_tls(address: str, port: int) -> bool | None:
     """Return whether the server at ``address`` answers a TLS handshake; None if no server answers at all."""
-    import socket
-
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
     asking.set_alpn_protocols(["h2"])
     try:
-        with socket.create_connection((address, port), GREETING_S) as plain, asking.wrap_socket(plain):
+        with connect(address, port, GREETING_S) as plain, asking.wrap_socket(plain):
             return True
     except ssl.SSLError as problem:
         return "ALERT" in (problem.reason or "")  # an alert is a TLS answer too

@@ -26,6 +26,7 @@ from ttp.launch.ports import hold_port
 from ttp.launch.preparation import EXIT_FAILED, verdict
 from ttp.launch.presence import port_owner
 from ttp.store.plain_file import read_plain
+from ttp.wire.address import resolve
 
 logger = logging.getLogger("ttp.launch")
 
@@ -285,7 +286,7 @@ def _run_id(job: Job) -> str:
 def _number_of(address: str) -> str:
     """Return the numeric address of a host: MindSpore takes no names."""
     try:
-        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(resolve(address, None)[0][4][0])
     except OSError as problem:
         raise ConfigError(f"--master-addr {address!r:.100} cannot be resolved: {problem}") from None
 

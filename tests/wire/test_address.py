@@ -1,0 +1,46 @@
+"""Names that cannot be those of hosts, wherever an address is looked up or connected to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+from ttp.launch.admission import _numbers
+from ttp.launch.mindspore.launch import _number_of
+from ttp.launch.presence import is_local, listens, may_be_bound
+from ttp.launch.standby import own_address, reachable
+from ttp.wire.access import is_loopback
+from ttp.wire.sockets import peers
+from ttp.wire.tls import speaks_tls
+
+NO_NAMES = ["a" * 64, "a..b", "\udc80", "\u00e9" * 64]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (is_local, False),
+        (lambda name: may_be_bound(name, 1), False),
+        (lambda name: listens(name, 1, 1.0), False),
+        (lambda name: reachable(name, 1, 1.0)[0], False),
+        (lambda name: own_address(Config(), name), ""),
+        (_numbers, set()),
+        (is_loopback, False),
+        (lambda name: peers(name, 1), ()),
+        (lambda name: speaks_tls(name, 1), None),
+    ],
+)
+def test_nobody_has_such_a_name(name: str, ask: Callable[[str], Any], answer: object) -> None:
+    """``getaddrinfo`` raises UnicodeError for these, no OSError as for other names that are unknown."""
+    assert ask(name) == answer
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_master_of_such_a_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be resolved"):
+        _number_of(name)
