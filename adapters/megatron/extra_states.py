@@ -129,7 +129,7 @@ class ExtraStates:
             except Exception as problem:
                 raise CheckpointError(f"{key}: set_extra_state() refused the saved state: {problem}") from problem
         present = [key for key in lost if key in _states(self._owners)]
-        return [f"the extra state of {', '.join(present[:5])} was not saved: it begins anew"] if present else []
+        return [f"the extra state of {', '.join(present[:5])} was not saved and stays as it is"] if present else []
 
 
 def _states(owners: Mapping[str, nn.Module]) -> dict[str, Any]:

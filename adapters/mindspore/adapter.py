@@ -43,7 +43,7 @@ LEFT = (
 NEWER = (
     "%s holds step %d, and this training begins with step %d: what it saves counts as older, and is not restored. "
     "Resume with ttp.adapters.mindspore.restore(). After load_checkpoint by hand, give the step with "
-    "dataset.set_init_step() or TrainFaultTolerance(initial_step=). To begin anew, use another directory"
+    "dataset.set_init_step() or TrainFaultTolerance(initial_step=). To start from scratch, use another directory"
 )
 """Log message for a training that begins with an older version than its directory of checkpoints holds."""
 

@@ -85,8 +85,8 @@ def load_into(
         return capture.restore(local, streams=True)
     why = why_lost(manifest.pieces, rank) if same_world else f"{manifest.world_size} ranks saved, {world_size} restore"
     return [
-        f"the rank-local state of rank {rank} was not saved ({why}): its random streams begin anew, and state that "
-        "differs between ranks (BatchNorm's averages) is that of the rank that saved"
+        f"the rank-local state of rank {rank} was not saved ({why}): its random streams are not restored, and state "
+        "that differs between ranks (BatchNorm's averages) is that of the rank that saved"
     ]
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from ttp.adapters.mindspore.local_state import LocalCapture, LocalState, Position, decode
-from ttp.adapters.mindspore.memory import Memory
+from ttp.adapters.mindspore.memory import Held, Memory
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Phase, Piece, SaverOrder, ShardDigest
@@ -26,12 +28,6 @@ from ttp.store.piece_file import piece_file, write_piece
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
-import json
-from collections.abc import Iterable
-
-import xxhash
-
-from ttp.adapters.mindspore.memory import Held
 
 log = logging.getLogger("ttp.adapters.mindspore")
 
@@ -39,7 +35,6 @@ SHARD_KIND = "shard"
 JOB_KIND = "job"
 GROUP_KIND = "group_info"
 """Kinds of pieces in the manifest: a rank's parameters, the job state, and the ranks that may load a file."""
-
 
 SCALES = ("scale_sense", "loss_scale")
 """Names of the dynamic loss scale in MindSpore's step cells."""

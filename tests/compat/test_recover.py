@@ -89,7 +89,7 @@ def test_a_new_process_takes_the_seat_of_the_dead(make_job: MakeJob, dead: list[
         assert [note["what"] for note in rest] == ["rebuild", "repair", "rollback", "train", "done"], story(job)
         assert {note["dst"][0] for note in rest if note["what"] == "repair"} == {rank}
     assert {note["type"] for rank in range(4) for note in notes(job, rank) if note["what"] == "rebuild"} == {"recover"}
-    assert "they are started anew" not in job.log.read_text()
+    assert "ranks do not go on in their processes" not in job.log.read_text()
 
 
 @pytest.mark.timeout(TIMEOUT_S)

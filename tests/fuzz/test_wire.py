@@ -221,7 +221,7 @@ def test_from_the_largest_number_that_is_believed_everything_can_be_counted_on(n
 @pytest.mark.parametrize("name", list(limits.NUMBERS))
 def test_a_larger_number_is_refused_in_words(name: str) -> None:
     too_much = limits.NUMBERS[name] + 1
-    text = f"{name} {too_much} is more than the {limits.NUMBERS[name]} that can be"
+    text = f"{name} {too_much} is more than the maximum of {limits.NUMBERS[name]}"
     with pytest.raises(WireError, match=text):
         if name == "term":
             order_from_wire(pb.ControllerOrder(finished=pb.Finished(term=too_much)))

@@ -183,7 +183,7 @@ def test_what_belongs_to_somebody_else_is_not_read(tmp_path: Path, save_dir: Pat
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     held.root.symlink_to(elsewhere)
-    with pytest.raises(OSError, match="belongs to somebody else"):
+    with pytest.raises(OSError, match="belongs to another user"):
         held.make()
     assert held.checkpoint() is None and held.unfinished() == 0
 

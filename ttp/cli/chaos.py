@@ -150,7 +150,7 @@ def _features(include: str) -> list[str]:
 
     names = [name.strip() for name in include.split(",") if name.strip()]
     for name in names:
-        check_known(name, FEATURES, "something that can be drawn", "--include")
+        check_known(name, FEATURES, "a feature that runs can be drawn for", "--include")
     return names
 
 

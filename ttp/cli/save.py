@@ -27,7 +27,7 @@ Again = Annotated[
 
 def save(
     *,
-    reason: Reason = "asked for with `ttp save`",
+    reason: Reason = "requested with `ttp save`",
     again: Again = False,
     timeout: Timeout = None,
     address: Address = None,

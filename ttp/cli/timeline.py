@@ -87,7 +87,7 @@ def _merged(group: list[Line]) -> tuple[Line, str]:
 def _opened(f: Facts) -> str:
     if f.get("recovered"):
         return f"a new controller (term {f.get('term')}) took over the incident and asks every rank for its state again"
-    what = "a checkpoint was asked for" if f.get("snapshot") else "first sign of a fault"
+    what = "a checkpoint was requested" if f.get("snapshot") else "first sign of a fault"
     ranks = count_text(int(f.get("world_size") or 0), "rank")
     return f"{what}: all of {ranks} told to freeze (incarnation {f.get('incarnation')})"
 

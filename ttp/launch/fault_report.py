@@ -178,7 +178,7 @@ class FaultReporter:
         if problem is None:
             report.heard.add(place)
             problem = call.result().text
-        logger.debug("%s was not told of the end of rank %d: %s", place, report.rank, problem)
+        logger.debug("%s did not receive the report of the end of rank %d: %s", place, report.rank, problem)
         return False
 
     def _settle(self, report: _Report) -> None:

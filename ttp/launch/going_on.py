@@ -45,7 +45,7 @@ class GoingOn:
     def why_not(self) -> str:
         """Return why the hosts cannot go on; empty if no host has reported a reason."""
         meet_anew = self._rendezvous.is_closed() or bool(self._rendezvous.num_nodes_waiting())
-        return "another host starts its ranks anew" if self._said("anew") or meet_anew else ""
+        return "another host restarts all of its ranks" if self._said("anew") or meet_anew else ""
 
     def goes(self, place: tuple[str, int] | None) -> None:
         """Tell the other hosts that ranks of this one go on.

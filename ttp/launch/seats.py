@@ -200,7 +200,7 @@ class Seats:
             )
         else:
             logger.warning(
-                "all ranks of this host go on in their processes: others have died, or `ttp save` asked for it"
+                "all ranks of this host go on in their processes: others have died, or `ttp save` requested it"
             )
 
     def _meet(self, ranks: list[int]) -> NextLaunch:

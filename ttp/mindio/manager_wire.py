@@ -89,10 +89,10 @@ def _faults_from_wire(messages: Iterable[pb.RankFault]) -> tuple[RankFault, ...]
     faults: list[RankFault] = []
     for message in messages:
         if not 0 <= message.rank < WORLD_SIZE_MAX:
-            raise WireError(f"rank {message.rank} is no rank")
+            raise WireError(f"{message.rank} is not a rank")
         try:
             kind = FaultOf(message.kind)
         except ValueError:
-            raise WireError(f"{message.kind} is no kind of fault: 0 memory, 1 process, 2 network") from None
+            raise WireError(f"{message.kind} is not a kind of fault: 0 memory, 1 process, 2 network") from None
         faults.append(RankFault(Rank(message.rank), kind, limits.text("code", message.code)))
     return tuple(faults)

@@ -159,7 +159,7 @@ def _fate(
     if not others:
         return Fate(rank, "lost", None, f"{own}; {alone}")
     if odd:
-        return Fate(rank, "lost", None, f"{own}; nothing tells which of its replicas is right")
+        return Fate(rank, "lost", None, f"{own}; it is unknown which of its replicas is right")
     return Fate(rank, "lost", None, f"{own}; {ranks_text(others)}, which should hold the same, cannot help either")
 
 

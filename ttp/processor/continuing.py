@@ -292,7 +292,7 @@ class Continuing:
 
     def leave(self, why: str) -> NoReturn:
         """End the process with exit code 75. The job is saved, and the launcher starts all ranks anew."""
-        end_process(EXIT_SAVED, f"{why}; the job is saved, and all ranks are started anew", None, lambda: None)
+        end_process(EXIT_SAVED, f"{why}; the job is saved, and all ranks are restarted", None, lambda: None)
         raise AssertionError("unreachable")
 
     def tries_again(self, problem: BaseException) -> bool:

@@ -289,6 +289,6 @@ def _check_lengths(body: bytes | memoryview) -> None:
     try:
         walker.skip()
     except msgpack.OutOfData:
-        raise EncodingError(f"{len(body)} bytes of encoded state promise more than they hold") from None
+        raise EncodingError(f"{len(body)} bytes of encoded state are fewer than the lengths in them require") from None
     if walker.tell() != len(body):
         raise EncodingError(f"encoded state ends after {walker.tell()} of {len(body)} bytes")

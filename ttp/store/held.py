@@ -122,7 +122,7 @@ class Held:
         """
         self.root.mkdir(mode=0o700, exist_ok=True)
         if not self.usable:
-            raise PermissionError(f"{self.root} belongs to somebody else")
+            raise PermissionError(f"{self.root} is a link, or belongs to another user")
         self.memory.mkdir(mode=0o700, exist_ok=True)
 
     def checkpoint(self) -> tuple[Path, Manifest] | None:

@@ -32,7 +32,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is not a number that can be")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 

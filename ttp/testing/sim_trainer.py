@@ -236,7 +236,7 @@ class Trainer:
         if world.barrier:
             yield from self._pass_barrier()
         if world.raises(rank, "refused"):
-            yield from self._raise("what no restart mends", wrong=True)
+            yield from self._raise("an error that no restart repairs", wrong=True)
         self.mark = 5
         world.reached("before update", rank)
         yield from self._pass_gate()

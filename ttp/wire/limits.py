@@ -61,7 +61,7 @@ def number(name: str, value: int) -> int:
     """
     most = NUMBERS.get(name)
     if most is not None and value > most:
-        raise WireError(f"{name} {value} is more than the {most} that can be")
+        raise WireError(f"{name} {value} is more than the maximum of {most}")
     return value
 
 
@@ -76,9 +76,9 @@ def text(name: str, value: str) -> str:
     if name in TEXTS:
         return value if len(value) <= TEXT_MAX else f"{value[:TEXT_MAX]}... ({len(value) - TEXT_MAX} characters more)"
     if len(value) > NAME_MAX:
-        raise WireError(f"{name} is {len(value)} characters long, {NAME_MAX} can be; it begins with {value[:40]!r}")
+        raise WireError(f"{name} is {len(value)} characters long, more than {NAME_MAX}; it begins with {value[:40]!r}")
     if "\0" in value or (name in FILE_NAMES and not _FILE_NAME.fullmatch(value)):
-        raise WireError(f"{name} {value!r:.80} cannot name anything")
+        raise WireError(f"{name} {value!r:.80} is not a valid name")
     return value
 
 
@@ -91,7 +91,7 @@ def entries(name: str, count: int) -> int:
     if name in CUT_LISTS:
         return min(count, TEXTS_MAX)
     if count > WORLD_SIZE_MAX:
-        raise WireError(f"{name} has {count} entries, {WORLD_SIZE_MAX} can be")
+        raise WireError(f"{name} has {count} entries, more than the maximum of {WORLD_SIZE_MAX}")
     return count
 
 
@@ -133,7 +133,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
             case _:
                 raise WireError("these bytes are not a valid message")
         if at + size > end:
-            raise WireError("a message that is cut short")
+            raise WireError("the message is cut short")
         yield at, at + size
         at += size
 
@@ -147,4 +147,4 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-    raise WireError("a message that is cut short")
+    raise WireError("the message is cut short")

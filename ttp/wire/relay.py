@@ -38,8 +38,8 @@ def mismatch(metadata: Iterable[tuple[str, str | bytes]] | None, who: str) -> st
     return (
         ""
         if theirs == mine
-        else f"{who} speaks {f'protocol {theirs!s}' if theirs else 'an older protocol'}, and {mine} is spoken here "
-        f"(ttp {__version__}): install the same ttp on every host"
+        else f"{who} speaks {f'protocol {theirs!s}' if theirs else 'an older protocol'}, and this process "
+        f"speaks protocol {mine} (ttp {__version__}): install the same ttp on every host"
     )
 
 

@@ -78,7 +78,7 @@ class Guard:
         except ssl.SSLCertVerificationError as problem:
             log.error("the certificate of the server at %s was rejected: %s", where, problem.verify_message)
         except OSError as problem:  # covers ssl.SSLError
-            log.debug("nobody at %s shows a certificate: %s", where, problem)
+            log.debug("the server at %s showed no certificate: %s", where, problem)
         else:
             return ssl.DER_cert_to_PEM_cert(shown or b"").encode()
         return self.own.read_bytes()

@@ -199,7 +199,7 @@ def diagnose(address: str, port: int, details: str) -> str | None:
     if mine and ("CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details):
         return (
             f"the certificate of the controller at {where} is not signed by the authority in TTP_TLS_CA, is out of "
-            "date, was revoked (TTP_TLS_CRL), or bears another name than this process' own: give all processes of the "
+            "date, was revoked (TTP_TLS_CRL), or has another name than this process' own: give all processes of the "
             "job certificates of one authority and one name"
         )
     theirs = speaks_tls(address, port)
@@ -257,7 +257,7 @@ def _loaded(certificate: _File, key: _File, authority: _File, password: Path | N
     shown = _shake_hands(cert, own, ca, secret)
     name = _name(shown)
     if not name:
-        raise ConfigError(f"TTP_TLS_CERT={cert} bears no name: make it with a DNS name or a common name")
+        raise ConfigError(f"TTP_TLS_CERT={cert} has no name: make it with a DNS name or a common name")
     left_days = (ssl.cert_time_to_seconds(str(shown["notAfter"])) - time.time()) / DAY_S
     if left_days < WARN_DAYS:
         log.warning("TTP_TLS_CERT=%s ends in %d days, on %s: renew it", cert, left_days, shown["notAfter"])

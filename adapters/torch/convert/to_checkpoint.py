@@ -112,7 +112,7 @@ def _order(version: Version, incident: str, contents: WholeState, pieces: tuple[
         incarnation=0,
         draft=names.draft_name(version, incident),
         cause=f"converted from {contents.source}",
-        reason="ttp convert was asked for it",
+        reason="made by `ttp convert`",
         keep=_KEEP_ALL,
         pieces=pieces,
         missing_pages=(_RANK,),

@@ -128,7 +128,7 @@ class ExtraState:
                     ].state_dict()  # a data loader makes its iterator here and draws, before streams are restored
             except Exception as problem:
                 raise CheckpointError(f"{_path(name)}.load_state_dict() refused what was saved: {problem}") from problem
-        notes = [f"{_path(name)} was not saved: it begins anew" for name in objects if name not in saved]
+        notes = [f"{_path(name)} was not saved: it keeps its initial state" for name in objects if name not in saved]
         return notes + [f"{_path(name)} was saved, and this job has none" for name in saved if name not in objects]
 
 

@@ -107,7 +107,7 @@ def _held(value: Any, owner: Any) -> Any:
             _refuse_another_cut(value, owner)
         return Held(local(value).detach(), cut)
     if not isinstance(value, PLAIN):
-        raise UnlikeError(f"the optimizer's state has a {type(value).__name__}, which is no tensor and no plain value")
+        raise UnlikeError(f"the optimizer's state has a {type(value).__name__}: not a tensor, number, string or None")
     return value
 
 
@@ -199,7 +199,7 @@ def _given(value: Any, parameter: Any) -> Any:
     if not value.cut:
         return value.tensor
     if not is_distributed(parameter):
-        raise UnlikeError("a parameter is not distributed any more")
+        raise UnlikeError("a parameter is no longer distributed")
     from torch.distributed.tensor import DTensor
 
     whole: Any = DTensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from ttp.core.messages import Phase
 from ttp.core.rank import letting_go
 from ttp.processor.faults import describe
 from ttp.processor.paged_source import PagedSource
-
-if TYPE_CHECKING:
-    pass
 
 INSIDE_S = 5.0
 """Seconds that a device may stand still in the middle of an update before the update counts as half done. An update

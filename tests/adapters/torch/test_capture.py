@@ -251,7 +251,7 @@ class TestExtraState:
         constant.index = 6
         notes = extra.restore(saved)
         assert constant.index == 5
-        assert notes == ["extra_state['d'] was not saved: it begins anew"]
+        assert notes == ["extra_state['d'] was not saved: it keeps its initial state"]
 
     def test_modules_are_replicated_state(self) -> None:
         average = torch.optim.swa_utils.AveragedModel(network())

@@ -184,10 +184,10 @@ def _number(least: float, most: float, wanted: str, kind: type[int] | type[float
     return parsed
 
 
-_count = _number(1, WORLD_SIZE_MAX, f"a number from 1 to {WORLD_SIZE_MAX} is wanted")
-_restarts = _number(0, WORLD_SIZE_MAX, "a number from 0 on is wanted")
-_interval = _number(0.01, 3600, "a number of seconds from 0.01 to 3600 is wanted", float)
-_port = _number(1, 65535, "a port is a number from 1 to 65535")
+_count = _number(1, WORLD_SIZE_MAX, f"expected a number from 1 to {WORLD_SIZE_MAX}")
+_restarts = _number(0, WORLD_SIZE_MAX, "expected a number of at least 0")
+_interval = _number(0.01, 3600, "expected a number of seconds from 0.01 to 3600", float)
+_port = _number(1, 65535, "expected a port number from 1 to 65535")
 
 
 def _node(text: str) -> int | None:

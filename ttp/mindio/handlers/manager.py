@@ -170,7 +170,7 @@ class Manager:
 
     def dump(self) -> int:
         """Have a checkpoint written now, and return when it is written. Training continues."""
-        request = controller_pb.SaveNowRequest(reason="the manager asked for a checkpoint")
+        request = controller_pb.SaveNowRequest(reason="the manager requested a checkpoint")
         try:
             answer = wire.stub(self._channel).SaveNow(request, metadata=self._metadata)
         except grpc.RpcError as problem:
