@@ -71,7 +71,7 @@ class Controller:
 
 
 class FakeRank:
-    """A stream that says what the test wants it to say."""
+    """A stream to the controller that sends what the test says."""
 
     def __init__(self, controller: Controller, number: int, **changes: Any) -> None:
         import queue
@@ -93,7 +93,7 @@ class FakeRank:
         self._outbox.put(message)
 
     def hear(self) -> m.Order:
-        """The next order but the question for the layout."""
+        """Return the next order, skipping requests for the layout."""
         while isinstance(order := order_from_wire(next(self._call)), TellLayout):
             pass
         return order

@@ -25,7 +25,7 @@ from ttp.core.layout import Rank
 
 
 def everything(connection: Connection) -> list[m.Order | None]:
-    """What is read until the stream ends."""
+    """Return all that is read until the stream ends."""
 
     async def read() -> list[m.Order | None]:
         orders = [await asyncio.wait_for(connection.next(), 5)]
@@ -67,7 +67,7 @@ def test_a_watcher_that_lags_is_let_go() -> None:
 
 
 class DriverWithLoop(Driver):
-    """On an event loop that turns only when a test says so."""
+    """A driver on an event loop that runs only when a test says so."""
 
     loop: asyncio.AbstractEventLoop
 

@@ -55,7 +55,7 @@ def test_a_journal_that_fails_keeps_no_order_from_its_rank(caplog: pytest.LogCap
 
 
 def frozen_job(driver: Driver) -> tuple[list[Connection], list[m.Frozen]]:
-    """Four ranks, of which the last is lost: streams and answers of the others."""
+    """Let rank 3 of four fail, and return the streams and answers of the others."""
     layout = grid(1, 4)
     driver.machine.job.learn(layout)
     ranks = [driver.connect(lambda: None) for _ in range(4)]

@@ -25,7 +25,7 @@ ENV = RankEnv(rank=1, world_size=2, local_rank=1000, master_addr="127.0.0.1", ru
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processor]:
-    """Rank 1 of two, which trains without a controller after a moment."""
+    """Let rank 1 of two train without a controller after a short time."""
     monkeypatch.setattr(module, "JOIN_PATIENCE_S", 0.2)
     config = Config(port=free_port(), run_dir=str(tmp_path / "rank"), token="right")
     processor = Processor(config, ENV, Layout.data_parallel(2), FakeSource(), str(tmp_path))

@@ -22,7 +22,7 @@ NAME = Path("incidents", "one.jsonl")
 
 
 class Teller:
-    """Writes one incident, event after event."""
+    """Writes one incident to a journal, event after event."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.save_dir = folder / "run", folder / "checkpoints"
@@ -47,7 +47,7 @@ def teller(tmp_path: Path) -> Iterator[Teller]:
 
 
 def kinds(place: Path) -> list[str]:
-    """Of the lines there; all of them can be read."""
+    """Return the kinds of the lines in a directory; all lines must be readable."""
     log = read_incident(place / NAME)
     assert log.unreadable == 0
     return [line.kind for line in log.lines]
@@ -100,7 +100,7 @@ def full_disk() -> Iterator[Path]:
 def test_a_line_that_did_not_fit_is_written_when_there_is_room(
     tmp_path: Path, full_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The part of it that did fit does not spoil the next one."""
+    """The part of the line that was written does not spoil the next line."""
     teller = Teller(tmp_path)
     teller.save_dir = full_disk / "checkpoints"
     refused = threading.Event()
@@ -160,7 +160,7 @@ def test_memory_is_bounded(teller: Teller, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_has_come_meanwhile_is_one_write(teller: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is made durable at once if any line of it has to be."""
+    """The write is made durable at once if any of its lines has to be."""
     begun, go_on = threading.Event(), threading.Event()
     appends: list[tuple[int, bool]] = []
     append = module._append
@@ -185,7 +185,7 @@ def test_what_has_come_meanwhile_is_one_write(teller: Teller, monkeypatch: pytes
 
 
 def test_launches_are_written_down_in_the_fallback_directory_too(tmp_path: Path) -> None:
-    """A job that goes on while its ``save_dir`` is broken leaves the word of its end where it saves."""
+    """A job whose ``save_dir`` is broken records the end of a launch where it saves."""
     places = [tmp_path / name for name in ("broken", "fallback")]
     for place in places:
         place.mkdir()
@@ -201,7 +201,7 @@ def test_launches_are_written_down_in_the_fallback_directory_too(tmp_path: Path)
 
 @pytest.mark.parametrize("taken_over", [False, True])
 def test_a_launch_names_the_controller_that_leads_it(tmp_path: Path, taken_over: bool) -> None:
-    """Another job that is started in the directory asks it."""
+    """Another job that is started in the directory asks this controller."""
     facts = json.dumps({"run_id": "job", "incarnation": 1})
     for address in ("first:1", "second:2")[: 1 + taken_over]:
         journal = Journal(tmp_path / "run", [str(tmp_path)], address=address)

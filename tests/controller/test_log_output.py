@@ -19,7 +19,7 @@ log = logging.getLogger("ttp.controller")
 
 
 class Hanging(io.StringIO):
-    """A disk that takes nothing until it is let go."""
+    """A disk on which writes hang until the test releases them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Hanging(io.StringIO):
 
 @contextmanager
 def controller_logs_to(stream: io.StringIO, kind: str = "text") -> Iterator[None]:
-    """As in a process that has just begun; pytest has handlers of its own."""
+    """Set up logging as in a new controller process; pytest has handlers of its own."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []
@@ -57,7 +57,7 @@ def test_lines_are_written_before_the_end() -> None:
 
 
 def test_a_disk_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines wait for it, a bounded number; how many were lost is said."""
+    """A bounded number of lines is kept, and the number of dropped lines is logged."""
     monkeypatch.setattr(log_output, "LINES_MAX", 10)
     stream = Hanging()
     with controller_logs_to(stream):

@@ -21,7 +21,7 @@ from ttp.wire.v1 import rounds_pb2_grpc as rpc
 
 def manager(controller: Controller, token: str = "") -> Manager:
     def quiet(*told: Any) -> None:
-        """Four callbacks that do nothing."""
+        """Return four callbacks that do nothing."""
 
     return Manager(
         "127.0.0.1", controller.port, token,

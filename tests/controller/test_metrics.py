@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def scraped(text: str) -> Numbers:
-    """By name and the values of the labels, in the order of their names."""
+    """Return the metrics by name and label values, with labels in the order of their names."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {
         (sample.name, ",".join(value for _, value in sorted(sample.labels.items()))): sample.value for sample in samples
@@ -76,7 +76,7 @@ def test_sums_of_a_kill() -> None:
 
 
 def test_reading_a_checkpoint_is_no_training() -> None:
-    """Until all ranks have said that they have read it, or one has trained further."""
+    """It ends when all ranks have reported the restore, or one has trained further."""
     for ends in ("restored", "a step"):
         tally = Tally()
         tally.look("waiting", 0, 0.0)
@@ -136,7 +136,7 @@ def scraper(authority: Authority, shown: dict[str, str] | None = None) -> ssl.SS
 
 
 def test_with_tls_what_was_renewed_is_shown_and_strangers_get_nothing(tmp_path: Path, start: Any) -> None:
-    """Also while many clients are connected that never say a word; the key is encrypted."""
+    """Also while many silent clients are connected; the key is encrypted."""
     authority, other = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     client = authority.sign(file="client")
     password = tmp_path / "password"
@@ -196,7 +196,7 @@ def test_a_port_that_is_taken_is_said_and_nothing_stops(start: Any) -> None:
 
 @pytest.mark.parametrize("file", ["prometheus/ttp.rules.yml", "grafana/ttp.json"])
 def test_rules_and_panels_use_what_is_there(file: str) -> None:
-    """Every metric that a rule or a panel names is one that is shown."""
+    """Every metric that a rule or a panel names exists."""
     import re
 
     from prometheus_client import CollectorRegistry, generate_latest

@@ -231,7 +231,7 @@ def test_the_controller_ends_when_it_is_abandoned(start: Any) -> None:
 
 
 def test_one_that_stands_by_for_ever_does_not_wait_for_a_rank_for_ever() -> None:
-    """A job whose first host dies before its first update has nothing to save, and must be let go all the same."""
+    """A job whose first host dies before its first update has nothing to save, and its standbys must end, too."""
     args = parser().parse_args(["--abandoned-s", "2592000"])
     patience = patience_of(Config.from_env({"TTP_ABANDONED_S": "90"}), args)
     assert (patience.abandoned_s, patience.forming_s) == (2592000, 90)
@@ -252,7 +252,7 @@ def test_sigterm_ends_the_controller(controller: Controller) -> None:
 
 
 def test_sigterm_ends_it_only_when_its_ranks_have_left(controller: Controller) -> None:
-    """SLURM sends SIGTERM to all processes of a step at once: the ranks that it asks to leave want to be saved."""
+    """SLURM sends SIGTERM to all processes of a step at once, and ranks that end then still have to be saved."""
     zero = controller.rank(0)
     controller.rank(1)
     until(lambda: controller.status().stage == "training")
@@ -293,7 +293,7 @@ def test_a_hello_is_needed_first(controller: Controller) -> None:
 
 
 def test_a_controller_that_is_ended_ends_its_streams_and_accuses_nobody(controller: Controller) -> None:
-    """grpc would log an exception for each handler that it has to cut off."""
+    """If it cut its handlers off, grpc would log an exception for each."""
     ranks = [controller.rank(0), controller.rank(1)]
     for rank in ranks:
         assert isinstance(rank.hear(), m.Welcome)

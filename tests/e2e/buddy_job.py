@@ -40,7 +40,7 @@ def build() -> nn.Module:
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of this rank's part of weights and moments, and of its random streams."""
+    """Return a digest of this rank's part of weights and moments, and of its random streams."""
     found = hashlib.sha256(torch.get_rng_state().numpy().tobytes() + repr(random.getstate()).encode())
     for parameter in model.parameters():
         state = optimizer.state[parameter]

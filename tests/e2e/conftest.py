@@ -20,7 +20,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def solo_env(tmp_path: Path, *, on: bool = True) -> dict[str, str]:
-    """For ``solo.py`` as rank 0 of 1, with a controller of its own where ttp is on."""
+    """Return the environment of rank 0 of 1 for ``solo.py``; with ttp it has a controller of its own."""
     base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
     base |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
     if on:
@@ -30,7 +30,7 @@ def solo_env(tmp_path: Path, *, on: bool = True) -> dict[str, str]:
 
 @pytest.fixture
 def solo(tmp_path: Path) -> Run:
-    """Runs ``solo.py`` to its end, in a process that is forked."""
+    """Return a function that runs ``solo.py`` to its end in a forked process."""
     number = itertools.count()
 
     def run(*args: object, on: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +43,7 @@ def solo(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Run:
-    """Runs ``solo.py`` to its end, in a Python of its own."""
+    """Return a function that runs ``solo.py`` to its end in a new interpreter."""
 
     def run(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(SOLO), *map(str, args)]
@@ -64,7 +64,7 @@ def bad_disk(tmp_path: Path) -> Iterator[BadDisk]:
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """What an unbroken run of the same job, without ttp, ends with. Each kind is run once."""
+    """Return a function that gives the results of the same job without ttp and faults. Each kind of job runs once."""
     known: dict[Any, list[dict[str, Any]]] = {}
 
     def results(job: Job) -> list[dict[str, Any]]:
@@ -83,12 +83,12 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dic
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Jobs that leave nothing running behind."""
+    """Return a function that makes jobs; at the end of the test all of their processes are stopped."""
     with jobs(tmp_path) as make:
         yield make
 
 
 @pytest.fixture
 def forked_job(tmp_path: Path) -> Callable[..., ForkedJob]:
-    """The job of ``job.py``, its ranks forked."""
+    """Return a function that makes jobs of ``job.py`` with forked ranks."""
     return lambda **settings: ForkedJob(tmp_path / "forked", module="tests.e2e.job", **settings)

@@ -28,9 +28,9 @@ LOST = 255
 
 
 class Forked:
-    """``module.main()`` as if a Python with these arguments and this environment had been started for it.
+    """Runs ``module.main()`` in a forked process, as if a Python with these arguments and this environment ran it.
 
-    What it does at the end of the interpreter is not done: a test of that starts a Python.
+    Code that Python runs when the interpreter ends does not run: tests of such code have to start a Python.
     """
 
     def __init__(self, module: str, env: dict[str, str], out: Path, arguments: Sequence[object] = ()) -> None:
@@ -42,16 +42,16 @@ class Forked:
 
     @property
     def out(self) -> str:
-        """What it has written to its stdout so far."""
+        """What the process has written to stdout so far."""
         return self._out.read_text() if self._out.exists() else ""
 
     @property
     def err(self) -> str:
-        """What it has written to its stderr so far."""
+        """What the process has written to stderr so far."""
         return self._err.read_text() if self._err.exists() else ""
 
     def wait_for(self, text: str, timeout_s: float = 60) -> None:
-        """Until it has said that."""
+        """Wait until the process has written ``text`` to stdout."""
         deadline = time.monotonic() + timeout_s
         while text not in self.out:
             assert self._process.is_alive() and time.monotonic() < deadline, self.out + self.err
@@ -62,7 +62,7 @@ class Forked:
         os.kill(self._process.pid, number)
 
     def wait(self, timeout_s: float = 120) -> int:
-        """Its exit code; who has not ended by then is killed, and has -9 for one."""
+        """Return the exit code. A process that has not ended in time is killed (-9)."""
         (code,) = _ended([self._process], timeout_s)
         return code
 
@@ -73,7 +73,7 @@ class Forked:
 
 @dataclass
 class ForkedJob(Job):
-    """``module.main()`` on every rank, life after life, in one directory. ``hosts`` are by rank."""
+    """A job in one directory whose ranks run ``module.main()``, launch after launch. ``hosts`` has a name per rank."""
 
     module: str = "tests.e2e.sharded_job"
     lives: list[list[int]] = field(default_factory=list)
@@ -82,11 +82,11 @@ class ForkedJob(Job):
     ranks_now: list[BaseProcess] = field(default_factory=list)
 
     def live(self, timeout_s: float) -> list[int]:
-        """One life to its end; who has not ended by then is killed, and has -15 for an exit code."""
+        """Run one launch to its end and return its exit codes. Ranks that have not ended in time are killed (-15)."""
         return self.begin().end(timeout_s)
 
     def begin(self) -> ForkedJob:
-        """Start the ranks of a life."""
+        """Start the ranks of a launch."""
         life = len(self.lives)
         run_dir = self.directory / f"run{life}"
         run_dir.mkdir(parents=True)
@@ -99,14 +99,14 @@ class ForkedJob(Job):
         return self
 
     def end(self, timeout_s: float) -> list[int]:
-        """Exit codes of the life that has begun, when it is over."""
+        """Wait for the ranks of the running launch and return their exit codes."""
         codes = _ended(self.ranks_now, timeout_s)
         stop_controllers(self.directory / f"run{len(self.lives)}")
         self.lives.append(codes)
         return codes
 
     def kill(self, rank: int) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to a rank."""
         os.kill(self.ranks_now[rank].pid or 0, signal.SIGKILL)
 
     def _env(self, life: int, rank: int) -> dict[str, str]:
@@ -146,7 +146,7 @@ class ForkedJob(Job):
         return self.directory / f"rank{rank}.out"
 
     def story(self) -> str:
-        """What ranks and controllers said."""
+        """Return the output of ranks and controllers."""
         files = [self._said(rank) for rank in range(self.ranks)]
         files += sorted(self.directory.glob("checkpoints/incidents/*.jsonl"))[-1:]
         files += (self.directory / f"run{len(self.lives) - 1}").rglob("controller.log")

@@ -30,7 +30,7 @@ PYTHON_BIN = Path(sys.executable).parent
 
 
 def program(name: str, module: str) -> list[str]:
-    """A command of this Python: the installed script, or, where the checkout is all there is, its module."""
+    """Return the command for a program of this Python: the installed script, or else ``-m`` and its module."""
     script = PYTHON_BIN / name
     return [str(script)] if script.exists() else [sys.executable, "-m", module]
 
@@ -42,7 +42,7 @@ Process: TypeAlias = subprocess.Popen[Any] | ForkedPython
 
 @dataclass
 class Job:
-    """One job directory and how it is launched."""
+    """A job: its directory, and how it is launched."""
 
     directory: Path
     ranks: int = 4
@@ -70,7 +70,7 @@ class Job:
         return self
 
     def launch(self, index: int) -> Process:
-        """The launcher of one node."""
+        """Start the launcher of one node."""
         base = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
         base |= {
             "JOB_DIR": str(self.directory),
@@ -132,11 +132,11 @@ class Job:
         return [(int(a), b, int(c)) for a, b, c in (line.split() for line in lines)]
 
     def starts(self) -> list[int]:
-        """Version at which each incarnation of the job began, as rank 0 saw it."""
+        """Return the version at which each incarnation of the job began, from rank 0's log."""
         return [value for _, kind, value in self.notes(0) if kind == "start"]
 
     def incidents(self) -> list[list[dict[str, Any]]]:
-        """The lines of each, the oldest first: the tenth of a second comes after the ninth."""
+        """Return the lines of each incident, oldest incident first. Ids are sorted as numbers: 9 comes before 10."""
         paths = reversed(incident_files(self.directory / "checkpoints" / "incidents"))
         return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
@@ -151,12 +151,12 @@ class Job:
         return {"TTP_PORT": str(self.port), "MASTER_ADDR": "127.0.0.1", "TTP_RUN_DIR": str(self.directory / "run")}
 
     def token(self) -> str:
-        """What calls to the controller bring; empty: it has not said yet."""
+        """Return the job's token; empty if the launcher has not written it yet."""
         file = self.directory / "run" / "token"
         return file.read_text().strip() if file.exists() else ""
 
     def wait_for_version(self, version: int, rank: int = 0, timeout_s: float = 60) -> None:
-        """Until ``rank`` has finished ``version``."""
+        """Wait until ``rank`` has finished ``version``."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if any(kind == "version" and value >= version for _, kind, value in self.notes(rank)):
@@ -167,7 +167,7 @@ class Job:
 
 
 def newest_of_survivors(job: Job, life: int, dead: set[int]) -> int:
-    """The largest version that a rank which was not killed had finished in the job's n-th incarnation."""
+    """Return the largest version that a rank that was not killed had finished in launch ``life``."""
     versions = [0]
     for rank in set(range(job.ranks)) - dead:
         lives: list[list[int]] = []
@@ -181,7 +181,7 @@ def newest_of_survivors(job: Job, life: int, dead: set[int]) -> int:
 
 
 def watch_events(job: Job, replay: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Events of the job's controller as ``(kind, facts)``; ends with the controller."""
+    """Yield the controller's events as ``(kind, facts)`` until the controller ends."""
     deadline = time.monotonic() + 60
     while True:
         channel = open_channel("127.0.0.1", job.port)
@@ -200,7 +200,7 @@ def watch_events(job: Job, replay: int = 0) -> Iterator[tuple[str, dict[str, Any
 
 @contextlib.contextmanager
 def jobs(folder: Path) -> Iterator[Callable[..., Job]]:
-    """A maker of jobs, each in a folder of its own. At the end nothing is left running."""
+    """Yield a function that makes jobs, each in a folder of its own. At the end all of their processes are stopped."""
     made: list[Job] = []
 
     def make(**settings: Any) -> Job:

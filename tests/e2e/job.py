@@ -43,7 +43,7 @@ ACCUMULATION = 2
 
 
 class Injector:
-    """Hurts this process at the planned points."""
+    """Injects the planned faults into this process."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -103,14 +103,14 @@ class Injector:
 
 
 def lose_memory() -> None:
-    """The shared memory of a host goes with it."""
+    """Remove the pages of this host, as when the host loses power."""
     processor = ttp.session.current().processor
     assert processor is not None and processor.host.pages is not None
     shutil.rmtree(processor.host.pages.path, ignore_errors=True)
 
 
 def flip_a_bit() -> None:
-    """In the middle of a weight, as a broken memory cell would."""
+    """Flip a bit in the middle of a weight, as a broken memory cell would."""
     assert injector.model is not None
     word = next(injector.model.parameters()).detach().view(torch.int32).view(-1)[7:8]
     word ^= 1
@@ -126,7 +126,7 @@ injector = Injector()
 
 
 def send_all() -> None:
-    """However small the state is, ranks that have none get it from others, and may be hurt in the middle of that."""
+    """Make ranks send state of any size instead of reading the checkpoint, with a point for faults before each pack."""
     stock = transfer._packs
 
     def packs(sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -138,7 +138,7 @@ def send_all() -> None:
 
 
 class Faulty(nn.Module):
-    """Passes tensors through, hurts at forward and backward."""
+    """Passes tensors through; faults can hit in its forward and backward pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         injector.at("forward")
@@ -149,7 +149,7 @@ class Faulty(nn.Module):
 
 
 class InnerFault(torch.optim.AdamW):
-    """An optimizer that can be hurt half-way through its update."""
+    """An optimizer in which a fault can hit after half of the parameters are updated."""
 
     def step(self, closure: Any = None) -> Any:
         groups = self.param_groups
@@ -175,7 +175,7 @@ class FaultySchedule(torch.optim.lr_scheduler.LambdaLR):
 
 
 class Losses:
-    """The loss curve, as extra state."""
+    """The loss curve, saved as ``extra_state``."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -197,7 +197,7 @@ def build() -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """``JOB_OPTIMIZER``: empty, ``replicated:COPIES``, ``zero`` or ``lbfgs``."""
+    """Make the optimizer that ``JOB_OPTIMIZER`` names: empty, ``replicated:COPIES``, ``zero`` or ``lbfgs``."""
     kind, _, copies = os.environ.get("JOB_OPTIMIZER", "").partition(":")
     if kind == "lbfgs":
         return torch.optim.LBFGS(
@@ -225,7 +225,7 @@ calls = itertools.count()
 
 
 def misbehave() -> bool:
-    """``JOB_AGAIN``: what train() does where it was called in this process before; whether it returns then."""
+    """Do what ``JOB_AGAIN`` says when train() is called again in this process; return whether train() returns then."""
     again, what = next(calls) > 0, os.environ.get("JOB_AGAIN", "")
     if what == "thread" and not again:
         threading.Thread(target=wait_for_ever, daemon=True).start()
@@ -240,7 +240,7 @@ def misbehave() -> bool:
 
 @contextlib.contextmanager
 def swallowed() -> Iterator[None]:
-    """``JOB_AGAIN=swallow``: an error of a collective is no reason to leave the loop."""
+    """With ``JOB_AGAIN=swallow`` the loop catches errors of collectives and is not left."""
     try:
         yield
     except RuntimeError:
@@ -309,7 +309,7 @@ if "JOB_ONE_STEP" in os.environ:
 
 
 def step_with_closure(model: Any, optimizer: Any, losses: Losses, step: int) -> None:
-    """It is evaluated several times, before and after the optimizer has written."""
+    """Make a step whose closure the optimizer evaluates several times, before and after its first write."""
     evaluations = 0
 
     def closure() -> Any:
@@ -347,7 +347,7 @@ def plain_step(model: Any, optimizer: Any, losses: Losses, batches: Iterator[Any
 
 
 def note(kind: str, value: int) -> None:
-    """Append to this rank's log with one write: it survives a SIGKILL."""
+    """Append a line to this rank's log in one write, which survives a SIGKILL."""
     with (JOB_DIR / f"rank{RANK}.log").open("a") as log:
         log.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {kind} {value}\n")
 
@@ -385,7 +385,7 @@ def finish(model: Any, optimizer: Any, scheduler: Any, losses: Losses) -> None:
 
 
 def main() -> None:
-    """The job on this rank; ``JOB_STORE``: where ranks without a launcher meet."""
+    """Run the job on this rank. Without a launcher ranks meet at ``JOB_STORE``."""
     torch.set_num_threads(1)
     if "JOB_TRANSFER" in os.environ:
         send_all()

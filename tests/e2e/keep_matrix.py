@@ -50,7 +50,7 @@ RANKS, APART, LIMIT_S = 4, 3, 1200.0
 
 
 def main() -> int:
-    """One line for each row when it is done; problems go to standard error. Exit code: how many rows have one."""
+    """Print one line for each finished row, and problems to stderr. Returns the number of rows with problems."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", nargs="*", choices=[*ROWS, []], metavar="ROW")
     parser.add_argument("--kills", type=int, default=20)
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def row(directory: Path, name: str, kills: int, chance: random.Random) -> tuple[list[str], list[str]]:
-    """The cells of one row, and what is not as it should be."""
+    """Return the cells of one row of the table, and the problems found."""
     script, env = ROWS[name]
     faults = list(drawn(script, env["JOB_KIND"], kills, chance))
     steps = faults[-1]["step"] + APART
@@ -99,7 +99,7 @@ def row(directory: Path, name: str, kills: int, chance: random.Random) -> tuple[
 
 
 def back_after(job: Job, log: str) -> list[float]:
-    """Seconds from each kill until the last rank trained again, where the others kept their processes."""
+    """Return the seconds from each kill to the last rank's return to training, where survivors kept their processes."""
     said = re.findall(r"([\d-]{10} [\d:]{8}),(\d{3}) INFO \[ttp rank \d+\] training goes on in this process", log)
     back = [datetime.fromisoformat(second).timestamp() + int(ms) / 1e3 for second, ms in said]
     kills = sorted(path.stat().st_mtime for path in (job.directory / "done").glob("kill*"))
@@ -110,7 +110,7 @@ def back_after(job: Job, log: str) -> list[float]:
 
 
 def drawn(script: Path, kind: str, kills: int, chance: random.Random) -> Iterator[dict[str, Any]]:
-    """The kills, one every few steps."""
+    """Return the kills of a row, drawn at random, one every few steps."""
     points = [*PHASES, *(f"micro{n}" for n in range(4))] if script is STEP_JOB else shards.phases(kind, "redo")
     if kind == "static":
         points = [*PHASES, "micro0"]
@@ -120,7 +120,7 @@ def drawn(script: Path, kind: str, kills: int, chance: random.Random) -> Iterato
 
 
 def bits_are_equal(job: Job, directory: Path) -> bool:
-    """With those of the same job without ttp and without a kill."""
+    """Whether the job ends with the same bits as the job without ttp and kills."""
     if job.script is SHARDED_JOB:
         unbroken = shards.unbroken(directory, job.env["JOB_KIND"], job.steps)
         pairs = zip(shards.bits_of(job.directory), unbroken, strict=True)

@@ -53,7 +53,7 @@ Step = Any
 
 
 class WatchedMeeting(Meeting):
-    """The barrier before the update, as this rank sees it."""
+    """The barrier before the update, in which ``Halfway`` decides what this rank sees."""
 
     fault: Halfway | None = None
 
@@ -73,11 +73,10 @@ class WatchedMeeting(Meeting):
 
 
 class Halfway:
-    """The ranks ``out`` make the update, then ``ranks`` are killed; the others are left behind.
+    """A fault: the ranks ``out`` make the update, then ``ranks`` are killed; all others do not make the update.
 
-    As a barrier does it that ends on some ranks only. Those left behind wait in theirs for ever, or see it break
-    (``broken``). Where there is no barrier, ranks differ like that before the update: those left behind wait in a
-    collective of their program.
+    This happens when a barrier ends on some ranks only. For the other ranks the barrier never ends, or with ``broken``
+    raises an error. In a job without a barrier they wait in a collective of their program before the update.
     """
 
     def __init__(self, fault: dict[str, Any]) -> None:
@@ -86,7 +85,7 @@ class Halfway:
 
     @classmethod
     def now(cls) -> Halfway | None:
-        """What this rank's step has in store."""
+        """Return the fault for the running step of this rank; None: there is none."""
         for fault in FAULTS:
             if (fault["phase"], fault["step"]) == ("halfway", injector.step) and not marked(
                 fault["id"], fault["ranks"]
@@ -95,15 +94,15 @@ class Halfway:
         return None
 
     def come(self) -> None:
-        """This rank waits in the barrier."""
+        """Note that this rank waits in the barrier and will not make the update."""
         if not self._out and RANK not in self._dead:
             mark(f"left{injector.step}")
 
     def over(self, over: bool) -> bool:
-        """What the barrier looks like from this rank.
+        """Return whether the barrier is over for this rank.
 
         Raises:
-            BrokenError: it is to look broken.
+            BrokenError: the fault breaks the barrier for this rank.
         """
         if self._out:
             return over
@@ -115,7 +114,7 @@ class Halfway:
         return False
 
     def without_barrier(self) -> None:
-        """The gradient is reduced."""
+        """Carry out the fault after the gradient is reduced, in a job without a barrier."""
         if RANK in self._dead:
             self._die()
         elif not self._out:
@@ -125,7 +124,7 @@ class Halfway:
             wait_for_ever()
 
     def _die(self) -> None:
-        """When the others are where they have to be."""
+        """Kill this rank when the other ranks are where the fault needs them."""
         out = self._fault["out"]
         left = [rank for rank in range(WORLD) if rank not in (*self._dead, *out)]
         while not (marked(f"updated{injector.step}", out) and marked(f"left{injector.step}", left)):
@@ -144,7 +143,7 @@ def mark(name: str) -> None:
 
 
 class Whole(nn.Module):
-    """Odd sizes: uneven shards."""
+    """A model with odd sizes, so that its shards are uneven."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +187,7 @@ def tensor_parallel(model: Whole) -> Any:
 
 
 def stepper(model: nn.Module) -> Step:
-    """Ranks of one tensor-parallel group see the same data."""
+    """Return a function that makes a step. Ranks of one tensor-parallel group see the same data."""
     number = RANK // 2 if KIND == "tp" else RANK
 
     def step(n: int) -> Tensor:
@@ -202,7 +201,7 @@ def stepper(model: nn.Module) -> Step:
 
 
 def pipeline(model: Whole) -> tuple[nn.Module, Step]:
-    """Two stages of two replicas: ranks 0 and 1 have the front, 2 and 3 the back."""
+    """Make two stages with two replicas each: ranks 0 and 1 have the first stage, 2 and 3 the second."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -227,7 +226,7 @@ def pipeline(model: Whole) -> tuple[nn.Module, Step]:
 
 
 def build() -> tuple[nn.Module, Step]:
-    """The model, cut."""
+    """Build the sharded model."""
     torch.manual_seed(1)
     whole = Whole()
     if KIND == "pp":
@@ -239,7 +238,7 @@ def build() -> tuple[nn.Module, Step]:
 
 
 def make_optimizer(model: nn.Module) -> tuple[Any, Any]:
-    """What the loop calls, and the one that makes the update."""
+    """Return the optimizer that the loop calls, and the one that makes the update."""
     if KIND == "replicated":
         replicated = ReplicatedOptimizer(model.parameters(), InnerFault, lr=1e-2)
         replicated.register_gather_pre_hook(lambda: injector.at("gather"))
@@ -304,7 +303,7 @@ def memory(tensor: Any) -> bytes:
 
 
 def show_bits(version: int, model: nn.Module, optimizer: Any) -> None:
-    """Weights, moments and random streams of this rank, at each version: one line of ``bits<rank>.log``."""
+    """Append weights, moments and random streams of this rank at a version as one line to ``bits<rank>.log``."""
     weights = (memory(p) for _, p in sorted(model.named_parameters()))
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     moments = (memory(v) for p in trained for _, v in sorted(optimizer.state.get(p, {}).items()))
@@ -320,7 +319,7 @@ def finish(model: nn.Module, scheduler: Any) -> None:
 
 
 def main() -> None:
-    """The job on this rank; leaves without waiting for threads of a broken world."""
+    """Run the job on this rank. Exits without waiting for threads, because those of a broken job may never end."""
     torch.set_num_threads(1)
     if "JOB_TRANSFER" in os.environ:
         send_all()

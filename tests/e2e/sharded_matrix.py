@@ -23,7 +23,7 @@ MODES = {"redo": "redo", "hosts": "redo, two hosts", "undo": "undo", "buddy": "`
 
 
 def main() -> int:
-    """Every row is printed when it is done; problems go to standard error. Exit code: how many there are."""
+    """Print each finished row, and problems to stderr. Returns the number of problems."""
     wrong = 0
     print("| layout | with | killed | phases | half-way |\n|---|---|---|---|---|", flush=True)
     bits: dict[str, Bits] = {}
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def asked(names: list[str]) -> list[tuple[str, str, str, str]]:
-    """Kind, mode, who and phase (empty: all) of each row."""
+    """Yield kind, mode, who is killed and phase (empty: all phases) of each row that is named."""
     chosen = []
     for name in names or dict.fromkeys(f"{kind}-{mode}" for kind, mode, _ in rows()):
         layout, only, phase = (*name.split(":"), "", "")[:3]
@@ -55,13 +55,13 @@ def asked(names: list[str]) -> list[tuple[str, str, str, str]]:
 
 
 def longest(kind: str) -> int:
-    """Steps of the longest row of a kind."""
+    """Return the number of steps of the longest row of a kind."""
     last: list[int] = [faults_of(kind, who, mode)[-1]["step"] for one, mode, who in rows() if one == kind]
     return max(last) + 3
 
 
 def shown(seen: Counter[str]) -> str:
-    """``2 saved, 1 saved + redo``."""
+    """Format outcomes, such as ``2 saved, 1 saved + redo``."""
     return ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
 
 

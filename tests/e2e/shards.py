@@ -40,13 +40,13 @@ LIFE_S = 240.0
 
 
 def phases(kind: str, mode: str) -> list[str]:
-    """The points of a step at which a job of this kind can be killed, but for ``halfway``."""
+    """Return the points of a step at which a job of this kind can be killed, except ``halfway``."""
     left_out = {"barrier"} if mode == "undo" else set()
     return [p for p in PHASES if p not in left_out and (p != "gather" or kind == "replicated")]
 
 
 def victims(kind: str, mode: str) -> dict[str, tuple[int, ...]]:
-    """Who is killed: what survives is a copy of each shard, or none of the first one."""
+    """Return the sets of ranks to kill, by name. Survivors hold a copy of each shard, or none of the first shard."""
     if kind == "zero":
         return {"one rank": (2,), "rank 0": (0,)} | ({"a host": (2, 3)} if mode == "buddy" else {})
     one, two = KINDS[kind]
@@ -60,9 +60,9 @@ def victims(kind: str, mode: str) -> dict[str, tuple[int, ...]]:
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """All rows of the matrix: kind, mode, who is killed. Second copies are for shards of one copy.
+    """Yield kind, mode and killed ranks of all rows of the matrix. Only shards without replicas have second copies.
 
-    Of two hosts nobody dies with the pages of all of its host: no launcher is there to hand them over.
+    On two hosts no row kills all ranks of a host, because there is no launcher that could hand over their pages.
     """
     for kind in KINDS:
         for mode in MODES:
@@ -73,14 +73,14 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 
 def fault(name: str, phase: str, ranks: tuple[int, ...], **more: Any) -> dict[str, Any]:
-    """Without its step."""
+    """Return a fault without its step."""
     return {"id": name, "ranks": list(ranks), "phase": phase, "action": "kill", "together": True, **more}
 
 
 def halfways(dead: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Every way in which the survivors can be parted: those who make the update, and those who are left behind.
+    """Yield a fault for each way to divide the survivors into those that make the update and those that do not.
 
-    Where there are three of them, one way to be left behind for each: to hang, or to see the barrier break.
+    The barrier of the latter hangs or breaks: with two survivors there is a fault for each, else the two alternate.
     """
     left = [rank for rank in range(4) if rank not in dead]
     parted = [out for count in range(1, len(left)) for out in itertools.combinations(left, count)]
@@ -91,9 +91,9 @@ def halfways(dead: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
 
 def faults_of(kind: str, who: str, mode: str) -> list[dict[str, Any]]:
-    """A row of the matrix, one fault for each life, two versions apart, or as many as second copies need.
+    """Return the faults of a row, one per launch. They are two versions apart, or as many as second copies need.
 
-    The stages of one pipeline are never in their backward passes at once.
+    The two stages of one pipeline are never in their backward passes at the same time, so that fault is left out.
     """
     dead = victims(kind, mode)[who]
     never = {"backward"} if (kind, who) == ("pp", "a column") else set()
@@ -110,15 +110,16 @@ def faults_of(kind: str, who: str, mode: str) -> list[dict[str, Any]]:
 
 
 def lost_shards(kind: str, dead: set[int]) -> list[tuple[int, ...]]:
-    """Shards of which no copy is left."""
+    """Return the shards of which no copy is left."""
     return [group for group in KINDS[kind] if set(group) <= dead]
 
 
 def allowed(kind: str, hurt: dict[str, Any], mode: str) -> set[int]:
-    """Versions that may be saved, by Statement 1, or from second copies; none: it has to be refused.
+    """Return the versions that may be saved, by Statement 1 or from second copies; empty: the save must be refused.
 
-    Before the last gradient has left the dead nobody can have updated. From then on it is open how far the survivors
-    came; in ``halfway`` it is known.
+    Before the dead ranks have sent their last gradient no rank can have updated. After that survivors may have updated
+    or
+    not; in ``halfway`` it is known which have.
     """
     dead, before = set(hurt["ranks"]), hurt["step"]
     if lost_shards(kind, dead):
@@ -139,14 +140,14 @@ def allowed(kind: str, hurt: dict[str, Any], mode: str) -> set[int]:
 
 @dataclass
 class Row:
-    """One job, and what came of its faults.
+    """One row of the matrix: a kind of job, its faults and their outcomes.
 
     Args:
-        kind: of layout.
-        who: is killed.
+        kind: the kind of layout.
+        who: the ranks that are killed.
         mode: one of ``MODES``.
-        outcomes: by phase.
-        problems: all that is not as it should be.
+        outcomes: number of outcomes, by phase.
+        problems: what was not as expected.
     """
 
     kind: str
@@ -156,7 +157,7 @@ class Row:
     problems: list[str] = field(default_factory=list)
 
     def run(self, directory: Path, bits: Bits, hurts: list[dict[str, Any]]) -> Row:
-        """Hurt it, life after life."""
+        """Inject the faults, launch after launch."""
         chains = [hurts] if allowed(self.kind, hurts[0], self.mode) else [[hurt] for hurt in hurts]
         for number, chain in enumerate(chains):
             self._chain(self._job(directory / f"{number}", chain), bits)
@@ -184,10 +185,10 @@ class Row:
                 self.problems.append(f"{self.kind}, {self.who}: other bits on rank {rank}: {sorted(mine - theirs)}")
 
     def _life(self, job: ForkedJob, hurt: dict[str, Any]) -> str:
-        """One fault; returns what came of it.
+        """Run one launch with its fault and return the outcome.
 
         Raises:
-            AssertionError: something else than what has to.
+            AssertionError: the outcome is not allowed.
         """
         incidents = len(job.incidents())
         codes = job.live(LIFE_S)
@@ -219,18 +220,18 @@ def _refused(kind: str, hurt: dict[str, Any], events: list[dict[str, Any]]) -> s
 
 
 def _newest(job: ForkedJob, rank: int) -> int:
-    """What a rank had finished in its last life."""
+    """Return the newest version that a rank had finished in its last launch."""
     return job.notes(rank)[-1][2]
 
 
 def bits_of(directory: Path) -> Bits:
-    """Of all ranks."""
+    """Return the lines of ``bits<rank>.log`` of each rank."""
     logs = [directory / f"bits{rank}.log" for rank in range(4)]
     return [set(log.read_text().splitlines()) if log.exists() else set() for log in logs]
 
 
 def unbroken(directory: Path, kind: str, steps: int) -> Bits:
-    """Of a job without ttp."""
+    """Run the job without ttp and return its bits."""
     job = ForkedJob(directory, steps=steps, protected=False, env={"JOB_KIND": kind})
     codes = job.live(LIFE_S)
     assert codes == [0] * 4, job.story()

@@ -58,7 +58,7 @@ def train(save_dir: str, steps: int, width: int) -> None:
 
 
 def save_now() -> None:
-    """What ``ttp save`` does, from inside: the freeze is answered by the processor while this thread waits."""
+    """Request a checkpoint as ``ttp save`` does. The processor answers the freeze while this thread waits."""
     from ttp.wire.channel import metadata, open_channel, stub
     from ttp.wire.v1 import controller_pb2 as pb
 
@@ -70,7 +70,7 @@ def save_now() -> None:
 
 
 def main() -> None:
-    """By the arguments of the command line."""
+    """Run the job that the command line describes."""
     torch.set_num_threads(1)
     train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 16)
     if os.environ.get("SOLO_AFTER"):

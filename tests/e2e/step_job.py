@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"unused": {"find_unused_parameters": True}
 
 
 class Branches(nn.Module):
-    """Which branch a batch takes depends on its data, so ranks differ in what they leave unused."""
+    """A model whose data choose the branch for each batch, so that ranks leave different parameters unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Branches(nn.Module):
 
 
 class Two(nn.Module):
-    """Two of them, the second one without gradients for a while."""
+    """Two models; the second one has no gradients in the first steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Two(nn.Module):
 
 
 def make() -> tuple[Any, Any, Any]:
-    """The model, as it is called and as it was made, and its optimizer."""
+    """Return the model as it is called, the model as it was made, and its optimizer."""
     plain = {"unused": Branches, "two": Two}.get(KIND, build)()
     inner: Any = plain
     if KIND == "compiled":  # what hurts this process is no part of a graph
@@ -166,7 +166,7 @@ if "JOB_LEAVE" not in os.environ:
 
 
 def main() -> None:
-    """The job on this rank; ``JOB_STORE``: where ranks without a launcher meet."""
+    """Run the job on this rank. Without a launcher ranks meet at ``JOB_STORE``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
     train(make() if "JOB_OUTSIDE" in os.environ else None)

@@ -17,7 +17,7 @@ _write = HashingFile.write
 
 
 def write(self: HashingFile, data: Any, /) -> int:
-    """Half of it, and that is all."""
+    """Write half of the piece, then stop."""
     if "of" not in self.path.name or self.path.suffix != ".distcp" or MARKER.exists():
         return _write(self, data)
     MARKER.write_text(self.path.name)

@@ -60,7 +60,7 @@ def test_an_environment_that_describes_no_rank(solo: Run, tmp_path: Path, env: d
 def test_a_rank_that_leaves_with_64_before_any_has_joined_leaves_word(
     solo: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A batch script that asks for the verdict would start the job again for ever. A good launch overrides it."""
+    """Else a batch script that asks for the verdict would restart the job for ever. A good launch overrides it."""
     assert solo(tmp_path / "ck", 1, RANK="3", TORCHELASTIC_RUN_ID="mine").returncode == 64
     assert main(["verdict", str(tmp_path / "ck"), "--run-id", "mine"]) == 64
     assert "RANK=3 is not in 0..0" in capsys.readouterr().err
@@ -69,7 +69,7 @@ def test_a_rank_that_leaves_with_64_before_any_has_joined_leaves_word(
 
 
 def test_a_start_script_cannot_switch_the_resume_off(solo: Run, checkpoint: Path) -> None:
-    """``RESUME_MODE_ENABLE=0`` in it would throw away what a restart goes on from: docs/mindio.md."""
+    """``RESUME_MODE_ENABLE=0`` is ignored, because it would discard the checkpoint of a restart: docs/mindio.md."""
     done = solo(checkpoint.parent, 5, RESUME_MODE_ENABLE="0")
     assert done.returncode == 0 and "start 4" in done.stdout
 
@@ -122,7 +122,7 @@ def test_state_that_cannot_be_saved_ends_the_job_with_64_before_its_second_updat
 
 
 def test_a_configuration_that_shows_to_be_wrong_in_training_is_reported_too(solo: Run, tmp_path: Path) -> None:
-    """Other ranks would wait for one that just left."""
+    """Without the report other ranks would wait for a rank that just left."""
     done = solo(tmp_path / "ck", 9, SOLO_STRANGER="1")
     assert done.returncode == 64
     assert "exits with 64: a configuration or a program is wrong: rank 0 raised ConfigError: the opt" in done.stderr
@@ -131,7 +131,7 @@ def test_a_configuration_that_shows_to_be_wrong_in_training_is_reported_too(solo
 def test_what_one_rank_alone_is_refused_ends_every_rank_with_64_and_says_why(
     forked_job: Callable[..., ForkedJob],
 ) -> None:
-    """Its peers stand in the next all-reduce; what was finished is saved."""
+    """The other ranks wait in the next all-reduce; the finished version is saved."""
     odd = {"id": "odd", "rank": 1, "step": 0, "phase": "in_step", "action": "odd"}
     job = forked_job(ranks=2, steps=4, faults=[odd])
     assert job.live(100) == [64, 64], job.story()
@@ -161,7 +161,7 @@ def test_without_a_port_it_trains_as_usual_and_still_restores(solo: Run, checkpo
     "step_done", [pytest.param("", id="learned"), pytest.param("1", id="step_done", marks=pytest.mark.slow)]
 )
 def test_the_resumed_run_has_the_bits_of_the_unbroken_one(solo: Run, tmp_path: Path, step_done: str) -> None:
-    """Of the weights, and of their average, which follows each update."""
+    """Weights are equal, and so is their average, which is updated after each step."""
     unbroken = solo(tmp_path / "other", 8, on=False).stdout.split("weights ")[1]
     saved = solo(tmp_path / "ck", 4, SOLO_SAVE="4", SOLO_STEP_DONE=step_done)
     assert saved.returncode == 0 and "\nsaved 4" in saved.stdout, saved.stdout + saved.stderr
@@ -217,7 +217,7 @@ def test_a_foreign_directory_is_left_alone(solo: Run, checkpoint: Path) -> None:
 
 
 def test_a_program_that_has_ended_says_so_and_one_that_fails_then_does_not(fresh: Run, tmp_path: Path) -> None:
-    """``ttp run --mindspore`` forgives a crash of the former: it is one of a library that is taken down."""
+    """``ttp run --mindspore`` ignores a crash after a program's end, because libraries crash when they are unloaded."""
     ended = tmp_path / "run" / "ended"
     assert fresh(tmp_path / "ck", 2, SOLO_AFTER="1").returncode == 1
     assert not ended.exists()
@@ -246,7 +246,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(solo: Run, checkp
 def two_ranks(
     tmp_path: Path, *directories: Path, steps: int, places: tuple[int, int] = (0, 1)
 ) -> list[tuple[int, str, str]]:
-    """Exit codes and what was said of a job of two ranks on one host, each with a ``save_dir`` of its own."""
+    """Return exit codes and output of a job of two ranks on one host, each with a ``save_dir`` of its own."""
     env = solo_env(tmp_path) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [
         Forked(
@@ -298,7 +298,7 @@ def test_a_job_whose_only_checkpoint_is_damaged_is_refused_and_does_not_begin_ag
 def test_a_launcher_that_says_one_local_rank_to_all_hides_no_damage(
     solo: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """As mpirun does in a pod whose operator has set LOCAL_RANK: half of the bytes are in nobody's share."""
+    """mpirun does so in a pod whose operator has set LOCAL_RANK. Then no rank would check half of the bytes."""
     newest = second_checkpoint(solo, checkpoint)
     flip(newest / Share(1, 2).of(Manifest.load(newest).pieces)[0].file)
     said = two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8, places=(0, 0))

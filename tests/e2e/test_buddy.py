@@ -25,7 +25,7 @@ STEPS = 16
 
 @dataclass
 class Buddies:
-    """Ranks started by hand, so that each can be told on which host it is."""
+    """Ranks that are started by hand, so that each can have a host name of its own."""
 
     directory: Path
     hosts: tuple[str, ...]
@@ -35,7 +35,7 @@ class Buddies:
     ranks: list[ForkedPython] = field(default_factory=list)
 
     def launch(self, life: int) -> list[int]:
-        """Exit codes of all ranks."""
+        """Run one launch and return the exit codes of all ranks."""
         master = str(free_port())
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC"))}
         for rank, host in enumerate(self.hosts):
@@ -66,7 +66,7 @@ class Buddies:
         return codes
 
     def memory(self, host: str) -> Path:
-        """Where the pages and copies of a host lie; as ``ttp.processor.local_state.page_dir`` says."""
+        """Return the directory of the pages and copies of a host, as ``ttp.processor.local_state.page_dir`` does."""
         key = hashlib.sha256(f"127.0.0.1|{self.port}|none|{host}".encode()).hexdigest()[:12]
         return SHARED_MEMORY / f"ttp-{os.getuid()}-{key}"
 
@@ -97,7 +97,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Buddies]]:
 
 
 def check(job: Buddies, victims: set[int]) -> None:
-    """Lost, saved from copies, resumed: with the bits that the first life had seen."""
+    """Check that the victims died, the job was saved from copies, and it resumed with the bits of that version."""
     first = job.launch(0)
     survivors = [r for r in range(len(job.hosts)) if r not in victims]
     assert [code for r, code in enumerate(first) if r not in victims] == [75] * len(survivors), job.story()
@@ -127,7 +127,7 @@ def test_a_whole_host_is_lost(job: Callable[..., Buddies]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(320)
 def test_copies_are_sent_over_tls(job: Callable[..., Buddies], tmp_path: Path) -> None:
-    """With a list of what was revoked, that of nobody here."""
+    """With a revocation list that names no certificate of this job."""
     authority = Authority(tmp_path / "authority")
     own = authority.sign()
     authority.sign(file="stolen")

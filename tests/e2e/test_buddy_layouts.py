@@ -25,24 +25,24 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
 
 
 def fault(*ranks: int, action: str = "kill") -> dict[str, Any]:
-    """In the middle of a step."""
+    """Return a fault in the middle of a step."""
     return {"id": action, "ranks": list(ranks), "step": HURT_AT, "phase": "data", "action": action, "together": True}
 
 
 def env(kind: str) -> dict[str, str]:
-    """Steps are long enough for the copies."""
+    """Return an environment with steps long enough for the copies."""
     return {"JOB_KIND": kind, "JOB_BUDDY": "1", "TTP_BUDDY_EVERY": str(EVERY), "JOB_STEP_S": "0.1"}
 
 
 def how_saved(job: Job) -> tuple[int, set[str], str]:
-    """Version, whence, and why, of the only checkpoint."""
+    """Return version, source and reason of the only checkpoint."""
     (version,) = job.committed()
     plans = [e for events in job.incidents() for e in events if e["kind"] == "plan"]
     return version, set(plans[-1]["how"].values()), plans[-1]["reason"]
 
 
 def assert_from_copies(job: Job, dead: set[int]) -> None:
-    """The newest copies were taken, and the loss is said and bounded."""
+    """Check that the newest copies were saved, and that the reported loss is within the bound."""
     version, hows, reason = how_saved(job)
     finished = newest_of_survivors(job, 0, dead)
     assert hows == {"kept"} and version % EVERY == 0, reason
@@ -52,7 +52,7 @@ def assert_from_copies(job: Job, dead: set[int]) -> None:
 
 
 def assert_live(job: Job, dead: set[int]) -> None:
-    """Nothing was lost."""
+    """Check that nothing was lost."""
     version, hows, reason = how_saved(job)
     assert "kept" not in hows, reason
     assert version >= newest_of_survivors(job, 0, dead)
@@ -67,7 +67,7 @@ def assert_same_bits(job: Job, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_zero_loses_a_host(tmp_path: Path) -> None:
-    """Torch's own optimizer: a shard on each rank."""
+    """With ``ZeroRedundancyOptimizer``: one shard on each rank."""
     job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(2, 3, action="lose host")])
     job.env = env("zero") | {"JOB_STEP_S": "0.05"}
     assert job.live(TIMEOUT_S / 3) == [75, 75, -9, -9], job.story()
@@ -79,7 +79,7 @@ def test_zero_loses_a_host(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "zero"])
 def test_a_rank_is_lost_under_a_launcher(make_job: MakeJob, tmp_path: Path, kind: str) -> None:
-    """The copies outlive their rank in the memory of the one host there is; ``ttp run`` starts the job again."""
+    """Copies of a lost rank stay in the memory of the only host; ``ttp run`` restarts the job."""
     job = make_job(script=SCRIPT, steps=STEPS, max_restarts=1, faults=[fault(2)], env=env(kind))
     assert job.run(TIMEOUT_S / 2) == 0, job.story()
     assert_from_copies(job, {2})
@@ -94,9 +94,9 @@ def test_a_rank_is_lost_under_a_launcher(make_job: MakeJob, tmp_path: Path, kind
 def test_a_host_is_lost_under_a_launcher(
     make_job: MakeJob, tmp_path: Path, kind: str, check: Callable[[Job, set[int]], None]
 ) -> None:
-    """Ranks, launcher and memory of a host; then the whole job is started again, on two hosts.
+    """A host loses its ranks, launcher and memory; then the job is started again on two hosts.
 
-    Where each host has a copy of every shard nothing is lost, and no second copies are kept; the random streams of the
+    Where each host has a copy of every shard nothing is lost, and no second copies are kept. The random streams of the
     lost ranks come from the mirror of their pages.
     """
     port = str(free_port())

@@ -18,7 +18,7 @@ WAIT_S = 150
 @pytest.mark.timeout(4 * WAIT_S)
 @pytest.mark.xdist_group("ttp")
 def test_what_clusterd_hears_is_what_is_on_disk(make_job: Callable[..., Job]) -> None:
-    """A rank is killed, which only ttp sees; then, in the next launch, a device breaks, which only ClusterD sees."""
+    """First ttp detects a killed rank; in the next launch ClusterD reports a broken device."""
     faults = [{"id": "killed", "rank": 1, "step": 3, "phase": "backward", "action": "kill", "when": "seen"}]
     job = make_job(ranks=2, steps=100_000, max_restarts=0, faults=faults).start()
     run_dir = str(job.directory / "run")  # the job's token is there

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def demo(folder: Path, *arguments: str, **env: str) -> set[tuple[str, ...]]:
-    """Run the demo to its end; the first three words of every line of it."""
+    """Run the demo to its end and return the first three words of each of its lines."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--folder", str(folder), *arguments]
     done = subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=560, check=False)
@@ -55,7 +55,7 @@ def test_a_gpt_in_every_layout_loses_no_step_and_no_bit(tmp_path: Path, flags: s
 
 @pytest.mark.timeout(240)
 def test_the_gpt_trains_on_a_text_of_the_users_own(tmp_path: Path) -> None:
-    """Two ranks started by hand, without ttp: what a launcher does, and what a killed rank costs, is tested above."""
+    """With two ranks, without ttp. Launchers and faults are tested above."""
     (tmp_path / "text").write_bytes(b"abcd" * 20)
     sizes = {"steps": 12, "lr": 0.1, "layers": 1, "heads": 2, "width": 16, "context": 8, "batch": 4}
     small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))] + ["--precision", "bf16"]

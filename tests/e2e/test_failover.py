@@ -20,7 +20,7 @@ WAIT_S = 120
 
 
 def on_host(job: Job, host: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """The command line on a host of which only the run directory is known."""
+    """Return a function that runs a command on a host that knows only its run directory."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_") and k != "MASTER_ADDR"}
     env |= {"TTP_RUN_DIR": str(job.directory / "run" / host), "TTP_TOKEN": "secret"}
     return subprocess.run([*TTP, *args], env=env, capture_output=True, text=True, timeout=60, check=False)
@@ -34,8 +34,10 @@ def kept_by(job: Job, host: str, term: int) -> Ring | None:
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ttp")
 def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job]) -> None:
-    """Its process is killed and nobody on its host brings another one. Then a rank on the other host dies, the last of
-    its host: its launcher reports that, and hands over its pages."""
+    """The controller is killed and is not restarted on its host, so a standby leads.
+
+    Then the last rank of the other host dies; its launcher reports that to the standby and hands over the pages.
+    """
     port = str(free_port())
     nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
     job = make_job(
@@ -74,6 +76,6 @@ def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job
 
 
 def last(job: Job) -> list[dict[str, Any]]:
-    """The last incident that was no mere checkpoint."""
+    """Return the last incident that was not a requested checkpoint."""
     faults = [events for events in job.incidents() if events and not events[0].get("snapshot")]
     return faults[-1] if faults else []

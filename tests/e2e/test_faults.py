@@ -39,7 +39,7 @@ TIMEOUT_S = 400
 
 
 def assert_saved_and_identical(job: Job, unbroken: Unbroken, dead: list[set[int]]) -> None:
-    """One commit per fault, of the newest version that a survivor had; resumed from there; the same bits at the end."""
+    """Check that each fault led to one commit of the survivors' newest version, and that no bit differs at the end."""
     committed = job.committed()
     newest = [newest_of_survivors(job, life, killed) for life, killed in enumerate(dead)]
     assert committed == newest, job.story()
@@ -62,7 +62,7 @@ def assert_saved_and_identical(job: Job, unbroken: Unbroken, dead: list[set[int]
 def test_sigkill_of_any_rank_in_every_phase(
     make_job: MakeJob, unbroken: Unbroken, launcher: str, ranks: int, phases: list[str]
 ) -> None:
-    """The last fault takes all ranks but one at once, in the optimizer's step."""
+    """The last fault kills all ranks but one at once, in the optimizer's step."""
     faults, lost = kills(ranks, phases)
     steps = 3 * len(faults) + 3
     job = make_job(launcher=launcher, ranks=ranks, steps=steps, max_restarts=len(faults), faults=faults)
@@ -71,7 +71,7 @@ def test_sigkill_of_any_rank_in_every_phase(
 
 
 def kills(ranks: int, phases: list[str]) -> tuple[list[dict[str, Any]], list[set[int]]]:
-    """The faults, and whom each of them takes."""
+    """Return the faults, and the ranks that each of them kills."""
     lost = [{i % ranks} for i in range(len(phases))] + [set(range(ranks - 1))]
     kill = {"action": "kill", "together": True}
     faults = [
@@ -84,7 +84,7 @@ def kills(ranks: int, phases: list[str]) -> tuple[list[dict[str, Any]], list[set
 @pytest.mark.slow  # tests/programs goes through the phases without a launcher too
 @pytest.mark.timeout(TIMEOUT_S)
 def test_every_phase_without_a_launcher(forked_job: MakeForked, unbroken: Unbroken) -> None:
-    """What ranks do is the same under each launcher: each phase, and an exception before and in the step."""
+    """Faults in each phase, and an exception before and in the step. Ranks do the same under each launcher."""
     faults, lost = kills(3, PHASES)
     for phase, rank in (("loss", 1), ("in_step", 0)):
         step = faults[-1]["step"] + 3
@@ -99,7 +99,7 @@ def test_every_phase_without_a_launcher(forked_job: MakeForked, unbroken: Unbrok
 
 
 def assert_exceptions(incidents: list[list[dict[str, Any]]]) -> None:
-    """Each was told; the last one was in the step of rank 0, which is torn and saves nothing."""
+    """Check that each incident has its exception. In the last one rank 0's copy is torn and not saved."""
     causes = [next(e["text"] for e in events if e.get("evidence") == "exception") for events in incidents]
     assert all("ValueError: a wrong turn in the training loop" in cause for cause in causes)
     torn = incidents[-1]
@@ -110,8 +110,10 @@ def assert_exceptions(incidents: list[list[dict[str, Any]]]) -> None:
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_whatever_happens_to_one_job(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
-    """Its controller dies, a rank is killed, one raises in the optimizer's step, and the launcher gets a SIGTERM: one
-    checkpoint at a step boundary, exit 75, and the next launch goes on."""
+    """Four faults: the controller dies, a rank is killed, a rank raises in the update, the launcher gets a SIGTERM.
+
+    The last three lead to one checkpoint each, between two steps. The last ends with 75, and the next launch continues.
+    """
     faults = [
         {"id": "hold", "rank": 1, "step": 3, "phase": "data", "action": "hold", "when": "another reigns"},
         {"id": "kill", "rank": 0, "step": 6, "phase": "backward", "action": "kill"},
@@ -133,7 +135,7 @@ def test_whatever_happens_to_one_job(make_job: MakeJob, unbroken: Unbroken, laun
 
 
 def kill_controller(job: Job) -> None:
-    """Returns when another one leads the job."""
+    """Kill the controller and wait until another one leads the job."""
     first = json.loads(job.ttp("status", "--json").stdout)["controller"]["pid"]
     os.kill(first, signal.SIGKILL)
 
@@ -149,7 +151,7 @@ def kill_controller(job: Job) -> None:
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("launcher", ["ttp", "torchrun"])
 def test_a_program_that_is_wrong_is_saved_and_not_restarted(make_job: MakeJob, launcher: str) -> None:
-    """One rank calls ttp as it may not; the other has done nothing wrong and leaves too."""
+    """One rank calls ttp wrongly; the other rank, which did nothing wrong, ends too."""
     fault = {"id": "wrong", "rank": 1, "step": 5, "phase": "forward", "action": "misuse"}
     job = make_job(ranks=2, steps=9, launcher=launcher, max_restarts=3, faults=[fault])
     assert job.run() == (64 if launcher == "ttp" else 1), job.story()
@@ -207,7 +209,7 @@ def test_a_checkpoint_on_request(forked_job: MakeForked, unbroken: Unbroken) -> 
 def test_two_nodes_save_and_resume_together(
     make_job: MakeJob, unbroken: Unbroken, launcher: str, rendezvous: str
 ) -> None:
-    """Two agents with two ranks each: a kill on either node is saved and both nodes restart."""
+    """Two agents have two ranks each. After a kill on either node the job is saved and both nodes restart."""
     port = str(free_port())
     common = ["--nnodes", "2"]
     if rendezvous == "static":
@@ -230,7 +232,7 @@ def test_two_nodes_save_and_resume_together(
 def test_what_a_host_leaves_that_has_lost_all_its_ranks(
     make_job: MakeJob, unbroken: Unbroken, launcher: str, per_host: int
 ) -> None:
-    """Nobody but its launcher can read their pages; without them their random streams would begin anew."""
+    """Only the launcher of that host can read their pages; without them their random streams would be lost."""
     port, ranks = str(free_port()), 2 * per_host
     nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
     victims = list(range(per_host, ranks))
@@ -260,7 +262,7 @@ def test_resume_on_another_number_of_ranks(make_job: MakeJob) -> None:
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_without_any_launcher_of_ours(make_job: MakeJob, unbroken: Unbroken) -> None:
-    """Ranks started by hand, as SLURM would: rank 0's processor brings the controller, which survives rank 0."""
+    """Ranks are started by hand, as SLURM does. Rank 0 starts the controller, which survives rank 0."""
     fault = {"id": "kill0", "rank": 0, "step": 3, "phase": "in_step", "action": "kill"}
     job = make_job(ranks=2, steps=6, faults=[fault])
     assert start_by_hand(job) == {0: -9, 1: 75}, job.story()

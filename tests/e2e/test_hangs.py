@@ -29,7 +29,7 @@ def evidence(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("hangs")
 def test_a_rank_that_hangs_is_named_explained_and_done_without(make_job: MakeJob, unbroken: Unbroken) -> None:
-    """A deadlock; and an evaluation, which is none."""
+    """A deadlocked rank is found; a rank that evaluates in ``ttp.paused`` is not taken for one."""
     faults = [
         {"id": "evaluate", "ranks": [0, 1], "step": 18, "phase": "data", "action": "pause"},
         {"id": "deadlock", "rank": 1, "step": 22, "phase": "data", "action": "deadlock"},
@@ -43,7 +43,7 @@ def test_a_rank_that_hangs_is_named_explained_and_done_without(make_job: MakeJob
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("hangs")
 def test_without_a_launcher_too(forked_job: MakeForked, unbroken: Unbroken) -> None:
-    """A SIGSTOP, and a thread that keeps the interpreter lock. What ends such a rank is whoever started it."""
+    """One rank is stopped, and one holds the interpreter lock. Only the program that started them can end them."""
     faults = [
         {"id": "stop", "rank": 1, "step": 22, "phase": "forward", "action": "stop"},
         {"id": "gil", "rank": 0, "step": 42, "phase": "scheduled", "action": "hold-gil"},
@@ -76,7 +76,7 @@ def test_a_launcher_ends_ranks_that_cannot_end_by_themselves(make_job: MakeJob, 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("hangs")
 def test_ranks_that_wait_in_a_closure_go_back_to_where_the_step_began(forked_job: MakeForked, tmp_path: Path) -> None:
-    """One is killed in the second evaluation of a step of LBFGS, later one hangs there; the weights have changed."""
+    """LBFGS has changed the weights when, in the closure's second evaluation, a rank is killed and later one hangs."""
     env = QUICK | {"JOB_OPTIMIZER": "lbfgs"}
     faults = [
         {"id": "kill", "rank": 1, "step": 2, "phase": "again", "action": "kill"},
@@ -95,7 +95,7 @@ def test_ranks_that_wait_in_a_closure_go_back_to_where_the_step_began(forked_job
 
 
 def check(job: Job, unbroken: Unbroken, hung: dict[int, str]) -> None:
-    """These ranks were found, one in each incident, with that in their stacks; and nothing was lost."""
+    """Check that each incident names the hung rank and shows its stack, and that no step was lost."""
     incidents = job.incidents()
     assert [evidence(events, "hung")["rank"] for events in incidents] == list(hung), job.story()
     assert job.starts() == [0, *job.committed()], job.story()

@@ -27,12 +27,12 @@ KILL = {"id": "kill", "rank": 1, "step": 5, "phase": "backward", "action": "kill
 
 
 def again(job: Job) -> list[bool]:
-    """Of each incident: whether the survivors went on in their processes."""
+    """Return for each incident whether the survivors went on in their processes."""
     return [bool(e.get("again")) for events in job.incidents() for e in events if e["kind"] == "released"]
 
 
 def ways(job: Job, rank: int) -> list[str]:
-    """How that rank came to its state, each time that training went on in the processes."""
+    """Return how the rank got its state each time that training went on in the processes."""
     said = rf"\[ttp rank {rank}\] its state was (kept|received from rank \d+|read from the checkpoint)"
     return re.findall(said, job.log.read_text())
 
@@ -92,7 +92,7 @@ def test_all_start_anew_when_they_have_gone_on_often_enough(make_job: MakeJob, u
 def test_ranks_of_several_shards_keep_their_processes(
     make_job: MakeJob, tmp_path: Path, kind: str, who: str, phases: list[str]
 ) -> None:
-    """The mesh and its groups are made in train(), and made again in those that live."""
+    """train() makes the device mesh and its groups; survivors make them again."""
     dead = shards.victims(kind, "redo")[who]
     faults = [shards.fault(phase, phase, dead) | {"step": 3 * n + 2} for n, phase in enumerate(phases)]
     settings: dict[str, Any] = {"steps": 3 * len(faults) + 2, "max_restarts": len(faults), "faults": faults}
@@ -112,7 +112,7 @@ def test_ranks_of_several_shards_keep_their_processes(
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 def test_who_is_left_in_the_first_barrier_is_not_killed(make_job: MakeJob, tmp_path: Path) -> None:
-    """Rank 0 has made the first update when rank 3 dies, and only ranks left in the barrier can make it, too."""
+    """Rank 0 has made its first update when rank 3 dies, so the ranks in the barrier must make this update too."""
     half = {"id": "half", "ranks": [3], "out": [0], "broken": False, "step": 5, "phase": "halfway", "action": "kill"}
     faults = [{"id": "first", "rank": 1, "step": 5, "phase": "data", "action": "kill"}, half]
     script = Path(shards.__file__).with_name("sharded_job.py")
@@ -141,7 +141,7 @@ def test_who_is_left_in_the_first_barrier_is_not_killed(make_job: MakeJob, tmp_p
 def test_a_second_fault_while_they_go_on_costs_no_step(
     make_job: MakeJob, unbroken: Unbroken, second: dict[str, Any]
 ) -> None:
-    """It comes before the first update: all ranks are started anew, from the checkpoint that both ways begin with."""
+    """The second fault comes before the first update, so all ranks are restarted from the same checkpoint."""
     faults = [KILL, second | {"id": "second", "step": KILL["step"], "launch": "1"}]
     job = make_job(ranks=2, steps=9, max_restarts=1, faults=faults, flags=KEEP, env={"TTP_CONTINUE_S": "5"})
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
@@ -155,7 +155,7 @@ def test_a_second_fault_while_they_go_on_costs_no_step(
 @pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize("sent", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_who_is_behind_gets_what_the_others_have(make_job: MakeJob, unbroken: Unbroken, sent: bool) -> None:
-    """Rank 1 dies before the update that rank 0 makes, and rank 2 has met the error before it."""
+    """While rank 0 makes the update, rank 1 is killed before its own, and rank 2 leaves the step with an error."""
     before = {"step": 5, "phase": "allreduced", "when": "done/updates.0"}
     faults = [
         {"id": "updates", "rank": 0, "step": 5, "phase": "in_step", "action": "hold"},
@@ -195,7 +195,7 @@ def test_a_death_in_the_transfer_costs_no_step(make_job: MakeJob, unbroken: Unbr
 def test_where_the_others_leave_nothing_stays_that_was_started_beside_their_save(
     make_job: MakeJob, unbroken: Unbroken
 ) -> None:
-    """Rank 1 is killed when rank 0 raises, which is not continued."""
+    """Rank 0 raises when rank 1 is killed. After that ranks do not go on, so the early replacement is stopped."""
     raises = {"id": "raise", "rank": 0, "step": KILL["step"], "phase": "data", "action": "raise"}
     job = make_job(ranks=2, steps=9, max_restarts=1, faults=[KILL | {"phase": "data"}, raises], flags=KEEP)
     job.env["JOB_STEP_S"] = "0.3"  # there is a process to fork from when the fault comes
@@ -230,7 +230,7 @@ def environ(process: psutil.Process) -> list[str]:
 @pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize("seed", range(4))
 def test_kills_at_any_moment(make_job: MakeJob, unbroken: Unbroken, seed: int) -> None:
-    """Of one rank, and often of another while the first is being replaced, at any point of that."""
+    """Kills a random rank, and often another one while the first is being replaced."""
     rng = random.Random(seed)
     env = {"JOB_STEP_S": "0.01"} | ({"JOB_TRANSFER": "1"} if seed % 2 else {})
     job = make_job(ranks=3, steps=150, max_restarts=40, flags=KEEP, env=env).start()
@@ -247,11 +247,11 @@ def test_kills_at_any_moment(make_job: MakeJob, unbroken: Unbroken, seed: int) -
 
 
 def workers(job: Job) -> list[psutil.Process]:
-    """Those that live now, as the controller has met them last."""
+    """Return the live processes of the ranks that joined last, from the controller's log."""
     return [psutil.Process(pid) for pid in met(job).values() if psutil.pid_exists(pid)]
 
 
 def met(job: Job) -> dict[int, int]:
-    """The process of each rank, as the controller has met it last."""
+    """Return the pid of each rank's latest process, from the controller's log."""
     log = (job.directory / "run" / "controller.log").read_text()
     return {int(rank): int(pid) for rank, pid in re.findall(r'joined \{"rank": (\d+), .*"pid": (\d+)', log)}

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.timeout(2 * WAIT_S), pytest.mark.xdist_group("ttp")]
 
 @pytest.fixture
 def make_hosts(make_job: Callable[..., Job]) -> Callable[..., Job]:
-    """A job of two hosts, whose rendezvous is on neither, or on the first one (``static``)."""
+    """Return a function that makes jobs of two hosts. The rendezvous runs outside, or (``static``) on the first one."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def make(local: int, *, static: bool = False, continuity: str = "keep", **settings: Any) -> Job:
@@ -90,7 +90,7 @@ def test_loops_of_all_hosts_are_not_left(
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_ranks_of_all_hosts_are_forked(make_hosts: Callable[..., Job], unbroken: Unbroken, static: bool) -> None:
-    """Warm restarts: each host has a process of its own that its ranks are forked from."""
+    """Each host has a process of its own from which its ranks are forked (warm restarts)."""
     held = {"id": "held", "rank": 0, "step": 8, "phase": "data", "action": "hold", "when": "run/one/warm.json"}
     faults = [held, kill(3, 8, "allreduced", when="run/two/warm.json")]
     env = {"TTP_CONTINUITY": "warm"}  # their first start is cold then
@@ -105,7 +105,7 @@ def test_ranks_of_all_hosts_are_forked(make_hosts: Callable[..., Job], unbroken:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["one", "two"])
 def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: Callable[..., Job], lost: str) -> None:
-    """The other one starts its ranks anew, waits for a host in the place of the lost one, and leaves with 75."""
+    """The other host restarts its ranks, waits for a host to replace the lost one, and ends with 75."""
     faults = [kill(3 if lost == "two" else 1, 5)]
     job = make_hosts(2, steps=100_000, max_restarts=3, faults=faults, env={"TTP_RESCHEDULE_S": "3"}).start()
     until(lambda: "started while the others save" in job.log.read_text(), WAIT_S, job.story, 0.002)
@@ -119,7 +119,7 @@ def test_a_host_that_is_lost_while_it_fills_a_seat_costs_no_step(make_hosts: Cal
 def test_a_second_fault_on_either_host_costs_no_step(
     make_hosts: Callable[..., Job], unbroken: Unbroken, who: int
 ) -> None:
-    """It comes while ranks are on their way, so both hosts start all of theirs anew."""
+    """The fault comes while ranks are going on, so both hosts restart all of their ranks."""
     faults = [kill(3, 5), kill(who, 5, "data", launch="1")]
     faults[1]["id"] = "second"
     job = make_hosts(2, steps=9, max_restarts=2, faults=faults)

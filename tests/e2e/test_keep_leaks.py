@@ -31,7 +31,7 @@ KIB_EACH = 2048
 
 @dataclass
 class Held:
-    """What a process holds: descriptors and threads by kind, resident KiB."""
+    """What a process holds: descriptors and threads by kind, and resident memory in KiB."""
 
     descriptors: Counter[str]
     threads: Counter[str]
@@ -39,7 +39,7 @@ class Held:
 
 
 def held(pid: int) -> Held:
-    """What is there each time of several: files are opened and closed all the while."""
+    """Return what the process holds in each of several looks, because files are opened and closed all the time."""
     looks = [look(pid) for _ in range(5)]
     for one in looks[1:]:
         looks[0].descriptors &= one.descriptors
@@ -62,7 +62,7 @@ def look(pid: int) -> Held:
 
 
 def settled(job: Job, wanted: Counter[str]) -> None:
-    """Waits until rank 0 holds these descriptors and no other: on a slow disk a file may be open in each look."""
+    """Wait until rank 0 holds exactly these descriptors: on a slow disk a file may be open in each look."""
     rank_0 = met(job)[0]
 
     def difference() -> dict[str, Counter[str]]:
@@ -73,7 +73,7 @@ def settled(job: Job, wanted: Counter[str]) -> None:
 
 
 def of_all(job: Job) -> dict[str, Held]:
-    """By process: the launcher and what it keeps running, and rank 0, which is never killed here."""
+    """Return what each long-lived process holds: the launcher, its helpers, and rank 0, which is never killed here."""
     launcher = psutil.Process(job.processes[0].pid)
     found = {"launcher": launcher, "rank 0": psutil.Process(met(job)[0])}
     for child in launcher.children(recursive=True):
@@ -83,7 +83,7 @@ def of_all(job: Job) -> dict[str, Held]:
 
 
 def files(job: Job) -> set[str]:
-    """In the run directory, those of a process without its number; not the list of imports, which comes and goes."""
+    """Return the names in the run directory, digits replaced by N; without the list of imports, which is temporary."""
     lasting = Counter(path for path in places(job) if path.name != import_list.FILE)
     return {re.sub(r"\d+", "N", str(path)) + f" x{n}" for path, n in lasting.items()}
 
@@ -93,7 +93,7 @@ def places(job: Job) -> list[Path]:
 
 
 def go_on(job: Job, *, kill: bool) -> None:
-    """Once, by a death or on request; returns when training goes on."""
+    """Make ranks go on once, after a death or on request; return when training goes on."""
     launch, version = newest(job)
     if kill:
         psutil.Process(met(job)[1]).kill()
@@ -105,7 +105,7 @@ def go_on(job: Job, *, kill: bool) -> None:
 
 
 def newest(job: Job) -> tuple[int, int]:
-    """Launch and version."""
+    """Return rank 0's launch number and newest version."""
     return [(launch, value) for launch, kind, value in job.notes(0) if kind == "version"][-1]
 
 
@@ -113,7 +113,7 @@ def newest(job: Job) -> tuple[int, int]:
 @pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize(("times", "every"), [(5, 3), pytest.param(50, 5, marks=pytest.mark.slow)])
 def test_old_connections_are_all_that_stays(make_job: Callable[..., Job], times: int, every: int) -> None:
-    """Each of so many times; one in ``every`` by a death."""
+    """Ranks go on ``times`` times; one in ``every`` is after a death, the others are on request."""
     env = {"TTP_CONTINUE_MAX": "1000", "JOB_STEP_S": "0.02", "JOB_COUNT": "1"}
     job = make_job(ranks=2, steps=100_000, max_restarts=1000, flags=KEEP, env=env).start()
     job.wait_for_version(10)

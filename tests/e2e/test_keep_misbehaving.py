@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
 
 
 def run(make_job: MakeJob, program: str) -> Job:
-    """A job whose rank 1 is killed in step 5, with all that holds whatever the program does then."""
+    """Run a job whose rank 1 is killed in step 5, and check what holds for every ``program``."""
     env = {"TTP_CONTINUE_S": "5", "JOB_AGAIN": program}
     job = make_job(ranks=2, steps=9, max_restarts=1, faults=[KILL], flags=KEEP, env=env)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
@@ -49,7 +49,7 @@ def test_who_does_not_go_on_is_started_anew(make_job: MakeJob, unbroken: Unbroke
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["group", "thread"])
 def test_what_a_loop_makes_and_leaves_is_no_obstacle(make_job: MakeJob, unbroken: Unbroken, program: str) -> None:
-    """Groups that are made in every step are destroyed with the loop; a thread that is left behind holds its model."""
+    """Groups that are made in every step are destroyed with the loop. A thread without end keeps its model alive."""
     job = run(make_job, program)
     assert ANEW not in job.log.read_text() and ways(job, 0), job.story()
     assert job.results() == unbroken(job)

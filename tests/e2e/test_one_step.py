@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
 
 
 def repeated(job: Job, rank: int) -> list[int]:
-    """The updates that this rank was called for again in its loop."""
+    """Return the updates that this rank made again in its loop."""
     said = rf"\[ttp rank {rank}\] its loop was not left: update (\d+) is called again"
     return [int(number) for number in re.findall(said, job.log.read_text())]
 
@@ -40,7 +40,7 @@ def one_step(make_job: MakeJob, env: dict[str, str] | None = None, **settings: A
 def test_the_loops_of_survivors_are_not_left(
     make_job: MakeJob, unbroken: Unbroken, ranks: int, phases: list[str]
 ) -> None:
-    """One rank after the other dies, at last all but one."""
+    """Ranks die one after the other, and at last all but one."""
     faults, lost = kills(ranks, phases)
     job = one_step(make_job, ranks=ranks, steps=3 * len(faults) + 3, max_restarts=len(faults), faults=faults)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
@@ -66,7 +66,7 @@ def test_the_loops_of_survivors_are_not_left(
     ],
 )
 def test_a_second_fault_costs_no_step(make_job: MakeJob, unbroken: Unbroken, second: dict[str, Any]) -> None:
-    """It comes in the call that is made again: all are started anew."""
+    """The second fault comes in the repeated call, so all ranks are restarted."""
     faults = [KILL, second | {"id": "second", "step": KILL["step"], "launch": "1"}]
     job = one_step(make_job, {"TTP_CONTINUE_S": "5"}, ranks=2, steps=9, max_restarts=1, faults=faults)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
@@ -96,7 +96,7 @@ def test_where_one_cannot_stay_all_leave_train(
 
 @pytest.mark.slow
 def test_who_is_behind_has_all_leave_train(make_job: MakeJob, unbroken: Unbroken) -> None:
-    """Rank 1 dies before the update that rank 0 makes, and rank 2 has met the error before it."""
+    """While rank 0 makes the update, rank 1 is killed before its own, and rank 2 leaves the step with an error."""
     before = {"step": 5, "phase": "allreduced", "when": "done/updates.0"}
     faults = [
         {"id": "updates", "rank": 0, "step": 5, "phase": "in_step", "action": "hold"},

@@ -25,7 +25,7 @@ def kill(rank: int, step: int, phase: str, **more: Any) -> dict[str, Any]:
 
 
 def run(make_job: MakeJob, kind: str, faults: list[dict[str, Any]], ranks: int = 3, **env: str) -> Job:
-    """To its end; nobody was started anew but the dead."""
+    """Run the job to its end and check that only dead ranks were started again."""
     steps = max(fault["step"] for fault in faults) + 4
     settings: dict[str, Any] = {"ranks": ranks, "steps": steps, "max_restarts": len(faults), "faults": faults}
     job = make_job(script=STEP_JOB, flags=[*KEEP], env={"JOB_KIND": kind, **env}, **settings)
@@ -36,7 +36,7 @@ def run(make_job: MakeJob, kind: str, faults: list[dict[str, Any]], ranks: int =
 
 
 def stayed(job: Job, faults: list[dict[str, Any]]) -> bool:
-    """Whether each call that was broken was made again in the loop of every survivor."""
+    """Whether every survivor repeated each broken call inside its loop."""
     at = list(zip(job.committed(), faults, strict=True))
     return all(
         repeated(job, rank) == [version + 1 for version, fault in at if fault["rank"] != rank]
@@ -60,7 +60,7 @@ def stayed(job: Job, faults: list[dict[str, Any]]) -> bool:
 def test_the_update_is_made_again(
     make_job: MakeJob, unbroken: Unbroken, kind: str, faults: list[dict[str, Any]]
 ) -> None:
-    """Of ``two`` the reducer of the second model has made no backward pass at the first death, one at the second."""
+    """In ``two`` the second model's reducer has made no backward pass before the first death, and later one."""
     job = run(make_job, kind, faults)
     assert stayed(job, faults), job.story()
     assert job.results() == unbroken(job)
@@ -77,7 +77,7 @@ def test_the_update_is_made_again(
 def test_an_update_that_the_scaler_leaves_out(
     make_job: MakeJob, unbroken: Unbroken, fault: dict[str, Any], stays: bool
 ) -> None:
-    """It is no version, and made once more by who restores the one before: then all are to do that."""
+    """A skipped update is not a version. A rank that restores the version before has to repeat it, so all ranks do."""
     faults = [fault, kill(0, 9, "loss")]
     job = run(make_job, "scaler", faults, JOB_OVERFLOW="5")
     assert job.committed() == [5, 8], job.story()
@@ -97,7 +97,7 @@ def test_an_update_that_the_scaler_leaves_out(
     ],
 )
 def test_what_cannot_be_made_again_leaves_train(make_job: MakeJob, unbroken: Unbroken, kind: str, why: str) -> None:
-    """``plain``: whoever has taken a seat is in its second call, before the second backward pass of its reducer."""
+    """``plain``: a replacement is only in its second call, so its reducer has not made a second backward pass."""
     faults = [kill(0, 3, "micro0"), kill(1, 4, "loss")]
     job = run(make_job, kind, faults, ranks=2 if kind == "late" else 3)  # with three its buckets are others, as is said
     assert f"its loop is left: rank 0: {why}" in job.log.read_text(), job.story()

@@ -18,7 +18,7 @@ STEPS = 40
 
 
 def unbroken() -> Any:
-    """The final weights, worked out in this process: the formula of ``Sgd.step`` on the sums of both ranks."""
+    """Return the final weights, computed here: the formula of ``Sgd.step`` on the sums of both ranks."""
     weights, moments = np.zeros(1000), np.zeros(1000)
     for step in range(STEPS):
         total = sum(np.random.default_rng([step, rank]).integers(-8, 9, size=1000).astype(float) for rank in range(2))

@@ -43,13 +43,13 @@ def test_a_restart_finds_the_old_or_the_new_checkpoint(solo: Run, bad_disk: BadD
 
 
 def is_word_of_success(line: Line) -> bool:
-    """Of the second checkpoint: the controller may write down the first one when that job is over already."""
+    """Whether the line reports the second checkpoint. The first may be reported only after its job has ended."""
     records = line[3].splitlines() if line[0] == "write" else []
     return any(b'"kind": "committed"' in record and b'"version": 7' in record for record in records)
 
 
 def newest_of(save_dir: Path, where: str) -> int:
-    """The version that a restart goes on with; there is no debris, and every incident file can be read."""
+    """Return the version that a restart loads, after checks: no debris is left, and every incident file is readable."""
     found = look_back(save_dir)
     assert found.candidates and found.candidates[0].version in (4, 7), where
     assert not [e for e in scan(save_dir) if e.kind == "checkpoint" and not e.whole], f"{where}: debris"

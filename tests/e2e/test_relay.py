@@ -34,7 +34,7 @@ def logs(job: Job) -> str:
 
 
 def relays_of(job: Job) -> int:
-    """How often a relay has come to a controller."""
+    """Return how often a relay has connected to a controller."""
     return logs(job).count("a relay has opened a stream")
 
 
@@ -50,7 +50,7 @@ def assert_saved_and_resumed(job: Job, dead: set[int], tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [pytest.param(2, id="the-relay"), pytest.param(3, id="behind-it")])
 def test_a_relay_that_is_a_rank(tmp_path: Path, victim: int) -> None:
-    """Without a launcher the first rank of each host is its relay; rank 2 is that of the second one."""
+    """Without a launcher the first rank of each host is its relay; rank 2 is the relay of the second host."""
     job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(victim)])
     job.env = {"JOB_KIND": "hsdp", "TTP_RELAY": "on"}
     assert job.live(TIMEOUT_S / 3) == [-9 if rank == victim else 75 for rank in range(4)], job.story()
@@ -61,7 +61,7 @@ def test_a_relay_that_is_a_rank(tmp_path: Path, victim: int) -> None:
 
 @pytest.mark.slow
 def test_a_relay_that_is_a_rank_dies_while_the_job_is_saved(tmp_path: Path) -> None:
-    """Rank 1 is lost; when the plan is made, rank 2 is killed: a saver, and the relay of another one."""
+    """Rank 1 is lost. When the plan is made, rank 2 is killed, which is a saver and relays for another saver."""
     job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(1)])
     job.env = {"JOB_KIND": "hsdp", "TTP_RELAY": "on"}
     over = threading.Event()
@@ -77,7 +77,7 @@ def test_a_relay_that_is_a_rank_dies_while_the_job_is_saved(tmp_path: Path) -> N
 
 
 def kill_at_the_plan(job: ForkedJob, rank: int, over: threading.Event) -> None:
-    """SIGKILL, as soon as the controller has written down that it saves."""
+    """Send SIGKILL to the rank as soon as the controller's journal has the plan."""
     while not over.wait(0.002):
         for path in job.directory.glob("checkpoints/incidents/*.jsonl"):
             if '"kind": "plan"' in path.read_text():
@@ -89,7 +89,7 @@ def kill_at_the_plan(job: ForkedJob, rank: int, over: threading.Event) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
 def test_a_relay_in_the_launcher_is_lost_while_training(make_job: Callable[..., Job], how: signal.Signals) -> None:
-    """Its ranks go on by themselves; when one of them is killed after that, the other three save."""
+    """Its ranks connect to the controller directly. When one of them is killed later, the other three save."""
     port = str(free_port())
     nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
     job = make_job(ranks=4, steps=400, max_restarts=0, nodes=nodes, hosts=["one", "two"])

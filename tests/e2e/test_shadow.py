@@ -30,7 +30,7 @@ FULL = Rule(("MKDIR",), "-held", error=errno.ENOSPC)
 
 @pytest.fixture
 def job(make_job: MakeJob, bad_disk: BadDisk) -> Job:
-    """Two ranks; the storage takes nothing from memory until the test says so."""
+    """Return a job of two ranks. Its checkpoints cannot be copied to the disk until the test changes the rules."""
     found = make_job(ranks=2, steps=40, max_restarts=4, faults=[KILL], flags=[*KEEP], env={"TTP_SHADOW_S": "0.000001"})
     found.directory = bad_disk.mountpoint.parent
     bad_disk.rules(FULL)
@@ -49,7 +49,7 @@ def held(job: Job) -> Held:
 
 
 def versions(job: Job) -> list[int]:
-    """Of checkpoints on the storage, whose digests are right."""
+    """Return the versions of the whole checkpoints on the storage."""
     return [c.version for c in find_whole(job.directory / "checkpoints")[0]]
 
 
@@ -59,7 +59,7 @@ def kinds(job: Job) -> list[list[str]]:
 
 
 def goes_on(job: Job) -> Job:
-    """Training has gone on, and nothing is on the storage."""
+    """Start the job and wait until ranks went on, with the checkpoint still in memory only."""
     job.start()
     job.wait_for_version(7)
     assert again(job) == [True], job.story()
@@ -81,7 +81,7 @@ def test_ranks_go_on_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken:
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 def test_the_job_ends_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
-    """The launcher waits for it."""
+    """The launcher waits until the checkpoint is durable."""
     job.steps = 10
     job.start()
     said = "waiting until the checkpoint in memory is copied to the storage"
@@ -96,7 +96,7 @@ def test_the_job_ends_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken
 @pytest.mark.xdist_group("ttp")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken: Unbroken, rank: int) -> None:
-    """Its step is saved as ever: a newer checkpoint takes the place of the one that is held. One is, at a time."""
+    """The second incident saves to the storage, because one checkpoint at a time is held. It replaces the held one."""
     job.faults.append({"id": "second", "rank": rank, "step": 9, "phase": "backward", "action": "kill"})
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
     assert kinds(job) == [["held", "released", "durable"], ["committed", "released"]], job.story()
@@ -112,7 +112,7 @@ def test_a_rank_dies_before_it_is_durable(job: Job, bad_disk: BadDisk, unbroken:
 def test_a_rank_dies_before_its_first_update(
     job: Job, bad_disk: BadDisk, unbroken: Unbroken, second: dict[str, Any]
 ) -> None:
-    """All start anew, from memory."""
+    """All ranks are restarted, and restore the checkpoint in memory."""
     job.faults.append({"id": "second", "step": 5, "action": "kill", "launch": "1", **second})
     job.start()
     job.wait_for_version(7)
@@ -128,7 +128,7 @@ def test_a_rank_dies_before_its_first_update(
 def test_the_launcher_dies_before_it_is_durable(
     job: Job, bad_disk: BadDisk, make_job: MakeJob, unbroken: Unbroken, who: str
 ) -> None:
-    """The process that writes goes on; where it is killed, too, the next launch restores what is in memory."""
+    """The writer process copies the checkpoint; if it is killed too, the next launch restores the one in memory."""
     goes_on(job)
     if who != "launcher":
         writers(job)[0].kill()
@@ -168,7 +168,7 @@ def test_the_controller_and_the_writer_die_before_it_is_durable(
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 def test_nobody_leaves_with_75_before_it_is_durable(job: Job, bad_disk: BadDisk) -> None:
-    """No restart is left, so the survivor is not to go on."""
+    """No restart is left, so the survivor does not go on."""
     job.max_restarts = 0
     job.start()
     wait_until(lambda: kinds(job) == [["held", "awaited"]], job)
@@ -188,7 +188,7 @@ def named(process: psutil.Process, module: str) -> bool:
 
 
 def writers(job: Job) -> list[psutil.Process]:
-    """Processes that bring it to the storage."""
+    """Return the processes that copy the checkpoint to the storage."""
     mine = str(held(job).root)
     return [p for p in psutil.process_iter() if named(p, "ttp.launch.shadow") and named(p, mine)]
 
@@ -215,7 +215,7 @@ def test_shards_are_held_too(job: Job, bad_disk: BadDisk, tmp_path: Path) -> Non
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 def test_a_rank_is_killed_again_and_again(job: Job, bad_disk: BadDisk, unbroken: Unbroken) -> None:
-    """The storage takes what is held each time, in its own time."""
+    """The storage is slow, and each held checkpoint is copied to it."""
     bad_disk.rules(Rule(("WRITE",), "distcp", delay_s=0.3))
     faults = [{"id": f"{n}", "rank": n % 2, "step": 4 * n + 5, "phase": "backward", "action": "kill"} for n in range(6)]
     job.faults, job.max_restarts = faults, 8

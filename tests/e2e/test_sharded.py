@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def test_hsdp_survives_in_different_columns_and_refuses_when_a_shard_is_gone(tmp_path: Path) -> None:
-    """First one rank of each shard dies, rank 0 among them, while they stand in the barrier; then both of one shard."""
+    """First one rank of each shard, one of them rank 0, is killed in the barrier; then both ranks of one shard."""
     faults = [{**fault("first", "barrier", (0, 3)), "step": 3}, {**fault("then", "allreduced", (1, 3)), "step": 6}]
     job = ForkedJob(tmp_path / "job", steps=9, faults=faults, env={"JOB_KIND": "hsdp"})
     assert job.live(TIMEOUT_S / 4) == [-9, 75, 75, -9], job.story()
@@ -47,7 +47,7 @@ def test_hsdp_survives_in_different_columns_and_refuses_when_a_shard_is_gone(tmp
     ],
 )
 def test_survivors_at_two_versions(tmp_path: Path, kind: str, who: str, mode: str, name: str, outcome: str) -> None:
-    """Some have made the update when the dead die, the others are left behind."""
+    """Some survivors have made the update when ranks die, and others have not."""
     (hurt,) = (f for f in faults_of(kind, who, mode) if f["id"] == name)
     hurt["step"] = 2
     row = Row(kind, who, mode).run(tmp_path / "job", unbroken(tmp_path / "unbroken", kind, 5), [hurt])
@@ -59,7 +59,7 @@ def test_survivors_at_two_versions(tmp_path: Path, kind: str, who: str, mode: st
 @pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize(("kind", "mode", "who"), list(rows()))
 def test_matrix(tmp_path: Path, kind: str, mode: str, who: str) -> None:
-    """All phases and all ways to be left half-way, in one job; see ``sharded_matrix`` for the table."""
+    """All phases and all halfway faults, in one job; ``sharded_matrix`` prints the table."""
     faults = faults_of(kind, who, mode)
     bits = unbroken(tmp_path / "unbroken", kind, faults[-1]["step"] + 3)
     row = Row(kind, who, mode).run(tmp_path / "job", bits, faults)

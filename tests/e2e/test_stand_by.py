@@ -26,7 +26,10 @@ pytestmark = [pytest.mark.timeout(3 * WAIT_S), pytest.mark.xdist_group("ttp")]
 
 @pytest.fixture
 def make_two(make_job: Callable[..., Job]) -> Callable[..., Job]:
-    """A job of two hosts with a rank each, and more hosts that stand by, which come first. None has the rendezvous."""
+    """Return a function that makes jobs of two hosts with a rank each, and standby hosts, which start first.
+
+    The rendezvous runs on none of the hosts.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def make(standing_by: int, *more: str, **settings: Any) -> Job:
@@ -45,12 +48,12 @@ def await_starts(job: Job, count: int) -> None:
 
 
 def await_version(job: Job, version: int) -> None:
-    """Until rank 0 has finished it, also where a launcher has ended."""
+    """Wait until rank 0 has finished the version. Works after a launcher has ended, too."""
     until(lambda: any(kind == "version" and value >= version for _, kind, value in job.notes(0)), WAIT_S, job.story)
 
 
 def without_power(job: Job, host: str) -> None:
-    """Everything on this host ends at once."""
+    """Kill all processes of this host at once."""
     launcher = psutil.Process(job.processes[job.hosts.index(host)].pid)
     lost = [launcher, *launcher.children(recursive=True)]
     for process in lost:  # nobody sees the end of another one
@@ -60,8 +63,11 @@ def without_power(job: Job, host: str) -> None:
 
 
 def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
-    """Three were there first, and took no place. One is told to leave, which is no end for the others; a rank that dies
-    alone is none of their business; and one is not needed until the job has ended."""
+    """Of three standby hosts, which start first, one is told to leave, one replaces a lost host, and one is never
+    needed.
+
+    The job goes on when the first leaves. A rank that dies alone is restarted by its own host.
+    """
     fault = {"id": "alone", "rank": 0, "step": 3, "phase": "backward", "action": "kill"}
     job = make_two(3, steps=24, faults=[fault]).start()
     await_version(job, 1)
@@ -82,7 +88,7 @@ def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[
 def test_a_pod_that_is_replaced_takes_the_place_of_the_lost_one(
     make_two: Callable[..., Job], unbroken: Unbroken, lost: str
 ) -> None:
-    """A scheduler starts the same command again; the launcher of the other host waits for it."""
+    """A scheduler starts the same command again, and the launcher of the other host waits for it."""
     job = make_two(0, steps=16).start()
     await_version(job, 3)
     without_power(job, lost)

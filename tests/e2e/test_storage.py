@@ -32,20 +32,20 @@ STALL = {"TTP_STALL_S": "2", "TTP_HEARTBEAT_S": "0.2"}
 
 @pytest.fixture
 def place(solo: Run, bad_disk: BadDisk) -> BadDisk:
-    """A save_dir with a whole checkpoint of version 4."""
+    """Return a ``bad_disk`` whose save_dir has a whole checkpoint of version 4."""
     done = solo(bad_disk.mountpoint, 4, SOLO_SAVE="4")
     assert "\nsaved 4" in done.stdout, done.stdout + done.stderr
     return bad_disk
 
 
 def version_4_is_whole(place: BadDisk) -> None:
-    """Seen from below: the mount may hang."""
+    """Check version 4 in the directory below the mount, because the mount may hang."""
     assert main(["verify", str(place.directory)]) == 0
     assert [p.name for p in place.directory.glob("tft*")] == ["tft_saved_checkpoints-step_4"]
 
 
 def story(directory: Path) -> str:
-    """All that is told of the newest incident there."""
+    """Return all lines of the newest incident in a directory."""
     return json.dumps([[line.kind, dict(line.facts)] for line in read_incident(incident_files(directory)[0]).lines])
 
 
@@ -55,7 +55,7 @@ def story(directory: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_checkpoint_on_request_while_the_storage_hangs(solo: Run, place: BadDisk, tmp_path: Path) -> None:
-    """It goes to the fallback, training goes on, and the process ends although a thread of it hangs in a write."""
+    """The checkpoint goes to the fallback, training goes on, and the process ends while a thread hangs in a write."""
     place.rules(Rule(("WRITE",), PIECE, hang="mount"))
     env = STALL | {"TTP_FALLBACK_DIR": str(tmp_path / "other"), "SOLO_SAVE": "6"}
     done = solo(place.mountpoint, 8, **env)
@@ -72,7 +72,7 @@ def test_a_checkpoint_on_request_while_the_storage_hangs(solo: Run, place: BadDi
 
 @contextmanager
 def training(save_dir: Path, tmp_path: Path, **env: str) -> Iterator[Forked]:
-    """``solo.py`` in a training without end."""
+    """Run ``solo.py`` with a training that does not end by itself."""
     env = solo_env(tmp_path) | {"SOLO_TELL": "1"} | env
     process = Forked("tests.e2e.solo", env, tmp_path / "training.out", (save_dir, 100_000_000))
     try:
@@ -94,7 +94,7 @@ def test_a_rank_leaves_although_its_save_hangs(place: BadDisk, tmp_path: Path) -
 
 
 def test_storage_that_refuses_for_a_moment_is_tried_again(place: BadDisk, tmp_path: Path) -> None:
-    """One rank, no other place: until there is room again."""
+    """With one rank and no fallback, the save is repeated until there is room again."""
     with training(place.mountpoint, tmp_path) as process:
         place.rules(Rule(("WRITE",), PIECE, error=errno.ENOSPC))
         process.send_signal(signal.SIGTERM)
@@ -107,12 +107,12 @@ def test_storage_that_refuses_for_a_moment_is_tried_again(place: BadDisk, tmp_pa
 
 
 def told(place: BadDisk) -> str:
-    """All that is told of the newest incident so far; empty: nothing is."""
+    """Return all lines of the newest incident so far; empty if there is none."""
     return story(place.directory) if incident_files(place.directory) else ""
 
 
 def test_a_restart_does_not_throw_away_what_was_committed(solo: Run, tmp_path: Path) -> None:
-    """An unmounted directory looks like an empty one. A new controller takes what is there."""
+    """A lost mount looks like an empty directory, so the same controller refuses it. A new controller accepts it."""
     job = {"TTP_PORT": str(free_port()), "TTP_ABANDONED_S": "100"}
     with training(tmp_path / "ck", tmp_path, **job) as process:
         process.send_signal(signal.SIGTERM)
@@ -128,7 +128,7 @@ def test_a_restart_does_not_throw_away_what_was_committed(solo: Run, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_another_saver_then_another_place(make_job: MakeJob, unbroken: Unbroken, bad_disk: BadDisk) -> None:
-    """First a write fails once; later the disk is full for everybody, and is so when the job starts again."""
+    """First one write fails; later the disk is full for all ranks, and still full when the job restarts."""
     faults = [
         {"id": "one", "rank": 1, "step": 4, "phase": "backward", "action": "kill"},
         {"id": "two", "rank": 2, "step": 9, "phase": "backward", "action": "kill"},
@@ -214,7 +214,7 @@ def test_a_mount_that_goes_while_a_job_trains(place: BadDisk, tmp_path: Path, go
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "name"), [("MKDIR", "draft"), ("FSYNC", PIECE), ("LINK", ""), ("RENAME", "^tft")])
 def test_storage_that_hangs_at_any_point(solo: Run, place: BadDisk, tmp_path: Path, op: str, name: str) -> None:
-    """After the directory of the draft, in a piece, in the commit, after the rename."""
+    """After the draft directory is made, in a piece, in the commit, and after the rename."""
     place.rules(Rule((op,), name, hang="mount"))
     env = STALL | {"TTP_FALLBACK_DIR": str(tmp_path / "other"), "SOLO_SAVE": "6"}
     done = solo(place.mountpoint, 8, **env)
@@ -235,7 +235,7 @@ def test_storage_that_hangs_without_a_fallback(solo: Run, place: BadDisk) -> Non
 
 @pytest.mark.slow
 def test_a_slow_disk_is_waited_for(solo: Run, place: BadDisk, tmp_path: Path) -> None:
-    """The save takes much longer than the patience for a stall, and no byte takes so long."""
+    """The save takes much longer than TTP_STALL_S, but no single write does."""
     place.rules(Rule(("WRITE", "FSYNC", "LINK", "CREATE"), "", delay_s=0.4))
     env = {"TTP_FALLBACK_DIR": str(tmp_path / "other"), "TTP_STALL_S": "4", "TTP_HEARTBEAT_S": "0.2", "SOLO_SAVE": "6"}
     done = solo(place.mountpoint, 8, **env)
@@ -245,7 +245,7 @@ def test_a_slow_disk_is_waited_for(solo: Run, place: BadDisk, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_one_directory_for_nobody(solo: Run, place: BadDisk, tmp_path: Path) -> None:
-    """The fallback refuses too: both are said, and nothing is lost that was there."""
+    """The fallback is a file. A first launch is refused, a restart goes on from the checkpoint in the save_dir."""
     (tmp_path / "other").write_text("a file")
     done = solo(place.mountpoint, 8, TTP_FALLBACK_DIR=str(tmp_path / "other"))
     assert done.returncode == 64 and "TTP_FALLBACK_DIR" in done.stderr

@@ -19,7 +19,7 @@ Unbroken = Callable[[Job], list[dict[str, Any]]]
 @pytest.mark.slow
 @pytest.mark.xdist_group("ttp")
 def test_a_saver_is_killed_in_the_middle_of_its_part(make_job: MakeJob, unbroken: Unbroken) -> None:
-    """Rank 1 is killed in training, rank 3 while it writes a third of the state: only that third is written again."""
+    """Rank 1 is killed in training, and rank 3 while it writes a third of the state: only that is written again."""
     faults = [{"id": "kill", "rank": 1, "step": 4, "phase": "forward", "action": "kill"}]
     job = make_job(steps=9, max_restarts=1, faults=faults, script=Path(__file__).with_name("striped_job.py"))
     job.env |= {"TTP_STRIPES": "3", "JOB_DIES_SAVING": "3"}

@@ -13,7 +13,7 @@ WAIT_S = 150
 
 
 def codes(job: Job) -> list[int]:
-    """Exit codes of all launchers."""
+    """Return the exit codes of all launchers."""
     job.run(WAIT_S)
     return [process.wait() for process in job.processes]
 
@@ -28,7 +28,7 @@ def verdict(job: Job) -> tuple[str, int]:
 @pytest.mark.timeout(4 * WAIT_S)
 @pytest.mark.xdist_group("ttp")
 def test_two_launchers_that_saw_different_things_say_the_same(make_job: Callable[..., Job]) -> None:
-    """Seen from their own ranks: 1 (a rank was killed) and 75, then 64 and 75, then 0 and 0."""
+    """The results of their own ranks are 1 (a rank was killed) and 75, then 64 and 75, then 0 and 0."""
     port = str(free_port())
     nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
     faults = [
@@ -48,7 +48,7 @@ def test_two_launchers_that_saw_different_things_say_the_same(make_job: Callable
 @pytest.mark.timeout(3 * WAIT_S)
 @pytest.mark.xdist_group("ttp")
 def test_the_third_launch_that_brings_no_new_version_is_the_last(make_job: Callable[..., Job]) -> None:
-    """Two in a first call of ``ttp run``, the third in another: that one has a restart left, and does not use it."""
+    """Two launches are of one ``ttp run``, the third is of another, which has a restart left and does not use it."""
     faults = [{"id": f"r{n}", "rank": 0, "step": 0, "phase": "data", "action": "raise"} for n in range(5)]
     flags = ["--standalone", "--saved-exit-code", "130"]
     job = make_job(ranks=1, steps=4, max_restarts=1, faults=faults, flags=flags)

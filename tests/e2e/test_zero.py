@@ -24,13 +24,13 @@ def kill(step: int, phase: str, *ranks: int) -> dict[str, Any]:
 
 
 def replicated(make_job: MakeJob, faults: list[dict[str, Any]], **settings: Any) -> Job:
-    """Four ranks, two shards: ranks 0 and 2 hold one, 1 and 3 the other."""
+    """Make a job of four ranks and two shards: ranks 0 and 2 hold one, 1 and 3 the other."""
     env = {"JOB_OPTIMIZER": "replicated:2", **settings.pop("env", {})}
     return make_job(steps=16, max_restarts=len(faults), faults=faults, env=env, **settings)
 
 
 def assert_nothing_lost(job: Job, unbroken: Unbroken) -> None:
-    """One commit per fault, of a version no older than what a survivor had; at the end what plain DDP ends with."""
+    """Check one commit per fault, none older than a survivor's version, and the results of plain DDP at the end."""
     committed = job.committed()
     newest = [newest_of_survivors(job, life, set(fault["ranks"])) for life, fault in enumerate(job.faults)]
     assert len(committed) == len(newest), job.story()
@@ -46,7 +46,7 @@ def assert_nothing_lost(job: Job, unbroken: Unbroken) -> None:
 
 @pytest.mark.slow
 def test_one_of_each_shard_in_the_exchange(make_job: MakeJob, unbroken: Unbroken) -> None:
-    """They are of different columns; the two ranks that wait for them in the exchange save."""
+    """The two dead ranks are of different columns; the two that wait for them in the exchange save."""
     job = replicated(make_job, [kill(5, "gather", 0, 3)])
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
     assert_nothing_lost(job, unbroken)
@@ -64,7 +64,7 @@ PHASES = ["data", "forward", "loss", "backward", "allreduced", "in_step", "gathe
 @pytest.mark.parametrize("ranks", [(0,), (3,), (0, 1), (0, 3), (1, 2)], ids=str)
 @pytest.mark.parametrize("undo", [None, "preimage"])
 def test_every_phase(make_job: MakeJob, unbroken: Unbroken, ranks: tuple[int, ...], undo: str | None) -> None:
-    """One rank, a column, one of each shard in different columns."""
+    """Kills one rank, one column, and one rank of each shard in different columns."""
     for phases in (PHASES[5:], PHASES[:5]):
         faults = [kill(2 + 2 * number, phase, *ranks) for number, phase in enumerate(phases)]
         job = replicated(make_job, faults, env={"JOB_UNDO": undo} if undo else {})

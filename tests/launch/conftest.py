@@ -32,7 +32,7 @@ FRESH = "in a Python of its own: "
 
 
 class Job:
-    """One launcher process and its workers; ``out`` is where the workers leave files."""
+    """One launcher process and its workers. Workers leave files in ``out``."""
 
     def __init__(self, launcher: str, arguments: list[str], env: dict[str, str], out: Path, name: str) -> None:
         self.out, self.patience_s = out, PATIENCE_S
@@ -57,7 +57,7 @@ class Job:
         return self.log_path.read_text(errors="replace")
 
     def wait_for(self, name: str) -> str:
-        """Contents of a file that a worker writes."""
+        """Wait for a file that a worker writes, and return its contents."""
         deadline_s = time.monotonic() + self.patience_s
         while not (self.out / name).exists():
             assert time.monotonic() < deadline_s, f"{name} did not appear\n{self.log}"
@@ -69,7 +69,7 @@ class Job:
         until(lambda: text in self.log, PATIENCE_S, lambda: f"{text!r} is not in\n{self.log}")
 
     def pids(self, count: int, attempt: int = 0) -> list[int]:
-        """Pids of ranks 0..count-1, when they are all there."""
+        """Wait for ranks 0..count-1 to start, and return their pids."""
         return [int(self.wait_for(f"pid-{rank}-{attempt}")) for rank in range(count)]
 
     def has(self, name: str) -> bool:
@@ -86,7 +86,7 @@ class Job:
             pytest.fail(f"the launcher still runs after {timeout_s} s\n{self.log}")
 
     def end(self) -> None:
-        """Kill whatever is left."""
+        """Kill the launcher and its workers if they still run."""
         pids = {int(path.read_text()) for path in self.out.glob("pid-*")}
         if self.process.poll() is None:
             pids |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
@@ -105,7 +105,7 @@ def _command(pid: int) -> str:
 
 
 class Controller:
-    """The stub controller, as a program of its own."""
+    """The stub controller in a process of its own."""
 
     def __init__(self, port: int, run_dir: Path, env: dict[str, str]) -> None:
         self.port, self.run_dir = port, run_dir
@@ -130,7 +130,7 @@ class Controller:
 
 @pytest.fixture(scope="session")
 def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What to add to PYTHONPATH so that a stock torchrun sees our entry point: nothing where ttp is installed."""
+    """Return what PYTHONPATH needs so that a stock torchrun finds the entry point: nothing where ttp is installed."""
     found = importlib.metadata.entry_points(group="torchrun.handlers")
     if any(entry.value == "ttp.launch.plugin:handler" for entry in found):
         return []
@@ -144,7 +144,7 @@ def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def environ(plugin_path: list[str], tmp_path: Path) -> dict[str, str]:
-    """An environment without any setting of ours or of an outer launcher, but for the run directory."""
+    """Return an environment without settings of ttp or of an outer launcher, except for the run directory."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCH", "MASTER_", "PET_", "MS_"))}
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), *plugin_path, *filter(None, [clean.get("PYTHONPATH")])])
     return clean | {"TTP_RUN_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
@@ -159,7 +159,7 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def controller(environ: dict[str, str], tmp_path: Path) -> Iterator[Controller]:
-    """A stub controller that runs already; its port and token are in ``environ``."""
+    """Return a stub controller that runs; its port and token are in ``environ``."""
     environ.update(TTP_PORT=str(free_port()), TTP_TOKEN="sesame")
     running = Controller(int(environ["TTP_PORT"]), tmp_path / "run", environ)
     yield running
@@ -168,13 +168,13 @@ def controller(environ: dict[str, str], tmp_path: Path) -> Iterator[Controller]:
 
 @pytest.fixture(params=sorted(LAUNCHERS))
 def launcher(request: pytest.FixtureRequest) -> str:
-    """Both ways to launch."""
+    """Each of the two launchers."""
     return str(request.param)
 
 
 @pytest.fixture
 def start(environ: dict[str, str], out: Path) -> Iterator[Callable[..., Job]]:
-    """``start(launcher, flags, script, *args, name=...)`` -> Job; ended with the test."""
+    """Return ``start(launcher, flags, script, *args, name=...)``, which starts a job. The fixture ends the jobs."""
     jobs: list[Job] = []
 
     def launch(launcher: str, flags: list[str], script: str, *args: str, name: str = "launcher") -> Job:
@@ -192,5 +192,5 @@ def start(environ: dict[str, str], out: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture
 def unused_port() -> int:
-    """A port for a rendezvous."""
+    """Return a free port for a rendezvous."""
     return free_port()

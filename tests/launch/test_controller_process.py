@@ -51,14 +51,14 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 
 
 def started(run_dir: Path) -> list[int]:
-    """Pids of the stubs that served, oldest first."""
+    """Return the pids of the stubs that served, oldest first."""
     path = run_dir / "started"
     return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture
 def stranger(unused_port: int) -> Iterator[int]:
-    """A port where something listens that is no controller."""
+    """Return a port on which a program listens that is not a controller."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", unused_port))
@@ -182,7 +182,7 @@ def test_of_several_that_start_at_once_one_serves(run_dir: Path, unused_port: in
 
 
 def test_one_that_was_too_slow_does_not_stay(run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else's serves while ours is still starting: ours would take the port whenever that one ends."""
+    """Another controller serves before ours does. Ours must end, or it would take the port when the other ends."""
     real, slow = subject.COMMAND, run_dir / "slow.py"
     slow.write_text("import time; time.sleep(600)")
     begun: list[subprocess.Popen[bytes]] = []
@@ -293,7 +293,7 @@ def test_somebody_elses_is_left_alone_but_replaced(keeper: ControllerKeeper, con
 def test_stop_ends_one_that_a_rank_has_put_in_the_place_of_ours(
     keeper: ControllerKeeper, config: Config, run_dir: Path
 ) -> None:
-    """A rank that finds none starts one too. It would hold the port, and a launch that follows would be refused."""
+    """A rank that finds no controller starts one. If it stayed, it would keep the port, and the next launch fail."""
     keeper.start("127.0.0.1")
     assert config.port is not None
     with keeper._lock:

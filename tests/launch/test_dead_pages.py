@@ -21,7 +21,7 @@ HERE = os.getpid()
 
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Path:
-    """The page directory of a job."""
+    """Return the page directory of a job in shared memory."""
     path = tmp_path / f"ttp-{os.getuid()}-0123456789ab"
     path.mkdir(mode=0o700)
     return path
@@ -29,7 +29,7 @@ def in_memory(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["in memory", "in the run directory"])
 def written(request: pytest.FixtureRequest, in_memory: Path, tmp_path: Path) -> Iterator[dict[int, PageWriter]]:
-    """Pages of ranks 4 and 5 of this process: three versions, of the last one before its update only."""
+    """Return writers whose pages, of ranks 4 and 5, hold three versions, the last of them provisional."""
     where = in_memory if request.param == "in memory" else tmp_path / "run" / "pages"
     writers = {rank: PageWriter(where, rank, incarnation=INCARNATION) for rank in (4, 5)}
     for rank, writer in writers.items():
@@ -50,7 +50,7 @@ def said(pages: list[Mirror]) -> list[tuple[int, int, bool, bytes]]:
 
 
 def test_the_last_one_to_die_leaves_the_pages_of_all(written: dict[int, PageWriter], tmp_path: Path) -> None:
-    """Two versions of each, the older one first; and only once."""
+    """Two versions of each rank are sent, the older one first, and only once."""
     pages = left(tmp_path, r4=HERE, r5=HERE)
     assert pages.after(5, HERE) == [], "rank 4 lives and will see to it"
     assert said(pages.after(4, HERE)) == [
@@ -77,7 +77,7 @@ def test_the_end_of_who_had_the_seat_before_says_nothing_of_who_has_it(
 
 
 def test_what_was_being_written_is_left_out(written: dict[int, PageWriter], tmp_path: Path) -> None:
-    """The one before counts instead."""
+    """The version before it is sent instead."""
     with written[4].path.open("r+b") as file:
         file.seek(record_of(written[4], 9))
         file.write(page_file.SEQUENCE.pack(3))

@@ -21,7 +21,7 @@ Look = tuple[float, set[int], dict[int, int], dict[int, float], HoldDecision]
 def scene(
     alive: set[int], exits: Mapping[int, int], deadlines: Mapping[int, float], armed: frozenset[int] = EVERYBODY
 ) -> WorkersNow:
-    """Deadlines of negative pids are of those that go on."""
+    """Return what the launcher sees. A negative pid in ``deadlines`` is a worker that goes on."""
     again = {-pid: until for pid, until in deadlines.items() if pid < 0}
     leases = {pid: until for pid, until in deadlines.items() if pid > 0}
     return WorkersNow(frozenset(alive), exits, armed - again.keys(), leases, again)
@@ -165,7 +165,7 @@ looks = st.tuples(
 
 @given(st.lists(looks, max_size=12), pids)
 def test_always_ends_and_never_hurts_a_lease_holder(story: list[Any], armed: set[int]) -> None:
-    """Who holds a lease is neither stopped nor killed before the patience ends or the job is saved."""
+    """A worker with a lease is neither stopped nor killed before TTP_OT has passed or the job is saved."""
     hold, now, killed, held, saved_at = Hold(0.0, patience_s=100.0), 0.0, set[int](), set[int](), float("inf")
     for wait_s, alive, exits, deadlines in story:
         now += wait_s

@@ -23,12 +23,12 @@ def plan(**changes: Any) -> str:
 
 
 def exit_code(launcher: str, ttp_run: int) -> int:
-    """Stock torchrun has one code for every failure."""
+    """Return the exit code to expect: stock torchrun has the same code for every failure."""
     return ttp_run if launcher == "ttp-run" else 1
 
 
 def test_saving_ranks_are_not_stopped(launcher: str, start: Start, controller: Controller) -> None:
-    """Stock torchrun would send SIGTERM within 0.1 s; these need 3 s, and two of them start saving late."""
+    """Stock torchrun would send SIGTERM within 0.1 s. These saves take 3 s, and two of them start late."""
     job = start(launcher, THREE, "fake_worker.py", plan(save_s=3))
     victim = job.pids(3)[1]
     os.kill(victim, signal.SIGKILL)
@@ -59,7 +59,7 @@ def test_nobody_armed_is_stock_behaviour(launcher: str, start: Start, controller
 
 
 def test_armed_without_lease_are_asked_with_sigterm(launcher: str, start: Start, controller: Controller) -> None:
-    """No controller froze them: SIGTERM tells their processors to save, and then they get their time."""
+    """Without a freeze from a controller, SIGTERM tells the ranks to save, and they get the time for it."""
     job = start(launcher, THREE, "fake_worker.py", plan(save_s=1, on_sigterm="save"))
     os.kill(job.pids(3)[1], signal.SIGKILL)
     assert job.finish() == exit_code(launcher, 75)
@@ -69,7 +69,7 @@ def test_armed_without_lease_are_asked_with_sigterm(launcher: str, start: Start,
 
 
 def test_stopped_rank_is_killed_when_the_others_have_left(launcher: str, start: Start, controller: Controller) -> None:
-    """Not 30 s later: this bound lies below that."""
+    """The launcher does not wait 30 s: the bound is below that."""
     job = start(launcher, THREE, "fake_worker.py", plan(save_s=1))
     pids = job.pids(3)
     os.kill(pids[2], signal.SIGSTOP)
@@ -84,7 +84,7 @@ def test_stopped_rank_is_killed_when_the_others_have_left(launcher: str, start: 
 def test_a_saver_that_stands_still_is_killed_when_the_others_have_left(
     launcher: str, start: Start, controller: Controller
 ) -> None:
-    """Its lease lasts 60 s more: this bound lies below that."""
+    """The launcher does not wait the 60 s of the lease: the bound is below that."""
     job = start(launcher, THREE, "fake_worker.py", plan(save_s=1))
     pids = job.pids(3)
     os.kill(pids[1], signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_lease_that_is_over_is_not_waited_for(launcher: str, start: Start, contr
 def test_operators_sigterm_leaves_time_to_save_and_a_second_one_does_not_cut_it_short(
     launcher: str, start: Start, controller: Controller
 ) -> None:
-    """With a shutdown timeout of 1 s torchrun would kill these, which need 4 s."""
+    """These saves take 4 s. Stock torchrun with a shutdown timeout of 1 s would kill the ranks."""
     flags = [*THREE, "--shutdown-timeout", "1"]
     job = start(launcher, flags, "fake_worker.py", plan(save_s=4, on_sigterm="save"))
     job.pids(3)
@@ -133,7 +133,7 @@ def test_restart_after_a_rescue(launcher: str, start: Start, controller: Control
 def test_exit_code_tells_what_happened(
     code: int, expected: int, launcher: str, start: Start, controller: Controller
 ) -> None:
-    """What a restart cannot mend is not restarted."""
+    """The job is not restarted after errors that a restart cannot repair."""
     restarts = ["--max-restarts", "2"] if code == 64 else []
     job = start(launcher, [*THREE, *restarts], "fake_worker.py", plan(save_s=0, exit=code))
     job.pids(3)
@@ -143,7 +143,7 @@ def test_exit_code_tells_what_happened(
 
 
 def test_without_port_torchrun_is_stock(start: Start, environ: dict[str, str]) -> None:
-    """The plug-in is there, the job did not ask for it: an armed and saving rank is stopped at once."""
+    """The plug-in is installed but the job has no TTP_PORT, so ranks that save are stopped at once."""
     job = start("torchrun", THREE, "fake_worker.py", plan(save_s=50))
     os.kill(job.pids(3)[1], signal.SIGKILL)
     job.rescue()

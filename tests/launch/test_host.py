@@ -37,7 +37,7 @@ def host(unused_port: int, tmp_path: Path) -> Iterator[Host]:
 
 @pytest.fixture
 def workers(environ: dict[str, str], out: Path) -> Iterator[StartWorkers]:
-    """``workers(plan of rank 0, plan of rank 1, ...)``: they run and are armed."""
+    """Return ``workers(plan of rank 0, plan of rank 1, ...)``, which starts workers and waits until they run."""
     started: dict[int, Worker] = {}
 
     def start(*plans: dict[str, object]) -> dict[int, Worker]:
@@ -65,7 +65,7 @@ def test_hold_returns_when_the_savers_have_left(host: Host, workers: StartWorker
 
 
 def test_armed_ones_without_lease_are_asked_and_waited_for(host: Host, workers: StartWorkers) -> None:
-    """Longer than a grace: once they hold a lease, they may take TTP_OT."""
+    """The launcher waits longer than the grace period: workers with a lease may take TTP_OT."""
     group = workers({"on_sigterm": "save", "save_s": 2}, {}, {"on_sigterm": "save", "save_s": 2})
     group[1].kill()
     host.hold(group)
@@ -87,7 +87,7 @@ def test_ctrl_c_that_a_shell_has_them_ignore_is_sigterm(host: Host, workers: Sta
 
 
 def test_patience_ends(host: Host, workers: StartWorkers, out: Path) -> None:
-    """TTP_OT is 5 s here; then it is the launcher's turn."""
+    """After TTP_OT (here 5 s) the launcher stops waiting."""
     group = workers({"save_s": 60}, {})
     group[1].kill()
     (out / "rescue").touch()

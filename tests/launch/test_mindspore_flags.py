@@ -23,7 +23,7 @@ def script(tmp_path: Path) -> str:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """Two hosts of two devices; the second one is this machine."""
+    """Write a rank table of two hosts with two devices each; the second host is this machine."""
     servers = [
         {"server_id": host, "device": [{"device_id": str(d), "rank_id": str(first + d)} for d in range(2)]}
         for host, first in (("10.255.255.1", 0), ("127.0.0.1", 2))
@@ -96,7 +96,7 @@ def test_a_rank_table_tells_sizes_places_and_addresses(script: str, table: Path)
 
 
 def write_table(path: Path, hosts: dict[str, list[tuple[int, int]]]) -> str:
-    """A rank table; of each host its ``(device, rank)``."""
+    """Write a rank table with the ``(device, rank)`` pairs of each host."""
     servers = [
         {"server_id": host, "device": [{"device_id": str(d), "rank_id": str(r)} for d, r in pairs]}
         for host, pairs in hosts.items()
@@ -106,13 +106,13 @@ def write_table(path: Path, hosts: dict[str, list[tuple[int, int]]]) -> str:
 
 
 def devices_of(found: Job) -> dict[int, tuple[str, str]]:
-    """By rank: the device and the place among the workers of the host, as the worker is told."""
+    """Return for each rank its device and its number among the workers of its host, as the worker is told."""
     told = {rank: worker_environ(found, ("10.0.0.1", 8118), rank, "id", 0) for rank in found.ranks}
     return {rank: (env["DEVICE_ID"], env["LOCAL_RANK"]) for rank, env in told.items()}
 
 
 def test_devices_of_a_rank_table_keep_their_numbers(script: str, tmp_path: Path) -> None:
-    """Half of a host of eight cards: devices 4 to 7 are not 0 to 3, which belong to another job."""
+    """The job has devices 4 to 7 of a host with eight. Devices 0 to 3 belong to another job."""
     path = write_table(tmp_path / "table.json", {"127.0.0.1": [(4 + n, n) for n in range(4)]})
     found = job(script, f"--rank-table-file={path}")
     assert devices_of(found) == {0: ("4", "0"), 1: ("5", "1"), 2: ("6", "2"), 3: ("7", "3")}
@@ -144,7 +144,7 @@ def test_a_rank_table_that_cannot_be_followed(
 
 @pytest.mark.parametrize("flag", ["--node_rank=-1", "--node-rank=-1"])
 def test_msruns_default_place_is_none_on_several_hosts(script: str, table: Path, flag: str) -> None:
-    """It would be host 0 everywhere: two schedulers, and every rank twice."""
+    """Else each host would be host 0, with two schedulers and every rank twice."""
     with pytest.raises(ConfigError, match="--node-rank is needed"):
         job(script, "--worker-num=4", "--local-worker-num=2", "--master-addr=h", flag)
     assert list(job(script, f"--rank-table-file={table}", flag).ranks) == [2, 3]
@@ -227,7 +227,7 @@ def test_the_scheduler_is_no_rank_and_has_ttp_off(script: str) -> None:
     ],
 )
 def test_survivors_get_the_time_they_need(environ: dict[str, str], added: dict[str, str] | None, warned: int) -> None:
-    """What the user has set stays; what is too short for a rescue is said."""
+    """The user's settings are kept; if one is too short for a rescue, a warning is logged."""
     given, warnings = patience(environ, 360.0, 2)
     assert given == ({"OMP_NUM_THREADS": "1"} if added is None else added)
     assert len(warnings) == warned

@@ -34,7 +34,7 @@ sys.meta_path.insert(0, Absent())
 
 @pytest.fixture(autouse=True)
 def without_torch(environ: dict[str, str], tmp_path: Path) -> None:
-    """Users of MindSpore have none: neither launcher nor controller nor ranks may import it."""
+    """MindSpore's users may not have torch, so neither launcher nor controller nor ranks may import it."""
     site = tmp_path / "absent"
     site.mkdir()
     (site / "sitecustomize.py").write_text(NO_TORCH)
@@ -46,7 +46,7 @@ def plan(**changes: Any) -> str:
 
 
 def scheduler(job: Job) -> tuple[int, int]:
-    """Pid and port."""
+    """Return the scheduler's pid and port."""
     pid, port = job.wait_for("scheduler").split()
     return int(pid), int(port)
 
@@ -88,7 +88,7 @@ def test_what_a_restart_cannot_mend_is_not_started_again(start: Start, controlle
 
 
 def test_a_crash_of_a_program_that_has_ended_is_no_failure(start: Start, controller: Controller) -> None:
-    """MindSpore's threads crash now and then while their library is taken down."""
+    """MindSpore's threads sometimes crash while its library is unloaded."""
     job = start(OF_MINDSPORE, [*TWO, "--max-restarts=1"], "fake_worker.py", plan(crash="ended"))
     assert job.finish() == 0
     assert not job.has("pid-0-1") and "rank 1 had trained to its end when signal 11 killed it" in job.log
@@ -101,7 +101,7 @@ def test_a_crash_before_that_is_one(start: Start, controller: Controller) -> Non
 
 
 def test_an_operators_signal_leaves_time_to_save(start: Start, controller: Controller) -> None:
-    """SIGINT is passed on as SIGTERM: MindSpore's own handler of SIGINT ends the rank at once."""
+    """SIGINT is passed on as SIGTERM, because MindSpore's own handler of SIGINT ends the rank at once."""
     job = start(OF_MINDSPORE, [*TWO, "--max-restarts=3"], "fake_worker.py", plan(save_s=1, on_sigterm="save"))
     job.pids(2)
     job.process.send_signal(signal.SIGINT)
@@ -136,7 +136,7 @@ def test_without_a_scheduler_the_job_is_saved_at_once(start: Start, controller: 
 
 
 def test_two_hosts_share_one_scheduler(start: Start, environ: dict[str, str], controller: Controller) -> None:
-    """Ranks follow from the place of the host; each host has logs and a run directory of its own."""
+    """Rank numbers follow from ``--node-rank``. Each host has its own logs and run directory."""
     port = str(int(environ["TTP_PORT"]) + 1 if int(environ["TTP_PORT"]) < 60000 else int(environ["TTP_PORT"]) - 1)
     flags = ["--worker_num=4", "--local_worker_num=2", "--master_addr=localhost", f"--master_port={port}"]
     logs = Path(environ["TTP_RUN_DIR"]) / "logs"
@@ -156,7 +156,7 @@ def test_two_hosts_share_one_scheduler(start: Start, environ: dict[str, str], co
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("mindspore-launch")
 def test_survivors_of_a_real_job_live_until_they_have_saved(start: Start, unused_port: int) -> None:
-    """Killed, waited for, started again on the same port, trained to the end; with the real controller."""
+    """After a kill the others save, and the job restarts on the same port and trains to its end."""
     flags = [*TWO, "--max-restarts=1", f"--master-port={unused_port}"]
     job = start(OF_MINDSPORE, flags, "mindspore_worker.py", "100000", "2")
     job.patience_s = MINDSPORE_S
@@ -173,7 +173,7 @@ def test_survivors_of_a_real_job_live_until_they_have_saved(start: Start, unused
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_survivors_of_a_real_job_outlive_what_mindspore_would_give_them(start: Start) -> None:
-    """By default a survivor ends itself 30 s after the death of a peer."""
+    """By MindSpore's defaults a survivor would exit 30 s after the death of a peer."""
     job = start(OF_MINDSPORE, TWO, "mindspore_worker.py", "100000", "45")
     job.patience_s = MINDSPORE_S
     os.kill(job.pids(2)[1], signal.SIGKILL)

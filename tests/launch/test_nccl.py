@@ -87,7 +87,7 @@ def test_what_leaves_a_save_alone(environ: dict[str, str]) -> None:
 
 
 def test_the_monitor_outlasts_any_rescue() -> None:
-    """As long as torch's default where that is longer; also with a long TTP_OT, and no detection of hangs."""
+    """The heartbeat timeout is torch's default or longer, also with a long TTP_OT and without hang detection."""
     assert heartbeat_s(Config(rescue_patience_s=10, hang_s=None)) == 480
     assert heartbeat_s(Config(rescue_patience_s=3600, hang_s=None)) == 3600 + 30 + 5 + 60
     assert heartbeat_s(Config(rescue_patience_s=3600, hang_s=100)) == 3600 + 30 + 5 + 60 + 300
@@ -102,7 +102,7 @@ def test_nothing_is_left_to_object_to(environ: dict[str, str], config: Config) -
 
 
 class TestGoingOn:
-    """What ``TTP_CONTINUITY=keep`` needs on a device, beside what a save does."""
+    """Settings that ``TTP_CONTINUITY=keep`` needs on a device, in addition to those for a save."""
 
     keeps = Config(port=1, continuity="keep", keep_cuda=True)
     all = MODERN | dict.fromkeys(TO_GO_ON, "0")
@@ -150,7 +150,7 @@ class TestGoingOn:
 
 
 class TestLauncher:
-    """Whose environment tells whether torchrun was told anything."""
+    """Whose environment shows whether torchrun was given a setting."""
 
     @staticmethod
     def ancestor(proc: Path, pid: int, parent: int, **environ: str) -> None:
@@ -177,7 +177,7 @@ class TestLauncher:
 
 
 class TestCheck:
-    """What ``wrap_optimizer`` does, with process groups that are made up."""
+    """The check in ``wrap_optimizer``, with fake process groups."""
 
     @pytest.fixture(autouse=True)
     def _environ(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_importing_ttp_is_early_enough(port: str, seen: str) -> None:
 
 
 def test_real_groups_of_another_backend(tmp_path: Path) -> None:
-    """The names that are asked of torch exist."""
+    """The names of torch that the check reads exist."""
     pytest.importorskip("torch")
     from torch import distributed
 

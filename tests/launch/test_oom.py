@@ -22,7 +22,7 @@ LONG_S = 30.0
 
 
 class System:
-    """A machine with ``/proc`` and cgroups under a directory."""
+    """A fake machine with ``/proc`` and cgroups under a directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -36,7 +36,7 @@ class System:
         (self.root / path).write_text(text)
 
     def mount(self, kind: str, root: str, point: str) -> None:
-        """``kind`` is type, source and options, as after the dash in mountinfo."""
+        """Add a mount. ``kind`` is type, source and options, as after the dash in mountinfo."""
         self.mounts.append(f"31 23 0:28 {root} {self.root}{point} rw,relatime shared:1 - {kind}\n")
         self.write("proc/self/mountinfo", "".join(self.mounts))
 
@@ -47,7 +47,7 @@ class System:
         self.write(f"proc/{pid}/cgroup", cgroup)
 
     def killed(self, cgroup: str, count: int) -> None:
-        """The counter of a cgroup (v2)."""
+        """Set the counter of kills of a cgroup (v2)."""
         self.write(
             f"sys/fs/cgroup{cgroup}/memory.events", f"low 0\nmax 12\noom 9\noom_kill {count}\noom_group_kill 0\n"
         )
@@ -87,7 +87,7 @@ def test_each_kill_explains_one_death(system: System) -> None:
 
 
 def test_the_nearest_that_counts(system: System) -> None:
-    """Above a cgroup without the memory controller; what happens to others below that is no explanation."""
+    """The rank's cgroup has no memory controller, so its parent counts. Kills elsewhere do not explain the death."""
     system.unified()
     system.run("0::/jobs/17/rank\n")
     system.killed("/jobs", 5)
@@ -203,7 +203,7 @@ LIMITS = {
 
 @contextlib.contextmanager
 def small_cgroup() -> Iterator[Path]:
-    """A cgroup of 64 MiB, of whichever version is mounted."""
+    """Return a cgroup of version 1 or 2 that is limited to 64 MiB."""
     for base, (limit, swap, swap_bytes) in LIMITS.items():
         path = Path(base, f"ttp-test-{os.getpid()}")
         with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def test_a_real_one() -> None:
 
 
 def test_a_signal_to_the_launcher_is_not_lost_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's launcher makes an exception of SIGTERM, wherever the main thread is."""
+    """torch's launcher raises an exception for SIGTERM wherever the main thread is."""
 
     class SignalError(Exception):
         pass

@@ -22,7 +22,7 @@ CONFIG = Config(port=1, token="ours")
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., None]:
-    """Adds a launch, of a controller at ``port``, to the history of the directory, with further lines about it."""
+    """Return a function that adds a launch with a controller at ``port``, and further lines, to the launch history."""
 
     def add(port: int, *further: str, run_id: str = "theirs") -> None:
         (tmp_path / INCIDENTS).mkdir(exist_ok=True)
@@ -36,7 +36,7 @@ def launch(tmp_path: Path) -> Callable[..., None]:
 
 @dataclasses.dataclass
 class Controllers:
-    """The controllers that can be reached, by port: what each answers in turn, and then again and again."""
+    """The reachable controllers, by port. Each gives its answers in turn and then repeats the last one."""
 
     answers: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     asked: list[tuple[int, str]] = dataclasses.field(default_factory=list)

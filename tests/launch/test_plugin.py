@@ -25,14 +25,14 @@ PYPROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
 
 @pytest.fixture(autouse=True)
 def undo(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
-    """What the plug-in replaces is put back."""
+    """Restore what the plug-in replaces."""
     monkeypatch.setattr(registry, "create_handler", type(registry).create_handler.__get__(registry))
     monkeypatch.setattr(api, "LocalElasticAgent", LocalElasticAgent)
     monkeypatch.setattr(os, "environ", dict(environ))
 
 
 def create_handler() -> Any:
-    """What torch does just before it makes the agent; the backend does not exist."""
+    """Do what torch does just before it makes the agent; the backend does not exist."""
     with pytest.raises(ValueError, match="not registered"):
         registry.create_handler(type("Parameters", (), {"backend": "none"}))  # type: ignore[arg-type,unused-ignore]
     return api.LocalElasticAgent
@@ -77,7 +77,7 @@ def test_there_is_no_such_backend() -> None:
 
 @pytest.mark.parametrize("env", [{"TTP_PORT": "abc"}, {"TTP_PROT": "1"}])
 def test_bad_settings_leave_torchrun_as_it_is(env: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
-    """The ranks say the same, and they fail."""
+    """The ranks report the same error and fail."""
     os.environ.update({"TTP_PORT": "29999"} | env)
     plugin.handler()
     assert create_handler() is LocalElasticAgent
@@ -96,12 +96,12 @@ def test_somebody_elses_agent_is_left_alone(
 
 
 def test_this_torch_is_as_we_know_it() -> None:
-    """Red here with a new torch: look at what differs, and at ttp/launch/agent.py, before anything else."""
+    """If a new torch fails here, first look at what differs and at ttp/launch/agent.py."""
     assert torch_compat.differences() == []
 
 
 def _without_signal(self: Any) -> None:
-    """A ``_shutdown`` of another signature."""
+    """Stand in for a ``_shutdown`` with another signature."""
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_torch_without_elastic_agent_is_left_alone(monkeypatch: pytest.MonkeyP
 
 
 def test_expectations_cover_what_the_agent_uses() -> None:
-    """Each private name of torch in agent.py is looked at before the agent is replaced."""
+    """Each private name of torch that agent.py uses is checked before the agent is replaced."""
     source = inspect.getsource(__import__("ttp.launch.agent", fromlist=["x"]))
     private = set(re.findall(r"super\(\)\.(_\w+)|self\.(_pcontext)|\.(subprocess_handlers)", source))
     checked = inspect.getsource(torch_compat)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def without_hosts(*devices: int, status: str = "completed") -> str:
-    """A table of version 2.0 as Ascend Operator writes it; rank 0 is on the first device."""
+    """Return a table of version 2.0 as Ascend Operator writes it; rank 0 is on the first device."""
     level = {"net_layer": 0, "net_instance_id": "a", "net_type": "TOPO_FILE_DESC", "net_attr": "", "rank_addr_list": []}
     ranks = [{"rank_id": r, "local_id": d, "device_id": d, "level_list": [level]} for r, d in enumerate(devices)]
     return json.dumps({"status": status, "version": "2.0", "rank_count": len(ranks), "rank_list": ranks})
@@ -135,7 +135,7 @@ def write_in_turn(table: Path, *texts: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.usefixtures("often")
 def test_a_table_is_waited_for_until_it_is_completed(table: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Absent, half of it, initializing, completed."""
+    """At first there is no table, then half of one, then one that is initializing, then a completed one."""
     writer = write_in_turn(table, "{", with_hosts(0, "initializing"), with_hosts(4))
     found, version = await_rank_table(table, None, 20)
     assert (found.servers[0].devices, version) == ((4, 5), 170000002)
@@ -171,7 +171,7 @@ def test_time_is_up(table: Path) -> None:
 def test_a_restart_follows_the_new_table(
     start: Callable[..., Job], controller: Controller, table: Path, tmp_path: Path
 ) -> None:
-    """Pods were replaced: the workers start again on the devices of the new table, and not before it is there."""
+    """When pods were replaced, workers restart on the devices of the new table, and not before it exists."""
     table.write_text(with_hosts(0))
     (table.parent / "version").write_text("1")
     (tmp_path / "restartType").write_text("podReschedule\n")

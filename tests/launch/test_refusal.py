@@ -15,7 +15,7 @@ REFUSED = "TTP_KEEP='many' is not valid"
 
 
 def start_hosts(start: Start, environ: dict[str, str], folder: Path, wrong: str, *flags: str) -> list[Job]:
-    """Three launchers; ``a`` keeps the rendezvous, and ``wrong`` has a setting that is refused."""
+    """Start three launchers. Host ``a`` runs the rendezvous, and host ``wrong`` has an invalid setting."""
     endpoint = f"127.0.0.1:{free_port()}"
     environ |= {"TTP_PORT": str(free_port()), "TTP_TOKEN": "secret"}
     common = ["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", endpoint, *flags]
@@ -31,7 +31,7 @@ def start_hosts(start: Start, environ: dict[str, str], folder: Path, wrong: str,
 def test_all_hosts_leave_with_the_reason_of_the_one_that_was_refused(
     start: Start, environ: dict[str, str], tmp_path: Path, wrong: str
 ) -> None:
-    """Also where the refused one is the host that keeps the rendezvous."""
+    """Also if the refused host runs the rendezvous."""
     jobs = start_hosts(start, environ, tmp_path, wrong)
     assert [job.finish() for job in jobs] == [64, 64, 64], "\n".join(job.log for job in jobs)
     for job in jobs:
@@ -41,7 +41,7 @@ def test_all_hosts_leave_with_the_reason_of_the_one_that_was_refused(
 
 
 def test_a_job_that_has_formed_is_left_alone(start: Start, environ: dict[str, str], tmp_path: Path) -> None:
-    """Here a third launcher comes to a job of two."""
+    """A third launcher with an invalid setting comes to a job of two."""
     endpoint = f"127.0.0.1:{free_port()}"
     environ |= {"TTP_PORT": str(free_port()), "TTP_TOKEN": "secret"}
     flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", endpoint]

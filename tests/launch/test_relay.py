@@ -99,7 +99,7 @@ def test_a_freeze_reaches_each_rank_and_the_last_answer_decides(controller: Cont
 
 
 def any_of(ranks: list[FakeRank], kind: type) -> Any:
-    """The first order of that kind that one of the ranks gets."""
+    """Return the first order of a kind that any of the ranks receives."""
     found: list[Any] = []
     came = threading.Event()
 
@@ -229,7 +229,7 @@ def test_a_relay_of_another_build_is_refused_and_hears_what_to_do(controller: Co
 
 
 class OlderController(rpc.ControllerServicer):
-    """Takes streams of relays, and does not say what it speaks."""
+    """Accepts streams of relays without telling its protocol version."""
 
     def Relay(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802 - the proto's name
         context.send_initial_metadata(())

@@ -39,7 +39,7 @@ WAIT_S = 60.0
 
 
 class Host:
-    """Ranks of one host, and what looks after them."""
+    """The ranks of one host and their ``ttp reset-process``."""
 
     def __init__(self, folder: Path) -> None:
         self.out, self.reset_json = folder, folder / "reset.json"
@@ -64,7 +64,7 @@ class Host:
         self.manager = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
     def says(self, statuses: dict[int, str]) -> None:
-        """Write ``reset.json``, whole at once."""
+        """Write ``reset.json`` in one step."""
         draft = self.reset_json.with_suffix(".draft")
         entries = [{"RankId": rank, "LogicId": rank, "Status": status} for rank, status in statuses.items()]
         draft.write_text(json.dumps({"RankList": entries, "GracefulExit": 0, "RetryTime": 0}))
@@ -81,7 +81,7 @@ class Host:
         until(condition, WAIT_S, lambda: sorted(path.name for path in self.out.iterdir()))
 
     def finish(self) -> tuple[int, str]:
-        """Exit code and log of ``ttp reset-process``."""
+        """Return exit code and log of ``ttp reset-process``."""
         assert self.manager is not None
         _, log = self.manager.communicate(timeout=WAIT_S)
         return self.manager.returncode, log
@@ -102,7 +102,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def test_common_kills_all_and_starts_them_again_where_they_were(host: Host) -> None:
-    """The broken rank is on another host: those of this one have to go all the same."""
+    """The broken rank is on another host; the ranks of this host are killed all the same."""
     first, second = host.rank(), host.rank()
     host.manage("-r", "-m", "common", "-f", "ms")
     host.says({5: "unrecovered", 6: "unrecovered"})
@@ -170,7 +170,7 @@ def test_without_ranks_the_main_process_goes_with_its_children(host: Host) -> No
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 0), (signal.SIGUSR2, 1), (None, 1)])
 def test_how_it_ends(host: Host, how: signal.Signals | None, code: int) -> None:
-    """By signals of the script, or because nobody is left; rubbish in reset.json kills nobody and is said once."""
+    """After signals of the script, or with the last process. An unreadable reset.json kills none and is logged once."""
     rank = host.rank()
     host.reset_json.write_text('{"RankList": [{"RankId": 0, "Sta')
     host.manage("-r")

@@ -20,7 +20,7 @@ Start = Callable[..., "Job"]
 
 
 def rendezvous(kind: str, port: int) -> list[str]:
-    """Flags of each kind of rendezvous."""
+    """Return the flags of a kind of rendezvous."""
     return {
         "default": [],
         "standalone": ["--standalone"],
@@ -37,7 +37,7 @@ def rendezvous(kind: str, port: int) -> list[str]:
 def test_gloo_works_again_after_each_restart(
     kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
 ) -> None:
-    """Rank 1 is killed in the first two attempts; the third must not meet anything of them in its store."""
+    """Rank 1 is killed in the first two attempts; the third must not find their entries in its store."""
     flags = [*rendezvous(kind, unused_port), "--nproc-per-node", "3", "--max-restarts", "2"]
     job = start(launcher, flags, "gloo_worker.py", "2")
     assert job.finish(timeout_s=150) == 0, job.log
@@ -49,7 +49,7 @@ def test_gloo_works_again_after_each_restart(
 def test_a_report_of_an_error_that_was_never_finished_ends_no_launcher(
     launcher: str, reply: str, start: Start, controller: Controller
 ) -> None:
-    """A rank is killed while it writes down what was wrong, or has no room for it."""
+    """A rank is killed while it writes torch's error file, or the disk is full."""
     plan = json.dumps({"crash": "at once", "reply": reply})
     job = start(launcher, ["--nproc-per-node", "1", "--max-restarts", "1"], "fake_worker.py", plan)
     assert job.finish() == 0, job.log
@@ -97,7 +97,7 @@ def test_gloo_across_two_nodes_after_a_restart(
 
 
 def test_node_that_lost_its_store_waits_too(start: Start, controller: Controller, unused_port: int) -> None:
-    """The launcher that hosts the rendezvous is killed: torch would stop the other node's ranks at once."""
+    """The launcher with the rendezvous is killed: stock torch would stop the other node's ranks at once."""
     flags = [*rendezvous("c10d", unused_port), "--nnodes", "2", "--nproc-per-node", "1"]
     first = start("ttp-run", flags, "fake_worker.py", json.dumps({"save_s": 3}), name="n0")
     until(lambda: listens("localhost", unused_port, 1.0))

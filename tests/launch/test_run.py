@@ -30,7 +30,7 @@ Start = Callable[..., "Job"]
 
 @pytest.fixture(autouse=True)
 def own_environment(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``run`` writes to the environment."""
+    """Give ``run``, which writes to the environment, a copy."""
     monkeypatch.setattr(os, "environ", dict(environ))
 
 
@@ -93,7 +93,7 @@ def environment(job: Job, rank: int = 0) -> dict[str, Any]:
 
 
 def controllers(run_dir: Path) -> list[int]:
-    """Real controllers of this run directory."""
+    """Return the real controllers of this run directory."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         command = process.info["cmdline"] or []
@@ -103,7 +103,7 @@ def controllers(run_dir: Path) -> list[int]:
 
 
 def test_a_job_of_one_node_needs_no_settings(start: Start, tmp_path: Path) -> None:
-    """Port and token are made; the controller runs before the workers, is replaced when killed, and ends last."""
+    """Port and token are made. The controller starts before the workers, is replaced when killed, and ends last."""
     job = start("ttp-run", ["--nproc-per-node", "2"], "env_worker.py", "0", "wait")
     env, run_dir = environment(job), tmp_path / "run"
     port, token = int(env["TTP_PORT"]), env["TTP_TOKEN"]
@@ -180,7 +180,7 @@ def test_port_of_somebody_else(start: Start, environ: dict[str, str]) -> None:
 def test_a_port_that_was_drawn_is_nobody_elses_until_the_job_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A controller can listen there, and one after it; a program that asks for ports is not given this one."""
+    """A controller and a later one can listen on it, but other programs are not given this port."""
     for name in ("TTP_PORT", "TTP_TOKEN", "TTP_RUN_DIR"):
         monkeypatch.setenv(name, "")  # what is left there goes with the test
     with settled(Config(run_dir=str(tmp_path)), several_nodes=False) as job:
@@ -206,7 +206,7 @@ def test_controller_that_cannot_start_says_why(start: Start, environ: dict[str, 
 
 
 def test_run_path_is_launched_too(start: Start, launcher: str, environ: dict[str, str], unused_port: int) -> None:
-    """Torch runs these workers in another way, without patience, but it runs them."""
+    """torch runs such workers in another way, in which ttp cannot make the launcher wait for saves."""
     environ["TTP_PORT"] = str(unused_port)
     job = start(launcher, ["--run-path"], "env_worker.py", "0")
     assert job.finish() == 0, job.log

@@ -21,7 +21,7 @@ from ttp.launch.seats import Seats
 def test_a_signal_that_comes_while_seats_are_filled_is_obeyed(
     monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
-    """torch's agent gets it as an exception; anything else that goes wrong is a start of all."""
+    """torch's agent receives signals as exceptions. After any other exception all ranks are restarted."""
     ended: list[str] = []
     group = SimpleNamespace(group_world_size=1, spec=SimpleNamespace(max_restarts=1))
     agent: Any = SimpleNamespace(_worker_group=group, _remaining_restarts=1)
@@ -45,7 +45,7 @@ def test_a_signal_that_comes_while_seats_are_filled_is_obeyed(
 def test_ranks_that_go_on_once_more_before_anybody_looks_are_seen_to(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They train again for less time than the launcher takes between two looks."""
+    """They fail again so soon that the launcher has not looked in between."""
     group = SimpleNamespace(group_world_size=1, spec=SimpleNamespace(max_restarts=1))
     agent: Any = SimpleNamespace(_worker_group=group, _remaining_restarts=1, _pcontext=object())
     failed: list[str] = []

@@ -29,7 +29,7 @@ Start = Callable[..., Owner]
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Path:
-    """The page directory of a host without shared memory."""
+    """Return the page directory of a host without shared memory."""
     path = tmp_path / "run" / "pages"
     path.mkdir(parents=True, mode=0o700)
     return path
@@ -37,7 +37,7 @@ def pages(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(pages: Path) -> Iterator[Start]:
-    """``start(rank, ...)``: a process that holds a sentinel, in ``run_dir/pages`` if nothing else is said."""
+    """Return ``start(rank, ...)``, which starts a process with a sentinel, by default in ``run_dir/pages``."""
 
     def begin(rank: int, directory: Path = pages, look_s: float = 0) -> Owner:
         return Owner(directory, rank, look_s=look_s)
@@ -50,7 +50,7 @@ class Watching:
     def __init__(
         self, tmp_path: Path, *owners: Owner, look_s: float = 4 * LONG_S, neighbours_first_s: float = 0.001
     ) -> None:
-        """Looks around once and then hardly ever: what it hears it was woken for."""
+        """Start a watch that rarely polls, so that the kernel must have woken it for what it reports."""
         self.told: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.watch = SentinelWatch(tmp_path / "run", tmp_path, look_s, neighbours_first_s)
         self.watch.watch({owner.rank: owner.pid for owner in owners}, lambda *words: self.told.put(words))
@@ -73,7 +73,7 @@ def test_each_worker_is_watched(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_neighbour_without_interpreter_lock_keeps_the_news_from_nobody(start: Start, tmp_path: Path) -> None:
-    """The kernel wakes one waiter of a word. Were there one word for all, it would wake this one."""
+    """The kernel wakes one waiter per word, so each watcher has its own word: this neighbour could not report."""
     victim, neighbour = start(1), start(0, look_s=4 * LONG_S)
     until(lambda: neighbour.ask("whom") == "1")
     assert neighbour.ask("hold the interpreter lock") == "holding it"
@@ -83,7 +83,7 @@ def test_a_neighbour_without_interpreter_lock_keeps_the_news_from_nobody(start: 
 
 
 def test_neighbours_have_the_first_word(start: Start, tmp_path: Path) -> None:
-    """While another worker lives, which sees the same; the last one of a host has nobody else."""
+    """While another worker lives, which sees the same, the launcher waits. It reports the last death of a host."""
     first, second = start(0), start(1)
     watching = Watching(tmp_path, first, second, neighbours_first_s=4 * LONG_S)
     until(lambda: watching.watch.living == {0, 1})
@@ -133,7 +133,7 @@ def put_dead(pages: Path, pid: int, start: int) -> None:
 
 @pytest.mark.parametrize("of", ["another start", "another pid", "this process"])
 def test_what_an_earlier_process_left_is_not_believed(start: Start, pages: Path, tmp_path: Path, of: str) -> None:
-    """Not even where the host gave its pid to the worker."""
+    """Not even if the worker has the same pid."""
     owner, other = start(0), start(1)
     began = process_start(owner.pid)
     put_dead(pages, owner.pid + (of == "another pid"), began - (of == "another start"))
@@ -208,7 +208,7 @@ def test_whom_the_launcher_stops_is_not_accused(host: Host, controller: Controll
 
 
 def test_a_death_is_seen_while_another_group_is_taken(host: Host, controller: Controller, start: Start) -> None:
-    """The seat of one that has died is filled: who lived then may be the next. The connection stays as it is."""
+    """After a dead rank is replaced, the deaths of survivors and replacements are reported over the same connection."""
     first, other, second = start(0), start(1), start(2)
     host.watch({0: first.process, 1: other.process})
     reporter = host._reporter

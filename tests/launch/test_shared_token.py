@@ -58,7 +58,7 @@ def test_a_first_node_that_says_nothing_is_not_waited_for_for_ever(store: Any, m
 def test_ttp_run_and_torchrun_on_two_nodes_have_one_token(
     start: Start, environ: dict[str, str], tmp_path: Path, unused_port: int
 ) -> None:
-    """And nobody finds it where others may look: on a command line, in a log, in a file that is not private."""
+    """The token appears in no command line, no log and no file that others can read."""
     from tests.ports import free_port
 
     environ["TTP_PORT"] = str(free_port())

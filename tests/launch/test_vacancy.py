@@ -53,7 +53,7 @@ def test_a_rendezvous_that_lets_nobody_in_later_is_refused() -> None:
 
 
 class Turns:
-    """What hosts that stand by count in the store that they share."""
+    """A fake of the store in which standby hosts count."""
 
     def __init__(self) -> None:
         self.counted: Counter[str] = Counter()

@@ -32,12 +32,12 @@ HERE = Path(__file__).parent
 
 
 def said(job: Job, rank: int, attempt: int) -> dict[str, Any]:
-    """What a worker has seen of its process."""
+    """Return what a worker has reported about its process."""
     return dict(json.loads(job.wait_for(f"facts-{rank}-{attempt}")))
 
 
 def template(job: Job) -> psutil.Process:
-    """The process that workers are forked from."""
+    """Return the process from which workers are forked."""
     (found,) = (
         child
         for child in psutil.Process(job.process.pid).children()
@@ -53,7 +53,7 @@ def _cold_first(environ: dict[str, str]) -> None:
 
 @pytest.fixture
 def imports(tmp_path: Path, out: Path, environ: dict[str, str]) -> Callable[..., None]:
-    """Says what the ranks have imported, as ``ttp.processor.import_list`` does; sources are modules made here."""
+    """Return a function that writes the list of imports as ranks do; ``sources`` are modules to make."""
 
     def write(*names: str, **sources: str) -> None:
         site = tmp_path / "site"
@@ -80,7 +80,7 @@ def restart(job: Job) -> None:
 
 @pytest.fixture
 def ready(environ: dict[str, str]) -> Callable[[], None]:
-    """Waits until the process to fork from has said what it has to say."""
+    """Return a function that waits until the template process has reported its state."""
 
     def wait() -> None:
         place = Path(environ["TTP_RUN_DIR"]) / "warm.json"
@@ -239,7 +239,7 @@ def test_no_process_is_prepared(said: str, reason: str, tmp_path: Path, monkeypa
 
 
 def test_of_the_moment_of_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program by a relative path, without input, on the cores that the launcher has then."""
+    """A program with a relative path gets no input, and the launcher's cores at the time of the fork."""
     monkeypatch.chdir(tmp_path)
     Path("show.py").write_text("import os\nprint(__file__, os.readlink('/proc/self/fd/0'), os.sched_getaffinity(0))\n")
     starter = WarmStarter(Config(), tmp_path)
@@ -263,7 +263,7 @@ def test_of_the_moment_of_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_it_leaves_three_quarters_of_a_core_to_the_ranks(tmp_path: Path) -> None:
-    """While nobody waits for it: what takes a tenth of a second to import is followed by three of rest."""
+    """While no restart waits, the template sleeps three times as long as each import took."""
     starter, modules = WarmStarter(Config(), tmp_path), []
     for number in range(3):
         file = tmp_path / f"busy{number}.py"
@@ -304,7 +304,7 @@ def test_forked_ranks_draw_other_numbers(start: Start, imports: Any, environ: di
 
 @pytest.mark.parametrize("set_before", [0, 1])
 def test_somebody_elses_orphans_are_adopted_as_before(set_before: int) -> None:
-    """A program that runs the launcher may have asked for orphans itself."""
+    """The program that runs the launcher may have set PR_SET_CHILD_SUBREAPER itself."""
     prctl, flag = ctypes.CDLL(None).prctl, ctypes.c_int()
 
     def adopts() -> int:

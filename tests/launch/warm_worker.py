@@ -31,7 +31,7 @@ os.environ["SET_BY_PROGRAM"] = "1"
 
 
 class Pickled:
-    """Of ``__main__``."""
+    """A class of ``__main__``, to be pickled."""
 
 
 def facts() -> dict[str, Any]:
