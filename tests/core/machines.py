@@ -31,7 +31,7 @@ CONSTANT = {Layout, m.Hello, ControllerTimeouts, RankTimeouts}
 
 
 class Machines:
-    """All machines of one exploration."""
+    """All states of machines that one exploration has seen, by number."""
 
     def __init__(self) -> None:
         self._dumps: list[bytes] = [b""]
@@ -44,7 +44,7 @@ class Machines:
         self._places: dict[int, int] = {}
 
     def number(self, machine: object) -> int:
-        """The number of a machine; it may be changed afterwards."""
+        """Return the number of a machine's state. The machine may be changed afterwards."""
         key = self._canon(machine)
         number = self._numbers.get(key)
         if number is None:
@@ -53,11 +53,11 @@ class Machines:
         return number
 
     def look(self, number: int) -> Any:
-        """A machine to read in: it is not to be changed."""
+        """Return a machine for reading only; it may not be changed."""
         return self._look(number)
 
     def step(self, number: int, event: Any, now: float) -> tuple[list[Any], int]:
-        """What the machine does on an event, and what it is then."""
+        """Return the actions of a machine on an event, and the number of its state afterwards."""
         key = (number, event, now)
         known = self._steps.get(key)
         if known is None:
@@ -67,14 +67,14 @@ class Machines:
         return known
 
     def ask(self, number: int, question: Callable[[Any], Any]) -> Any:
-        """Something that a machine knows."""
+        """Return the answer to a question about a machine. Answers are cached."""
         key = (number, question)
         if key not in self._answers:
             self._answers[key] = question(self.look(number))
         return self._answers[key]
 
     def _load(self, number: int) -> Any:
-        """A machine of its own."""
+        """Return a new copy of a machine."""
         return _Unpickler(self._dumps[number], self._constants).load()
 
     def _dump(self, machine: object) -> bytes:
@@ -112,10 +112,11 @@ def _words(value: object) -> str:
 
 
 class Canon:
-    """What machines know, as a number: the same for two that know the same, in whatever order they came to know it.
+    """Numbers the states of machines. Equal states have equal numbers, in whatever order they were reached.
 
-    Every object gets a number of its own by what it consists of, so that one which several others share (all parts of a
-    controller share the membership) is looked at once.
+    Every object gets a number for its contents, so that an object that several others share (all parts of a controller
+    share
+    the membership) is read once.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class Canon:
         self._seen: dict[int, Any] = {}
 
     def __call__(self, machine: object) -> Any:
-        """The number of a whole machine, which does not change meanwhile."""
+        """Return the number of a whole machine, which may not change during the call."""
         self._seen = {}
         return self._of(machine)
 

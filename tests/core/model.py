@@ -53,23 +53,23 @@ from ttp.testing.network import apart
 
 
 class Model(Invariants):
-    """See the module.
+    """The model checker; see the module.
 
     Args:
-        layout: of the job; its ranks live on one host.
-        kills: how many ranks may be killed.
+        layout: the job's layout; its ranks are on one host.
+        kills: number of ranks that may be killed.
         hanging: ranks that never leave the barrier, so that their update never begins.
-        breaks: how many streams may break.
-        takeovers: how often a controller may die; the first one is replaced, the rival is not.
-        repeats: how many messages may arrive twice.
-        rival: there is a second controller, which stands by.
+        breaks: number of streams that may break.
+        takeovers: number of controllers that may die; the first one is replaced, the rival is not.
+        repeats: number of messages that may arrive twice.
+        rival: a standby controller exists.
         gradients: ranks at the closed gate, or frozen in the barrier, can make the update on request.
-        preimages: ranks that have made the update can go back.
+        preimages: ranks that have made the update can undo it.
         kept: every rank can read a copy of the first version of every shard.
-        late: whoever has to connect again may take longer than the grace.
+        late: a rank that has to connect again may take longer than the grace period.
         eager: orders arrive at once; reports still interleave.
-        stripes: into how many parts shards are cut.
-        uneven: this rank cuts them in another way than the others.
+        stripes: number of parts into which shards are cut.
+        uneven: this rank cuts shards in another way than the others.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Model(Invariants):
         self._cuts = [[name for names in chosen for name in names] for chosen in itertools.product(*cuts)]
 
     def explore(self, states_max: int) -> int:
-        """Look at every state; the number of them.
+        """Check every state and return the number of states.
 
         Raises:
-            Broken: an invariant does not hold in one of them, or there are more than ``states_max``.
+            Broken: an invariant does not hold in a state, or there are more than ``states_max`` states.
         """
         start = self._start()
         seen = {hash(start)}
@@ -166,7 +166,7 @@ class Model(Invariants):
 
     @staticmethod
     def _talk(controller: ControllerMachine, ranks: list[ProcessorMachine], r: int, event: ev.Event) -> None:
-        """Nothing goes wrong while the job forms."""
+        """Form the job without any fault: deliver all reports and orders."""
         events: deque[tuple[int, ev.Event]] = deque([(r, event)])
         while events:
             r, event = events.popleft()
@@ -259,7 +259,7 @@ class Model(Invariants):
         return self._forgotten(state._replace(controllers=(state.controllers[0], GONE)), 1)
 
     def _forgotten(self, state: State, place: int) -> State:
-        """What was on its way to a controller that died reaches nobody."""
+        """Drop all messages to a controller that died, and break its streams."""
         state = state._replace(takeovers=state.takeovers - 1)
         for r in range(self.world):
             if state.ranks[r] and state.streams[r] and state.streams[r] % 2 == place:
@@ -388,7 +388,7 @@ class Model(Invariants):
         return self._processor(state, r, self._seen(state, r))
 
     def _seen(self, state: State, r: int) -> ev.Quiet:
-        """What is seen under the closed gate."""
+        """Return what the gate's owner sees while the gate is closed."""
         gate = state.gates[r]
         back = self.preimages and gate.version > gate.base and not gate.updating
         return ev.Quiet(

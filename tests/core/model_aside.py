@@ -28,13 +28,13 @@ PLACE = 1
 
 
 class AsideModel(Model):
-    """See the module.
+    """A model in which ranks do not hear their controller for a while; see the module.
 
     Args:
-        layout: of the job.
-        kills: how many ranks may be killed.
-        silent: ranks that may hear nothing of their controller, once.
-        hear: they may hear of it again while it lives.
+        layout: the job's layout.
+        kills: number of ranks that may be killed.
+        silent: ranks that may stop hearing their controller, once.
+        hear: they may hear it again while it lives.
         more: as for ``Model``.
     """
 
@@ -152,7 +152,7 @@ def _deferred(machine: ControllerMachine) -> bool:
 
 
 def _cut(state: State, r: int, *, keep: bool) -> State:
-    """The second stream of a rank ends; ``keep``: what it has said on it arrives."""
+    """End the second stream of a rank. With ``keep`` reports that were sent on it arrive."""
     stream = state.asides[r]
     if not stream:
         return state

@@ -17,7 +17,7 @@ from ttp.core.layout import Layout, Rank, Shard, Version
 
 
 class Invariants:
-    """Asserts them; what it asks of the world belongs to ``Model``."""
+    """Asserts the invariants for ``Model``, whose state it reads."""
 
     layout: Layout
     machines: Machines
@@ -48,7 +48,7 @@ class Invariants:
         return set(state.committed)
 
     def _elsewhere(self, state: State, place: int, incident: Incident) -> set[Rank]:
-        """Ranks that speak to the other controller, or were thawed by it and speak to nobody now."""
+        """Return ranks of the other controller, and ranks that it has thawed and that are not connected now."""
         over = {Rank(r) for r, stream in enumerate(state.streams) if stream and stream % 2 != place}
         if self.rival:
             alone = (r for r, stream in enumerate(state.streams) if not stream and state.ranks[r])
@@ -56,7 +56,7 @@ class Invariants:
         return over
 
     def _possible(self, state: State, live: set[Rank], incident: Incident) -> int | None:
-        """The largest version; made or unmade by request only if somebody has finished it and it is not whole."""
+        """Return the newest version to save. Redo and undo count only if no finished version is whole without them."""
         alive = [r for r in sorted(live) if state.ranks[r] and not state.gates[r].updating]
         copies = [Answer(r, state.gates[r].version, kept=self.kept) for r in alive]
         plain = best(self.layout, copies)

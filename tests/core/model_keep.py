@@ -36,16 +36,16 @@ FILLED, ANEW, LOST = "filled", "starts all anew", "lost"
 
 
 class KeepModel(Model):
-    """See the module.
+    """A model in which survivors go on in their processes; see the module.
 
     Args:
-        layout: of the job.
-        kills: how many ranks may be killed.
-        hosts: how many hosts the ranks are on, one launcher each; ranks of the first ones are the first ranks.
-        quits: how many ranks may leave with 75 on their way, as one that hangs or raises does.
-        launchers: how many launchers may be lost.
-        slander: how many living ranks may be called dead by another one.
-        released: rank 0 has died already, and the others are about to hear that they go on.
+        layout: the job's layout.
+        kills: number of ranks that may be killed.
+        hosts: number of hosts, with one launcher each; the first ranks are on the first hosts.
+        quits: number of ranks that may exit with 75 while they go on, as a rank that hangs or raises does.
+        launchers: number of launchers that may be lost.
+        slander: number of living ranks that another rank may report as dead.
+        released: begin with rank 0 dead, and the release of the other ranks on its way.
         more: as for ``Model``.
     """
 
@@ -63,7 +63,7 @@ class KeepModel(Model):
         return self._until_released(state)._replace(quits=quits) if self.released else state._replace(quits=quits)
 
     def _until_released(self, start: State) -> State:
-        """The death of rank 0, and what follows on it where nothing else goes wrong."""
+        """Let rank 0 die, and make moves without further faults until the release is sent."""
         state = start._replace(kills=0, breaks=0, takeovers=0, repeats=0).gone(0, None, keep=True)
         while not any(isinstance(order, m.Release) for orders in state.down for order in orders):
             state = next(after for _, after in self._moves(state, ()))
@@ -171,12 +171,12 @@ class KeepModel(Model):
 
     @staticmethod
     def _all_go_on(state: State, alive: list[int], waiting: list[int]) -> bool:
-        """Where nobody is left, those of other hosts show it."""
+        """Whether all living ranks of a host go on. If none lives, the launchers of other hosts decide."""
         on_their_way = all(not state.ranks[r] for r in waiting)
         return (alive == waiting and on_their_way) if alive else FILLED in state.launchers
 
     def _report(self, state: State, r: int, did: str) -> State | None:
-        """A controller that does not know the rank does not take it, and is told again."""
+        """Report the death of a rank. None: the controller does not know the process yet, and is told later."""
         pid = self._pid(r, state.processes[r].launch)
         machine: ControllerMachine = self.machines.look(state.controllers[0])
         if r not in machine.job.members or machine.job.members[Rank(r)].hello.pid != pid:
@@ -226,7 +226,7 @@ class KeepModel(Model):
             yield f"the time of {who} is over at {until}", self._leaves(state._replace(now=max(state.now, until)), who)
 
     def _heartbeat(self, state: State, path: Any) -> State | None:
-        """What comes from ranks every second, where it says of an update what the controller has not heard yet."""
+        """Deliver a heartbeat with a version that the controller does not know yet; None: there is none."""
         members = self.machines.look(state.controllers[0]).job.members
         for r, gate in enumerate(state.gates):
             connection = ConnectionId(state.streams[r])
@@ -265,7 +265,7 @@ class KeepModel(Model):
     # -------------------------------------------------------------------------------------------------------------- end
 
     def _on_disk(self, state: State) -> set[Version]:
-        """Where nobody has restored yet there is nothing to lose."""
+        """Return the versions on disk, and those of ranks that have not restored yet: they have nothing to lose."""
         return {*state.committed, *(gate.version for gate in state.gates if gate.base < 0)}
 
     def _check_end(self, state: State, path: Any) -> None:

@@ -23,12 +23,12 @@ MEMORY = "/memory"
 
 
 class ShadowModel(KeepModel):
-    """See the module.
+    """A model in which checkpoints are held in memory first; see the module.
 
     Args:
-        layout: of the job.
-        kills: how many ranks may be killed.
-        refusals: how often memory or storage may refuse.
+        layout: the job's layout.
+        kills: number of ranks that may be killed.
+        refusals: number of times that memory or storage may refuse a write.
         more: as for ``KeepModel``.
     """
 
@@ -71,7 +71,7 @@ class ShadowModel(KeepModel):
                 yield name, after
 
     def _awaits(self, state: State, refused: State, r: int, order: m.Commit) -> Iterator[tuple[str, State]]:
-        """A rank waits until what is held is durable."""
+        """Yield the moves of a rank that waits until the held checkpoint is durable."""
         if order.version not in state.held:
             done = ev.CommitDone(order.incident, order.generation, "path", 1)
             left = state._replace(jobs=put(state.jobs, r, state.jobs[r][1:]))

@@ -40,11 +40,11 @@ RIVAL = "rival"
 
 
 class Broken(AssertionError):  # noqa: N818 - it is what it says
-    """An invariant does not hold; the text ends with how it came to that."""
+    """An invariant does not hold; the text ends with the moves that led to the state."""
 
 
 class Gate(NamedTuple):
-    """Of one rank: one update can follow, if it has left the barrier."""
+    """The gate of one rank. An update can begin if the rank has left the barrier."""
 
     version: Version = BASE
     base: Version = BASE
@@ -60,7 +60,7 @@ class Gate(NamedTuple):
 
 
 class Process(NamedTuple):
-    """Of one rank, where survivors go on in their processes; see ``model_keep``."""
+    """The process of one rank in jobs whose survivors go on; see ``model_keep``."""
 
     launch: int = 0
     until: float | None = None  # it has nothing to lose, and may take so long
@@ -100,11 +100,11 @@ class State(NamedTuple):
         return self._replace(gates=put(self.gates, r, self.gates[r]._replace(**changes)))
 
     def of(self, r: int, **changes: Any) -> State:
-        """Something about the process of a rank."""
+        """Return the state with changes to the process of a rank."""
         return self._replace(processes=put(self.processes, r, self.processes[r]._replace(**changes)))
 
     def told(self, stream: int, order: Any) -> State:
-        """A controller says something on a stream; nobody hears it if that has ended."""
+        """Return the state after a controller sends on a stream. The message is lost if the stream has ended."""
         if stream in self.streams:
             r = self.streams.index(stream)
             return self._replace(down=put(self.down, r, (*self.down[r], order)))
@@ -114,7 +114,7 @@ class State(NamedTuple):
         return self
 
     def cut(self, r: int, *, keep: bool) -> State:
-        """The stream of a rank ends; ``keep``: what it has said on it arrives."""
+        """Return the state after the stream of a rank ends. With ``keep`` reports that were sent on it arrive."""
         stream = self.streams[r]
         said = tuple(s for s in self.up[r] if keep or s[0] != stream)
         end = ((stream, END),) if stream else ()
@@ -123,7 +123,7 @@ class State(NamedTuple):
         )
 
     def gone(self, r: int, code: int | None, *, keep: bool) -> State:
-        """A rank has ended; None: it was killed."""
+        """Return the state after a rank ends with ``code``; None: it was killed."""
         return self.cut(r, keep=keep)._replace(
             ranks=put(self.ranks, r, GONE),
             exits=put(self.exits, r, -9 if code is None else code),
@@ -133,7 +133,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Names:
-    """Of incidents; unique between controllers."""
+    """Names of incidents, unique among controllers."""
 
     controller: int
 

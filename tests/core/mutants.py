@@ -18,7 +18,7 @@ ROOT = HERE.parent.parent
 
 
 def _read(text: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """Mutants by name: the module, what stands there, and what stands there when it is broken."""
+    """Return for each mutant its module, the original text, and the text that replaces it."""
     for entry in text.split("\n\n")[1:]:
         head, *lines = entry.strip("\n").splitlines()
         name, _, module = head.rpartition(": ")
@@ -64,7 +64,7 @@ SUITES: dict[str, list[str]] = {
 
 
 def mutate(name: str) -> None:
-    """Import the broken module in place of the real one; before anything else of ttp is imported."""
+    """Import the mutated module in place of the original, before anything else of ttp is imported."""
     module_name, old, new = MUTANTS[name]
     spec = importlib.util.find_spec(module_name)
     assert spec is not None and spec.origin is not None
@@ -79,7 +79,7 @@ def mutate(name: str) -> None:
 
 
 def caught(name: str, suite: str, timeout_s: float = 300.0) -> bool:
-    """Whether a suite fails on a mutant. A suite that hangs has noticed too."""
+    """Return whether a suite fails on a mutant. A suite that hangs counts as failed."""
     command = [sys.executable, "-m", "tests.core.mutants", name, suite]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=timeout_s, check=False)
@@ -90,7 +90,7 @@ def caught(name: str, suite: str, timeout_s: float = 300.0) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """One suite on one mutant; or a table of all; with ``--quick`` the first suite that notices is enough."""
+    """Run one suite on one mutant, or print a table of all. With ``--quick`` a mutant needs one failing suite."""
     if arguments and arguments[0] != "--quick":
         import pytest
 

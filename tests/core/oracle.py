@@ -9,7 +9,7 @@ from ttp.core.layout import Layout
 
 
 def can_make(answer: Answer) -> set[int]:
-    """The versions that one readable rank can still produce."""
+    """Return the versions that one readable rank can still produce."""
     if answer.torn and not answer.has_preimage:
         return set()
     if answer.torn:
@@ -23,9 +23,9 @@ def can_make(answer: Answer) -> set[int]:
 
 
 def best(layout: Layout, answers: Iterable[Answer]) -> int | None:
-    """The largest n such that for every shard some readable rank of its group, of one incarnation, can make n.
+    """Return the largest n that for every shard a readable rank of its group, of one incarnation, can produce.
 
-    Or some readable rank, whether of the group or not, has a kept copy of that shard at n.
+    Instead of a rank of the group, any readable rank may have a kept copy of that shard at n.
     """
     answers = list(answers)
     newest = max((a.incarnation for a in answers), default=0)

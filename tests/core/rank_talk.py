@@ -18,7 +18,7 @@ FROZEN = "HoldLease CloseGate"
 
 
 class Rank1:
-    """The machine of rank 1 and a clock."""
+    """The machine of rank 1, with a clock."""
 
     def __init__(self, *, joined: bool = True, can_continue: bool = False, **timeouts: Any) -> None:
         self.now = 0.0

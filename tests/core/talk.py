@@ -39,15 +39,15 @@ PATIENCE = ControllerTimeouts(
 
 
 def answers(order: TellLayout, layout: Layout) -> list[LayoutPart]:
-    """What a rank says that is asked for its layout."""
+    """Return a rank's reports after it is asked for its layout."""
     parts = in_parts(layout)
     return [LayoutPart(order.rank, order.digest, i, len(parts), groups) for i, groups in enumerate(parts)]
 
 
 class Talk:
-    """A controller's machine and a clock. Ranks speak on stream ``rank + 1`` unless told otherwise.
+    """A controller's machine with a clock. A rank's stream is ``rank + 1`` unless the test says otherwise.
 
-    What the machine says comes back as one line: ``Freeze:1,2`` are orders, ``[plan]`` is a record, and so on.
+    The machine's actions are returned as one line: ``Freeze:1,2`` are orders, ``[plan]`` is a record, and so on.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Talk:
 
     @property
     def incident(self) -> Incident:
-        """The one that is open."""
+        """The open incident."""
         assert self.machine.incident
         return self.machine.incident
 
@@ -74,7 +74,7 @@ class Talk:
         return line(self.said)
 
     def all_said(self) -> str:
-        """All that came together was said."""
+        """Settle the events that were delivered together."""
         self.said = apart(self.machine.settle(self.now))
         return line(self.said)
 
@@ -86,7 +86,7 @@ class Talk:
         return self.report(rank, hello(rank, self.layout, **more))
 
     def back(self, rank: int, **more: Any) -> str:
-        """The rank opens another stream."""
+        """Let the rank open another stream."""
         self.streams[rank] += 100
         known = {"incarnation": self.machine.job.incarnation, "resume": True, "term_seen": self.machine.term}
         return self.hello(rank, **{**known, **more})
@@ -155,7 +155,7 @@ class Talk:
 
 
 def line(actions: Sequence[Action]) -> str:
-    """Orders of one kind in a row are drawn together."""
+    """Return the actions as one line. Equal orders in a row are combined."""
     parts: list[str] = []
     for action in actions:
         match action:
@@ -181,7 +181,7 @@ LOST = "[opened] Freeze:1,2 [evidence]"
 
 
 def frozen_at_7(talk: Talk, *ranks: int) -> str:
-    """The final answers of these ranks, at version 7; the line of the last one."""
+    """Deliver the final answers of these ranks, at version 7, and return the line of the last one."""
     lines = [talk.frozen(r, 7) for r in ranks]
     return lines[-1]
 
@@ -208,5 +208,5 @@ class Wide(Talk):
 
 
 def page(rank: int, incarnation: int = 1) -> Mirror:
-    """What a dead rank has left, as its launcher hands it over."""
+    """Return the page of a dead rank, as its launcher hands it over."""
     return Mirror(Rank(rank), Version(7), True, incarnation, b"page")

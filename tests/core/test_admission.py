@@ -72,7 +72,7 @@ def beat(talk: Talk, rank: int, version: int) -> str:
 
 
 def three_of_four() -> Talk:
-    """Rank 3 could not join, and trains without protection."""
+    """Return a job whose rank 3 could not join, and trains without protection."""
     talk = Talk(grid(1, 4), formed=False)
     for rank in range(3):
         talk.hello(rank)
@@ -127,7 +127,7 @@ def test_a_rank_that_dies_before_the_job_is_formed_is_replaced() -> None:
 
 
 def test_a_launch_that_came_to_nothing_is_followed_by_the_next_incarnation() -> None:
-    """Everybody has gone before the job was whole, and may have trained elsewhere: pages of theirs are of the past."""
+    """All ranks left before the job formed, and may have trained elsewhere, so their pages may be old."""
     talk = Talk(formed=False)
     for rank in (0, 1):
         talk.hello(rank)

@@ -41,7 +41,7 @@ def test_nothing_in_common_says_who_saw_what() -> None:
 
 
 def test_damage_that_one_of_many_ranks_found_is_said_first() -> None:
-    """Ranks share the reading: the others found nothing wrong with their shares."""
+    """Each rank reads a share of the files; the other ranks found their shares whole."""
     bad = candidate(12)
     verdict = agree([*(view(rank, bad) for rank in range(40)), view(40, skipped=(f"{bad.name}: piece x is damaged",))])
     assert isinstance(verdict, str)
@@ -53,7 +53,7 @@ def test_damage_that_one_of_many_ranks_found_is_said_first() -> None:
 
 
 def test_what_lacks_files_on_one_host_may_be_whole_on_another() -> None:
-    """A disk in each host, and a copy that was not finished: there is nothing to mend."""
+    """Each host has a disk of its own, and a copy was not finished. The checkpoint is not damaged."""
     lacking = view(1, candidate(8), skipped=(f"{candidate(12).name}: piece __1_0.distcp is missing",))
     verdict = agree([view(0, candidate(12)), lacking])
     assert isinstance(verdict, str) and verdict.endswith("in common. Is save_dir shared by all hosts?")

@@ -79,7 +79,7 @@ def test_seen_together_or_one_by_one(steps: list[Any]) -> None:
 
 
 def say(talk: Talk, *said: Any) -> list[Any]:
-    """These ranks at a time, then what follows."""
+    """Deliver reports of these ranks at a time, then settle."""
     *several, report = said
     actions = []
     for ranks in several:
@@ -107,7 +107,7 @@ def happen(talk: Talk, what: str, ranks: tuple[int, ...]) -> None:
 
 
 def known(talk: Talk) -> Any:
-    """Everything that decides what comes next; why an incident is in its stage names ranks as they were heard."""
+    """Return all state that decides what follows, without an incident's reason, which depends on the order of ranks."""
     for incident in (talk.machine.incident, talk.machine.last_incident):
         if incident is not None:
             incident.why = ""

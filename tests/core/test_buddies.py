@@ -57,7 +57,7 @@ def test_replicated_shards_go_where_there_is_less_to_keep() -> None:
 
 
 class Hosts(Talk):
-    """Two ranks on each host; all of them keep copies."""
+    """Two ranks on each host; all of them keep second copies."""
 
     def __init__(self, layout: Layout = ALONE, *, per_host: int = 2, **more: Any) -> None:
         super().__init__(layout, formed=False)
@@ -234,9 +234,9 @@ def test_a_saver_of_copies_is_replaced_by_one_that_has_them_too() -> None:
 
 
 class Played:
-    """Ranks with their machines and generations, a controller that may be replaced, and a network without order.
+    """Ranks with their machines and copies, a controller that may be replaced, and a network that reorders messages.
 
-    Invariant: once a version was whole, there is one of which every rank holds a copy at every moment.
+    Invariant: after a version was copied by all, every rank holds at every moment a copy of one common version.
     """
 
     def __init__(self, seed: int, world: int, every: int) -> None:
@@ -255,7 +255,7 @@ class Played:
         self.take_over()
 
     def take_over(self) -> None:
-        """All that was on its way is lost; ranks join another controller, or the same after its streams broke."""
+        """Lose all messages; then ranks join another controller, or the same one after its streams broke."""
         self.terms += 1
         self.job = Membership()
         self.outbox = Outbox(self.job)

@@ -31,7 +31,7 @@ class Keep(Talk):
         return self.committed(self.orders(m.Commit)[0].rank)
 
     def ends(self) -> tuple[bool, str]:
-        """Of the release that was just said: whether survivors go on, and why not."""
+        """Return whether the last release lets survivors go on, and the reason if not."""
         facts = self.facts("released")
         assert {order.again for order in self.orders(m.Release)} == {facts["again"]}
         return facts["again"], facts["why_not_again"]
@@ -63,7 +63,7 @@ def test_it_is_not_waited_for_for_long() -> None:
 
 @pytest.mark.parametrize("seat", ["before", "after"])
 def test_nobody_goes_on_once_the_next_launch_has_begun(seat: str) -> None:
-    """The launcher saw the others die too, and started all anew, before the controller heard of that."""
+    """The launcher saw the other ranks die, too, and restarted all before the controller heard of it."""
     talk = Keep()
     if seat == "before":
         talk.dies()
@@ -82,7 +82,7 @@ def test_nobody_goes_on_once_the_next_launch_has_begun(seat: str) -> None:
 
 
 def relaunched(talk: Talk, rank: int) -> Received:
-    """A process of the next launch says hello."""
+    """Let a process of the next launch say hello."""
     return Received(ConnectionId(90 + rank), hello(rank, talk.layout, launch=1, nonce="next", can_continue=True))
 
 

@@ -182,7 +182,7 @@ def test_nobody_is_left_to_commit() -> None:
 
 
 def test_who_hangs_in_an_update_can_commit() -> None:
-    """All is durable and its writer dies: a commit touches files only, not the state that is half written."""
+    """All pieces are durable when their writer dies. A commit touches only files, not the half-updated state."""
     talk = Talk(grid(1, 2))
     talk.ask()
     talk.frozen(1, 6, m.Phase.UPDATING)
@@ -270,7 +270,7 @@ def test_a_rank_frozen_before_it_restored_saves_nothing_older() -> None:
 
 
 def test_a_thousand_ranks_cost_constant_time_per_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts decisions, not seconds: one for a thousand ranks may not happen after every answer."""
+    """Counts calls of ``decide``, not seconds: it may not run after every answer of a thousand ranks."""
     decided: list[int] = []
 
     def counted(layout: Layout, said: Iterable[Answer], *more: Any) -> Plan | NoPlan:
@@ -287,7 +287,7 @@ def test_a_thousand_ranks_cost_constant_time_per_event(monkeypatch: pytest.Monke
 
 
 def calls_of_a_burst(ranks: int) -> int:
-    """Every stream breaks and comes back, all is saved; how many calls the machine makes for that."""
+    """Return the number of calls in the machine when every stream breaks and returns, and all is saved."""
     talk = Talk(Layout(ranks, grid(1, ranks).groups))
     calls = 0
 
@@ -314,5 +314,5 @@ def calls_of_a_burst(ranks: int) -> int:
 
 
 def test_a_burst_of_returning_ranks_costs_each_of_them_the_same() -> None:
-    """What is asked after every event may not look at all that are lost, accused or writing."""
+    """What runs after every event may not iterate over all lost, accused or writing ranks."""
     assert calls_of_a_burst(400) < 2.2 * calls_of_a_burst(200)

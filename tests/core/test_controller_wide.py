@@ -64,7 +64,7 @@ def test_who_may_still_come_to_the_gate_is_waited_for() -> None:
 
 
 def test_who_may_still_come_to_the_gate_is_waited_for_before_a_finished_step_is_lost() -> None:
-    """Version 7 is whole, 8 is finished and may be: who stands in the barrier answers at once, then from the gate."""
+    """Version 7 is whole and 8 may become whole. A rank in the barrier answers there, and again at the gate."""
     talk = Talk(grid(2, 2))  # s0: 0 and 2, s1: 1 and 3
     talk.accuse(3, m.FaultKind.EXITED)
     talk.frozen(0, 8)
@@ -134,7 +134,7 @@ def test_a_dispute_reaches_the_manifest() -> None:
 
 
 class Hanging(Wide):
-    """A job of one step a second, learnt, in which rank 3 stops in front of its forward pass."""
+    """A job with a known pace of one step a second, whose rank 3 stops before its forward pass."""
 
     def __init__(self) -> None:
         super().__init__(grid(1, 4), hang_s=10.0)
@@ -149,7 +149,7 @@ class Hanging(Wide):
                 self.beat(rank, 30, mark=0 if rank == 3 else 2)
 
     def go_on(self) -> str:
-        """Beats until something is said."""
+        """Send heartbeats until the machine acts."""
         for _ in range(40):
             self.now += 1
             for rank in sorted(self.machine.job.live):
@@ -230,7 +230,7 @@ def test_what_nobody_asked_for_does_nothing(report: m.Report) -> None:
 
 
 def test_savers_that_die_one_after_the_other_are_replaced_together() -> None:
-    """A power cut takes hundreds of hosts, and their streams end within a second: a plan costs tens of milliseconds."""
+    """A power cut ends hundreds of streams within a second, and each plan would cost tens of milliseconds."""
     ranks = 202
     talk = Talk(grid(ranks // 2, 2))
     talk.fault(ranks - 1)
@@ -251,7 +251,7 @@ def test_savers_that_die_one_after_the_other_are_replaced_together() -> None:
 
 
 def test_ten_thousand_answers_are_given_the_time_to_be_read() -> None:
-    """They wait in the queue of one controller; who has not been read is not silent."""
+    """Answers wait in the controller's queue. A rank whose answer was not read is not silent."""
     ranks = 2_000
     talk = Wide(Layout.data_parallel(ranks))
     talk.accuse(ranks - 1, m.FaultKind.EXITED)

@@ -171,7 +171,7 @@ def test_a_reason_does_not_grow_with_the_job() -> None:
 
 
 def k(answer: Answer, *kept: tuple[str, int]) -> Answer:
-    """Can read kept copies of these shards, of these versions."""
+    """Return an answer of a rank that can read kept copies of these shards and versions."""
     return replace(answer, kept=tuple((Shard(s), Version(v)) for s, v in kept))
 
 

@@ -57,7 +57,7 @@ def test_a_newer_version_that_comes_back_within_the_grace_is_saved() -> None:
 
 
 def test_a_device_that_was_only_slow_is_saved_at_its_newer_version() -> None:
-    """It seemed to hang; while it is saved it goes on. The save that fails of it counts nobody out."""
+    """A device that seemed to hang goes on during the save. The save fails, but its rank is not excluded."""
     talk = Talk()
     talk.lost(2)
     talk.frozen(0, 7)
@@ -68,7 +68,7 @@ def test_a_device_that_was_only_slow_is_saved_at_its_newer_version() -> None:
 
 
 def test_devices_that_were_only_slow_may_go_on_one_after_the_other() -> None:
-    """Between the two no version is whole: the first one is not counted out for that."""
+    """Between the two no version is whole, but the first rank is not excluded for that."""
     talk = Talk(grid(2, 2))
     for rank in (2, 3):
         talk.lost(rank)
@@ -86,7 +86,7 @@ def test_devices_that_were_only_slow_may_go_on_one_after_the_other() -> None:
 
 
 def test_an_answer_that_was_outrun_by_a_newer_one_changes_nothing() -> None:
-    """The version that rank 0 was told to make is not taken back by what it said before."""
+    """An older answer of rank 0 does not take back the version that it was told to make."""
     talk = Talk(grid(1, 3))
     talk.lost(2)
     talk.frozen(1, 8)

@@ -15,7 +15,7 @@ ADDRESSES = ["10.0.0.16", "10.0.0.17", "10.0.1.17", "10.0.0.18"]
 
 
 def job(ranks: int = 8) -> Talk:
-    """Two ranks on each host."""
+    """Return a job with two ranks on each host."""
     talk = Talk(grid(1, 8), formed=False)
     for rank in range(ranks):
         talk.hello(rank, host=HOSTS[rank // 2], address=ADDRESSES[rank // 2])

@@ -19,7 +19,7 @@ COMES_BACK = {"incarnation": 2, "resume": True, "term_seen": 1, "version": Versi
 
 
 class Takeover:
-    """A controller that knows nothing, and the ranks of a job that trains, one after the other."""
+    """A new controller, and the ranks of a job that trains, which connect one after the other."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,7 +28,7 @@ class Takeover:
         self.said: list[Action] = []
 
     def passes(self, seconds: float) -> None:
-        """Time, with a tick whenever one is due."""
+        """Let time pass, with a tick at each deadline."""
         end = self.now + seconds
         while (due := self.machine.deadline()) is not None and due <= end:
             self.now = max(self.now, due)
@@ -36,7 +36,7 @@ class Takeover:
         self.now = end
 
     def stands_still(self, seconds: float) -> None:
-        """The controller does not run; what is due then comes before what it was sent."""
+        """Stop the controller for a time. When it runs again, deadlines come before the messages that arrived."""
         self.now += seconds
         self.said += self.machine.on_event(Tick(), self.now)
 
@@ -49,7 +49,7 @@ class Takeover:
 
 
 def test_four_thousand_ranks_at_a_millisecond_each() -> None:
-    """The waiting used to end after a fixed time, and the ranks from about three thousand on were accused."""
+    """The wait once ended after a fixed time, and the ranks from about the three thousandth on were accused."""
     takeover = Takeover()
     for rank in range(RANKS):
         takeover.passes(0.001 * PATIENCE.gather_s / 3)  # as with the three seconds that a real controller waits
@@ -95,7 +95,7 @@ def test_a_rank_that_comes_again_and_again_does_not_keep_the_dead_from_being_mis
 
 
 def test_frozen_ranks_wait_for_the_last_of_the_queue() -> None:
-    """The incident that was open is decided when all have come, and they are thawed: nothing was broken."""
+    """The open incident is decided after all ranks have come back. They are thawed, because nothing is broken."""
     talk = Talk(formed=False)
     for rank in range(3):
         talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7, incident="old-1")

@@ -23,7 +23,7 @@ IDLE, UPDATING, DONE = Phase.IDLE, Phase.UPDATING, Phase.DONE
 
 @dataclass(frozen=True)
 class Beat:
-    """One word of a rank."""
+    """One heartbeat of a rank."""
 
     now: float
     rank: int
@@ -33,13 +33,13 @@ class Beat:
 
 @dataclass
 class Oracle:
-    """The module's docstring, computed from the whole story every time."""
+    """The rule of the module's docstring, computed from all heartbeats each time."""
 
     floor_s: float
     beats: list[Beat] = field(default_factory=list)
 
     def story(self) -> tuple[list[tuple[float, float]], float, float | None]:
-        """Waits with the time of their end, when the clock started last, and since when is learnt."""
+        """Return the waits with their ends, the time when the clock started last, and the time when learning began."""
         waits: list[tuple[float, float]] = []
         clock, heard = 0.0, 0.0
         for index, beat in enumerate(self.beats):
@@ -56,7 +56,7 @@ class Oracle:
         return waits, clock, self.learning(len(self.beats) - 1)
 
     def fronts(self, last: int) -> list[tuple[float, int]]:
-        """When the newest version became what."""
+        """Return the times at which the newest version rose."""
         found: list[tuple[float, int]] = []
         for beat in self.beats[: last + 1]:
             if not found or beat.place[0] > found[-1][1]:
@@ -64,12 +64,12 @@ class Oracle:
         return found
 
     def learning(self, last: int) -> float | None:
-        """Since when waits are learnt."""
+        """Return the time from which waits are learnt; None: they are not yet."""
         fronts = self.fronts(last)
         return next((now for now, v in fronts[2:] if v >= fronts[1][1] + 3), None)
 
     def pausing(self, last: int) -> set[int]:
-        """Who was doing something else after this beat."""
+        """Return the ranks that had named another activity after this heartbeat."""
         latest = {beat.rank: beat.activity for beat in self.beats[: last + 1]}
         return {rank for rank, activity in latest.items() if activity}
 
@@ -81,7 +81,7 @@ class Oracle:
         return max(self.floor_s, 3.0 * max((wait for _, wait in waits), default=0.0), 4.0)
 
     def hangs(self, now: float, live: set[Rank]) -> tuple[int, ...] | None:
-        """Who is named; None: nothing is raised."""
+        """Return the ranks to accuse; None: there is no suspicion."""
         patience = self.patience()
         latest = {beat.rank: beat for beat in self.beats if beat.rank in live}
         silent = {rank for rank, beat in latest.items() if now - beat.now > 3.0}
@@ -97,7 +97,7 @@ class Oracle:
 
 
 def a_life(random: Random) -> Iterator[tuple[HangWatch, Oracle, set[Rank], float]]:
-    """A job that starts well and then does anything, one beat after the other."""
+    """Play a job that starts well and then does anything, one heartbeat after the other."""
     world, floor_s, now = random.randint(1, 4), random.choice([0.5, 6.0]), 0.0
     watch, oracle = HangWatch(floor_s), Oracle(floor_s)
     watch.reset(now)
@@ -135,14 +135,14 @@ def test_as_the_oracle_says(seed: int) -> None:
 
 @dataclass
 class Training:
-    """A synchronous job: nobody is more than one version ahead, marks are passed at drawn times."""
+    """A synchronous job: no rank is more than one version ahead, and marks are passed at random times."""
 
     random: Random
     world: int
     step_s: float
 
     def places(self, versions: int, hung: int | None, mark: int) -> dict[int, list[tuple[float, tuple[int, int]]]]:
-        """When every rank reaches which (version, mark). ``hung`` gets no further than ``mark`` of the last version."""
+        """Return when each rank reaches which (version, mark). ``hung`` stops at ``mark`` of the last version."""
         found: dict[int, list[tuple[float, tuple[int, int]]]] = {rank: [(0.0, (0, 0))] for rank in range(self.world)}
         now = 1.0
         for version in range(versions):
@@ -161,7 +161,7 @@ class Training:
 
 
 def watched(training: Training, hung: int | None, stopped: bool, floor_s: float) -> tuple[list[Suspicion], float]:
-    """What is raised in a job that ends, or hangs, after 60 versions; and how long it took since the last move."""
+    """Return the suspicions in a job that ends or hangs after 60 versions, and the seconds since the last move."""
     story = training.places(60, hung, mark=training.random.choice([0, 1]))
     end = max(at for moves in story.values() for at, _ in moves)
     until = end + (3 * max(floor_s, 3 * training.step_s) + 20.0 if hung is not None else 0.0)

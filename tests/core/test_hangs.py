@@ -13,7 +13,7 @@ IDLE, UPDATING, DONE = Phase.IDLE, Phase.UPDATING, Phase.DONE
 
 
 class Job:
-    """Ranks that beat once a second; every one moves with each of its beats unless told otherwise."""
+    """Ranks that beat once a second. Each moves with each of its heartbeats unless told otherwise."""
 
     def __init__(self, world: int = 4, floor_s: float | None = 20.0, versions: int = 20, base: int = 0) -> None:
         self.watch = HangWatch(floor_s)
@@ -26,12 +26,12 @@ class Job:
             self.step()
 
     def step(self, seconds: float = 1.0) -> None:
-        """The job finishes one more version."""
+        """Finish one more version."""
         self.version += 1
         self.beat(seconds, dict.fromkeys(self.live, (self.version, 0, IDLE, "")))
 
     def beat(self, seconds: float = 1.0, at: dict[Rank, tuple[int, int, Phase, str]] | None = None) -> None:
-        """One heartbeat of every live rank that is not in ``stopped``."""
+        """Send one heartbeat of every live rank that is not in ``stopped``."""
         self.now += seconds
         self.at.update(at or {})
         for rank in sorted(self.live):
@@ -40,7 +40,7 @@ class Job:
                 self.watch.observed((Rank(rank),), Version(version), mark, phase, activity, self.now)
 
     def stand(self, **places: tuple[int, int] | str) -> None:
-        """Ranks (``r0=...``) are from now on at (versions ahead, mark), or pause for what is named, or are silent."""
+        """Set ranks (``r0=...``) to (versions ahead, mark), to a pause with that name, or to silence."""
         for name, place in places.items():
             rank = Rank(int(name[1:]))
             if place == "silent":
@@ -51,7 +51,7 @@ class Job:
                 self.at[rank] = (self.version + place[0], place[1], IDLE, "")
 
     def wait(self, seconds: int) -> list[Suspicion]:
-        """Time passes, hearts beat, nothing else happens."""
+        """Let time pass with heartbeats only."""
         found = []
         for _ in range(seconds):
             self.beat()

@@ -65,7 +65,7 @@ def test_all_ranks_die_at_once() -> None:
 
 
 def test_what_one_rank_knows_to_be_wrong_all_leave_with() -> None:
-    """Also after another fault, and whether or not anything could be saved."""
+    """Also after another fault, and whether anything was saved or not."""
     talk = Talk()
     assert talk.fault(1, wrong=True) == "[wrong] [opened] Freeze:0,1,2 [evidence]"
     frozen_at_7(talk, 0, 1, 2)

@@ -28,7 +28,7 @@ def test_without_an_end_of_its_own_the_worst_claim_counts(claims: list[int], cod
 
 @pytest.mark.parametrize("claim", [0, 1, 70, 75])
 def test_what_the_ranks_were_told_counts_more_than_what_one_host_saw(claim: int) -> None:
-    """A rank that was fenced leaves with 70 while the others were saved."""
+    """A fenced rank exits with 70 although the others were saved."""
     verdict = launched()
     assert verdict.released(75, "saved", "rank 1 died").code == 75
     verdict.asks("one", claim)

@@ -26,7 +26,7 @@ LAYOUT = grid(1, 3)
 
 
 class Asked(Talk):
-    """Nothing is known of the layout at first."""
+    """A controller that knows no layout at first."""
 
     def __init__(self, layout: Layout = LAYOUT) -> None:
         super().__init__(layout, formed=False)
@@ -129,7 +129,7 @@ def test_too_many_ranks_are_refused_before_they_are_put_together(monkeypatch: py
 
 
 def test_who_disagrees_is_told_what_differs() -> None:
-    """The layout of the job is known, so is the other one by then."""
+    """By then both layouts are known."""
     talk = Asked()
     talk.greets(0)
     talk.tells(0)
@@ -150,7 +150,7 @@ def test_strangers_are_refused_without_a_question() -> None:
 
 
 def test_a_job_in_which_every_rank_has_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few at a time are asked; whoever does not answer keeps nobody from being asked."""
+    """A few ranks at a time are asked. A rank that does not answer does not block the others."""
     world = 12
     own = [Layout(world, {Shard(f"of {r}"): tuple(Rank(x) for x in range(world))}) for r in range(world)]
     talk = Asked(own[0])
@@ -169,7 +169,7 @@ def test_a_job_in_which_every_rank_has_another_layout(monkeypatch: pytest.Monkey
 
 
 def test_the_end_of_many_streams_costs_constant_time_each() -> None:
-    """And nothing is left of them."""
+    """Nothing is kept for ended streams."""
     talk = Asked(Layout.data_parallel(2000))
     for rank in range(2000):
         talk.greets(rank)
@@ -211,7 +211,7 @@ def test_layouts_that_differ_have_a_difference(one: Layout, other: Layout) -> No
 
 
 def test_a_hundred_thousand_shards_can_be_told() -> None:
-    """They did not fit into a hello."""
+    """They would not fit into a hello."""
     layout = Layout(8, {Shard(f"layer.{n}.weight"): (Rank(n % 8),) for n in range(100_000)})
     assert len(report_to_wire(hello(0, layout)).SerializeToString()) < 200
     machine = ControllerMachine(PATIENCE, str, 0.0)

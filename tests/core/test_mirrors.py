@@ -43,7 +43,7 @@ def test_each_rank_is_told_who_keeps_its_page_and_pages_are_used_when_a_host_is_
 
 
 def test_a_keeper_that_comes_back_is_where_it_says_it_is() -> None:
-    """And the rank itself is told again, by whatever controller it has."""
+    """The mirrored rank is told the new address, by any controller."""
     talk = Mirrored()
     talk.back(1, pages_at="10.0.0.0:99")
     assert talk.orders(MirrorTo) == [
@@ -60,7 +60,7 @@ def test_on_one_host_and_without_the_switch_nobody_is_told() -> None:
 
 
 def test_what_a_dead_rank_has_left_on_its_host_goes_to_one_that_lives() -> None:
-    """The launcher of that host hands it over with the news."""
+    """The launcher of that host sends the page together with the report of the death."""
     talk = Wide(grid(1, 4))
     talk.accuse(2, m.FaultKind.EXITED)
     said = talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(2), page(3))))
@@ -97,7 +97,7 @@ def test_what_a_launcher_hands_over_goes_to_who_has_the_earlier_pages() -> None:
 
 
 def planned_before_all_have_answered() -> Wide:
-    """Rank 5 is dead, rank 4 of the same host has not answered; the newest version is known and saved meanwhile."""
+    """Return a save that begins when rank 5 is dead and rank 4 of its host has not answered."""
     talk = Wide(grid(1, 6))
     talk.accuse(5, m.FaultKind.EXITED)
     talk.frozen(0, 7)

@@ -37,7 +37,7 @@ def explore(
 
 
 def subsets(world: int) -> list[frozenset[int]]:
-    """Which ranks hang in the barrier: an atomic one lets all of them go or nobody, a real one any of them."""
+    """Return sets of ranks that hang in the barrier. An atomic barrier releases all or none, a real one any of them."""
     return [frozenset(c) for n in range(world + 1) for c in itertools.combinations(range(world), n)]
 
 
@@ -146,7 +146,7 @@ def test_messages_arrive_twice() -> None:
     "hanging", [pytest.param(frozenset({0, 2}), marks=pytest.mark.slow), frozenset({0, 1, 2})], ids=str
 )
 def test_updates_made_on_request(hanging: frozenset[int]) -> None:
-    """Whoever is left in the barrier makes the update of those that were let go: no state is lost."""
+    """Ranks left in the barrier make the update that released ranks have made, so no state is lost."""
     model = explore(2, 2, 1, hanging, gradients=True, eager=True)
     assert always_saved(model)
     assert model.hows == {"redo"}
@@ -170,7 +170,7 @@ def test_updates_unmade(hanging: frozenset[int]) -> None:
 
 
 def test_what_others_can_make_is_not_unmade() -> None:
-    """Who stands in the barrier is waited for: no step that a living rank has finished is lost."""
+    """A rank in the barrier is waited for, so no finished step of a living rank is lost."""
     model = explore(2, 2, 1, frozenset({0, 1, 2}), gradients=True, preimages=True, eager=True)
     assert always_saved(model)
     assert model.hows == {"redo"}

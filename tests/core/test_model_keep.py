@@ -103,7 +103,7 @@ def test_the_model_sees_what_is_wrong(
     ids=str,
 )
 def test_larger_worlds(more: dict[str, Any]) -> None:
-    """What is left alive goes on, or leaves with 75; who was taken for dead leaves alone."""
+    """Survivors go on or exit with 75. A living rank that was reported as dead exits alone."""
     outcomes = explore(states_max=MANY, **more)
     allowed = [{ON}, {LOST}, *([{LOST, 70}] if "slander" in more else [])]
     assert all(75 in o or set(o) in allowed for o in outcomes), outcomes

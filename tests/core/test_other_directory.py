@@ -20,7 +20,7 @@ def fallback_world(**patience: Any) -> Wide:
 
 
 def nobody_can_write(talk: Wide) -> tuple[list[m.Save], str]:
-    """Whoever is asked fails. Returns the orders before the last answer and what was said to that."""
+    """Let every save fail. Returns the orders before the last answer, and the actions after it."""
     ordered: list[m.Save] = []
     for _ in range(6):
         pending = talk.incident.pending
@@ -68,7 +68,7 @@ def test_without_a_fallback_it_is_said() -> None:
 
 
 def everybody_fails(talk: Talk) -> str:
-    """Until nobody is asked any more."""
+    """Let saves fail until no rank is asked any more."""
     said = ""
     while (incident := talk.machine.incident) is not None and incident.pending:
         rank = min(incident.pending)
@@ -144,7 +144,7 @@ def test_both_places_are_asked_again_and_what_is_durable_there_counts() -> None:
 
 
 def test_a_checkpoint_on_request_is_not_tried_again() -> None:
-    """The job is healthy and would stand still meanwhile."""
+    """The job is healthy, and would stand still during further attempts."""
     talk = Wide()
     talk.ask()
     talk.frozen_all()
@@ -170,7 +170,7 @@ def test_storage_that_takes_nothing_has_failed() -> None:
 
 @pytest.mark.parametrize("stage", ["saving", "committing"])
 def test_storage_that_hangs_is_not_tried_by_one_rank_after_the_other(stage: str) -> None:
-    """Where there is another place."""
+    """If there is another directory, it is used at once."""
     talk = fallback_world(stall_s=60.0)
     talk.fault(5)
     talk.frozen_all()

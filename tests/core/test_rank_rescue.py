@@ -95,7 +95,7 @@ def test_a_snapshot_is_thawed_when_the_stream_is_lost() -> None:
 def test_who_is_frozen_again_for_the_same_incident_writes_no_file_twice(
     written_before: bool, answer: type[m.Report]
 ) -> None:
-    """The thread that saves may still be in the middle of the first."""
+    """The saving thread may still write for the first freeze."""
     rank = Rank1()
     rank.freeze(snapshot=True)
     rank.quiet(7)
@@ -269,7 +269,7 @@ def test_an_update_that_comes_to_nothing_is_said(how: str) -> None:
 
 
 def test_an_update_that_cannot_be_begun_is_said_at_once() -> None:
-    """Whoever performs it raises: the reason goes to the controller now, not after the time that an update may take."""
+    """The performer raises, and the reason goes to the controller at once, not after the time limit of an update."""
     rank = frozen()
     rank.save(8, how=How.REDO)
     failed = act.not_done(next(a for a in rank.did if isinstance(a, act.Redo)), "RuntimeError('no device')")
@@ -290,7 +290,7 @@ def test_nothing_is_unmade_without_what_was_kept() -> None:
 
 
 def test_no_update_is_made_for_a_checkpoint_on_request() -> None:
-    """Whoever is told to go on afterwards would have made it twice."""
+    """A rank that goes on afterwards would have made it twice."""
     for snapshot in (True, False):
         rank = Rank1()
         rank.freeze(snapshot=snapshot)
@@ -299,7 +299,7 @@ def test_no_update_is_made_for_a_checkpoint_on_request() -> None:
 
 
 def test_only_who_has_nothing_else_goes_back_for_a_checkpoint_on_request() -> None:
-    """Who stands between two steps of one version is at none now, and goes on with it afterwards."""
+    """Undo is offered only by a rank between two optimizer steps of one version, which then completes it."""
     for phase in (m.Phase.IDLE, m.Phase.TORN):
         rank = Rank1()
         rank.freeze(snapshot=True)

@@ -38,7 +38,7 @@ def lines(*numbers: int) -> tuple[LineId, ...]:
 
 
 def relay_of(ranks: int) -> Relay:
-    """All have said hello, and have beaten once."""
+    """Return a relay whose ranks have all said hello and sent one heartbeat."""
     relay = Relay(BEAT_S)
     for rank in range(ranks):
         relay.reported(LineId(rank), hello(rank, LAYOUT), 0.0)
@@ -110,7 +110,7 @@ def without_beats(reports: list[m.Report | None]) -> list[m.Report | None]:
 
 
 def heard_once(reports: list[m.Report | None]) -> list[m.Report | None]:
-    """Without beats that repeat the beat before: the relay vouches for the line."""
+    """Return the reports without repeated heartbeats, which the relay sends for its ranks."""
     found: list[m.Report | None] = []
     last: m.Report | None = None
     for report in reports:

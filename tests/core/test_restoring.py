@@ -60,7 +60,7 @@ def test_the_end_of_reading_is_written_down_once_when_the_last_rank_has_read() -
 
 
 def test_what_nobody_has_read_is_decided_once_more_when_everybody_has() -> None:
-    """Rank 1 does not hear the first decision: it says once more what it said before."""
+    """Rank 1 did not receive the first decision, and repeats its report."""
     talk = Talk(grid(1, 2))
 
     def read(rank: int, index: int, count: int) -> RestoreView:
@@ -77,7 +77,7 @@ def test_what_nobody_has_read_is_decided_once_more_when_everybody_has() -> None:
 
 
 def test_what_a_rank_found_is_forgotten_with_it_while_the_job_forms() -> None:
-    """Its successor may find more: the first process is of a launch that was saved under another controller."""
+    """Its replacement may find more: the first process may belong to a launch that another controller has saved."""
     talk = Talk(formed=False)
     for rank in (0, 1):
         talk.hello(rank)
@@ -136,7 +136,7 @@ def test_nothing_found_is_a_fresh_start() -> None:
 
 
 def restarted(save_dir: str = "/save", again: str = "/save") -> Talk:
-    """Version 7 was committed by an incarnation of this job; the next one has formed."""
+    """Return a job whose version 7 was committed by the incarnation before, and whose next one has formed."""
     talk = Talk(grid(1, 2), formed=False)
     for rank in range(2):
         talk.hello(rank, save_dir=save_dir)
@@ -157,7 +157,7 @@ def restart(talk: Talk, launch: int, save_dir: str = "/save") -> None:
 
 
 def test_what_was_committed_may_not_vanish() -> None:
-    """An unmounted directory looks like an empty one."""
+    """A lost mount looks like an empty directory."""
     talk = restarted()
     talk.report(0, view(0, (5, "b")))
     talk.report(1, view(1, (5, "b")))

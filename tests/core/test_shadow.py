@@ -16,7 +16,7 @@ HOLD = "/memory"
 
 
 class Slow(Talk):
-    """Three ranks that can go on; rank 0 dies. The storage is slow, and the others may hold what they have."""
+    """Three ranks that can go on, with slow storage. Rank 0 dies, and the others may hold the checkpoint in memory."""
 
     def hello(self, rank: int, **more: Any) -> str:
         return super().hello(rank, **{"can_continue": True, **more})
@@ -43,7 +43,7 @@ class Slow(Talk):
         return self.committed(commit.rank, commit.generation)
 
     def released(self) -> tuple[int, bool]:
-        """Of the release that was just said: the code, and whether ranks go on."""
+        """Return the exit code of the last release, and whether ranks go on."""
         (code,) = {order.exit_code for order in self.orders(m.Release)}
         (again,) = {order.again for order in self.orders(m.Release)}
         return code, again
@@ -148,7 +148,7 @@ def test_ranks_of_several_hosts_wait() -> None:
 
 
 def test_what_is_held_only_does_not_count_as_on_disk() -> None:
-    """A second fault before the first update of those that have gone on: one of them waits until it is."""
+    """After a second fault before the first update, one rank waits until the held checkpoint is durable."""
     talk = Slow(formed=False)
     for rank in range(3):
         talk.hello(rank, base_version=Version(7), version=Version(7))
@@ -196,7 +196,7 @@ def test_when_nobody_is_left_the_launcher_waits_for_what_is_held() -> None:
 
 
 def test_what_was_said_of_memory_is_no_answer_to_the_next_controller() -> None:
-    """Its generations are larger, so that it is not taken for what is durable."""
+    """The next controller uses larger generations, so an old answer is not taken for a durable save."""
     talk = Slow()
     talk.now, talk.machine.job.term = 10.0, 2
     talk.dies()
@@ -209,7 +209,7 @@ def test_what_was_said_of_memory_is_no_answer_to_the_next_controller() -> None:
 
 @pytest.mark.parametrize("before", [False, True], ids=["held now", "held from before"])
 def test_whoever_waits_for_it_is_replaced_and_nothing_is_added(before: bool) -> None:
-    """What comes late, a page, would be no part of what is held."""
+    """A page that comes late would not be part of the held checkpoint."""
     talk = Slow()
     if before:
         talk.dies()
@@ -224,7 +224,7 @@ def test_whoever_waits_for_it_is_replaced_and_nothing_is_added(before: bool) -> 
 
 
 def test_a_plan_that_is_made_again_goes_where_the_first_one_went() -> None:
-    """Pieces of one checkpoint are in one place."""
+    """All pieces of a checkpoint are in one directory."""
     talk = Slow()
     talk.dies()
     talk.frozen(1, 7)

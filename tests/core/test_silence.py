@@ -17,7 +17,7 @@ DOUBT_S = PATIENCE.doubt_s
 
 
 class Hosts(Talk):
-    """Three hosts of two ranks; the controller is on the first. Its clock stops at every deadline, as a real one."""
+    """Three hosts of two ranks; the controller is on the first. Its clock stops at every deadline, like a real one."""
 
     def __init__(self, layout: Layout | None = None) -> None:
         super().__init__(layout or grid(1, 6), formed=False)
@@ -36,7 +36,7 @@ class Hosts(Talk):
         self.down, self.down_at = set(hosts), self.now
 
     def passes(self, seconds: float, *silent: str) -> list[Action]:
-        """Ranks of other hosts beat, but for those of ``silent``; the kernel knows which hosts are ``down``."""
+        """Let time pass. Other hosts' ranks beat unless ``silent``; the kernel reports the hosts that are ``down``."""
         said: list[Action] = []
         end, beat_at = self.now + seconds, self.now + 1.0
         while True:

@@ -17,7 +17,7 @@ HOSTS = ("h0", "h0", "h1", "h1")
 def run(
     layout: Layout, *faults: Fault, steps: int = 4, hosts: tuple[str, ...] = (), seed: int = 1, **more: Any
 ) -> tuple[list[list[int | None]], str]:
-    """Exit codes of every incarnation, and the trace."""
+    """Return the exit codes of every incarnation, and the trace."""
     hosts = hosts or ("h",) * layout.world_size
     scenario = Scenario(seed, layout, hosts, steps, delay_s=0.0005, repeats=0.0, faults=(faults,), **more)
     result = Simulation(scenario, keep_trace=True).run()
@@ -220,7 +220,7 @@ def test_a_disk_that_refuses_everybody_for_a_moment(what: str, ranks: int) -> No
 
 
 def mixed_versions(*, undo: bool) -> list[str]:
-    """Traces of jobs of two shards in which one rank dies as it begins the third update and others are held before."""
+    """Return traces of jobs of two shards in which rank 0 dies as it begins its third update."""
     return [run(grid(2, 2), kill(0, "update begun", times=3), seed=seed, undo=undo)[1] for seed in range(30)]
 
 
@@ -249,7 +249,7 @@ def test_a_shard_without_replicas_comes_back_from_its_second_copy(kind: str) -> 
 
 @pytest.mark.parametrize("others", [(), (Fault("controller", 0.12, Rank(0)),), (kill(2, "before update", times=3),)])
 def test_what_one_rank_alone_finds_wrong_ends_all_with_64(others: tuple[Fault, ...]) -> None:
-    """Also where the controller, or another rank, dies about then; what was finished is saved."""
+    """Also if the controller or another rank dies at about that time. The finished version is saved."""
     for seed in range(4):
         exits, trace = run(grid(1, 3), Fault("raise", 3, Rank(1), "refused"), *others, seed=seed)
         assert {code for code in exits[0] if code is not None} == {64}, trace

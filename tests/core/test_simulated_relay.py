@@ -16,7 +16,7 @@ SEEDS = 150
 
 
 def run(*faults: Fault, seed: int = 1, **more: Any) -> tuple[list[list[int | None]], str]:
-    """Exit codes of every incarnation, and the trace."""
+    """Return the exit codes of every incarnation, and the trace."""
     scenario = Scenario(seed, grid(1, 4), HOSTS, 4, delay_s=0.0005, repeats=0.0, faults=(faults,), relays=True, **more)
     result = Simulation(scenario, keep_trace=True).run()
     return result.exits, result.trace

@@ -13,7 +13,7 @@ WISH = Wish(shadow=True)
 
 
 def play(seeds: range) -> int:
-    """Play these seeds; return how often a checkpoint was held."""
+    """Play these seeds, and return how often a checkpoint was held."""
     made = 0
     for seed in seeds:
         simulation = Simulation(WISH.scenario(seed))

@@ -24,19 +24,19 @@ HOSTS = ("h0", "h0", "h1", "h1", "h2", "h2")
 
 @dataclass(frozen=True)
 class Played:
-    """Exit codes of every launch, and the trace."""
+    """A simulated job: the exit codes of every launch, and the trace."""
 
     exits: list[list[int | None]]
     trace: str
 
     def when(self, pattern: str) -> list[float]:
-        """Times, in seconds, of the lines in which that is found."""
+        """Return the times, in seconds, of the trace's lines that match."""
         found = re.findall(rf"^ *([\d.]+) .*{pattern}", self.trace, flags=re.MULTILINE)
         return [float(seconds) for seconds in found]
 
 
 def play(seed: int, *faults: Fault, steps: int = 80, shards: int = 1, relays: bool = False) -> Played:
-    """A job of three hosts, whose training takes some four seconds."""
+    """Play a job of three hosts, whose training takes about four seconds."""
     layout = grid(shards, len(HOSTS) // shards)
     scenario = Scenario(seed, layout, HOSTS, steps, delay_s=0.0005, repeats=0.0, faults=(faults,), relays=relays)
     patience, timeouts = ControllerTimeouts(), RankTimeouts()
@@ -60,14 +60,14 @@ def test_a_host_that_falls_silent_is_saved_around_within_the_budget(kind: str, s
 
 
 def harmless(chance: random.Random) -> Fault:
-    """Something that a healthy job has to survive."""
+    """Return a fault that a healthy job has to survive."""
     kind = chance.choice(("silence", "silence", "controller_stop", "stop", "silent"))
     rank, at = Rank(chance.randrange(len(HOSTS))), chance.uniform(0.3, 2.5)
     return Fault(kind, at, rank, lasts_s=chance.uniform(0.2, 2.0))
 
 
 def soak(seeds: range) -> Counter[str]:
-    """Freezes, thaws and launches of healthy jobs to which several such things happen."""
+    """Count freezes, thaws and launches of healthy jobs with several such faults."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         chance = random.Random(f"soak {seed}")

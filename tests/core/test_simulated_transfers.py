@@ -24,7 +24,7 @@ KILL = Fault("kill", 3, Rank(2), "in forward")
 
 
 def run(*faults: Fault, seed: int = 1, shards: int = 1, replicas: int = 3) -> tuple[Result, str]:
-    """A job of which rank 2 dies; the others go on, and ``faults`` come then."""
+    """Play a job whose rank 2 dies, with further ``faults`` while the others go on."""
     layout = grid(shards, replicas)
     hosts = ("h0",) * layout.world_size
     scenario = Scenario(seed, layout, hosts, 5, 0.0005, 0.0, ((KILL,), faults), keep=True, transfers=True)
@@ -85,7 +85,7 @@ def test_a_state_of_which_nobody_asks_is_seen(monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_who_is_killed_on_its_way_must_have_nothing_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was where ranks had their marks until they began an update, behind the barrier."""
+    """Shows the loss when ranks keep the mark that they go on until they begin an update after the barrier."""
     stock: Callable[..., Any] = sim_transfers.Transfers.reached
 
     def reached(self: Any, point: str, rank: Any) -> None:

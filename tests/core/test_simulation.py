@@ -32,7 +32,7 @@ def test_random_jobs(block: int) -> None:
 
 @pytest.mark.parametrize("seed", [20118517, 20425252, 21066156])
 def test_what_broke_once(seed: int) -> None:
-    """See docs/verification.md."""
+    """Seeds that once found errors; see docs/verification.md."""
     run_seed(seed)
 
 

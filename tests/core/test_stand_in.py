@@ -49,14 +49,14 @@ def test_what_the_others_hold_is_durable_long_before_the_controller_is_given_up(
 
 
 def second_fault(chance: random.Random, at: float) -> Fault:
-    """While the controller is silent, or while it is heard again, something else goes wrong."""
+    """Return a fault at a time when the controller is silent or is heard again."""
     kind = chance.choice(("silence", "silence", "controller_stop", "stop", "silent"))
     rank = Rank(chance.randrange(len(HOSTS)))
     return Fault(kind, at + chance.uniform(-0.5, 3.5), rank, lasts_s=chance.uniform(0.2, 2.0))
 
 
 def soak(seeds: range) -> Counter[str]:
-    """Healthy jobs: the controller's host is silent for up to three seconds, and more happens around that time."""
+    """Play healthy jobs whose controller's host is silent for up to three seconds, with more faults at that time."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         chance = random.Random(f"controller silent {seed}")
@@ -97,12 +97,12 @@ def test_where_the_standby_is_lost_too_what_is_left_is_saved(kind: str) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launchers wait, as they do for ``TTP_OT``."""
+    """Let launchers wait as long as ``TTP_OT`` makes them."""
     monkeypatch.setattr(simulation, "PATIENCE_OF_LAUNCHER_S", PATIENT_S)
 
 
 def slow(seconds: float, ranks: int = len(HOSTS)) -> list[Fault]:
-    """Each file takes so much longer."""
+    """Return faults that make each file of these ranks take so many seconds longer."""
     return [Fault("slow", 0.0, Rank(rank), lasts_s=seconds) for rank in range(ranks)]
 
 
@@ -143,7 +143,7 @@ def test_where_the_standby_is_lost_while_it_saves_long_what_is_left_is_saved(kin
 
 
 def lose_the_controller(seed: int) -> Played:
-    """For good, or for long; saves take up to some twelve seconds, and more goes wrong meanwhile."""
+    """Play a loss of the controller, for ever or for long, with saves of up to about twelve seconds and more faults."""
     chance = random.Random(f"controller lost {seed}")
     at = chance.uniform(0.6, 2.0)
     first = Fault(chance.choice(("power", "power", "silence")), at, HOME, lasts_s=chance.choice((9.0, 11.0, 30.0)))
@@ -163,7 +163,7 @@ def lose_the_controller(seed: int) -> Played:
 
 
 def lost(seeds: range) -> Counter[str]:
-    """The judge of the simulation sees to the rest."""
+    """Play these seeds; the simulation checks the invariants."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         played = lose_the_controller(seed)
@@ -189,7 +189,7 @@ def test_many_controllers_that_are_lost_while_saves_take_long() -> None:
 
 
 def in_doubt(trained: bool = True) -> tuple[Rank1, str]:
-    """A rank whose kernel has heard nothing of the controller's host for longer than the doubt takes."""
+    """Return a rank whose kernel has reported silence of the controller's host for longer than the doubt takes."""
     rank = Rank1()
     rank.order(m.Standbys(ME, 1, ("b:1", "c:1")))
     rank.event(ev.Observed(Version(7 if trained else 0), m.Phase.IDLE))
@@ -226,7 +226,7 @@ def test_who_stands_in_may_freeze_for_a_checkpoint_and_nothing_else() -> None:
 
 
 def test_the_others_are_waited_for_a_moment() -> None:
-    """Each sees the silence for itself: the first to come says nothing of those that are about to."""
+    """Each rank sees the silence for itself. The first does not report ranks that are about to come."""
     talk = Talk(formed=False)
     talk.machine.stand_in.job.learn(talk.layout)
     talk.hello(0, meanwhile=True, incarnation=1, version=Version(7))
@@ -240,7 +240,7 @@ def test_the_others_are_waited_for_a_moment() -> None:
 
 
 def saving() -> Rank1:
-    """A rank that saves for a controller that stands in."""
+    """Return a rank that saves for a stand-in controller."""
     rank = asked()
     rank.event(ev.AsideOrder(m.Freeze(ME, 0, "s", "why", True)))
     assert rank.quiet() == "SendAside"
@@ -250,7 +250,7 @@ def saving() -> Rank1:
 
 
 def taken_over(rank: Rank1, address: str) -> str:
-    """The stream ends, and the controller at this address takes over."""
+    """End the stream, and let the controller at this address take over."""
     rank.event(ev.StreamDown("silence"))
     while rank.machine._route.address != address:
         rank.after(1.0)
@@ -284,7 +284,7 @@ def test_a_rank_that_does_not_save_hangs_up_when_its_controller_is_lost() -> Non
 
 
 class Takeover(Talk):
-    """Ranks 1 and 2 save for a controller that stands in, and come to be taken over meanwhile."""
+    """Ranks 1 and 2 save for a stand-in controller, and connect to the next one meanwhile."""
 
     def __init__(self) -> None:
         super().__init__(formed=False)
@@ -306,7 +306,7 @@ class Takeover(Talk):
         return self.event(Received(ConnectionId(self.aside[rank]), report))
 
     def ends(self) -> str:
-        """The checkpoint is durable."""
+        """Make the checkpoint durable."""
         where = self.meanwhile_id, 0
         for rank in (1, 2):
             piece = m.Piece(f"{rank}", 1, "d", "shard", "s0", Rank(rank))

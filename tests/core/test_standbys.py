@@ -52,7 +52,7 @@ def test_nobody_stands_by_where_that_was_not_asked_for() -> None:
 
 
 class Successor(Wide):
-    """A controller that knows nothing yet of a job that runs."""
+    """A new controller of a job that runs."""
 
     def __init__(self, **patience: Any) -> None:
         super().__init__(**patience)
@@ -101,7 +101,7 @@ def test_who_has_sent_all_on_stays_for_those_who_come_back() -> None:
 
 
 def test_of_a_job_that_never_trained_the_others_are_looked_for_again_and_again() -> None:
-    """A host was cut off while the job formed: it has found a controller of its own, and the others wait at theirs."""
+    """A host was cut off while the job formed and found a controller of its own; the other ranks wait at theirs."""
     talk = Successor(forming_s=20, abandoned_s=1e6)
     talk.now += 19  # it stands by for long
 
@@ -131,7 +131,7 @@ def test_who_was_sent_on_long_ago_is_not_held_against_who_comes_now() -> None:
 
 
 def test_a_job_that_is_forming_takes_in_who_was_elsewhere() -> None:
-    """Nothing is known here that could be of the past, so nobody has to go anywhere else."""
+    """This controller knows nothing that could be outdated, so the rank can stay."""
     talk = Wide()
     talk.machine = ControllerMachine(PATIENCE, lambda n: f"j{n}", 0.0, host="h1")
     for rank in range(5):

@@ -232,7 +232,7 @@ def test_parts_cover_every_shard_exactly_once(job: tuple[Layout, list[Answer], d
 
 
 def cut_job(replicas: int = 4, parts: int = 4) -> Talk:
-    """At version 7, rank 0 is lost, the others have answered."""
+    """Return a job at version 7 whose rank 0 is lost and whose other ranks have answered."""
     talk = Talk(grid(1, replicas), formed=False)
     for rank in range(replicas):
         talk.hello(rank, host=f"h{rank}", stripes=parts)
@@ -299,7 +299,7 @@ def test_replicas_that_do_not_cut_alike_write_whole_shards() -> None:
 
 
 def test_parts_that_came_to_nothing_are_not_committed_with_pages() -> None:
-    """Rank 1 writes a part and pages; the part is forgotten, the pages are not."""
+    """Rank 1 writes a part and pages. The part is dropped, the pages are not."""
     talk = cut_job(3, 2)
     orders = {order.rank: order.order for order in talk.orders(m.Save)}
     assert orders[1].pages

@@ -36,7 +36,7 @@ State = tuple[Position, ...]
 
 
 class Barrier(enum.Enum):
-    """The kind of barrier between the reduction and the update."""
+    """The kind of barrier between the gradients' reduction and the update."""
 
     ATOMIC = "atomic"
     REAL = "real"
@@ -59,7 +59,7 @@ class World:
         return grid(self.shards, self.replicas)
 
     def quiet(self) -> set[State]:
-        """One state of every kind in which somebody is dead and every shard has a living copy."""
+        """Return one state of every kind with a dead rank and a living copy of every shard."""
         kinds: dict[tuple[object, ...], State] = {}
         for state in self._reach():
             living = {r % self.shards for r, (_, alive) in enumerate(state) if alive}
@@ -83,7 +83,7 @@ class World:
             stack.extend(fresh)
 
     def _moves(self, state: State) -> Iterator[tuple[State, bool]]:
-        """The moves that may happen next, and whether each has to happen."""
+        """Yield the moves that may happen next, and whether each has to happen."""
         for rank, (p, alive) in enumerate(state):
             step, phase = divmod(p, PHASES)
             if not alive or step >= self.steps:
@@ -123,7 +123,7 @@ def _kind(state: State) -> tuple[object, ...]:
 
 
 def answers(state: State, *, undo: bool = False, redo: bool = False) -> tuple[Answer, ...]:
-    """What the living ranks of a quiet state say when they are frozen."""
+    """Return the answers of the living ranks of a quiet state when they are frozen."""
     return tuple(
         Answer(
             Rank(r),

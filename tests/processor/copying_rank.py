@@ -20,7 +20,7 @@ PATIENCE_S = 30.0
 
 
 class Source(FakeSource):
-    """Writes a shard, a page and a job state; stops half-way where it is told to."""
+    """Writes a shard, a page and a job state, and stops half-way if told to."""
 
     def __init__(self) -> None:
         self.calls: list[m.SaverOrder] = []

@@ -25,7 +25,7 @@ Host = tuple[int, ...]
 
 
 class Wrong(AssertionError):  # noqa: N818 - it is what it says
-    """What must not happen; the text ends with how it came to that."""
+    """A state that must not be reached; the text ends with the moves that led to it."""
 
 
 class _Ask:
@@ -66,7 +66,7 @@ class Suspending:
 
 
 class _Places:
-    """All places that one thread's program can get to."""
+    """All places that one thread's program can reach, by number."""
 
     def __init__(self, program: Callable[[], Coroutine[Op, Any, None]]) -> None:
         self._program = program
@@ -77,11 +77,11 @@ class _Places:
         self.start = self._number(())
 
     def op(self, place: int) -> Op | None:
-        """What the thread does next there; None: it is through."""
+        """Return the thread's next operation at a place; None: its program has ended."""
         return self._ops[place]
 
     def after(self, place: int, result: Any) -> int:
-        """Where it gets to when it is told ``result``."""
+        """Return the place that the thread reaches when its operation returns ``result``."""
         if (place, result) not in self._next:
             self._next[place, result] = self._number((*self._told[place], result))
         return self._next[place, result]
@@ -112,7 +112,7 @@ def _frames(thread: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """Where it is, what it has written that is not in memory yet, and what it sleeps on."""
+    """A thread: its place, its writes that are not in memory yet, and the word on which it sleeps."""
 
     place: int
     buffer: tuple[tuple[int, int], ...] = ()
@@ -133,16 +133,16 @@ class State:
 
 
 class World:
-    """See the module.
+    """The model checker of meetings; see the module.
 
     Args:
-        hosts: the ranks of each.
-        turns: how often they meet.
-        closes: how many gates may be closed; who is woken by that leaves by order, and trains on.
-        kills: how many ranks may be killed.
-        absent: ranks that never come; they hang elsewhere.
-        impatient: any sleep may be over at once.
-        kind: of meeting; one that is wrong in some way must be found out.
+        hosts: the ranks of each host.
+        turns: number of meetings.
+        closes: number of gates that may be closed; a rank that this wakes leaves by order, and trains on.
+        kills: number of ranks that may be killed.
+        absent: ranks that never come, because they hang elsewhere.
+        impatient: any sleep may end at once.
+        kind: kind of meeting. A wrong kind must be found out.
     """
 
     def __init__(
@@ -230,10 +230,10 @@ class World:
     # --------------------------------------------------------------------------------------------------- exploration
 
     def explore(self, states_max: int = 400_000) -> int:
-        """Look at every state; the number of them.
+        """Check every state and return the number of states.
 
         Raises:
-            Wrong: a rank leaves before all came, or sleeps on though it could leave.
+            Wrong: a rank leaves before all came, or sleeps although it could leave.
         """
         sleeping = [*self._ringers.values(), *self._tellers]
         threads = tuple(Thread(p.start, runs=n not in sleeping) for n, p in enumerate(self._places))
@@ -304,7 +304,7 @@ class World:
         return replace(state, memories=(*state.memories[:host], memory, *state.memories[host + 1 :]))
 
     def _do(self, state: State, number: int, op: Op, path: Any) -> Iterator[tuple[Any, State]]:
-        """The results that an operation can have, and the states that it leads to."""
+        """Yield the possible results of an operation, with the states that they lead to."""
         thread, host = state.threads[number], self._host(number)
         memory = dict(state.memories[host])
         match op:
@@ -338,7 +338,7 @@ class World:
         return state
 
     def _network(self, state: State, op: Op) -> Iterator[tuple[Any, State]]:
-        """A real barrier: when all have come each leaves for itself; when one died it fails, or hangs (no move)."""
+        """A real barrier: each host leaves for itself when all have come. With a dead rank it fails or hangs."""
         kind, host, turn = op
         if kind == "enter":
             entered = (*state.entered[:host], turn, *state.entered[host + 1 :])
@@ -372,7 +372,7 @@ class World:
         self.ends.add(tuple(ends))
 
     def _could_leave(self, state: State, rank: int) -> bool:
-        """At the end: whether it should have been woken for good."""
+        """Return whether a rank that sleeps at the end should have been woken."""
         turn, host = state.came[rank], self.hosts[self._home[rank]]
         memory = dict(state.memories[self._home[rank]])
         if rank in state.closed or memory.get(BROKEN):
@@ -383,7 +383,7 @@ class World:
         return not needed or bool(needed & state.gone)
 
     def _missing(self, state: State, rank: int, turn: int) -> set[int]:
-        """Ranks of the host of ``rank`` that have not written that they came."""
+        """Return the ranks of the host of ``rank`` that have not written that they came."""
         memory, ranks = dict(state.memories[self._home[rank]]), self.hosts[self._home[rank]]
         return {r for place, r in enumerate(ranks) if memory.get(slot(place), 0) < turn}
 

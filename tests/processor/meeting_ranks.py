@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def through_files(directory: Path, rank: int, count: int) -> Any:
-    """What the process group of a job does."""
+    """Exchange values as the process group of a job does, through files."""
     rounds = iter(range(100))
 
     def gather(data: bytes) -> list[bytes]:
@@ -78,7 +78,7 @@ def main(directory: Path, rank: int, count: int) -> None:
 
 
 class Ranks:
-    """The same, seen from a test."""
+    """The processes of this module, as a test uses them."""
 
     def __init__(self, directory: Path, count: int) -> None:
         directory.mkdir()
@@ -104,7 +104,7 @@ class Ranks:
             process.communicate()
 
     def told(self, rank: int) -> Any:
-        """What it said in the end."""
+        """Return the last output of a rank."""
         output, _ = self.processes[rank].communicate(timeout=PATIENCE_S)
         return json.loads(output)
 

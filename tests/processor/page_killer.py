@@ -22,7 +22,7 @@ WORD = struct.Struct("<QQ")  # version and turn (0, 1: provisional, 2: final) of
 
 
 def content(version: int, turn: int) -> tuple[list[bytes], list[Kept]]:
-    """What is written: every byte says of which write it is; one kept part changes now and then."""
+    """Return the content of a write. Every byte depends on the write, except for a kept part that changes rarely."""
     seed = WORD.pack(version, turn)
     small = [seed * (1 + version % 300), b"", seed * 200]
     kept: list[Kept] = [((0, version // 5), WORD.pack(version // 5, 0) * 3000), ((1, 0), b"constant" * 1000)]
@@ -46,7 +46,7 @@ def write_for_ever(directory: Path, progress: mmap.mmap) -> None:
 
 
 def judge(directory: Path, version: int, turn: int) -> str:
-    """What is wrong with the pages after a kill; empty: nothing."""
+    """Return what is wrong with the pages after a kill; empty: nothing."""
     page = read_page(directory, RANK, version, INCARNATION)
     if not isinstance(page, Page):
         return f"version {version}, turn {turn} had been written, but {page}"

@@ -70,7 +70,7 @@ def main(directory: Path, rank: int, incarnation: int, look_s: float) -> None:
 
 
 class Owner:
-    """The same, seen from a test."""
+    """The process of this module, as a test uses it."""
 
     def __init__(self, directory: Path, rank: int, incarnation: int = 7, look_s: float = 0) -> None:
         command = [sys.executable, __file__, str(directory), str(rank), str(incarnation), str(look_s)]

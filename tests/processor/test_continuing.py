@@ -28,7 +28,7 @@ def goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Continu
 
 
 def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuing, tmp_path: Path) -> None:
-    """Its training thread may come to the old gate only after it was released."""
+    """A training thread may reach the old gate only after the release."""
     old, new = Gate(), Gate()
     old.close()
     of_old: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=old, source=None)
@@ -44,7 +44,7 @@ def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuin
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's is called."""
+    """Has the name of torch's exception."""
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from ttp.testing.scenario import grid
 
 
 class Copies:
-    """What a rank keeps, with the thread of the test in the place of the training thread."""
+    """The copies that a rank keeps; the test's thread acts as the training thread."""
 
     def __init__(self, pages: Path, rank: Rank = ME, *, named: bool = True) -> None:
         self.pages, self.source = pages, Source()
@@ -120,7 +120,7 @@ def test_a_turn_is_skipped_while_the_last_copy_is_open(copies: Copies) -> None:
 
 
 def test_copies_that_come_to_nothing_are_tried_less_often(copies: Copies) -> None:
-    """Every second turn, every fourth, every eighth; once one is whole every turn again."""
+    """Every second turn, every fourth, every eighth; after a whole copy every turn again."""
     tried = []
     for version in range(10, 330, 10):
         calls = len(copies.source.calls)

@@ -154,7 +154,7 @@ def test_what_is_not_right_is_refused(sender: Sender, receiver: Receiver, store:
 def test_copies_travel_encrypted_from_who_is_not_revoked(
     tmp_path: Path, store: CopyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thief has no list of what was revoked."""
+    """The sender with the stolen certificate has no revocation list."""
     authority = Authority(tmp_path / "authority")
     own, stolen = authority.sign(), authority.sign(file="stolen")
     for name, value in {**own, "TTP_TLS_CRL": str(authority.revoke("stolen"))}.items():

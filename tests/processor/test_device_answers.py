@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 
 class Device(FakeSource):
-    """One that stands at ``done``, or in the middle of an update, and notes how long it was to be waited for."""
+    """A device that has finished ``done`` updates, or is in the middle of one (None). Records waits for it."""
 
     on_device = True
 
@@ -52,7 +52,7 @@ class Device(FakeSource):
 
 
 class Rig:
-    """A processor of a host that has made three updates, frozen for an incident."""
+    """The processor of a host that has made three updates, frozen for an incident."""
 
     def __init__(self, directory: Path, source: Device) -> None:
         env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
@@ -65,7 +65,7 @@ class Rig:
         self.looker = self.processor._inspector
 
     def said(self) -> Any:
-        """The next final answer, or what else was told to the machine."""
+        """Return the next final answer, or another event for the machine."""
         while True:
             event = self.processor._inbox.get(timeout=PATIENCE_S)
             if not isinstance(event, Snapshot):
@@ -122,7 +122,7 @@ def test_one_that_goes_on_is_said_to(rig: Callable[[int], Rig]) -> None:
 
 
 def test_what_was_said_of_a_device_is_not_overruled_by_its_host(rig: Callable[[int], Rig]) -> None:
-    """An order may come a beat later than the answer that it was made of."""
+    """An order may arrive after the next heartbeat, so both must name the same version."""
     it = rig(2)
     assert it.processor._observed().version == 3
     it.looker.freeze(hurry=True)
@@ -145,7 +145,7 @@ def test_half_an_update_is_torn_until_it_is_whole(rig: Callable[[int | None], Ri
 def test_one_that_stands_before_an_update_with_its_gradient_says_so_and_makes_it_by_order(
     rig: Callable[[int], Rig],
 ) -> None:
-    """Its host is elsewhere: what is to run is queued."""
+    """The training thread is not at the gate, but the update is queued on the device."""
     it = rig(2)
     it.source.held = 3
     it.looker.freeze(hurry=True)
@@ -157,7 +157,7 @@ def test_one_that_stands_before_an_update_with_its_gradient_says_so_and_makes_it
 
 
 def test_one_that_cannot_be_let_go_is_no_reason_to_let_its_host_go(rig: Callable[[int], Rig]) -> None:
-    """A host that stands at the gate of a later update is not admitted to that one."""
+    """The host waits at the gate of a later update, which it may not begin."""
     it = rig(2)
     it.processor.gate.close()
     training = threading.Thread(target=it.processor.begin_update, daemon=True)
@@ -184,7 +184,7 @@ def test_nobody_is_told_of_a_device_under_an_open_gate(rig: Callable[[int], Rig]
 def test_a_save_that_the_device_has_left_fails_when_it_is_known_where_it_is(
     rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other way round a rank that could save the newer version would be counted out."""
+    """If the failure came first, the rank would be excluded although it could save the newer version."""
     it = rig(2)
     monkeypatch.setattr(state_inspector, "FOLLOW_S", PATIENCE_S)  # the save notices first
     it.looker.freeze(hurry=True)

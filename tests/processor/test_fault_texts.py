@@ -13,7 +13,7 @@ GLOO = (
 
 
 class DistNetworkError(RuntimeError):
-    """As torch names it."""
+    """Has the name of torch's exception."""
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 class SlowToLook(FakeSource):
-    """The first look at the state lasts until ``seen``; the gradient is there whenever somebody asks."""
+    """A source whose state takes until ``seen`` to read the first time. Its gradient is always ready."""
 
     def __init__(self) -> None:
         self.looking, self.seen = threading.Event(), threading.Event()
@@ -45,7 +45,7 @@ def source() -> SlowToLook:
 
 
 def alone(source: FakeSource, tmp_path: Path) -> Processor:
-    """Whose machine has an incident."""
+    """Return a processor whose machine has an incident."""
     env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
     made = Processor(Config(port=1, run_dir=str(tmp_path)), env, Layout.data_parallel(1), source, str(tmp_path))
     made._machine._rescue.incident = "i"
@@ -54,7 +54,7 @@ def alone(source: FakeSource, tmp_path: Path) -> Processor:
 
 @pytest.fixture
 def processor(source: SlowToLook, tmp_path: Path) -> Processor:
-    """Frozen, and the look at its state has begun while the training thread was elsewhere."""
+    """Return a frozen processor that has begun to read its state while the training thread was not at the gate."""
     made = alone(source, tmp_path)
     made._inspector.freeze()
     assert source.looking.wait(PATIENCE_S)
@@ -62,7 +62,7 @@ def processor(source: SlowToLook, tmp_path: Path) -> Processor:
 
 
 def answers(processor: Processor) -> list[Quiet]:
-    """All that was said, once nothing more is to come."""
+    """Return all answers, after the last one has come."""
     said: list[Quiet] = []
     for _ in range(3):  # a look may ask for one more
         assert processor._inspector.wait_done(PATIENCE_S)
@@ -130,7 +130,7 @@ def test_what_nothing_disturbs_is_said_once(processor: Processor, source: SlowTo
 
 
 class Watched(threading.Event):
-    """Tells when somebody begins to wait for it."""
+    """An event that records when a thread begins to wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Watched(threading.Event):
 def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_gate(
     source: SlowToLook, tmp_path: Path
 ) -> None:
-    """It asks the gate all the time: said to hang, a version that it could make would be given up."""
+    """A rank in the barrier polls the gate. If it counted as hung, a version that it can make would be lost."""
     source.seen.set()
     made = alone(source, tmp_path)
     made._inspector._came = came = Watched()
@@ -207,7 +207,7 @@ def test_what_cannot_be_done_keeps_nothing_after_it_from_being_done(
 
 
 class HangsOnce(FakeSource):
-    """The first look never ends, as in a driver that does not answer."""
+    """A source whose first read never ends, as with a driver that does not answer."""
 
     def __init__(self) -> None:
         self.looking, self.ends = threading.Event(), threading.Event()

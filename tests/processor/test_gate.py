@@ -52,7 +52,7 @@ def test_a_closed_gate_parks_the_training_thread_until_it_opens() -> None:
 
 
 def test_whoever_is_admitted_makes_one_update() -> None:
-    """The gate stays closed: the next one waits in front of it again."""
+    """The gate stays closed, so the next update waits again."""
     stands: queue.SimpleQueue[int] = queue.SimpleQueue()
     gate = Gate(lambda: stands.put(gate.version) if gate.state().parked else None)
     gate.close()
@@ -75,7 +75,7 @@ def test_whoever_is_admitted_makes_one_update() -> None:
 
 
 def test_whoever_is_admitted_is_about_to_update() -> None:
-    """Between the permission and the update the version may be left at any moment: the state is not quiet any more."""
+    """After the permission the update may begin at any moment, so the state is not quiet any more."""
     seen: list[Phase] = []
 
     def on_quiet() -> None:  # on the training thread, before it waits
@@ -136,7 +136,7 @@ def test_a_running_update_ends_before_the_state_is_quiet() -> None:
 
 
 def at_the_gate(gate: Gate, again: bool = False) -> threading.Thread:
-    """A training thread that has begun an update, or stands in front of it."""
+    """Return a training thread that has begun an update, or waits at the gate."""
     thread = threading.Thread(target=gate.begin_update, args=(again,), daemon=True)
     thread.start()
     while not gate.state().parked and thread.is_alive():
@@ -145,7 +145,7 @@ def at_the_gate(gate: Gate, again: bool = False) -> threading.Thread:
 
 
 def test_an_update_that_was_left_does_not_pass_a_closed_gate() -> None:
-    """The program has caught the exception and comes with the next update: half of one is no version."""
+    """The program has caught the exception and begins the next update, but half an update is not a version."""
     gate = Gate()
     gate.begin_update()
     gate.close()
@@ -201,7 +201,7 @@ def test_without_an_update_nothing_is_left() -> None:
 
 
 def test_a_thread_that_never_wakes_does_not_stand_at_an_open_gate() -> None:
-    """It stops for good between the order to wait and the end of the wait: nobody may count on it any more."""
+    """A thread that ends while it waits leaves its mark behind, which may not count any more."""
     gate = Gate()
     gate.close()
     with gate._lock:
@@ -230,7 +230,7 @@ def test_done_is_quiet() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_is_written_between_a_quiet_answer_and_the_thaw(seed: int) -> None:
-    """Random freezes against a thread that trains as fast as it can: an idle answer is never followed by a write."""
+    """Random freezes of a thread that trains as fast as it can: no write follows an idle answer."""
     chance = random.Random(seed)
     gate, stop = Gate(), threading.Event()
     writes = [0]

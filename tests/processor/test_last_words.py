@@ -12,7 +12,7 @@ from ttp.processor.last_words import write_error_file
 
 
 def test_the_report_of_an_error_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may end the process at any moment: what is read is never what is being written."""
+    """Another thread may end the process at any moment, but readers never see half a file."""
     path, before = tmp_path / "0" / "error.json", tmp_path / "before"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     write_error_file(ValueError("first"))

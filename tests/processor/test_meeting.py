@@ -83,7 +83,7 @@ class WakesNobody(Meeting):
 
 
 class GoesOnForItsHost(Meeting):
-    """The last of its host goes on, and other hosts are not there yet."""
+    """Wrong: the last rank of a host goes on although other hosts have not come."""
 
     async def come(self, turn: int) -> bool:
         await super().come(turn)
@@ -104,7 +104,7 @@ class RingsInSilence(Meeting):
 
 
 class Counts(Meeting):
-    """One word for all: who has left by order, and comes again, is taken for another."""
+    """Wrong: one counter for all ranks. A rank that leaves by order and comes again is counted as another rank."""
 
     async def come(self, turn: int) -> bool:
         await self._words.add_one(BELL)
@@ -166,7 +166,7 @@ def test_what_would_be_wrong_is_found_out(
 
 
 def test_who_looks_after_a_while_asks_twice() -> None:
-    """A rank may come, and end, between two looks at it: nothing is broken then."""
+    """A rank may come and end between two looks at it: the meeting is not broken then."""
     World(ONE_HOST, 1, kills=1, impatient=True).explore()
     with pytest.raises(Wrong, match="broken"):
         World(ONE_HOST, 1, kills=1, impatient=True, kind=AsksOnce).explore()
@@ -271,7 +271,7 @@ def test_a_host_is_let_go_by_its_courier_alone(words: Words) -> None:
 @pytest.mark.parametrize("campaign", [1, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
 def test_processes_that_are_killed_while_they_meet(tmp_path: Path, campaign: int) -> None:
-    """Nobody wakes by a time-out there: whoever is not woken hangs."""
+    """No sleep has a timeout here, so a rank that is not woken hangs."""
     chance = random.Random(campaign)
     for number in range(campaign):
         count = chance.choice((3, 4)) if campaign > 1 else 3

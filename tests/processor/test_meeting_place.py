@@ -20,7 +20,7 @@ Find = Callable[..., list[Place]]
 
 @pytest.fixture
 def find(tmp_path: Path) -> Iterator[Find]:
-    """``find(["a", "a", "b"])``: what a rank in each directory finds; ranks in ``hidden`` show no sign of life."""
+    """Return ``find(["a", "a", "b"])``: what a rank in each directory finds; ranks in ``hidden`` have no sentinel."""
     sentinels: list[Sentinel] = []
 
     def all_find(names: Sequence[str | None], hidden: Sequence[int] = ()) -> list[Place]:

@@ -29,7 +29,7 @@ def pages(tmp_path: Path) -> Path:
 
 
 class Receiver:
-    """The other end of a mirror; can be slow."""
+    """The receiver of a mirror's pages; can be slow."""
 
     def __init__(self) -> None:
         self.got: list[tuple[int, bool, int, bytes]] = []
@@ -203,7 +203,7 @@ class TestKept:
 
 
 class TestFinding:
-    """A kept page is believed no more than any other."""
+    """A kept page is checked like any other page."""
 
     def test_none(self, pages: Path, kept: KeptPages) -> None:
         assert "there is no page" in str(find(pages, 3))
@@ -243,7 +243,7 @@ class TestFinding:
 
 
 def test_a_body_that_says_it_is_of_another_rank(pages: Path) -> None:
-    """The header says one thing and the slot another: all digests are right."""
+    """Header and slot name different ranks, and all digests are right."""
     for rank in (OTHER, RANK):
         writer = PageWriter(pages, rank, incarnation=INCARNATION)
         writer.write(3, True, [b"state"])

@@ -27,20 +27,20 @@ Start = Callable[..., Owner]
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """In memory, as the sentinels of a job are: where a disk is behind it, the end of a process may wait for that."""
+    """Return a directory in memory, like that of real sentinels: on a disk the end of a process may be delayed."""
     with tempfile.TemporaryDirectory(prefix="ttp-test-", dir="/dev/shm") as directory:
         yield Path(directory)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """``start(rank, ...)``: a process that holds a sentinel in ``tmp_path``."""
+    """Return ``start(rank, ...)``, which starts a process with a sentinel in ``tmp_path``."""
     with making(partial(Owner, tmp_path), Owner.end) as start:
         yield start
 
 
 class Watching:
-    """``PeerWatcher`` of rank 1, in this process, and what they said."""
+    """A ``PeerWatcher`` of rank 1, in this process, and its reports."""
 
     def __init__(self, directory: Path, look_s: float = 0.02) -> None:
         self.told: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
@@ -86,7 +86,7 @@ def test_one_death_after_the_other_round_the_ring(start: Start, watching: Watchi
 
 
 def test_woken_not_found_by_chance(start: Start, tmp_path: Path) -> None:
-    """It looks around only once in a long while; the kernel tells it nevertheless."""
+    """The watcher polls rarely, so the kernel must have woken it."""
     owner, ring = start(2), Watching(tmp_path, look_s=4 * LONG_S)
     ring.wait_for(2)
     owner.kill()
@@ -95,7 +95,7 @@ def test_woken_not_found_by_chance(start: Start, tmp_path: Path) -> None:
 
 
 def test_three_die_together_and_one_is_left_to_tell(start: Start) -> None:
-    """A real ring: 4 watches 0, which watches 1, and so on. None of those who watched the dead is left, but 4 is."""
+    """In a ring 4 watches 0, which watches 1, and so on. All watchers of the dead have died, except 4."""
     owners = {rank: start(rank, look_s=0.05) for rank in (0, 1, 2, 4)}
     for rank in (1, 0, 2):
         owners[rank].kill()

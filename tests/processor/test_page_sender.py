@@ -18,7 +18,7 @@ ME, KEEPER = Rank(3), Rank(0)
 
 
 class Keeper:
-    """The end that keeps pages."""
+    """The receiver that keeps pages."""
 
     def __init__(self, token: str = "secret") -> None:
         self.receiver = Receiver(Config(bind="127.0.0.1", token=token), "job")

@@ -221,7 +221,7 @@ class TestWhoseItIs:
 
 
 class TestFailure:
-    """A page that cannot be written is given up, once, and training goes on."""
+    """If a page cannot be written, writing stops with one report, and training goes on."""
 
     def test_no_directory_can_be_made(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").write_text("in the way")
@@ -267,7 +267,7 @@ def _no_room(fd: int, offset: int, length: int) -> None:
 
 
 class TestGarbage:
-    """Whatever is in the file: a whole page that was written, or words."""
+    """Files with any content: a whole page, or arbitrary bytes."""
 
     WRITTEN = (
         Page(3, False, b"early" * 30 + b"K" * 300),
@@ -322,7 +322,7 @@ class TestGarbage:
         self.check(directory, page_file.MAGIC + content)
 
     def test_every_single_byte_that_was_written(self, image: bytes, directory: Path) -> None:
-        """One flipped bit anywhere in a slot in use: never other bytes, and the other versions stay readable."""
+        """After one flipped bit in a used slot no wrong bytes are read, and other versions stay readable."""
         used = [i for i, byte in enumerate(image) if byte and i >= page_file.HEADER_BYTES]
         for at in used[:: max(1, len(used) // 250)]:
             changed = bytearray(image)
@@ -340,7 +340,7 @@ class TestGarbage:
 
 
 def _forge_references(fd: int, at: int) -> None:
-    """Let every reference of the slot with its record there span nearly the whole file, with digests that are right."""
+    """Make every reference of the record's slot span nearly the whole file, with correct digests."""
     offset, length, _ = page_file.RECORD.unpack(os.pread(fd, page_file.RECORD.size, at + 8))
     body = bytearray(os.pread(fd, length, offset))
     span = os.fstat(fd).st_size - page_file.HEADER_BYTES
@@ -354,7 +354,7 @@ def _forge_references(fd: int, at: int) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_sigkill_at_any_moment_leaves_whole_pages(directory: Path, seed: int) -> None:
-    """A real process, killed in the middle of writing: what it had written stays, whatever it was doing."""
+    """A real process is killed while it writes. All finished writes stay readable."""
     killer = Path(__file__).with_name("page_killer.py")
     done = subprocess.run(
         [sys.executable, str(killer), str(directory), str(seed), "60"],

@@ -19,7 +19,7 @@ from ttp.processor.saver import Saver
 
 
 def save(source: FakeSource, save_dir: Path) -> Event | None:
-    """Have version 2 of a job of one rank saved; return what the saver reports."""
+    """Save version 2 of a job of one rank, and return the saver's report."""
     saver = Saver(
         Config(), RankEnv(0, 1, 0, "127.0.0.1", "job", 0), Layout.data_parallel(1), source, save_dir, None,
         version=lambda: Version(2), wait_pages=lambda _: True, put=lambda _: None, wrote=lambda _: None,

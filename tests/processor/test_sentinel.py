@@ -41,7 +41,7 @@ Start = Callable[..., Owner]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """``start(rank, ...)``: a process that holds a sentinel in ``tmp_path``."""
+    """Return ``start(rank, ...)``, which starts a process with a sentinel in ``tmp_path``."""
 
     def begin(rank: int = 3, directory: Path = tmp_path) -> Owner:
         return Owner(directory, rank)
@@ -82,7 +82,7 @@ def test_the_kernel_wakes_who_waits_in_any_seat(tmp_path: Path, start: Start, se
 
 
 def test_everybody_in_one_seat_is_woken(tmp_path: Path, start: Start) -> None:
-    """The kernel wakes one; without a word from that one the others would sleep for the rest of their time."""
+    """The kernel wakes one waiter, which has to wake the others."""
     owner = start()
     states: list[State] = []
     watchers = [threading.Thread(target=lambda: states.append(seen(tmp_path).wait(4 * LONG_S))) for _ in range(4)]
@@ -136,7 +136,7 @@ def test_children_neither_prolong_nor_end_it(tmp_path: Path, start: Start) -> No
 
 
 def test_a_thread_that_ends_with_its_list_put_back_leaves_no_trace(tmp_path: Path) -> None:
-    """And the process can place another one, under the same name."""
+    """Afterwards the process can place another sentinel under the same name."""
     for nonce in ("one", "two"):
         sentinel = Sentinel(tmp_path, 3, nonce, 7)
         assert sentinel.wait_placed(LONG_S)

@@ -10,7 +10,7 @@ from ttp.processor.serial_worker import SerialWorker
 
 
 def test_two_first_jobs_at_once_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner of the machine and the training thread may both have the first."""
+    """The owner of the machine and the training thread may both submit the first job."""
     worker, done, started = SerialWorker("ttp-test"), threading.Event(), []
     other = threading.Thread(target=lambda: worker.submit(done.set))
     start = threading.Thread.start

@@ -67,7 +67,7 @@ Start = Callable[..., int]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a program; returns its pid once it says that it is ready."""
+    """Start a program, and return its pid when it is ready."""
     running: list[subprocess.Popen[str]] = []
 
     def run(program: str) -> int:
