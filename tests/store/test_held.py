@@ -101,7 +101,7 @@ def test_a_newer_one_that_is_damaged_does_not(held: Held, save_dir: Path) -> Non
     flip(newer / "__0_1.distcp")
     held.give(replace(order_for(save_dir), patience_s=0.1))
     assert not bring(held) and held.unfinished() == 12
-    assert "other bytes" in held.state().problem
+    assert "differs from what was written" in held.state().problem
 
 
 def test_what_the_storage_has_changed_is_written_once_more(
