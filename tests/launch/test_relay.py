@@ -26,6 +26,7 @@ from ttp.core.layout import Rank, Version
 from ttp.launch.relay import AUTO_RANKS, RELAYED, TO_KEY, RelayServer, relay_of, wanted
 from ttp.processor.link.connecting import Shortcut
 from ttp.wire.channel import metadata, open_channel, stub
+from ttp.wire.relay import PROTOCOL
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
@@ -242,6 +243,32 @@ class OlderController(rpc.ControllerServicer):
     ReportFault: Any = Relay
     SaveNow: Any = Relay
     GetVerdict: Any = Relay
+
+
+class SlowController(OlderController):
+    """Takes a stream once it ``may``, and notes the end of it."""
+
+    def __init__(self) -> None:
+        self.may, self.ended = threading.Event(), threading.Event()
+
+    def Relay(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802 - the proto's name
+        self.may.wait(20)
+        context.send_initial_metadata((PROTOCOL,))
+        yield from (pb.RelayOrders() for _ in request_iterator)
+        self.ended.set()
+
+
+def test_a_rank_that_left_before_the_controller_answered_keeps_no_stream_open(relay: RelayServer) -> None:
+    server, slow = grpc.server(ThreadPoolExecutor(2)), SlowController()
+    rpc.add_ControllerServicer_to_server(slow, server)
+    at = SimpleNamespace(token="secret", port=server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    with open_channel("127.0.0.1", relay.port) as channel, pytest.raises(grpc.RpcError) as late:
+        next(stub(channel).Attach(iter(()), timeout=0.3, metadata=Relayed(at, relay).metadata))  # type: ignore[arg-type]
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    slow.may.set()
+    assert slow.ended.wait(5), "nobody needs the stream"
+    server.stop(None)
 
 
 def test_ranks_hear_that_their_controller_is_of_another_build(relay: RelayServer) -> None:

@@ -177,13 +177,14 @@ class RelayServer(rpc.ControllerServicer):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{TO_KEY} is missing: this is a relay, not a controller")
         uplink, local = self._open(to)
         context.add_callback(lambda: local.orders.put(_Ended()))
-        problem = uplink.wait_accepted()
-        if problem is not None:
-            context.abort(problem.code, problem.text)
-        context.send_initial_metadata(())
-        self._accepted(self.port)
-        threading.Thread(target=_read, args=(request_iterator, uplink, local), name="ttp-relay", daemon=True).start()
         try:
+            problem = uplink.wait_accepted()
+            if problem is not None:
+                context.abort(problem.code, problem.text)
+            context.send_initial_metadata(())  # raises if the rank has gone meanwhile
+            self._accepted(self.port)
+            reading = (request_iterator, uplink, local)
+            threading.Thread(target=_read, args=reading, name="ttp-relay", daemon=True).start()
             while not isinstance(order := local.orders.get(), _Ended):
                 yield order_to_wire(order)
             if order.code is not grpc.StatusCode.OK:
