@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ttp.core import messages as m
@@ -46,6 +47,17 @@ def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> t
         return False, {}
     why_not = _why_not(job, incident, end, base)
     return not why_not, {"again": not why_not, "why_not_again": why_not}
+
+
+def explained(text: str, told: Mapping[str, Any]) -> str:
+    """Return the text that ranks log when they leave: with the reason why they do not keep their processes, if any.
+
+    Args:
+        text: the verdict.
+        told: what ``judge`` has returned to record.
+    """
+    why = told.get("why_not_again")
+    return f"{text}. No rank goes on in its process: {why}" if why and why != text else text
 
 
 def trial(job: Membership, incident: Incident, base: Version) -> tuple[bool, str]:

@@ -368,8 +368,8 @@ class Rescue:
         again, told = continuing.judge(self._job, incident, end, self.base_version)
         exit_code, text = end.code, end.text
         incident.enter(Stage.RELEASED, text)
-        incident.exit_code, incident.release_text, incident.again = exit_code, text, again
-        incident.released_at = now
+        incident.exit_code, incident.again, incident.released_at = exit_code, again, now
+        incident.release_text = continuing.explained(text, told)
         self._job.ended = True
         self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **told)
         self._answer_requests(incident)
