@@ -24,7 +24,7 @@ OptimizerFactory = Any
 
 
 class Net(nn.Module):
-    """BatchNorm, a tied weight and a frozen bias."""
+    """A model with BatchNorm, a tied weight and a frozen bias."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two param groups with settings of their own."""
+    """Make an AdamW with two param groups, each with settings of its own."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-2}], lr=1e-3)
@@ -57,7 +57,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, st
 
 
 def digest(model_state: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
-    """Of every bit of the model's and the optimizer's state, and of the settings."""
+    """Return a digest of every bit of the model's and the optimizer's state, and of the settings."""
     found = hashlib.sha256()
 
     def add(name: str, value: Any) -> None:
@@ -81,7 +81,7 @@ def digest(model_state: dict[str, Any], optimizer: torch.optim.Optimizer) -> str
 
 
 def whole_checkpoint(path: Path, pieces: Sequence[Any], version: int, world_size: int = 1) -> Any:
-    """Finalise and list these pieces; return the manifest as a reader finds it."""
+    """Finish a checkpoint of these pieces and return its manifest as a reader finds it."""
     from ttp.adapters.torch.saving.metadata import finalise
     from ttp.core.layout import Rank, Shard, Version
     from ttp.store.manifest import MANIFEST, Manifest
@@ -94,7 +94,7 @@ def whole_checkpoint(path: Path, pieces: Sequence[Any], version: int, world_size
 
 
 def write_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, job: Any, **writing: Any) -> Any:
-    """A checkpoint as ttp writes it, with a single shard; its manifest."""
+    """Write a checkpoint as ttp does, with a single shard, and return its manifest."""
     from ttp.adapters.torch.saving.checkpoint import write_shard
     from ttp.adapters.torch.saving.state import checkpoint_state
     from ttp.adapters.torch.sharding.names import ModelNames
@@ -117,7 +117,7 @@ JOBS = [(1, True), (2, False), (2, True)]
 
 
 def main() -> None:
-    """All jobs, one after the other; their ranks are forked, since most of a small one is the import of torch."""
+    """Run all jobs, one after the other. Ranks are forked, because importing torch takes most of a small job's time."""
     import torch._dynamo
     import torch.distributed.checkpoint.state_dict
 

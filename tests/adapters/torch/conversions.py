@@ -46,7 +46,7 @@ def restored(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sch
 
 
 def sharded(path: Path, whole: dict[str, Tensor]) -> Path:
-    """A checkpoint as a job writes it in which two ranks hold halves of every tensor; ``b`` is tied to ``a``."""
+    """Write a checkpoint as a job does in which two ranks hold halves of every tensor; ``b`` is tied to ``a``."""
     path.mkdir()
     pieces = []
     for rank in range(2):

@@ -55,7 +55,7 @@ class Job:
 
 
 class Model(nn.Module):
-    """Layers are used in another order than they are defined in, so the rebuilt layout is no simple reversal."""
+    """A model whose layers run in another order than defined, so the rebuilt buckets are no simple reversal."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def hang(rank: int, save: Callable[[], None], model: DistributedDataParallel) ->
 
 
 def save(job: Job, version: int, names: ModelNames, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
-    """As the processor's thread does it."""
+    """Save as the processor's thread does."""
     draft, pieces = Path(job.save_to) / str(version), list[Piece]()
     draft.mkdir(parents=True)
     state = JobState(version=version, ddp_buckets=watch.layout)

@@ -42,7 +42,7 @@ _foreach_copy: Any = torch.ops.aten._foreach_copy_.default
 
 
 class Sin(AssertionError):  # noqa: N818 - not an error of the stand-in, but of what it watches
-    """Something that a real device would not forgive."""
+    """The code did something that fails on a real device."""
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class FakeStream:
     queue: deque[Any] = field(default_factory=deque)  # work, a FakeEvent to be marked, ("wait", event), "hang"
 
     def step(self) -> bool:
-        """Run what comes next. False: it cannot, or there is nothing."""
+        """Run the next work of the queue. Returns False if it cannot run or the queue is empty."""
         if not self.queue or self.hangs:
             return False
         head = self.queue[0]
@@ -85,7 +85,7 @@ class FakeStream:
 
 
 class FakeDevice:
-    """Memory and streams. ``order`` says who runs first when both could; ``beside`` is another one of the host."""
+    """A device with memory and streams. ``order`` is the stream that runs first; ``beside`` is a second device."""
 
     def __init__(self, order: str = TRAINING, beside: FakeDevice | None = None) -> None:
         self.order = order
@@ -110,37 +110,37 @@ class FakeDevice:
     # ------------------------------------------------------------------------------------------------------ for tests
 
     def put(self, tensor: Any) -> Any:
-        """The tensor is in the memory of the device from now on."""
+        """Move the tensor to the memory of the device."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             self._memory[storage.data_ptr()] = storage
         return tensor
 
     def launch(self, work: Callable[[], Any]) -> None:
-        """Queue ``work``, done by means of the host, on the stream of this thread."""
+        """Queue ``work``, which runs on the host, on the stream of this thread."""
         self._queue(work)
 
     def hang(self) -> None:
-        """What is queued on the training stream from now on never runs."""
+        """Work that is queued on the training stream from now on never runs."""
         self._queue("hang", self.training)
 
     def release(self) -> None:
-        """The hanging collective was aborted: what is behind it runs."""
+        """Abort the hanging collective, so that the work after it runs."""
         with self._lock:
             for stream in self._streams:
                 stream.queue = deque(task for task in stream.queue if not isinstance(task, str))
 
     def run(self) -> None:
-        """All that can run does."""
+        """Run all work that can run."""
         self.pump()
 
     def seal(self) -> None:
-        """No memory is set aside any more."""
+        """Forbid allocations of memory from now on."""
         self._sealed = True
 
     @contextlib.contextmanager
     def no_waiting(self) -> Iterator[None]:
-        """This thread does not wait for the device."""
+        """Forbid this thread to wait for the device."""
         self._patient.add(threading.get_ident())
         try:
             yield
@@ -149,7 +149,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def may_hang(self) -> Iterator[None]:
-        """This thread is a program's: if it waits for what hangs, it hangs until ``release``."""
+        """Let this thread, as a training thread, hang until ``release`` if it waits for work that hangs."""
         self._may_hang.add(threading.get_ident())
         try:
             yield
@@ -202,7 +202,7 @@ class FakeDevice:
         self._queue(("wait", event), stream)
 
     def pump(self) -> None:
-        """Run what can run, in the unkind order."""
+        """Run the work that can run, in the least favourable order."""
         below: Any = torch._C._AutoDispatchBelowADInplaceOrView()  # versions were counted when it was queued
         with self._lock, _disable_current_modes(), below:
             first, then = sorted((False, True), reverse=self.order == SIDE)
@@ -227,7 +227,7 @@ class FakeDevice:
     # -------------------------------------------------------------------------------------------- operations of torch
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What torch would do with memory of this device."""
+        """Do what torch does with memory of this device."""
         self.check()
         if func is _item:
             self._wait(func)
@@ -249,7 +249,7 @@ class FakeDevice:
         return self._computed(func, args, kwargs)
 
     def _taken(self, args: Any, kwargs: Any) -> Any:
-        """What is on the host, as it is now."""
+        """Copy the arguments that are on the host, as they are now."""
         flat, form = tree_flatten((args, kwargs))
         with _disable_current_modes():
             return tree_unflatten([t.clone() if isinstance(t, Tensor) and not self.has(t) else t for t in flat], form)
@@ -272,7 +272,7 @@ class FakeDevice:
         return None if func is _foreach_copy else args[0]
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result has memory at once, and its content when the work has run."""
+        """Return a result that has memory at once, and its content when the work has run."""
         with _disable_current_modes():
             results = func(*args, **kwargs)
             fresh = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and not self.has(leaf)]
@@ -291,7 +291,7 @@ class FakeDevice:
         return results
 
     def _load(self, func: Any, args: Any) -> None:
-        """A kernel is loaded when it is launched first; straight copies need none."""
+        """Load the kernel at its first launch. Copies without conversion need no kernel."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if func is _copy and self._straight(args[0], args[1]):
             return
@@ -320,14 +320,14 @@ class FakeDevice:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What of its arguments an operation writes to."""
+    """Return the arguments that an operation writes to."""
     schema = func._schema.arguments
     named = [(a, args[n] if n < len(args) else kwargs.get(a.name)) for n, a in enumerate(schema)]
     return [value for a, value in named if a.alias_info is not None and a.alias_info.is_write]
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types here
-    """While it is entered, what this thread does with memory of the devices is work of theirs."""
+    """While it is active, the devices run what this thread does with their memory."""
 
     def __init__(self, *devices: FakeDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch has no types here

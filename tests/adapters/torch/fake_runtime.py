@@ -15,7 +15,7 @@ from tests.adapters.torch.fake_device import TRAINING, FakeDevice, FakeEvent
 
 
 class FakeHold:
-    """See ``accelerator.Hold``. A word that is taken back would not be seen by a real stream either."""
+    """See ``accelerator.Hold``. Like a real stream, it does not see a word that is changed back."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.word = device, 0

@@ -30,8 +30,8 @@ class Program:
 
     Args:
         model: and ``optimizer``, ``scheduler``, ``scaler``, ``extra_state``, ``undo``: as for ``wrap_optimizer``.
-        step: by its number; returns the loss.
-        also: what else has to be equal.
+        step: makes the step with this number and returns the loss.
+        also: other state that has to be equal.
     """
 
     model: Any
@@ -76,7 +76,7 @@ def seed(number: int) -> None:
 
 
 def in_mid_run(directory: Path, make: Make) -> tuple[Program, Any, StubProcessor]:
-    """A program that has made some updates, its adapter and what that reports to."""
+    """Return a program that has made some updates, its adapter and its stub processor."""
     seed(1)
     one = make()
     adapter, processor = one.register(), StubProcessor(directory)
@@ -87,7 +87,7 @@ def in_mid_run(directory: Path, make: Make) -> tuple[Program, Any, StubProcessor
 
 
 def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
-    """Save in the middle of one program, restore into another one."""
+    """Save one program in the middle, restore another one, and compare all further steps."""
     one, adapter, processor = in_mid_run(directory, make)
     assert processor.gate.version == UPDATES
     saved = save(adapter, processor, UPDATES)
@@ -107,7 +107,7 @@ def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
 
 
 def assert_hands_over_its_bits(directory: Path, make: Make, expected: Sequence[str]) -> None:
-    """The same where a process goes on: another program gets the tensors of the first one, or reads all of it."""
+    """Check the same for a process that goes on: another program gets the first one's tensors, or reads all."""
     one, adapter, processor = in_mid_run(directory, make)
     saved, at_save = save(adapter, processor, UPDATES), one.state()
     adapter.source.inspect(Version(UPDATES))
@@ -136,7 +136,7 @@ def adamw(model: nn.Module, **settings: Any) -> Any:
 
 
 def plainly(model: Any, optimizer: Any, before: Callable[[], Any] = lambda: None, after: Any = lambda: None) -> Any:
-    """A step with nothing special in it."""
+    """Return a plain training step."""
 
     def step(_number: int) -> Any:
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from ttp.adapters.torch.loop.post_step_state import PostStepState  # noqa: E402
 
 
 class Loop:
-    """A training loop in its parts, with the calls that the hooks would make."""
+    """The parts of a training loop, with the calls that the hooks would make."""
 
     def __init__(self, make: Any = None, *, scaler: Any = None, averages: bool = False, runtimes: Any = ()) -> None:
         self.model = nn.Linear(2, 2)

@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 class Holder:
-    """Rank 0's capture: in the last one that comes before the reduction can be complete, it stops for a while."""
+    """Rank 0's capture, which sleeps in the last capture before the gradients' reduction can be complete."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -57,7 +57,7 @@ class Holder:
 
 
 class StateInspector:
-    """Rank 1's capture: none."""
+    """Rank 1's capture, which does nothing."""
 
     last_batch = False
     held: tuple[int, ...] = ()
@@ -70,14 +70,14 @@ class StateInspector:
 
 
 class Reporter(Gate):
-    """A gate with what else hooks tell a processor."""
+    """A gate with everything else that hooks report to a processor."""
 
     mark = 0
     activity = ""
 
 
 def marker(directory: Path, version: int) -> Path:
-    """The file that says that rank 0 has captured."""
+    """Return the file that shows that rank 0 has captured."""
     return directory / f"captured-{version}"
 
 
@@ -123,7 +123,7 @@ def run(directory: Path, case: str, capture: Holder | StateInspector) -> dict[st
 
 
 def main() -> None:
-    """A rank; its arguments: directory, rank, cases."""
+    """Run one rank; arguments: directory, rank, cases."""
     directory, rank, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     seen = {}

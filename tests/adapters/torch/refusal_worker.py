@@ -93,7 +93,7 @@ def labelled(rank: int) -> TorchAdapter:
 
 
 def public(directory: Path, rank: int) -> list[str]:
-    """``wrap_optimizer`` on rank 0 fails before the ranks ask each other: rank 1 hears why and does not join."""
+    """``wrap_optimizer`` fails on rank 0 before ranks exchange anything: rank 1 gets the reason and does not join."""
     os.environ |= {"TTP_PORT": "1", "MASTER_ADDR": "localhost", "TTP_RUN_DIR": str(directory / "run")}
     model, stranger = nn.Linear(2, 2), nn.Linear(3, 3)
     told = []
@@ -110,7 +110,7 @@ def public(directory: Path, rank: int) -> list[str]:
 
 
 def experts(directory: Path, rank: int) -> dict[str, Any]:
-    """Each rank has an expert under a name of its own: they are shards of their own, and come back as they were."""
+    """Each rank has an expert with a name of its own. Experts are shards of their own, and are restored unchanged."""
     job = Job(directory, rank)
     job.step()
     path = job.save()
@@ -129,7 +129,7 @@ def experts(directory: Path, rank: int) -> dict[str, Any]:
 
 
 class Job:
-    """One rank of a job with an expert on each."""
+    """One rank of a job with an expert on each rank."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.rank = rank

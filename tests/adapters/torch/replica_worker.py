@@ -32,7 +32,7 @@ PATIENCE_S = 60
 
 
 class Model(nn.Module):
-    """Statistics of its own on every rank."""
+    """A model with statistics that differ on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 class Alive:
-    """What a real processor does for the ranks of its host."""
+    """Shows that ranks live, as a real processor does for the ranks of its host."""
 
     page_dir: Path | None = None
     current: StubProcessor
@@ -92,7 +92,7 @@ def digests(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def barrier(directory: Path, rank: int) -> dict[str, Any]:
-    """Rank 0 is late at the barrier: has rank 1 begun its update before?"""
+    """Rank 0 is late at the barrier. Returns whether rank 1 began its update before."""
     job = Rank(directory, rank, two_shards())
     late = directory / "late"
 
@@ -112,7 +112,7 @@ def barrier(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def no_barrier(directory: Path, rank: int) -> dict[str, Any]:
-    """Rank 0 begins only when rank 1 has begun: with a barrier neither ever would."""
+    """Rank 0 begins its update only after rank 1. With a barrier neither would ever begin."""
     seen = {}
     for name, layout, undo in (
         ("one shard", Layout.data_parallel(WORLD), None),
@@ -139,7 +139,7 @@ def parked(job: Rank) -> bool:
 
 
 def admitted(directory: Path, rank: int) -> dict[str, Any]:
-    """Rank 0 comes to the barrier only when rank 1, frozen in it, has made the update without it."""
+    """Rank 0 comes to the barrier only after rank 1, frozen in the barrier, has made the update on request."""
     job = Rank(directory, rank, two_shards())
     redone, seen = directory / "redone", dict[str, Any]()
 
@@ -163,7 +163,7 @@ def admitted(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def death(directory: Path, rank: int) -> dict[str, Any]:
-    """Rank 0 dies before the barrier: rank 1 stands at the gate. Released it raises; told to, it makes the update."""
+    """Rank 0 dies before the barrier, so rank 1 waits. When released it raises; on request it makes the update."""
     job = Rank(directory, rank, two_shards())
     if rank == 0:
         job.optimizer.register_step_pre_hook(lambda *_: os._exit(0))
@@ -192,7 +192,7 @@ def death(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """A rank; its arguments: directory, rank, whether on "one host"."""
+    """Run one rank; arguments: directory, rank, whether all ranks are on one host."""
     directory, rank, hosts = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     if hosts == "one host":
         Alive.show(directory / "pages", rank)

@@ -31,7 +31,7 @@ Made = tuple[nn.Module, Any]
 
 
 class Net(nn.Module):
-    """Odd sizes, so that shards are uneven and some are empty; tied weights; a buffer."""
+    """A model with odd sizes, so that shards are uneven or empty; with tied weights and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """One half of the model, under the names that it has in the whole."""
+    """One half of the model, with the names of the whole model."""
 
     embed: Any
     inner: Any
@@ -93,7 +93,7 @@ class Stage(nn.Module):
             setattr(self, key, getattr(whole, key))
 
     def forward(self, tokens: Tensor) -> Any:
-        """With what the other stage would have sent."""
+        """Compute with inputs like those that the other stage would send."""
         if self.number:
             return self.outer(torch.randn(8, 10)) * self.scale
         return self.norm(self.inner(self.embed(tokens)).relu()).sum() + self.head(torch.randn(8, 6)).sum()
@@ -114,7 +114,7 @@ def parts_of(stored: Any) -> list[Chunk]:
 
 
 def described(found: Sharding, model: nn.Module, rank: int) -> dict[str, Any]:
-    """Which names this rank writes for which shard, and whether its chunks hold what the whole model has there."""
+    """Return the names that this rank writes for each shard, and whether its chunks equal the whole model's."""
     names = ModelNames(model, adamw(model))
     whole = dict(net().named_parameters(remove_duplicate=False))
     written: dict[str, list[str]] = {}
@@ -129,7 +129,7 @@ def described(found: Sharding, model: nn.Module, rank: int) -> dict[str, Any]:
 
 
 def made(name: str, rank: int) -> nn.Module:
-    """The model as a job of this kind has it."""
+    """Return the model of this kind of job."""
     world = dist.get_world_size()
     makers: dict[str, Callable[[], nn.Module]] = {
         "by hand": net,
@@ -184,7 +184,7 @@ def layouts(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def said_by_hand(rank: int) -> dict[str, Any]:
-    """A layout that the user names, and stages that call different things by the same names."""
+    """A layout given by the user, and stages that use the same names for different tensors."""
     groups = {"dense": (0, 1, 2, 3), "inner-0": (0, 2), "inner-1": (1, 3)}
     layout = Layout(WORLD, {Shard(s): tuple(map(Rank, ranks)) for s, ranks in groups.items()})
     model: Any = net()
@@ -226,7 +226,7 @@ class Job:
             self.optimizer.step()
 
     def save(self, version: int) -> Path:
-        """Every shard from the last rank that holds it, which differs from shard to shard."""
+        """Save every shard from its last holder, which differs from shard to shard."""
         shards = (s for s, ranks in self.processor.layout.groups.items() if ranks[-1] == self.rank)
         pages = tuple(Rank(r) for r in range(dist.get_world_size())) if self.rank == 0 else ()
         return save_together(self.adapter, self.processor, version, shards, pages=pages)
@@ -236,7 +236,7 @@ class Job:
         self.source.close()
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, buffers and moments of this rank, whole."""
+        """Return weights, buffers and moments of this rank, whole."""
         names = ModelNames(self.model, self.optimizer)
         found = {f"model.{name}": tensor for name, tensor in names.parameters.items()}
         for parameter, values in self.optimizer.state.items():
@@ -252,7 +252,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def held(job: Job) -> dict[str, Tensor]:
-    """What ``job.state`` says, of FSDP1 as torch itself puts it together."""
+    """Return ``job.state``; for FSDP1 torch itself puts the tensors together."""
     if not isinstance(job.model, FullyShardedDataParallel):
         return job.state()
     with FullyShardedDataParallel.summon_full_params(job.model, writeback=False):
@@ -281,7 +281,7 @@ def swap(optimizer: torch.optim.Optimizer) -> None:
 
 
 def save_all(directory: Path, rank: int) -> None:
-    """A checkpoint of each kind of job, and what was in it."""
+    """Write a checkpoint of each kind of job, and remember its content."""
     for kind in SAVED:
         job = Job(directory / kind, kind, rank)
         job.train()
@@ -292,14 +292,14 @@ def save_all(directory: Path, rank: int) -> None:
 
 
 def scheduled(job: Job, version: int) -> None:
-    """Another learning rate, as if a scheduler had done it after this version."""
+    """Set another learning rate, as a scheduler would after this version."""
     job.optimizer.param_groups[1]["lr"] = 3e-3
     tail: Any = job.adapter._post_step
     tail._snapshot = tail._take(version)
 
 
 def restore_all(directory: Path, rank: int) -> list[Any]:
-    """Each checkpoint into jobs of other kinds: which names come back with other elements."""
+    """Load each checkpoint into jobs of other kinds, and return the names that differ."""
     told, world = [], dist.get_world_size()
     for source, target in json.loads((directory / "pairs.json").read_text()):
         job = Job(directory / f"again{world}" / f"{source} {target}", target, rank)
@@ -310,12 +310,12 @@ def restore_all(directory: Path, rank: int) -> list[Any]:
 
 
 def remember(job: Job, path: Path) -> None:
-    """What is in the checkpoint that the job at ``path`` has written, as far as this rank knows."""
+    """Store what this rank knows of the checkpoint that the job at ``path`` has written."""
     torch.save(held(job), path.with_name(f"{path.name}.{job.rank}.pt"))
 
 
 def compared(job: Job, path: Path) -> dict[str, Any]:
-    """Which elements of this rank are not those that the job at ``path`` had."""
+    """Return the elements of this rank that differ from those of the job at ``path``."""
     saved: dict[str, Tensor] = {}
     for remembered in path.parent.glob(f"{path.name}.*.pt"):
         saved |= torch.load(remembered, weights_only=True)
@@ -328,7 +328,7 @@ def compared(job: Job, path: Path) -> dict[str, Any]:
 
 
 def link(directory: Path, rank: int) -> dict[str, Any]:
-    """One job of a chain: compares what the one before has left, if any, makes two updates, and saves."""
+    """Run one job of a chain: compare with the job before, if any, make two updates, and save."""
     kind, before, version = json.loads((directory / "link.json").read_text())
     job = Job(directory / str(version), kind, rank)
     told: dict[str, Any] = {}
@@ -349,7 +349,7 @@ def link(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def everything(directory: Path, rank: int) -> dict[str, Any]:
-    """All of it in one world: processes are what costs."""
+    """Run all cases in one world, because starting processes is slow."""
     told = layouts(directory, rank)
     save_all(directory, rank)
     return {"layouts": told, "restored": restore_all(directory, rank)}

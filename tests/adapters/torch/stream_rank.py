@@ -29,10 +29,10 @@ class Rank:
     """Queues gradients and updates.
 
     Args:
-        meeting: with the others.
-        held: the word of a rank: the update whose gradient it has. To be read and written by index.
-        place: of this rank.
-        count: of them.
+        meeting: the barrier with the other ranks.
+        held: by rank, the update whose gradient the rank has; read and written by index.
+        place: number of this rank.
+        count: number of ranks.
     """
 
     def __init__(self, meeting: Meeting, held: Any, place: int, count: int, **settings: Any) -> None:
@@ -45,7 +45,7 @@ class Rank:
         self.barrier = StreamBarrier(meeting, FakeRuntime(self.device), **(options | settings))
 
     def step(self, meet: Callable[[int], object] = lambda _turn: None, wait: bool = False) -> bool:
-        """One update, on the host. Whether that ran ahead; else ``meet`` did what the host does."""
+        """Make one update on the host. Returns whether the host ran ahead; else ``meet`` waited on the host."""
         turn = self.host + 1
         self.device.launch(lambda: self._gradient(turn))
         ahead = self.barrier.ready(turn)
@@ -73,12 +73,12 @@ class Rank:
         self.version = turn
 
     def wait_version(self, version: int) -> bool:
-        """Until the device has come to it, and is not past it."""
+        """Wait until the device has reached exactly this version."""
         until(lambda: self.finished.finished_version() >= version, PATIENCE_S)
         return self.finished.finished_version() == version >= self.begun.finished_version()
 
     def wait_held(self, version: int) -> bool:
-        """Until the device stands before the update to ``version``."""
+        """Wait until the device waits before the update to ``version``."""
         return bool(until(lambda: self.barrier.held(version), PATIENCE_S))
 
 
@@ -150,7 +150,7 @@ def main(directory: Path, place: int, count: int) -> None:
 
 
 def _standing(rank: Rank) -> int:
-    """Where the device has come to a stand; told to the test."""
+    """Report where the device stands still."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         at = rank.finished.finished_version()

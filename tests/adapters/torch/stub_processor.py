@@ -20,7 +20,7 @@ INCARNATION = 4
 
 
 class StubProcessor:
-    """A gate, and what describes the job.
+    """A gate and a description of the job.
 
     Args:
         page_dir: where ranks show that they live; None: they share no memory.
@@ -67,7 +67,7 @@ class StubProcessor:
 
 
 def join(adapter: TorchAdapter, processor: StubProcessor, pages: Path, rank: int = 0) -> None:
-    """What joining a job comes to: the rank has its page, and its updates are reported."""
+    """Do what joining a job does: the rank gets its page, and its updates are reported."""
     adapter.source.on_welcome(Rank(rank), INCARNATION, pages)
     stands_for: Any = processor
     adapter.attach(stands_for)
@@ -88,7 +88,7 @@ def save(
     pages: tuple[Rank, ...] = (),
     missing: tuple[Rank, ...] = (),
 ) -> Path:
-    """Freeze, write everything, commit; the path of the checkpoint. Without ``pages`` this rank collects its own."""
+    """Freeze, write everything, commit; return the path. Without ``pages`` this rank collects its own page."""
     processor.gate.close()
     draft = processor.save_dir / f".draft-step_{version}-x"
     draft.mkdir(parents=True)
@@ -110,7 +110,7 @@ def save_together(
     *,
     pages: tuple[Rank, ...] = (),
 ) -> Path:
-    """All ranks: freeze, write, this one ``shards``; rank 0 commits. Returns the path when the checkpoint is there."""
+    """Let all ranks freeze and write, this one ``shards``; rank 0 commits. Returns the finished checkpoint's path."""
     import torch.distributed as dist
 
     processor.gate.close()
@@ -135,7 +135,7 @@ def save_together(
 
 
 def commit(source: Any, processor: StubProcessor, order: Commit) -> Path:
-    """Make a checkpoint of what was saved, as the processor's saver does; its path."""
+    """Make a checkpoint of the saved pieces, as the processor's saver does, and return its path."""
     directory, env, layout = processor.save_dir, processor.env, processor.layout
     return make_checkpoint(directory, order, env, layout, source, lambda count: None)[0]
 

@@ -31,7 +31,7 @@ def network(inputs: int, outputs: int) -> nn.Module:
 
 
 class Gan:
-    """Both networks, their optimizers and schedules, under a stub processor. Remembers how each version looked."""
+    """Two networks, their optimizers and schedules, under a stub processor. Remembers the state of each version."""
 
     def __init__(self, directory: Path, scaler: Any = None, second: Any = RMSprop) -> None:
         torch.manual_seed(5)
@@ -270,7 +270,7 @@ def test_a_step_that_the_scaler_leaves_out(gan: Callable[..., Gan]) -> None:
 
 
 class Evaluating:
-    """A loop whose optimizer evaluates its closure when it may have written; ``asked`` is called in each evaluation."""
+    """A loop whose optimizer may evaluate the closure after a write; ``asked`` is called in each evaluation."""
 
     def __init__(self, directory: Path, kind: str, **given: Any) -> None:
         torch.manual_seed(7)
@@ -325,7 +325,7 @@ def evaluating(tmp_path: Path) -> Iterator[Callable[..., Evaluating]]:
 def test_who_is_stopped_in_a_closure_saves_where_the_step_began(
     evaluating: Callable[..., Evaluating], kind: str, number: int, undo: Any
 ) -> None:
-    """And goes on when it was a false alarm. The weights were changed before; nobody waits for the step to end."""
+    """The weights had changed before, and the save does not wait for the step. After a false alarm the step goes on."""
     unbroken = evaluating(kind)
     unbroken.train(5)
     job = evaluating(kind, undo=undo)
@@ -368,7 +368,7 @@ def test_who_is_frozen_in_a_closure_stands_at_its_end(evaluating: Callable[..., 
 
 
 def test_in_a_closure_behind_a_step_that_was_not_copied_there_is_no_way_back(gan: Callable[..., Gan]) -> None:
-    """Of optimizers of which it was known that nothing comes between their steps."""
+    """The optimizers were known to step one right after the other, so nothing was copied between them."""
     job = gan(second=Twice)
     for _ in range(2):
         job.learn_generator()

@@ -120,7 +120,7 @@ class TestRoundTrip:
 
 
 class TestBuffersChange:
-    """Whatever way a buffer changes, the page has what it is now."""
+    """The page has a buffer's present value, in whatever way the buffer was changed."""
 
     WAYS = (
         lambda m: m.b.add_(1),
@@ -146,7 +146,7 @@ class TestBuffersChange:
 
     @pytest.mark.parametrize("way", [0, 2, 3, 4])
     def test_now_and_then(self, page: PageWriter, way: int) -> None:
-        """Writes through ``.data`` are not noticed any more in a large buffer that had been constant before."""
+        """Writes through ``.data`` to a large buffer are found after many versions without a change."""
         model = nn.Module()
         model.register_buffer("b", torch.zeros(LARGE))
         capture = LocalCapture(model, page=page)
@@ -199,7 +199,7 @@ class TestBuffersChange:
         assert values(read(page, 3)) == {"late": [1.0, 1.0, 1.0]}
 
     def test_a_view_that_was_left_is_not_read(self, page: PageWriter) -> None:
-        """Memory that a buffer no longer has may be anybody's."""
+        """Other tensors may use memory that a buffer no longer has."""
         model = nn.Module()
         model.register_buffer("b", torch.zeros(1000))
         capture = LocalCapture(model, page=page)
@@ -220,7 +220,7 @@ class TestExtraState:
         assert other.index == 3
 
     def test_what_an_object_draws_when_it_is_asked_again_is_no_part_of_the_streams(self, page: PageWriter) -> None:
-        """Torchdata's loader makes its iterator then, which draws a seed; the unbroken run has made its own before."""
+        """Torchdata's loader makes its iterator then and draws a seed, which in the unbroken run happened earlier."""
 
         class Loader(Cursor):
             made = False
@@ -303,7 +303,7 @@ class TestExtraState:
 
 
 class TestNothingRaisesIntoTraining:
-    """What fails is given up with one warning, and the rest goes on."""
+    """A part that fails is disabled with one warning, and the rest goes on."""
 
     def problem_of(self, capture: LocalCapture, caplog: pytest.LogCaptureFixture) -> str:
         for version in (1, 2, 3):

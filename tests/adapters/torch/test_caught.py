@@ -15,7 +15,7 @@ from ttp.core.messages import Phase
 
 
 class Failing(torch.optim.SGD):
-    """Runs out of memory when it is told to, in the middle of the parameters."""
+    """An optimizer that runs out of memory on request, after some of the parameters."""
 
     fails = False
 
@@ -29,7 +29,7 @@ class Failing(torch.optim.SGD):
 
 
 class Outer(Failing):
-    """Its hooks fire twice."""
+    """An optimizer whose hooks run twice."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -40,7 +40,7 @@ def loop(kind: Any = Failing, **parts: Any) -> Any:
 
 
 def failed(job: Any, *closure: Any) -> None:
-    """One step that fails; the program catches it."""
+    """Make one step that fails, and catch the exception as the program would."""
     job.optimizer.fails = True
     try:
         job.optimizer.step(*closure)
@@ -72,7 +72,7 @@ class TestCaught:
         assert job.gate.version == 5 and len(caplog.records) == 1
 
     def test_what_is_kept_for_others_has_the_right_number(self) -> None:
-        """A neighbour that reaches the version needs what only this rank had."""
+        """A neighbour that reaches the version needs the rank-local state of this rank."""
         job = loop()
         job.backward()
         failed(job)
@@ -82,7 +82,7 @@ class TestCaught:
         assert job.taken() == ["left", (2, "early"), (2, "again"), "begin", (2, "final"), "after", "end"]
 
     def test_made_again_it_is_the_same_update(self) -> None:
-        """``torch.cuda.empty_cache()`` and once more: no other rank has made a step meanwhile."""
+        """The program calls ``torch.cuda.empty_cache()`` and repeats the step. No other rank has made a step meanwhile."""
         job = loop()
         barriers: list[int] = []
         job.detach._calls = job.detach._calls._replace(before_gate=lambda: barriers.append(1))
@@ -120,7 +120,7 @@ class TestCaught:
         assert job.gate.state().phase is Phase.IDLE and job.gate.version == 2
 
     def test_nothing_is_copied_from_half_an_update(self) -> None:
-        """The copy of the version before is what ``undo`` needs; a copy of half an update is of no version."""
+        """Undo needs the copy of the version before. A copy of half an update belongs to no version."""
         job = loop()
         copies: list[int] = []
         job.detach._calls = job.detach._calls._replace(before_update=copies.append)
@@ -145,7 +145,7 @@ class TestCaught:
         assert job.gate.state().phase is Phase.TORN
 
     def test_with_a_closure(self) -> None:
-        """The gradient that comes with the next call is another one."""
+        """The next call has another gradient, so it is another update."""
         job: Any = Lightning(lambda parameters: Perturbing(parameters, lr=0.1))
         number = 0
 
@@ -163,7 +163,7 @@ class TestCaught:
         assert job.gate.state().phase is Phase.IDLE and job.gate.version == 2
 
     def test_between_the_steps_of_two_optimizers(self) -> None:
-        """The first has stepped, the closure of the second raises: half of a version is made."""
+        """The first optimizer has stepped when the closure of the second raises, so the version is half made."""
         job = loop(optimizers=2)
 
         def closure() -> Any:
@@ -182,7 +182,7 @@ class TestCaught:
             assert job.gate.version == version and (version, "early") in job.taken()
 
     def test_a_gradient_inside_of_a_step_is_none(self, caplog: pytest.LogCaptureFixture) -> None:
-        """An optimizer that keeps its closure to itself makes its own backward pass."""
+        """An optimizer may run a backward pass in its step; that is not the next iteration."""
 
         class Own(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:

@@ -90,7 +90,7 @@ def boxes(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
 
 @given(boxes())
 def test_exact_covers_are_recognised(found: list[tuple[int, int, int, int]]) -> None:
-    """Against counting every element."""
+    """Compared with counting every element."""
     items = [
         IndexEntry(("w",), f"{n}", 0, 1, "float32", (4, 4), (top, left), (height, width))
         for n, (top, left, height, width) in enumerate(found)

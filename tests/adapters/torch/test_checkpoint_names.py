@@ -19,7 +19,7 @@ from ttp.errors import CheckpointError, ConfigError
 
 
 class Tied(nn.Module):
-    """Tied weights, a frozen layer, a buffer that is saved and one that is not, and one that is None."""
+    """A model with tied weights, a frozen layer, a saved buffer, an unsaved buffer, and a buffer that is None."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ TIMEOUT_S = 120
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint: tuple[Path, str]) -> list[tuple[int, bool, str]]:
-    """What every rank of every job got: world size, whether it loaded without the others, digest."""
+    """Return for every rank of every job: world size, whether it loaded without the others, and a digest."""
     path, _ = checkpoint
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(path), str(path.parent / f"store.{uuid.uuid4().hex}")],
@@ -46,7 +46,7 @@ def loaded(checkpoint: tuple[Path, str]) -> list[tuple[int, bool, str]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A checkpoint and the digest of what is in it."""
+    """Return a checkpoint and the digest of its content."""
     torch.manual_seed(3)
     model = Net()
     optimizer = adamw(model)

@@ -56,7 +56,7 @@ def test_the_piece_tells_what_is_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_goes_on_is_told_from_one_that_hangs(tmp_path: Path) -> None:
-    """Byte by byte, once when the kernel has them and once when the disk has: no silence lasts long."""
+    """Progress is reported in small slices, once when the kernel has the bytes and once when the disk has them."""
     steps: list[int] = []
     piece = write(tmp_path, {"w": torch.ones(BIG // 4)}, progress=steps.append)
     assert sum(steps) == 2 * piece.size
@@ -153,7 +153,7 @@ LARGEST = 4 << 20
 
 @pytest.mark.parametrize("gaps", [False, True], ids=["as it lies", "with gaps"])
 def test_memory_beside_the_state_is_a_buffer_and_one_copy_at_most(tmp_path: Path, gaps: bool) -> None:
-    """Of 16 tensors; one that does not lie in one piece is copied, one at a time. Decision 18 states the bound."""
+    """Of 16 tensors those that are not contiguous are copied, one at a time. Decision 18 states the bound."""
     tensors = [torch.ones(LARGEST // 4, 2)[:, 0] if gaps else torch.ones(LARGEST // 4) for _ in range(16)]
     write(tmp_path, {"warm": torch.ones(9)})
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
@@ -163,7 +163,7 @@ def test_memory_beside_the_state_is_a_buffer_and_one_copy_at_most(tmp_path: Path
 
 
 def memory(what: str) -> int:
-    """Bytes of this process, as the kernel counts them."""
+    """Return the bytes of this process, as the kernel counts them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
 

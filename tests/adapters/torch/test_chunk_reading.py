@@ -20,7 +20,7 @@ WHOLE = torch.arange(32.0).reshape(8, 4)
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Any:
-    """A tensor of eight rows, two in each of four files."""
+    """Return a tensor of eight rows that is stored in four files of two rows."""
     pieces = [
         write_shard(
             tmp_path,

@@ -17,7 +17,7 @@ SGD: Any = torch.optim.SGD
 
 
 class AsInTheDocs(SGD):  # type: ignore[misc]
-    """As most optimizers outside of torch are written."""
+    """An optimizer written like most optimizers outside of torch."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -53,7 +53,7 @@ class InOneLine(SGD):  # type: ignore[misc]
 
 
 class Perturbing(SGD):  # type: ignore[misc]
-    """Sharpness-aware: it writes, and evaluates then."""
+    """A sharpness-aware optimizer: it writes, and evaluates the closure afterwards."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -87,7 +87,7 @@ class Repeating(SGD):  # type: ignore[misc]
 
 
 class Now(SGD):  # type: ignore[misc]
-    """Evaluates now and then."""
+    """An optimizer that evaluates the closure in some steps."""
 
     number = 0
 
@@ -118,7 +118,7 @@ def test_it_is_not_or_nobody_can_tell(kind: type) -> None:
 
 
 class Lightning(Job):
-    """zero_grad, forward and backward inside of step()."""
+    """A loop that runs zero_grad, forward and backward inside of step()."""
 
     def closure(self) -> Any:
         self.log.append(self.gate.state().phase)
@@ -149,7 +149,7 @@ class TestUpdate:
         assert job.gate.version == 1 and job.detach.redoable
 
     def test_gradients_are_as_the_optimizer_wants_them(self) -> None:
-        """It turns them on for the closure; what ttp does behind it is done without, as everywhere."""
+        """The optimizer enables gradients for the closure; ttp's own work runs without them, as everywhere."""
         job = with_optimizer(SGD)
         seen: list[bool] = []
         job.detach._calls = job.detach._calls._replace(before_gate=lambda: seen.append(torch.is_grad_enabled()))
@@ -209,7 +209,7 @@ class TestUpdate:
     ) -> None:
         class Lazy(SGD):  # type: ignore[misc]
             def step(self, closure: Any = None) -> Any:
-                """Does not want it after all."""
+                """Ignore the closure."""
 
         monkeypatch.setattr(bracket, "evaluates_first", lambda kind: True)
         job = with_optimizer(Lazy)

@@ -35,7 +35,7 @@ def update(version: int) -> list[Any]:
 @pytest.mark.supports("torch.compile")
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_a_compiled_step_is_an_update(scheduled: bool) -> None:
-    """With a scheduler torch does not compile it at all: it has put a function of its own around ``step()``."""
+    """With a scheduler torch does not compile the step, because the scheduler has wrapped ``step()``."""
     job = Job(adam, scheduler=(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)) if scheduled else None)
     step = torch.compile(job.optimizer.step, backend="eager")
     for version in (1, 2, 3):

@@ -99,11 +99,11 @@ def test_one_hook_is_enough_for_the_backward_pass_of_a_ddp_around_the_module() -
 
 
 class TestLayouts:
-    """Of which torch shows none here: the world has one rank."""
+    """Bucket layouts, which torch does not show here because the world has one rank."""
 
     @pytest.fixture
     def shown(self, monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
-        """DDP -> its layout, as if it had been rebuilt."""
+        """Return a function that gives the layout of a DDP as if its buckets had been rebuilt."""
         found: dict[Any, str] = {}
 
         class Watch:
@@ -165,7 +165,7 @@ class TestLayouts:
 
 
 class Feedback:
-    """As docs/support.md has it."""
+    """The example of docs/support.md."""
 
     def __init__(self, state: Any) -> None:
         self.state = state

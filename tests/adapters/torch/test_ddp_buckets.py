@@ -32,7 +32,7 @@ STATIC: dict[str, Any] = {"bucket_cap_mb": 0.03, "static_graph": True}
 
 @contextlib.contextmanager
 def started(directory: Path, name: str, **job: Any) -> Iterator[list[Forked]]:
-    """The ranks of one launch; killed on the way out."""
+    """Start the ranks of one launch; they are killed on exit."""
     text = json.dumps(job | {"store": str(directory / f"store-{name}-{uuid.uuid4()}")})
     module = "tests.adapters.torch.ddp_worker"
     ranks = [Forked(module, {}, directory / f"{name}-{rank}.out", (text, rank, WORLD)) for rank in range(WORLD)]
@@ -44,7 +44,7 @@ def started(directory: Path, name: str, **job: Any) -> Iterator[list[Forked]]:
 
 
 def run(directory: Path, name: str, **job: Any) -> dict[str, Any]:
-    """Run one launch of the job to its end and return what rank 0 said."""
+    """Run one launch of the job to its end and return the output of rank 0."""
     with started(directory, name, **job) as ranks:
         assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0] * WORLD, "".join(rank.err for rank in ranks)
     result = json.loads(ranks[0].out)
@@ -53,7 +53,7 @@ def run(directory: Path, name: str, **job: Any) -> dict[str, Any]:
 
 
 class Runs:
-    """An unbroken run of one kind that saved at some versions, and runs resumed from there."""
+    """An unbroken run of one kind that saved some versions, and runs resumed from these."""
 
     def __init__(self, directory: Path, kind: dict[str, Any], save_at: tuple[int, ...]) -> None:
         self.directory, self.kind = directory, kind
@@ -117,7 +117,7 @@ def test_a_thread_saves_while_the_main_thread_hangs_in_the_all_reduce(small_buck
 
 
 def test_nothing_of_torch_is_replaced_while_a_layout_is_applied() -> None:
-    """DDP's own construction is run, with an answer of ours for the one question that decides the layout."""
+    """DDP's own constructor runs; only its query for the bucket layout gets another answer."""
     from torch.nn.parallel import distributed
 
     from ttp.adapters.torch.sharding import ddp_buckets

@@ -106,7 +106,7 @@ class TestHostCopier:
 
     @pytest.mark.supports("several devices in a process")
     def test_each_comes_from_its_own_device(self) -> None:
-        """The stream of one of them may do nothing for the other."""
+        """A stream of one device may do nothing for the other."""
         one = FakeRuntime()
         other = FakeRuntime(FakeDevice(beside=one.device))
         given = [one.device.put(torch.ones(30)), torch.zeros(2), other.device.put(torch.full((4, 9), 2.0).t()[::2])]
@@ -132,7 +132,7 @@ class TestHostCopier:
             holder([device], elsewhere)
 
     def test_the_stand_in_notices_what_a_device_would_not_forgive(self, device: Any) -> None:
-        """So that the tests above can fail."""
+        """Shows that the tests above can fail."""
         there = device.device.put(torch.randn(6, 8)[:, ::2])
         device.device.seal()
         device.device.hang()
@@ -148,7 +148,7 @@ class TestHostCopier:
             there.contiguous()
 
     def test_the_stand_in_takes_numbers_of_the_host_when_it_is_asked(self, device: Any) -> None:
-        """A loss scale on the host may change while what it scales is queued; what an operation writes is there."""
+        """Queued work uses a host scalar's value at the call, even if it changes later. Results go to the device."""
         there, scale, found = device.device.put(torch.ones(3)), torch.tensor(8.0), torch.zeros(1)
         with Watching(device.device):
             scaled = there * scale
@@ -182,7 +182,7 @@ class TestHostCopier:
 
 
 class Page:
-    """A page of a model on a device, and what a reader finds in it."""
+    """A page of a model on a device, with a reader."""
 
     def __init__(self, directory: Path, device: Any) -> None:
         self.writer = PageWriter(directory / "pages", 0, incarnation=1)
@@ -208,7 +208,7 @@ class Page:
         return state
 
     def step(self, version: int) -> dict[str, Any]:
-        """One update, queued: every buffer changes in place. What they are then."""
+        """Queue one update in which every buffer changes in place. Returns their values afterwards."""
 
         with torch.no_grad():
             self.model[1].running_mean.fill_(version)
@@ -259,7 +259,7 @@ class TestBuffers:
         assert not page.capture.problem
 
     def test_pages_are_those_of_versions_that_the_device_has_reached(self, device: Any, page: Page) -> None:
-        """The host is three updates ahead of a device that hangs: the page of the version there is not written over."""
+        """The host is three updates ahead of a device that hangs. The page of the device's version is kept."""
         expected = page.step(1)
         page.arrived(1)
         device.device.hang()
@@ -288,7 +288,7 @@ class TestBuffers:
         assert page.arrived(2).buffers["1.running_mean"].tolist() == [6.0] * 5
 
     def test_nothing_becomes_part_of_a_cuda_graph(self, device: Any, page: Page) -> None:
-        """Its forward and backward pass run once to be captured, and call the hooks."""
+        """Forward and backward pass run once for the capture of the graph, and call the hooks."""
         page.step(1)
         device.device.capturing = True
         page.capture.capture(2, final=False)

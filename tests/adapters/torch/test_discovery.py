@@ -25,7 +25,7 @@ from ttp.errors import ConfigError  # noqa: E402
 
 
 def view(*parts: str, scopes: tuple[int, ...] = (), stages: tuple[int, ...] = ()) -> RankShards:
-    """A rank that holds these; what is in front of a colon tells the names, all of it the parts."""
+    """Return a rank's shards. The part before a colon gives the names; the whole text gives the cut."""
     return RankShards(tuple(StatedShards(part.partition(":")[0], part) for part in parts), scopes, stages)
 
 
@@ -64,7 +64,7 @@ class TestGroups:
             groups_of(views)
 
     def test_stages_of_equal_names_without_replicas(self) -> None:
-        """Nothing shows that they are not data parallel, but torch's own pipeline."""
+        """Only torch's own pipeline shows that the ranks are not data parallel."""
         with pytest.raises(ConfigError, match=r"rank 0 \(pipeline stage 0\) and rank 1 \(pipeline stage 1\)"):
             groups_of([view("w", stages=(0,)), view("w", stages=(1,))])
 
@@ -73,7 +73,7 @@ class TestGroups:
         assert groups_of(views) == {"model-0": (0, 1), "model-1": (2,)}
 
     def test_stages_are_found_and_nothing_else_is_asked_what_it_is(self) -> None:
-        """Some objects warn when they are, as torch's own do, or load a library."""
+        """Asking for its class makes some objects warn, as torch's own do, or load a library."""
         from torch.distributed.pipelining import PipelineStage
 
         def ask(_: object) -> None:
@@ -152,7 +152,7 @@ class TestCuts:
 
     @given(st.integers(1, 23), st.integers(1, 4), st.integers(1, 4))
     def test_a_strided_cut_below_a_plain_one_is_what_torch_makes_of_it(self, size: int, copies: int, tp: int) -> None:
-        """FSDP cuts what tensor parallelism has cut before: exactly once, and contiguous here."""
+        """FSDP cuts the parts of tensor parallelism: every element exactly once, and contiguous here."""
         seen: list[int] = []
         for t in range(tp):
             local = dtensor_chunks._part(torch.arange(size), 1, tp, t)

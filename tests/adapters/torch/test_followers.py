@@ -24,7 +24,7 @@ supports = pytest.mark.supports
 
 
 class Teacher(nn.Module):
-    """A model and one that follows it. ``inside``: in the forward pass, as MoCo's; else when the loop says so."""
+    """A model with an average of it, which moves in the forward pass (``inside``, as in MoCo) or on a call."""
 
     def __init__(self, move: Callable[[Tensor, Tensor], Any], inside: bool) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ def in_place(teacher: Tensor, student: Tensor) -> None:
 
 
 def behind_the_counter(teacher: Tensor, student: Tensor) -> None:
-    """As most write it."""
+    """Update through ``.data``, as most programs do."""
     teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
 
 
 def replaced(teacher: Tensor, student: Tensor) -> None:
-    """As MoCo's authors write it."""
+    """Replace ``.data``, as MoCo's authors do."""
     teacher.data = teacher.data * 0.9 + student.data * 0.1
 
 
@@ -63,7 +63,7 @@ WAYS = [in_place, behind_the_counter, replaced]
 
 
 class Job:
-    """Steps of a program, and whether what follows an update is waited for."""
+    """Steps of a program that tell whether ttp waits for what follows an update."""
 
     def __init__(self, directory: Path, model: nn.Module, trained: nn.Module, **parts: Any) -> None:
         self.model, self.optimizer = model, torch.optim.SGD(trained.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def test_behind_the_step_they_are_waited_for(tmp_path: Path, move: Any) -> None:
 def test_who_hangs_in_front_of_them_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loop that waits for other ranks between the step and the average."""
+    """A loop waits for other ranks between the step and the average."""
     monkeypatch.setattr(paged_source, "POST_STEP_S", 0.0)
     model = Teacher(in_place, inside=False)
     job = Job(tmp_path, model, model.student)
@@ -112,7 +112,7 @@ def test_they_come_back(tmp_path: Path) -> None:
 @supports("parameters that no optimizer has")
 @pytest.mark.parametrize("move", WAYS)
 def test_they_are_gone_back_with(tmp_path: Path, move: Any) -> None:
-    """With ``undo="preimage"`` the copy of a version has them too, once it is known which are moved."""
+    """With ``undo="preimage"`` the copy of a version includes them, after ttp has seen which are moved."""
 
     def made() -> Job:
         torch.manual_seed(3)

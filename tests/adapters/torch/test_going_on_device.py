@@ -30,7 +30,7 @@ PATIENCE_S = 30.0
 
 
 class LeftError(Exception):
-    """It would have ended with 75."""
+    """Stands for an exit with 75."""
 
 
 class Rank:
@@ -79,14 +79,14 @@ class Rank:
         return thread
 
     def state(self) -> list[list[float]]:
-        """Past all streams."""
+        """Return the state from the device's memory, without waiting for streams."""
         kept = [v for values in self.optimizer.state.values() for v in values.values()]
         return [self.made_up.copy(t).reshape(-1).tolist() for t in (*self.model.parameters(), *kept)]
 
 
 @pytest.fixture(params=[TRAINING, SIDE])
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Makes one."""
+    """Return a function that makes a rank."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ProcessGroupNCCL, "on_abort", staticmethod(lambda _backend: None))
@@ -113,7 +113,7 @@ Make = Callable[..., Rank]
 
 
 def test_no_update_is_queued_behind_a_collective_that_hangs(rank: Make) -> None:
-    """It is aborted and leaves garbage; the state is to the bit what it was, and is kept."""
+    """The collective is aborted and leaves garbage. The state is unchanged to the bit, and is kept."""
     one = rank()
     before, gate, source = one.state(), one.processor.gate, one.adapter.source
     thread = one.in_a_thread(dead=True)
@@ -186,7 +186,7 @@ def test_what_may_not_be_aborted_is_started_anew(
 
 
 def test_a_broken_device_is_started_anew(rank: Make) -> None:
-    """An error of CUDA stays for as long as the process."""
+    """A CUDA error lasts as long as the process."""
     one = rank()
     one.processor.gate.close()
     one.goes_on.released(one.processor, "incident")

@@ -351,7 +351,7 @@ CASES = ["plain", "unused", "static", "accumulate", "nosync"]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks saw, case by case: rank 0 stops in its captures, rank 1 looks whether it is held up by that."""
+    """Return what two ranks saw, by case: rank 0 sleeps in its captures, rank 1 measures whether that delays it."""
     said = run_ranks("tests.adapters.torch.order_worker", tmp_path_factory.mktemp("order"), *CASES)
     return [seen for (seen,) in said]
 

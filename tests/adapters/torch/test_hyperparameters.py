@@ -46,7 +46,7 @@ class TestHyperparameters:
         assert [float(each.groups()[0][0]["lr"]) for each in (before, after)] == [0.5, 1.5]
 
     def test_other_parameters_in_a_group(self) -> None:
-        """Comparing lists of tensors is nothing that torch can do."""
+        """Lists of tensors cannot be compared with ``==``."""
         optimizer = self.optimizer()
         before = Hyperparameters.of([optimizer])
         optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(2))]

@@ -90,7 +90,7 @@ class TestDigest:
 
 
 class TestSample:
-    """What is looked at of a state that is too large to be looked at whole."""
+    """The elements that are read of a state that is too large to be read whole."""
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ class TestDevice:
 
 
 class Halves(PlainSharding):
-    """The first parameter belongs to the first shard, the others to the last."""
+    """A sharding in which the first parameter belongs to the first shard, and the others to the last."""
 
     def __init__(self, adapter: TorchAdapter, layout: Layout) -> None:
         super().__init__(TrainingObjects(adapter._model, adapter._optimizer, adapter._names, layout.world_size))

@@ -39,7 +39,7 @@ def net(width: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 class Job:
-    """A program that has stopped behind its first update."""
+    """A program that has stopped after its first update."""
 
     def __init__(self, directory: Path, model: nn.Module | None = None, **settings: Any) -> None:
         self.model = model or net()
@@ -61,7 +61,7 @@ class Job:
         return next(self.model.parameters())
 
     def saved(self) -> list[IndexEntry]:
-        """What a checkpoint says that the optimizer has kept."""
+        """Return the optimizer state in a checkpoint."""
         kept = keep(ORIGIN, ModelNames(self.model, self.optimizer), self.optimizer)
         return [IndexEntry(("optim", "state", name, key), "file", 0, 0) for name, key, _ in values_of(kept)]
 
@@ -256,7 +256,7 @@ def test_what_is_not_handed_over_is_freed_before_the_checkpoint_is_read(
 
 
 def verified_together(_: Path, rank: int) -> str:
-    """Each rank has its share of a checkpoint that is damaged in the share of rank 1."""
+    """Each rank verifies its share of a checkpoint, which is damaged in the share of rank 1."""
 
     def verify() -> None:
         if rank == 1:
@@ -286,7 +286,7 @@ def test_who_keeps_its_tensors_takes_nothing_from_a_damaged_checkpoint(make: Cal
 
 
 def cut_in_other_ways(_: Path, rank: int) -> list[str]:
-    """What is said of the statistics of rows, as some optimizers keep them; moments are cut as their parameter."""
+    """Returns the refusal for statistics of rows, which some optimizers keep. Moments are cut like their parameter."""
     model = net()
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -309,7 +309,7 @@ def test_what_is_distributed_in_another_way_is_refused(tmp_path: Path) -> None:
 
 
 def some_state() -> Kept:
-    """Many kinds of tensors: large and small, empty, without dimensions, transposed, tied."""
+    """Return tensors of many kinds: large, small, empty, without dimensions, transposed, tied."""
     generator = torch.Generator().manual_seed(3)
     large = torch.randn(3 << 20, generator=generator)
     parameters = {

@@ -114,7 +114,7 @@ def adapter() -> Any:
 
 
 def checkpoint(tmp_path: Path, pages: tuple[Rank, ...], missing: tuple[Rank, ...]) -> Path:
-    """One of version 0, of two ranks, written by rank 0 on its host; what was kept of the other is there or not."""
+    """Return a checkpoint of version 0 that rank 0 of two wrote. The page of the other rank is there or missing."""
     processor, writer = StubProcessor(tmp_path / "checkpoints", layout=Layout.data_parallel(2)), adapter()
     writer.source.on_welcome(SOUND, INCARNATION, tmp_path / "pages")
     writer.attach(processor)

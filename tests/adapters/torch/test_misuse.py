@@ -37,7 +37,7 @@ class TestInBackward:
         assert torch.equal(job.model[0].weight, before) and job.gate.state().phase is Phase.IDLE
 
     def test_of_one_for_each_parameter(self) -> None:
-        """As in torch's tutorial. Nothing tells of it before the first gradient is there."""
+        """As in torch's tutorial. It cannot be seen before the first gradient exists."""
         job = Job()
         each = {parameter: SGD([parameter], lr=0.1) for parameter in job.model.parameters()}
         for parameter in job.model.parameters():
@@ -94,7 +94,7 @@ class TestStrangers:
         SGD(job.model.parameters(), lr=0.1).step()
 
     def test_a_job_that_is_gone_is_not_kept(self) -> None:
-        """The hook is one of all optimizers of the process."""
+        """The hook is for all optimizers of the process."""
         model = nn.Linear(2, 2)
         strangers = misuse.Strangers([SGD(model.parameters(), lr=0.1)], model, lambda: False)
         kept = weakref.ref(strangers)

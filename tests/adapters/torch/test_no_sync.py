@@ -18,7 +18,7 @@ class TestNoSync:
         return SimpleNamespace(module=model, require_backward_grad_sync=True, require_forward_param_sync=True)
 
     def passes(self, no_sync: NoSync, ddp: Any, *synchronising: bool) -> list[bool]:
-        """Whether each of these backward passes gets its capture; then the update."""
+        """Return whether each of these backward passes gets its capture; then make the update."""
         captured = []
         for each in synchronising:
             ddp.require_backward_grad_sync = ddp.require_forward_param_sync = each

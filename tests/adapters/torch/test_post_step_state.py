@@ -146,7 +146,7 @@ class TestOtherLoops:
         assert not loop.post_step.done()
 
     def test_once_per_epoch(self) -> None:
-        """Nothing to learn: the next forward pass settles, and nothing is said to be due."""
+        """There is nothing to learn: the next forward pass settles, and no step counts as due."""
         loop = Loop(exponential)
         for number in range(1, 13):
             loop.forward()
@@ -170,7 +170,7 @@ class TestOtherLoops:
         assert loop.state().scheduler["num_bad_epochs"] == 0 and loop.rate == 0.05
 
     def test_skipped_iterations_leave_the_version_as_it_was(self) -> None:
-        """They are repeated after a restore: a second step would be made twice."""
+        """They are repeated after a restore, so a scheduler step in the version would be made twice."""
         loop = Loop(exponential)
         loop.iterations(2)
         loop.forward()  # the scaler skips the update; the loop steps the scheduler all the same
@@ -253,7 +253,7 @@ class TestByHand:
 
 class TestLooking:
     def test_nothing_of_the_scheduler_is_another(self) -> None:
-        """``type(scheduler) is LambdaLR`` is asked by other libraries."""
+        """Other libraries check ``type(scheduler) is LambdaLR``."""
         scheduler = lr.ExponentialLR(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), 0.5)
         before = dict(vars(scheduler))
         PostStepState([scheduler.optimizer], scheduler=scheduler, scaler=torch.amp.GradScaler("cpu"))
@@ -282,7 +282,7 @@ class TestLooking:
 
     @pytest.mark.parametrize("make", [*SCHEDULERS, lambda o: lr.ChainedScheduler([lr.LinearLR(o), exponential(o)])])
     def test_a_step_that_is_being_made_is_told_from_one_that_is_over(self, make: Any) -> None:
-        """Whoever saves looks at any moment: here at every line of a step."""
+        """A save may look at any moment: here at every line of a step."""
         loop = Loop(make)
         loop.iterations(2)
         loop.forward()
@@ -322,7 +322,7 @@ class TestLooking:
 
 
 class _Plain:
-    """A scheduler that shows nothing but its state."""
+    """A scheduler with nothing but its state."""
 
     __slots__ = ("scheduler",)
 

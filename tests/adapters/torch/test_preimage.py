@@ -30,7 +30,7 @@ Make = Callable[[nn.Module], Any]
 
 
 class Job:
-    """A training loop under a stub processor; remembers how every version looked."""
+    """A training loop under a stub processor; remembers the state of every version."""
 
     def __init__(self, directory: Path, make: Make, undo: str | None = "preimage") -> None:
         torch.manual_seed(5)
@@ -71,7 +71,7 @@ class Job:
         self.model(torch.randn(6, 4))  # the next step has begun: buffers and random streams have moved on
 
     def break_in_update(self) -> None:
-        """Leave the next update when a part of it is written."""
+        """Leave the next update after a part of it is written."""
 
         def fail(*_: Any) -> None:
             with torch.no_grad():

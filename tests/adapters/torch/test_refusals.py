@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("refusals")  # they share a world
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What both ranks said, which is the same."""
+    """Return the output of both ranks, which is the same."""
     one, other = run_world(
         tmp_path_factory.mktemp("world"), "tests.adapters.torch.refusal_worker", "everything", size=2
     )
@@ -90,7 +90,7 @@ class TestExchange:
 
     @pytest.mark.parametrize(("group", "device"), [("gloo", "cpu"), ("cuda:gloo", "cuda")], indirect=["group"])
     def test_goes_where_the_group_has_a_backend(self, group: None, device: str) -> None:
-        """With NCCL alone that is the device; gloo for CUDA tensors only stands for it."""
+        """With NCCL alone that is the device. Here gloo stands for NCCL with CUDA tensors."""
         assert exchange._device() == device
 
     @pytest.mark.parametrize("group", ["gloo"], indirect=True)

@@ -43,12 +43,12 @@ def test_a_torch_that_does_not_is_refused(breaks: str, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def server() -> Iterator[Any]:
-    """A store that others connect to."""
+    """A store to which others connect."""
     yield _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def connected(port: int) -> int:
-    """Connections of this process to a port."""
+    """Return the connections of this process to a port."""
     found = psutil.Process(os.getpid()).net_connections("tcp")
     return sum(bool(each.raddr) and each.raddr.port == port for each in found)
 
@@ -85,7 +85,7 @@ def test_groups_that_nobody_has_seen_being_made_are_not_exchanged() -> None:
 
 @pytest.fixture
 def made() -> Iterator[Callable[..., regroup.Groups]]:
-    """Torch is as it was afterwards."""
+    """Return a function that makes groups. Torch's state is restored at the end."""
     names = "_new_process_group_helper", "_store_based_barrier", "_rank_not_in_group"
     stock = {name: getattr(regroup._c10d, name) for name in names}
     yield regroup.Groups

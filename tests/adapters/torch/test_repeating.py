@@ -113,7 +113,7 @@ def test_what_a_call_has_begun_with_is_put_back(make: Callable[..., Job]) -> Non
 
 
 def test_gradients_that_were_zeros_are_zeros_again(make: Callable[..., Job]) -> None:
-    """None would have the optimizer pass over a parameter that this call does not use."""
+    """With None the optimizer would skip a parameter that this call does not use."""
     job = make()
     how: dict[str, Any] = {"drop": False, "after": lambda: job.optimizer.zero_grad(set_to_none=False)}
     job.calls(**how)
@@ -158,7 +158,7 @@ def test_why_a_call_is_not_made_again(make: Callable[..., Job], wrong: str, why:
 
 
 def test_behind_a_call_that_the_scaler_has_left_out_all_leave(make: Callable[..., Job]) -> None:
-    """Whoever takes a seat begins behind the last update: with the call that was left out."""
+    """A replacement starts after the last update, with the call that was left out."""
     job = make()
     job.repeating._scaler = torch.amp.GradScaler("cpu")
     job.calls()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("replicas")  # they share one run
 
 @pytest.fixture(scope="module", params=["one host", "two hosts"])
 def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
-    """What each rank said, case by case."""
+    """Return the output of each rank, case by case."""
     return run_ranks(WORKER, tmp_path_factory.mktemp("replicas"), request.param)
 
 

@@ -25,7 +25,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Rotating(torch.optim.Optimizer):
-    """State of every odd kind: numbers, mappings with integer keys, lists of tensors, another dtype and shape."""
+    """An optimizer with odd state: numbers, mappings with integer keys, lists of tensors, other dtypes and shapes."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": torch.tensor(0.1), "note": ["a", 1]})
@@ -324,7 +324,7 @@ def test_a_damaged_job_state_is_refused(tmp_path: Path, manifest: Any, data: byt
 
 
 class Counting(nn.Module):
-    """An expanded buffer, which nobody may write into, and an extra state."""
+    """A module with an expanded buffer, which cannot be written, and an extra state."""
 
     def __init__(self, value: float) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ supports = pytest.mark.supports
 
 
 class Remembering(nn.Module):
-    """Its buffers are made, or grow, in the forward pass."""
+    """A module whose buffers are made, or grow, in the forward pass."""
 
     def __init__(self, begin: Any, persistent: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def saved_with(directory: Path, make: Any) -> tuple[Any, Path]:
 
 @supports("buffers made in training")
 def test_a_cache_of_another_size_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As that of rotary embeddings, which grows with the longest sequence that was seen."""
+    """Like the cache of rotary embeddings, which grows with the longest sequence."""
 
     def make(size: int = 4) -> nn.Module:
         model = nn.Linear(6, 3)
@@ -114,7 +114,7 @@ def test_one_that_belongs_into_the_checkpoint_is_refused_before_anything_is_load
 
 @supports("buffers made in training")
 def test_one_that_grows_from_something_is_refused_while_nothing_is_lost(tmp_path: Path) -> None:
-    """A program that is started again begins with the first size, and could not take the checkpoint."""
+    """A restarted program begins with the first size, and could not load the checkpoint."""
     with pytest.raises(UsageError, match=r"seen had the shape \(1, 3\) .* and has \(\d, 3\) now.* empty or None"):
         saved_with(tmp_path, functools.partial(Remembering, torch.zeros(1, 3), True))
 

@@ -49,7 +49,7 @@ def seed(number: int) -> None:
 
 
 def draw() -> list[Any]:
-    """From every stream, an odd number of normals from each: the spare one counts."""
+    """Draw from every stream, an odd number of normals from each, because the spare one is part of the state."""
     return [
         random.random(),
         [random.gauss(0, 1) for _ in range(3)],
@@ -66,7 +66,7 @@ def captured(streams: RngState) -> bytes:
 
 
 def streams_of(data: bytes) -> dict[str, Any]:
-    """What was captured, as the libraries' own functions for the global generators give it."""
+    """Return the captured streams in the form of the libraries' own functions."""
     python, python_gauss, numpy_words, numpy_gauss, host, _ = _split(data)
     return {
         "python": rng.python_state(python, python_gauss),
@@ -76,7 +76,7 @@ def streams_of(data: bytes) -> dict[str, Any]:
 
 
 def numpy_tuple(data: bytes, gauss: bytes) -> tuple[Any, ...] | None:
-    """The older form of ``numpy.random.get_state``; None: it was no Mersenne Twister."""
+    """Return the older form of ``numpy.random.get_state``; None: it is not a Mersenne Twister."""
     state = rng._numpy_state(data, gauss)
     if state["bit_generator"] != "MT19937":
         return None
@@ -85,7 +85,7 @@ def numpy_tuple(data: bytes, gauss: bytes) -> tuple[Any, ...] | None:
 
 
 def said(streams: RngState) -> str:
-    """What was captured, in the words of the libraries: live memory also holds what no number depends on."""
+    """Return the captured streams in the libraries' form: live memory also holds bytes that no number depends on."""
     with numpy.printoptions(threshold=sys.maxsize):
         found = streams_of(captured(streams))
         return repr(found | {"torch": found["torch"].tolist()})
@@ -189,7 +189,7 @@ def test_garbage(data: bytes) -> None:
 
 
 class TestDevice:
-    """The CUDA generator, by a stand-in for torch.cuda."""
+    """The CUDA generator, with a stand-in for torch.cuda."""
 
     class Generator:
         def __init__(self) -> None:
@@ -239,7 +239,7 @@ class TestDevice:
 
 
 class TestTorchMemory:
-    """Torch's stream is read where it lies."""
+    """Torch's stream is read directly from memory."""
 
     def test_it_is_used_here(self) -> None:
         assert RngState()._live is not None
@@ -254,7 +254,7 @@ class TestTorchMemory:
         assert torch.equal(state, torch.get_rng_state())
 
     def test_one_way_reads_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A page of a torch whose memory is known, put back by one whose memory is not, and the other way round."""
+        """A page of a torch whose memory layout is known is restored by one whose layout is not, and vice versa."""
         fast = RngState()
         monkeypatch.setattr(torch_rng, "_offset", lambda: None)
         official = RngState()

@@ -18,7 +18,7 @@ from ttp.errors import UsageError
 
 
 class Rounds:
-    """Such a loop, under a stub processor."""
+    """The loop of this module, under a stub processor."""
 
     def __init__(self, directory: Path) -> None:
         torch.manual_seed(7)

@@ -22,7 +22,7 @@ from ttp.errors import CheckpointError  # noqa: E402
 
 
 def to_the_gate(loop: Loop, overflow: bool) -> None:
-    """An iteration up to the optimizer's step, with a scaler; with ``overflow`` that step will be left out."""
+    """Run an iteration with a scaler up to the optimizer's step, which ``overflow`` makes the scaler skip."""
     loop.forward()
     weight: Any = next(loop.model.parameters())
     loop.scaler.scale(weight.sum() * 0)
@@ -99,7 +99,7 @@ class TestScaler:
 
 @pytest.mark.supports("AMP and GradScaler")
 class TestFused:
-    """An optimizer that takes the scale itself is always stepped; its device decides that nothing is written."""
+    """An optimizer that takes the scale itself always steps; its device decides that nothing is written."""
 
     def loop(self) -> Loop:
         loop = Loop(scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
@@ -145,7 +145,7 @@ class TestFused:
 
 
 class TestScaleOnADevice:
-    """Its numbers are those of the version in the order of the training's work, and nobody waits for them."""
+    """Its values belong to the version in the order of the training's work, and no thread waits for them."""
 
     @pytest.fixture
     def runtime(self) -> Iterator[Any]:
@@ -164,7 +164,7 @@ class TestScaleOnADevice:
 
     @staticmethod
     def scaler_update(loop: Loop) -> None:
-        """What ``update()`` queues, and what it does on the host."""
+        """Do what ``update()`` queues, and what it does on the host."""
         loop.scaler._scale.mul_(2)
         loop.scaler._per_optimizer_states = type(loop.scaler._per_optimizer_states)(dict)
 

@@ -22,7 +22,7 @@ from ttp.errors import ConfigError, UsageError
 
 
 def two(model: nn.Module) -> list[Any]:
-    """One for matrices, one for the rest: as Muon beside AdamW."""
+    """Make one optimizer for matrices and one for the rest, like Muon beside AdamW."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1 and p.requires_grad]
     first: Any = torch.optim.SGD

@@ -151,7 +151,7 @@ def test_a_larger_world(saved: Path, size: int, targets: list[str]) -> None:
     ids=str,
 )
 def test_job_after_job(tmp_path: Path, chain: list[tuple[str, int]]) -> None:
-    """Each resumes from what the one before has trained and saved, on other ranks: DDP 4, 2, 6; HSDP 2x2, 1x4, 4x2."""
+    """Each resumes from the checkpoint of the one before, on other ranks: DDP 4, 2, 6; HSDP 2x2, 1x4, 4x2."""
     before = 0
     for number, (kind, size) in enumerate(chain, 1):
         (tmp_path / "link.json").write_text(json.dumps([kind, before, 2 * number]))

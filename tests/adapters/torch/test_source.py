@@ -51,7 +51,7 @@ class Job:
         self.optimizer.step(*args)
 
     def park(self, *args: Any) -> None:
-        """The training thread comes to the closed gate."""
+        """Let the training thread wait at the closed gate."""
         parked = threading.Event()
         self.processor.gate._on_quiet = parked.set
         self.processor.gate.close()
@@ -146,7 +146,7 @@ def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: 
 
 
 class OnDevice:
-    """A job whose parameters, moments and buffers are on a device; the host makes updates, the device may hang."""
+    """A job with parameters, moments and buffers on a device. The host makes updates, and the device may hang."""
 
     def __init__(self, job: Job, device: Any) -> None:
         self.job, self.device = job, device
@@ -165,7 +165,7 @@ class OnDevice:
                 self.device.device.put(tensor)
 
     def step(self) -> None:
-        """The host queues an update."""
+        """Queue an update from the host."""
         for parameter in self.job.model.parameters():
             if parameter.grad is None:
                 parameter.grad = self.device.device.put(torch.ones_like(parameter))
@@ -212,7 +212,7 @@ def test_a_host_that_is_ahead_saves_what_its_device_has(make: Callable[..., Job]
 
 
 def test_so_it_does_of_what_the_optimizer_keeps_on_the_host(make: Callable[..., Job], device: Any) -> None:
-    """NAdam's product of momenta; a parameter that had no gradient was not counted; a number of somebody's own."""
+    """NAdam's product of momenta, the step count of a parameter without gradient, and a number that a program added."""
     job = make(lambda parameters: torch.optim.NAdam(parameters, foreach=False))
     weight, bias = job.model.parameters()
     on = OnDevice(job, device)
@@ -244,7 +244,7 @@ def test_so_it_does_of_what_the_optimizer_keeps_on_the_host(make: Callable[..., 
 def test_a_device_that_goes_on_while_it_is_saved_is_an_error(
     make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody aborts the communicator: what was queued runs on what the collective left behind."""
+    """The communicator is aborted, so queued work runs on what the collective left behind."""
     job = make(adam)
     on = OnDevice(job, device)
     bring = job.source._to_host
@@ -285,7 +285,7 @@ def test_half_an_update_is_of_no_version(
 
 
 def test_a_device_that_hangs_is_not_waited_for_one_that_moves_is(make: Callable[..., Job], device: Any) -> None:
-    """It stands before the update as long as it stands still, however long the host may be asked to wait otherwise."""
+    """A device that stands still before an update is at the version before, however long the host may wait."""
     job = make(adam)
     on = OnDevice(job, device)
     with Watching(device.device):
@@ -301,7 +301,7 @@ def test_a_device_that_hangs_is_not_waited_for_one_that_moves_is(make: Callable[
 def test_state_on_both_sides_is_whole_only_when_the_device_has_come_to_the_hosts_version(
     make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An optimizer that keeps its moments on the host has those of the update that the device has yet to get."""
+    """With moments on the host, the moments belong to an update that the device has not made yet."""
     monkeypatch.setattr(standing, "INSIDE_S", 0.01)
     job = make(adam)
     on = OnDevice(job, device)
@@ -345,7 +345,7 @@ def test_a_version_that_this_rank_does_not_hold_is_not_written(make: Callable[..
 
 
 def test_a_rank_stopped_before_its_update_brings_its_own_pages(make: Callable[..., Job], tmp_path: Path) -> None:
-    """Of the version that another rank has finished: the forward and backward passes of that one are over here too."""
+    """Its pages fit the version that another rank has finished, because this rank has finished its passes, too."""
     job = make()
     job.step()
     job.park()

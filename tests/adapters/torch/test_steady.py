@@ -43,7 +43,7 @@ def read(page: PageWriter, version: int) -> LocalState:
 
 
 class Counting:
-    """An object of the user's that counts who asks."""
+    """A user's object that counts the calls of its ``state_dict()``."""
 
     def __init__(self, **state: Any) -> None:
         self.state, self.asked = state, 0
@@ -96,7 +96,7 @@ class TestCaptures:
         assert torch.equal(torch.get_rng_state(), drawn)
 
     def test_a_gate_without_a_capture_before_it_asks_everybody(self, page: PageWriter) -> None:
-        """With a closure, or where no backward pass was noticed."""
+        """With a closure, or if no backward pass was noticed."""
         counting = Counting(n=1)
         capture = LocalCapture(nn.Linear(2, 2), ExtraState(counting), page=page)
         for version in range(1, 9):
@@ -123,7 +123,7 @@ def _another_bit_generator(_model: Any) -> None:
 
 
 class TestImage:
-    """The parts of an image are kept from capture to capture; what is in the page is what is there all the same."""
+    """Unchanged parts of an image are kept from capture to capture, but the page has the present state all the same."""
 
     CHANGES: ClassVar[dict[str, Any]] = {
         "python": lambda _model: random.random(),
@@ -179,7 +179,7 @@ class TestImage:
 
 class TestCalls:
     def test_a_step_takes_few_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of functions of ttp, a schedule included; without a capture, which has none of its own here."""
+        """Counts calls of ttp's functions, schedule included, capture excluded."""
         of_all = (torch.nn.modules.module, sys.modules["torch.optim.optimizer"])
         for module in of_all:  # that jobs of other tests have left
             for name in [n for n in vars(module) if n.startswith("_global_") and n.endswith("_hooks")]:

@@ -51,7 +51,7 @@ def ranks(count: int, gone: Any = None, **settings: Any) -> list[Rank]:
 
 
 def warm(*those: Rank, wait: bool = False) -> None:
-    """The first updates, in which hosts wait: one after the other here."""
+    """Make the first updates, in which hosts wait; here one rank after the other."""
     for _ in range(3):
         for rank in those:
             assert not rank.step(lambda turn, meeting=rank.barrier._meeting: run(meeting.come(turn)), wait)  # type: ignore[misc]
@@ -212,7 +212,7 @@ def test_the_rescue_does_not_wait_for_a_device_that_is_held(order: str) -> None:
 def test_a_job_says_that_it_holds_the_gradient_and_makes_the_update_by_order(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All of the adapter, whose host is two updates ahead of a device that waits for a rank which never comes."""
+    """With the whole adapter. The host is two updates ahead of a device that waits for a rank that never comes."""
     one = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
     one.get_world_size, one.get_rank = lambda: 1, lambda: 0
     monkeypatch.setattr("ttp.adapters.torch.loop.barrier.dist", one)
@@ -253,7 +253,7 @@ def test_a_job_says_that_it_holds_the_gradient_and_makes_the_update_by_order(
 @pytest.mark.parametrize("campaign", [1, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
 def test_processes_that_are_killed_while_their_devices_meet(tmp_path: Path, campaign: int) -> None:
-    """Survivors stand at two versions that follow each other at most; those behind make the update when told to."""
+    """Survivors are at most one version apart; those behind make the update on request."""
     for number in range(campaign):
         directory = tmp_path / f"{number}"
         (directory / "pages").mkdir(mode=0o700, parents=True)

@@ -39,7 +39,7 @@ def agreed(path: tuple[str | int, ...]) -> bool:
 
 
 def example() -> dict[str, Any]:
-    """Some of everything: tied, of no dimension, without elements, not contiguous, chunks of larger ones."""
+    """Return tensors of many kinds: tied, without dimensions, empty, not contiguous, chunks of larger ones."""
     generator = torch.Generator().manual_seed(1)
 
     def rand(*shape: int) -> Tensor:
@@ -69,14 +69,14 @@ def example() -> dict[str, Any]:
 
 
 def shares(state: dict[str, Any], count: int) -> list[list[tuple[Any, ...]]]:
-    """The entries of each part; all say that they were dealt in the same way."""
+    """Return the entries of each part. Asserts that all parts were cut in the same way."""
     dealt = [Share(index, count, agreed).of(leaves(state)) for index in range(1, count + 1)]
     assert len({told for _, told in dealt}) == 1
     return [entries for entries, _ in dealt]
 
 
 def covered(state: dict[str, Any], parts: list[list[tuple[Any, ...]]]) -> dict[str, Tensor]:
-    """How often each element of each tensor is written."""
+    """Return how often each element of each tensor is written."""
     seen: dict[str, Tensor] = {}
     for path, _, value in (entry for entries in parts for entry in entries):
         for chunk in chunks_of(value) or ():

@@ -80,7 +80,7 @@ def test_a_gradient_scaler(tmp_path: Path, kind: dict[str, Any]) -> None:
 
 @supports("bf16 with own master weights")
 def test_own_master_weights(tmp_path: Path) -> None:
-    """The masters are a part of what is registered; the copy belongs to the update."""
+    """The optimizer holds the master weights; the copy to the model belongs to the update."""
 
     def make() -> Program:
         model = net().bfloat16()
@@ -230,7 +230,7 @@ def test_an_optimizer_with_quantised_moments(tmp_path: Path) -> None:
 
 @supports("BatchNorm and SyncBatchNorm")
 def test_batch_statistics(tmp_path: Path) -> None:
-    """SyncBatchNorm trains on a device only: here its statistics are moved by hand, and then used."""
+    """SyncBatchNorm trains on a device only: here its statistics are changed by hand, and then used."""
 
     def make() -> Program:
         model: Any = nn.SyncBatchNorm.convert_sync_batchnorm(net(nn.BatchNorm1d(8)))
@@ -248,7 +248,7 @@ def test_batch_statistics(tmp_path: Path) -> None:
 
 
 class Numbers(IterableDataset[Tensor]):
-    """Each worker draws its own, and can begin anywhere."""
+    """A data set whose workers draw their own numbers, and can begin anywhere."""
 
     begin = 0
 
@@ -260,7 +260,7 @@ class Numbers(IterableDataset[Tensor]):
 
 
 class StatefulLoader:
-    """With the two methods of torchdata's StatefulDataLoader, and workers that fetch ahead."""
+    """A loader with the two methods of torchdata's StatefulDataLoader, and workers that fetch ahead."""
 
     def __init__(self) -> None:
         self.given, self._batches = 0, iter(())
@@ -281,14 +281,14 @@ class StatefulLoader:
         self.given = state["given"]
 
     def end(self) -> None:
-        """End the workers. In a cycle of garbage their queues may end first: then torch waits 5 s for each worker."""
+        """End the workers. If garbage collection ended their queues first, torch would wait 5 s for each worker."""
         self._batches = iter(())
 
 
 @supports("StatefulDataLoader with workers")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_loader_that_knows_its_place(tmp_path: Path) -> None:
-    """What workers have fetched ahead is not lost and not given twice."""
+    """Batches that workers have fetched ahead are neither lost nor given twice."""
 
     def make() -> Program:
         model = net()

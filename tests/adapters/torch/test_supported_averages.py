@@ -32,7 +32,7 @@ def test_an_averaged_model(tmp_path: Path, use_buffers: bool) -> None:
 
 @supports("EMA")
 def test_statistics_in_an_average_are_told() -> None:
-    """Each rank makes them from its own batches, and a checkpoint has those of one."""
+    """Each rank computes them from its own batches, and a checkpoint has those of one rank."""
     from ttp.adapters.torch.local_state.extra_state import ExtraState
 
     plain, synced = net(nn.BatchNorm1d(8)), nn.SyncBatchNorm.convert_sync_batchnorm(net(nn.BatchNorm1d(8)))
@@ -42,7 +42,7 @@ def test_statistics_in_an_average_are_told() -> None:
 
 
 class OwnAverage:
-    """Of the weights, by name; no module."""
+    """An average of the weights, by name, that is not a module."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.shadow = model, {name: p.detach().clone() for name, p in model.named_parameters()}

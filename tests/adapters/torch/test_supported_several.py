@@ -134,7 +134,7 @@ def test_a_schedule_by_the_epoch(tmp_path: Path, saved: str, monkeypatch: pytest
 
 
 class Lookahead(Optimizer):
-    """As it is published: every k steps the weights go half of the way back to slow ones."""
+    """The published algorithm: every k steps the weights go half-way back to slow weights."""
 
     def __init__(self, optimizer: Optimizer, k: int = 2, alpha: float = 0.5) -> None:
         self.optimizer, self.k, self.alpha = optimizer, k, alpha
@@ -167,7 +167,7 @@ class Lookahead(Optimizer):
 
 
 class SAM(Optimizer):
-    """As it is published: up to the worst point near by, and from the gradient there."""
+    """The published algorithm: up to the worst point near by, and from the gradient there."""
 
     def __init__(self, parameters: Any, base: Any, rho: float = 0.05, **settings: Any) -> None:
         super().__init__(parameters, {"rho": rho, **settings})
@@ -195,7 +195,7 @@ class SAM(Optimizer):
 
 
 class AcceleratedOptimizer(Optimizer):
-    """As accelerate's: an optimizer in form only, which passes everything on."""
+    """Like accelerate's: a subclass of Optimizer that passes every call on."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -223,7 +223,7 @@ class AcceleratedOptimizer(Optimizer):
 
 
 class Container(Optimizer):
-    """As torchtitan's."""
+    """Like torchtitan's."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self.optimizers = [adamw(part) for part in parts]
@@ -263,7 +263,7 @@ def test_what_has_others_inside(tmp_path: Path, name: str) -> None:
 
 @supports("optimizer containers and wrappers")
 def test_a_wrapper_with_a_state_of_its_own(tmp_path: Path) -> None:
-    """It is given as extra state too."""
+    """It is given as ``extra_state``, too."""
 
     def make() -> Program:
         model = net()

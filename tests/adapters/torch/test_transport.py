@@ -24,7 +24,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ProcessGroupNCCL]]:
-    """torch has one, with the settings of a launcher; torch is as it was afterwards."""
+    """Let torch have NCCL, with a launcher's settings. Torch's state is restored at the end."""
     names = "_new_process_group_helper", "_store_based_barrier", "_rank_not_in_group", "_NCCL_AVAILABLE"
     for name in names:
         monkeypatch.setattr(c10d, name, getattr(c10d, name))
@@ -56,7 +56,7 @@ def renew(groups: regroup.Groups, server: Any, launch: int) -> None:
 
 
 class TestLettingGo:
-    """All communicators of a process are aborted at once, and nobody waits for ever."""
+    """All communicators of a process are aborted at once, within a time limit."""
 
     @staticmethod
     def groups(count: int) -> tuple[regroup.Groups, list[Any]]:
@@ -67,7 +67,7 @@ class TestLettingGo:
         return groups, list(ProcessGroupNCCL.made)
 
     def test_all_of_them_at_once(self, nccl: type[ProcessGroupNCCL]) -> None:
-        """One that is aborted may wait until the others are: one after the other would never end."""
+        """An abort may wait until the others are aborted, so one after the other would never end."""
         groups, backends = self.groups(4)
         together = threading.Barrier(4)
         nccl.on_abort = staticmethod(lambda _backend: together.wait(PATIENCE_S))
@@ -81,7 +81,7 @@ class TestLettingGo:
     def test_one_that_does_not_end_is_an_error(
         self, nccl: type[ProcessGroupNCCL], monkeypatch: pytest.MonkeyPatch, kind: str, words: str
     ) -> None:
-        """By a deadline of ours: that of torch is the time-out of the group."""
+        """The limit is ttp's own: torch would wait for the group's timeout."""
         groups, backends = self.groups(3)
         unkind = made_up_nccl.UNKIND[kind]
         nccl.on_abort = staticmethod(lambda backend: unkind(backend) if backend is backends[1] else None)
@@ -121,7 +121,7 @@ def test_a_group_that_is_made_meanwhile_does_not_disturb_who_lets_go(monkeypatch
 
 
 class TestExchange:
-    """The groups stay, their backends are others, made as the old ones were."""
+    """The groups stay; their backends are replaced by new ones, made as the old ones were."""
 
     def test_of_a_survivor(self, nccl: type[ProcessGroupNCCL], server: Any) -> None:
         groups = regroup.Groups(seat=False, with_nccl=True)
@@ -155,7 +155,7 @@ class TestExchange:
             assert c10d._world.pg_names[own] == names[2]
 
     def test_of_a_newcomer(self, nccl: type[ProcessGroupNCCL], server: Any) -> None:
-        """Until then its groups speak to nobody; then they are as if it had made them with the others."""
+        """Before the exchange its groups have no peers. After it they are as if made together with the others."""
         groups = regroup.Groups(seat=True, with_nccl=True)
         given = nccl.Options()
         given.config.max_ctas, given._timeout = 2, timedelta(seconds=33)
@@ -197,7 +197,7 @@ class TestExchange:
 
 
 class TestRefusal:
-    """Whatever speaks against it is said when the job is joined."""
+    """Every obstacle is reported when the rank joins the job."""
 
     def why_not(self, with_nccl: bool = True) -> str:
         groups = regroup.Groups(seat=False, with_nccl=with_nccl)
@@ -206,7 +206,7 @@ class TestRefusal:
         return groups.why_not()
 
     def test_nothing(self, nccl: type[ProcessGroupNCCL]) -> None:
-        """A group of one was made, aborted and made again for that, and the job's own is as it was."""
+        """For the check a group of one rank was made, aborted and made again; the job's own group is unchanged."""
         assert self.why_not() == ""
         own, *tried = nccl.made
         assert len(tried) == 2 and all(backend.aborted.is_set() for backend in tried) and not own.aborted.is_set()

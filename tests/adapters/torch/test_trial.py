@@ -22,7 +22,7 @@ from ttp.testing.digests import digest
 
 
 class Packed(Tensor):
-    """As torchao's: a tensor of its own class, made of others."""
+    """A tensor subclass that consists of other tensors, like torchao's."""
 
     packed: Tensor
 
@@ -151,7 +151,7 @@ class TestWhenItIsWrapped:
 
 
 class Eight(torch.optim.SGD):
-    """An optimizer whose state is what a test wants it to be."""
+    """An optimizer with the state that a test gives it."""
 
     def __init__(self, parameters: Any, make: Callable[[Tensor], Any]) -> None:
         super().__init__(parameters, lr=0.1)
@@ -270,7 +270,7 @@ class TestWhatChangesAfterWrapping:
     @pytest.mark.supports("param groups added later")
     @pytest.mark.parametrize("several", [False, True])
     def test_a_save_in_the_iteration_that_adds_one(self, tmp_path: Path, several: bool) -> None:
-        """It is of the version before, which had none; the program adds it again."""
+        """The save is of the version before, which had no new group. The program adds it again."""
         job = Job(tmp_path)
         first, other = (torch.optim.Adam(layer.parameters(), lr=0.1) for layer in job.model.children())
         job.optimizer, steps = [first, other] if several else first, [first, other] if several else [first]
@@ -287,7 +287,7 @@ class TestWhatChangesAfterWrapping:
     @pytest.mark.supports("param groups added later")
     @pytest.mark.parametrize("named", [False, True])
     def test_a_program_that_has_not_added_it_yet_gets_it(self, tmp_path: Path, named: bool) -> None:
-        """The step that adds it is behind the one at which it begins."""
+        """The program starts after the step that would add it."""
 
         def parameters(model: nn.Module, *layers: str) -> Any:
             found = [(name, p) for name, p in model.named_parameters() if name[0] in layers]
@@ -347,7 +347,7 @@ class TestWhatChangesAfterWrapping:
     def test_a_program_that_has_not_frozen_them_hears_of_it(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, frozen: bool
     ) -> None:
-        """It would do so at a step behind which it begins."""
+        """The program starts after the step that would freeze them."""
         job, fresh = Job(tmp_path).wrap(), Job(tmp_path).wrap()
         job.step()
         (job if frozen else fresh).model[1].requires_grad_(False)

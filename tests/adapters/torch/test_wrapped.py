@@ -25,7 +25,7 @@ no_grad: Any = torch.no_grad
 
 
 class Container(Base):  # type: ignore[misc]
-    """torchtitan's: one optimizer for each part of the model; its own state stays empty."""
+    """Like torchtitan's: one optimizer for each part of the model; its own state stays empty."""
 
     def __init__(self, model: Any) -> None:
         parts = [list(child.parameters()) for child in (model.first, model.norm, model.second)]
@@ -42,7 +42,7 @@ class Container(Base):  # type: ignore[misc]
 
 
 class Schedulers:
-    """torchtitan's container of schedules."""
+    """Like torchtitan's container of schedulers."""
 
     def __init__(self, optimizers: list[Any]) -> None:
         self.schedulers = [StepLR(each, 1, 0.9) for each in optimizers]
@@ -59,7 +59,7 @@ class Schedulers:
 
 
 class Delegate(Base):  # type: ignore[misc]
-    """accelerate's: no hooks of its own, passes everything on."""
+    """Like accelerate's: no hooks of its own, and every call is passed on."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.scaler = optimizer, None
@@ -79,7 +79,7 @@ Delegate.__name__ = "AcceleratedOptimizer"
 
 
 class Lookahead(Base):  # type: ignore[misc]
-    """As most implementations: slow weights in a state of its own, ``Optimizer.__init__`` is not called."""
+    """Like most implementations: slow weights in a state of its own, and ``Optimizer.__init__`` is not called."""
 
     def __init__(self, optimizer: Any, every: int = 2) -> None:
         self.optimizer, self.every, self.count = optimizer, every, 0
@@ -115,7 +115,7 @@ class Lookahead(Base):  # type: ignore[misc]
 
 
 class LookaheadInside(Lookahead):
-    """As timm's: slow weights in the state of the optimizer inside."""
+    """Like timm's: slow weights in the state of the optimizer inside."""
 
     def slow(self, parameter: Any) -> dict[str, Any]:
         found: dict[str, Any] = self.optimizer.state[parameter]
@@ -132,7 +132,7 @@ class LookaheadInside(Lookahead):
 
 
 class Sam(Base):  # type: ignore[misc]
-    """As davda54/sam."""
+    """Like davda54/sam."""
 
     def __init__(self, parameters: Any) -> None:
         self.param_groups: Any
@@ -163,7 +163,7 @@ class Sam(Base):  # type: ignore[misc]
 
 
 class Hiding(Base):  # type: ignore[misc]
-    """Keeps its momentum in an attribute."""
+    """An optimizer that keeps its momentum in an attribute."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -177,7 +177,7 @@ class Hiding(Base):  # type: ignore[misc]
 
 
 class Sign(Base):  # type: ignore[misc]
-    """Needs no state."""
+    """An optimizer without state."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})

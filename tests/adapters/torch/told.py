@@ -16,7 +16,7 @@ class Told:
     """What each rank returned, by case and world.
 
     Args:
-        directory: holds a file for each of them.
+        directory: holds a file for each rank.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -32,17 +32,17 @@ def run_worker(module: str, directory: Path) -> Told:
     """Run a worker that plays all ranks to its end.
 
     Raises:
-        AssertionError: it failed; what it said is in the text.
+        AssertionError: it failed; the text has its output.
     """
     _run(module, directory, [(directory,)])
     return Told(directory)
 
 
 def run_ranks(module: str, directory: Path, *arguments: object, world: int = 2) -> list[list[Any]]:
-    """Run the ranks of a job to their end, given the directory, their number and ``arguments``: what each said in JSON.
+    """Run the ranks of a job to their end, with directory, rank and ``arguments``. Returns the JSON that each printed.
 
     Raises:
-        AssertionError: one failed; what they said is in the text.
+        AssertionError: a rank failed; the text has all output.
     """
     return [
         [json.loads(line) for line in said.splitlines()]

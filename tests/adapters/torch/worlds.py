@@ -21,7 +21,7 @@ TIMEOUT_S = 500
 def run_world(
     directory: Path, module: str, function: str, size: int = 4, env: Mapping[str, str] = MappingProxyType({})
 ) -> list[Any]:
-    """``function(directory, rank)`` of ``module`` on every rank; what each returns, through JSON.
+    """Run ``function(directory, rank)`` of ``module`` on every rank. Returns the results, passed as JSON.
 
     Raises:
         AssertionError: a rank failed; its traceback is in the text.

@@ -33,7 +33,7 @@ Make = Callable[[Groups], Any]
 
 
 def given(make: Make) -> Make:
-    """Frozen parameters are not given to the optimizer, as when a part of a model is tuned."""
+    """Give the optimizer the trained parameters only, as when a part of a model is tuned."""
     return lambda groups: make([{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups])
 
 
@@ -59,7 +59,7 @@ class Job:
         join(self.adapter, self.processor, directory / "pages", self.rank)
 
     def save(self, version: int, savers: dict[str, int], how: How = How.AS_IS) -> str:
-        """Freeze, write the shards of which this rank is the saver, commit; the path of the checkpoint."""
+        """Freeze, write the shards of which this rank is the saver, commit; return the path of the checkpoint."""
         shards = (Shard(shard) for shard, rank in savers.items() if rank == self.rank)
         path = save_together(self.adapter, self.processor, version, shards, how, pages=(Rank(self.rank),))
         self.processor.gate.open()
@@ -71,7 +71,7 @@ class Job:
 
 
 def facts(training: Training) -> dict[str, Any]:
-    """What belongs to a version, by name."""
+    """Return all state of a version, by name."""
     optimizer = getattr(training.optimizer, "optim", training.optimizer)
     names = {id(p): name for name, p in training.model.named_parameters()}
     return {
@@ -83,7 +83,7 @@ def facts(training: Training) -> dict[str, Any]:
 
 
 def differences(training: Training, expected: dict[str, Any]) -> list[str]:
-    """Where the training is not what is expected, element by element; moments as far as they are here."""
+    """Return the names of state that differs from ``expected``; of moments only those that this rank has."""
     mine = facts(training)
     found = [f"weight {name}" for name, w in expected["weights"].items() if not torch.equal(w, mine["weights"][name])]
     for name, state in mine["moments"].items():
@@ -100,14 +100,14 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def reference(steps: int, mixed: bool = True) -> dict[str, Any]:
-    """The state of a plain data-parallel training after so many steps."""
+    """Return the state of a plain data-parallel training after so many steps."""
     training = Training(given(plain), mixed)
     training.step(steps)
     return facts(training)
 
 
 def spoil(job: Job) -> None:
-    """As a torn exchange leaves it: what other ranks update is garbage here."""
+    """Leave the state of a torn exchange: parameters that other ranks update are garbage here."""
     optimizer = job.training.optimizer
     for parameter in optimizer.param_groups[0]["params"] + optimizer.param_groups[1]["params"]:
         if not optimizer.holds(parameter):
@@ -118,7 +118,7 @@ def spoil(job: Job) -> None:
 
 
 def save_replicated(directory: Path) -> dict[str, Any]:
-    """Saved from copies in different columns after a torn exchange; kept for other worlds."""
+    """Save from copies in different columns after a torn exchange; the checkpoint is kept for other worlds."""
     expected = reference(STEPS)
     job = Job(directory / "replicated", replicated(2))
     job.training.step(STEPS)
@@ -152,7 +152,7 @@ def save_plain(directory: Path) -> dict[str, Any]:
 
 
 def save_torch_zero(directory: Path) -> dict[str, Any]:
-    """Every shard has one copy: that is said once; saved while all are there."""
+    """Every shard has one copy, which is logged once. The job is saved while all ranks live."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -173,7 +173,7 @@ def save_torch_zero(directory: Path) -> dict[str, Any]:
 
 
 def undone(directory: Path) -> dict[str, Any]:
-    """The version before the last update, from what was kept of the own partition."""
+    """Save the version before the last update, from the copy of the own partition."""
     steps = 7  # what follows the frozen weights is known by then
     expected = reference(steps - 1)
     job = Job(directory / "undo", replicated(2), undo="preimage")
@@ -191,7 +191,7 @@ def undone(directory: Path) -> dict[str, Any]:
 
 
 def redone(directory: Path) -> dict[str, Any]:
-    """All stand at the gate; ranks 0 and 1 make the update by order, and enter no exchange until they are released."""
+    """All ranks wait at the gate. Ranks 0 and 1 make the update on request, with no exchange before their release."""
     expected = reference(STEPS)
     job = Job(directory / "redo", replicated(2))
     job.training.step(STEPS - 1)
@@ -214,13 +214,13 @@ def redone(directory: Path) -> dict[str, Any]:
 
 
 def _step_with_one_thread(training: Training) -> None:
-    """As the reference was made: OpenMP counts for each thread that asks, and sums have other bits with two."""
+    """Step with one OpenMP thread, like the reference: with two threads sums have other bits."""
     torch.set_num_threads(1)
     training.step()
 
 
 def refused(directory: Path) -> dict[str, Any]:
-    """An optimizer that shards within half of the ranks: fine where gradients are reduced over all of them."""
+    """An optimizer shards within half of the ranks. That is right if gradients are reduced over all ranks."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[dist.get_rank() // 2]
     half = replicated(1, process_group=mine)
@@ -253,7 +253,7 @@ def restore(directory: Path, source: str, make: Make, mixed: bool = True) -> dic
 
 
 def worlds(directory: Path) -> dict[int, dict[str, Callable[[], dict[str, Any]]]]:
-    """In this order: the first one saves."""
+    """Return the worlds in their order: the first one saves."""
     saves = {
         "replicated": save_replicated,
         "plain": save_plain,
@@ -278,7 +278,7 @@ def worlds(directory: Path) -> dict[int, dict[str, Callable[[], dict[str, Any]]]
 
 
 def main() -> None:
-    """With the directory for what is found as its argument."""
+    """Run all worlds; the argument is the directory for the results."""
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
     run(directory, worlds(directory))

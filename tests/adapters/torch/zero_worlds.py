@@ -31,7 +31,7 @@ Groups = list[dict[str, Any]]
 
 
 class Model(nn.Module):
-    """Parameters of several sizes, memory formats and dtypes; some frozen, one of a single element, one of none."""
+    """Parameters of several sizes, memory formats and dtypes; some are frozen, one has one element, one has none."""
 
     def __init__(self, mixed: bool = True) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Model(nn.Module):
         return answer
 
     def groups(self) -> Groups:
-        """With and without weight decay."""
+        """Return param groups with and without weight decay."""
         matrices = [p for p in self.parameters() if p.dim() > 1]
         return [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in self.parameters() if p.dim() <= 1]}]
 
@@ -87,7 +87,7 @@ class Training:
         return self.losses == other.losses and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
     def moments_equal(self, other: Training) -> bool:
-        """Of the parameters whose state this rank has."""
+        """Compare the moments of the parameters whose state this rank has."""
         pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
         found = [(self.optimizer.state[a], other.optimizer.state[b]) for a, b in pairs if a in self.optimizer.state]
         return bool(found) and all(torch.equal(a[key], b[key]) for a, b in found for key in a)
@@ -108,7 +108,7 @@ def replicated(replicas: int, limit: int | None = None, **settings: Any) -> Call
 
 
 def steps_like_plain(replicas: int, limit: int | None = None) -> dict[str, Any]:
-    """Trains as plain DDP does; a frozen layer is thawed on the way."""
+    """Train like plain DDP; a frozen layer is thawed on the way."""
     one, reference = Training(replicated(replicas, limit)), Training(plain)
     for training in (one, reference):
         training.step(STEPS)
@@ -133,13 +133,13 @@ def steps_like_plain(replicas: int, limit: int | None = None) -> dict[str, Any]:
 
 
 def _received(optimizer: ReplicatedOptimizer) -> set[int]:
-    """Where an exchange writes."""
+    """Return the memory that an exchange writes to."""
     rounds = [one for _, some in optimizer._gather._rounds for one in some]
     return {tensor.data_ptr() for one in rounds for to, _ in one.receive for tensor in to}
 
 
 def like_zero() -> dict[str, Any]:
-    """The same bits as torch's own."""
+    """Compare the bits with those of torch's ZeroRedundancyOptimizer."""
     one = Training(replicated(2), mixed=False)
     torch_zero = Training(
         lambda groups: ZeroRedundancyOptimizer(groups, AdamW, lr=1e-2, betas=(0.9, 0.999)), mixed=False
@@ -224,7 +224,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Counting(SGD):
-    """Writes into its own param groups at each step, and changes the learning rate."""
+    """An optimizer that writes into its own param groups at each step, and changes the learning rate."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -234,7 +234,7 @@ class Counting(SGD):
 
 
 def written_by_inner() -> dict[str, Any]:
-    """What the inner optimizer writes is seen outside by its first post hook, and comes back at the next step."""
+    """What the inner optimizer writes is visible outside in its first post hook, and is kept for the next step."""
     parameter = nn.Parameter(torch.ones(4))
     optimizer = ReplicatedOptimizer([parameter], Counting, 2, lr=1.0)
     seen = []
@@ -265,7 +265,7 @@ def skipped_by_scaler() -> dict[str, Any]:
 
 
 def few_parameters() -> dict[str, Any]:
-    """More shards than parameters: some ranks hold nothing, and take part."""
+    """There are more shards than parameters, so some ranks hold nothing, and take part."""
     parameter = nn.Parameter(torch.ones(3))
     optimizer = ReplicatedOptimizer([("only", parameter)], AdamW, 1, lr=0.1, fused=True)
     for _ in range(2):
@@ -314,7 +314,7 @@ def _refusal(attempt: Callable[[], Any]) -> str:
 
 
 def torn_exchange() -> dict[str, Any]:
-    """Rank 1 dies between its update and the exchange: the update of the others is whole."""
+    """Rank 1 dies between its update and the exchange. The update of the others is whole."""
     one, reference = Training(replicated(2)), Training(plain)
     for training in (one, reference):
         training.step(2)
@@ -356,7 +356,7 @@ WORLDS: Worlds = {
 
 
 def run(directory: Path, worlds: Worlds) -> None:
-    """One world after the other, to its end."""
+    """Run one world after the other, to its end."""
     for size, cases in worlds.items():
         children = [_forked(directory, size, cases, rank) for rank in range(size)]
         ends = [os.waitpid(pid, 0)[1] for pid in children]
@@ -378,7 +378,7 @@ def _forked(directory: Path, size: int, cases: Mapping[str, Case], rank: int) ->
 
 
 def main() -> None:
-    """With the directory for what is found as its argument."""
+    """Run the worlds; the argument is the directory for the results."""
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
     run(directory, WORLDS)
