@@ -49,7 +49,7 @@ def test_a_version_that_was_not_tried_is_a_warning(
 
 @pytest.fixture(params=ttp.FRAMEWORKS)
 def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of one that is not imported, whose package cannot be, installed or not."""
+    """Return the name of a module that is not imported, and whose package cannot be imported, installed or not."""
     for name in [name for name in sys.modules if name.startswith("ttp.adapters.frameworks.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, f"ttp.{request.param}", raising=False)

@@ -9,7 +9,7 @@ from tests.adapters.megatron.nursery import Nursery
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Worlds of ranks that have megatron-core imported already."""
+    """Worlds of ranks that have already imported megatron-core."""
     made = Nursery()
     yield made
     made.close()

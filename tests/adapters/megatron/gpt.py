@@ -16,7 +16,7 @@ SEQUENCE, VOCABULARY, MICROBATCHES = 8, 64, 2
 
 @dataclass(frozen=True)
 class Shape:
-    """How a job is laid out, and what it computes with."""
+    """The layout of a job, and its numerical settings."""
 
     tp: int = 1
     pp: int = 1
@@ -42,7 +42,7 @@ class Training:
     """Model, optimizer and scheduler of one rank; ``step`` makes one iteration.
 
     Args:
-        shape: of the job.
+        shape: the job's layout.
         seed: of weights and random streams.
     """
 
@@ -77,12 +77,12 @@ class Training:
         """Called between the reduced gradients and the optimizer; tests put something here."""
 
     def train(self, updates: int) -> None:
-        """Iterate until so many more updates are made."""
+        """Iterate until ``updates`` more updates are made."""
         while updates:
             updates -= self.step()
 
     def step(self) -> bool:
-        """One iteration as Megatron-LM makes it; whether it was an update."""
+        """Make one iteration as Megatron-LM does. Returns whether it was an update."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.args.curr_iteration = self.args.iteration
@@ -198,7 +198,7 @@ def _chunk(config: Any, shape: Shape, stage: int) -> Any:
 
 
 def scale(linear: Any) -> None:
-    """Give a layer what Transformer Engine gives one in FP8: a history of largest inputs that its output depends on."""
+    """Give a layer the state of Transformer Engine's FP8 layers: a history of inputs that changes its output."""
 
     class Scaled(type(linear)):  # type: ignore[misc] # which class Megatron has made is known only now
         """See ``scale``."""

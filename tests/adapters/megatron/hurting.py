@@ -27,11 +27,11 @@ from ttp.processor.gate.meeting import BrokenError, Meeting
 
 
 class Hurt:
-    """Of this rank, in one life.
+    """The fault of this rank in one launch.
 
     Args:
         fault: ``ranks`` that kill themselves together, ``step`` (updates before it), ``phase``; ``host``: with the
-            memory of their host; ``out`` and ``broken``: see ``Halfway``. Empty: nothing happens.
+            memory of their host; ``out`` and ``broken``: see ``Halfway``. Empty: no fault.
         life: how often the job was started before.
     """
 
@@ -42,15 +42,15 @@ class Hurt:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that are killed."""
+        """The ranks that are killed."""
         return list(self.fault["ranks"])
 
     def due(self, phase: str) -> bool:
-        """Whether it happens in this phase of this step, to whomever."""
+        """Whether the fault happens in this phase of this step, on any rank."""
         return bool(self.fault) and (self.step, phase) == (self.fault["step"], self.fault["phase"])
 
     def at(self, phase: str) -> None:
-        """The end of this rank, if it is its turn; when all who are to die have got as far as this."""
+        """Kill this rank if the fault is due here, when all ranks to be killed have reached this point."""
         if not self.due(phase) or self.rank not in self.ranks:
             return
         self.mark("dying")
@@ -60,20 +60,20 @@ class Hurt:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def mark(self, what: str) -> None:
-        """Let the others see it."""
+        """Leave a mark that other ranks can see."""
         (self._directory / f"{what}.{self._life}.{self.rank}").touch()
 
     def marked(self, what: str, ranks: Iterable[int]) -> bool:
-        """Whether these ranks have said so."""
+        """Whether these ranks have left the mark."""
         return all((self._directory / f"{what}.{self._life}.{rank}").exists() for rank in ranks)
 
     def wait_for(self, what: str, ranks: Iterable[int]) -> None:
-        """Return when they have."""
+        """Wait until these ranks have left the mark."""
         while not self.marked(what, ranks):
             time.sleep(0.001)
 
     def watch(self, training: Training) -> None:
-        """Put a call of ``at`` into every phase of a step. Before ttp puts its hooks there."""
+        """Put a call of ``at`` into every phase of a step. Call this before ttp adds its hooks."""
         for number, inner in enumerate(training.optimizer.chained_optimizers):
             if inner.optimizer is not None:
                 inner.optimizer.register_step_pre_hook(lambda *_args, n=number: self.at(f"pre_step{n}"))
@@ -85,17 +85,16 @@ class Hurt:
             Halfway(self).watch(training)
 
     def watch_behind(self, training: Training) -> None:
-        """The same for what is behind the hooks of ttp."""
+        """Put calls of ``at`` behind the hooks of ttp."""
         first = training.optimizer.chained_optimizers[0].optimizer
         first.register_step_pre_hook(lambda *_args: self.at("passed"))
 
 
 class Halfway:
-    """The ranks ``out`` make the update, then ``ranks`` are killed; the others are left behind.
+    """A fault: the ranks ``out`` make the update, then ``ranks`` are killed; all others do not make the update.
 
-    As a barrier does it that ends on some ranks only. Those left behind wait in theirs for ever, or see it break
-    (``broken``). Where there is no barrier, ranks differ like that before the update: those left behind wait in front
-    of it for one that is dead.
+    This happens when a barrier ends on some ranks only. For the other ranks the barrier never ends, or with ``broken``
+    raises an error. In a job without a barrier they wait for a dead rank before the update.
     """
 
     def __init__(self, hurt: Hurt) -> None:
@@ -104,7 +103,7 @@ class Halfway:
         self._left = [rank for rank in range(dist.get_world_size()) if rank not in (*hurt.ranks, *self._out)]
 
     def watch(self, training: Training) -> None:
-        """Where there is no barrier, and whoever has made the update."""
+        """Watch the end of updates and, in a job without a barrier, their beginning."""
         if not self._out:
             return
         if self._hurt.fault.get("undo"):
@@ -120,15 +119,15 @@ class Halfway:
         gate.end_update = end_update
 
     def come(self) -> None:
-        """This rank waits in the barrier."""
+        """Note that this rank waits in the barrier and will not make the update."""
         if self._hurt.rank in self._left:
             self._hurt.mark("left")
 
     def over(self, over: bool) -> bool:
-        """What the barrier looks like from this rank.
+        """Return whether the barrier is over for this rank.
 
         Raises:
-            BrokenError: it is to look broken.
+            BrokenError: the fault breaks the barrier for this rank.
         """
         if self._hurt.rank in self._out:
             return over
@@ -151,21 +150,21 @@ class Halfway:
             time.sleep(3600)
 
     def _die(self) -> None:
-        """When the others are where they have to be."""
+        """Kill this rank when the other ranks are where the fault needs them."""
         self._hurt.wait_for("updated", self._out)
         self._hurt.wait_for("left", self._left)
         self._hurt.at("halfway")
 
 
 def _lose_memory() -> None:
-    """All ranks of the host do it at once: what one does not find any more another has removed."""
+    """Remove the host's pages. All of its ranks do so at once, so files may be gone already."""
     processor = ttp.session.current().processor
     assert processor is not None and processor.host.pages is not None
     shutil.rmtree(processor.host.pages.path, ignore_errors=True)
 
 
 def _watch_barrier(hurt: Hurt) -> None:
-    """The barrier before the update."""
+    """Put calls of ``at`` into the barrier before the update."""
 
     class WatchedMeeting(Meeting):
         halfway: Halfway | None = None
@@ -187,7 +186,7 @@ def _watch_barrier(hurt: Hurt) -> None:
 
 
 def _watch_passes(training: Training, hurt: Hurt) -> None:
-    """Within the forward and the backward pass, and when the optimizer has updated and gathered the weights."""
+    """Put calls of ``at`` into forward and backward pass, and after the optimizer's update and gather."""
     watched: Any = training
     forward, step = watched._forward, watched.optimizer.step
 

@@ -24,11 +24,11 @@ EP2_DP2 = {"ep": 2, "instances": 2, "experts": True}
 
 
 class Job:
-    """Of four ranks.
+    """A job of four ranks.
 
     Args:
         nursery: where the ranks come from.
-        directory: for all that it writes.
+        directory: for everything that the job writes.
         shape: see ``gpt.Shape``.
     """
 
@@ -41,14 +41,14 @@ class Job:
 
     @property
     def checkpoint(self) -> Path:
-        """Of the version at which it was killed."""
+        """The checkpoint of the version at which the job was killed."""
         return self.save_dir / f"tft_saved_checkpoints-step_{KILLED_AT}"
 
     def versions(self) -> list[str]:
         return [path.name for path in sorted(self.save_dir.glob("tft_saved_*"))]
 
     def live(self, life: int, **how: Any) -> list[int]:
-        """Exit codes of a life under ttp, with a controller of its own; see ``worlds.job``."""
+        """Run one launch under ttp, with a controller of its own, and return exit codes; see ``worlds.job``."""
         env = {"TTP_TOKEN": "a secret", "MASTER_ADDR": "127.0.0.1", "TTP_OT": "60"}
         env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TORCHELASTIC_RESTART_COUNT": str(life)}
         env |= how.pop("env", {})
@@ -58,12 +58,12 @@ class Job:
         )
 
     def starts(self) -> list[int]:
-        """The version at which each life began."""
+        """Return the version at which each launch began."""
         lines = (line.split() for line in (self.directory / "rank0.log").read_text().splitlines())
         return [int(words[2]) for words in lines if words[1] == "start"]
 
     def seen(self, rank: int, life: int | None = None) -> dict[int, set[str]]:
-        """What a rank held at each version that it finished, in one life or in all; see ``worlds.bits``."""
+        """Return what a rank held at each version that it finished, in one launch or in all; see ``worlds.bits``."""
         found: dict[int, set[str]] = {}
         for words in (line.split() for line in (self.directory / f"rank{rank}.log").read_text().splitlines()):
             if words[1] == "version" and life in (None, int(words[0])):
@@ -71,38 +71,38 @@ class Job:
         return found
 
     def kill(self, dead: list[int], phase: str, undo: str | None = None) -> None:
-        """A first life, in which these ranks are killed in one step; the others save."""
+        """Run a first launch in which these ranks are killed in one step and the others save."""
         codes = self.live(0, fault={"ranks": dead, "step": KILLED_AT, "phase": phase}, undo=undo)
         assert codes == [-9 if rank in dead else 75 for rank in range(4)], self.story()
 
     def state(
         self, name: str, shape: dict[str, Any] | None = None, ranks: int = 4, **how: Any
     ) -> dict[str, torch.Tensor]:
-        """Global tensors by name of a job without ttp; see ``worlds.state``."""
+        """Return the global tensors of a job without ttp, by name; see ``worlds.state``."""
         self.run_state(name, shape, ranks, **how)
         return dict(assembled(self.directory / f"{name}.{rank}.pt" for rank in range(ranks)))
 
     def run_state(self, name: str, shape: dict[str, Any] | None = None, ranks: int = 4, **how: Any) -> None:
-        """The same, without looking at it: of weights that are yet to be gathered ranks have different ones."""
+        """Run such a job without comparing its ranks, whose weights differ if they are not gathered yet."""
         codes = self.nursery.run(
             self.directory, "state", ranks=ranks, name=name, shape=self.shape if shape is None else shape, **how
         )
         assert codes == [0] * ranks, self.story()
 
     def unhurt(self) -> dict[str, torch.Tensor]:
-        """The state that the checkpoint should hold; the job went on to its end and left its summaries."""
+        """Return the state that the checkpoint should hold. The job then ran to its end and left its summaries."""
         return self.state("unhurt", steps=KILLED_AT)
 
     def summary(self, name: str, rank: int) -> dict[str, str]:
-        """Of a state."""
+        """Return a rank's summary of a state."""
         return dict(torch.load(self.directory / f"{name}.{rank}.pt", weights_only=True)["summary"])
 
     def after(self, name: str, rank: int) -> dict[str, str]:
-        """The summary of a state's job when it had gone on to its end."""
+        """Return a rank's summary at the end of the job of a state."""
         return dict(json.loads((self.directory / f"{name}.{rank}.json").read_text()))
 
     def assert_resumed_as_unhurt(self) -> None:
-        """The second life has come to the same end as the job that was never hurt."""
+        """Check that the second launch ended like the job without a fault."""
         for rank in range(4):
             resumed = json.loads((self.directory / f"result{rank}.json").read_text())
             never_hurt = self.after("unhurt", rank)
@@ -110,13 +110,13 @@ class Job:
             assert not different, (rank, [(resumed[name], never_hurt[name]) for name in sorted(different)])
 
     def story(self) -> str:
-        """What the ranks said."""
+        """Return the output of the ranks."""
         outputs = sorted(self.directory.glob("rank*.out"))
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in outputs)
 
 
 def assembled(files: Iterator[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Global tensors from the boxes of all ranks; copies of one box have to be equal, and none may be missing."""
+    """Yield global tensors from the boxes of all ranks. Copies of a box have to be equal, and no box may be missing."""
     whole: dict[str, torch.Tensor] = {}
     seen: dict[str, torch.Tensor] = {}
     for file in files:
@@ -134,7 +134,7 @@ def assembled(files: Iterator[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Every element of every weight and moment."""
+    """Compare every element of every weight and moment."""
     assert one.keys() == other.keys()
     assert any("exp_avg_sq" in key for key in one)
     for key, value in one.items():
@@ -156,7 +156,7 @@ def _key_of(name: str, known: Container[str]) -> str:
 
 
 def assert_whole(unhurt: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-    """Every element of a file's weights and moments; the job's tensors hold all layers, or all experts of them."""
+    """Compare every weight and moment of a file with the job's tensors, which hold all layers or experts."""
     seen: dict[str, torch.Tensor] = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in unhurt.items()}
     for name, weight in state["model"].items():
         steps = name.split(".")

@@ -31,7 +31,7 @@ ATTEMPTS = 5
 
 
 class Nursery:
-    """The process, as a test sees it."""
+    """The process of this module, as a test uses it."""
 
     def __init__(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
@@ -49,7 +49,7 @@ class Nursery:
         controller: bool = False,
         **arguments: Any,
     ) -> list[int]:
-        """Exit codes by rank. What a rank printed or raised is in ``directory/rank<r>.out``."""
+        """Run a world and return exit codes by rank. A rank's output is in ``directory/rank<r>.out``."""
         directory.mkdir(parents=True, exist_ok=True)
         order = {
             "ranks": ranks,
@@ -65,7 +65,7 @@ class Nursery:
         return list(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
-        """No worlds any more."""
+        """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(60)
@@ -96,7 +96,7 @@ def _run(worlds: Any, order: dict[str, Any]) -> list[int]:
 
 
 def _serving(order: dict[str, Any]) -> int:
-    """The pid of a controller that listens; the ranks find it by their environment."""
+    """Start a controller that ranks find through their environment; return its pid."""
     for _ in range(ATTEMPTS):
         order["env"]["TTP_PORT"] = str(port := free_port())
         pid = _fork_controller(order["env"], port)
@@ -130,7 +130,7 @@ def _left(pid: int) -> bool:
 
 
 def _end(controller: int) -> None:
-    """It writes what it still has to write, unless it has left by itself."""
+    """End the controller unless it has ended. It writes its last lines before."""
     deadline = time.monotonic() + LEAVING_S
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(controller, signal.SIGTERM)

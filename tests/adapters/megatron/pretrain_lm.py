@@ -32,7 +32,7 @@ NOT_USED = (
 
 
 class Empty(ModuleType):
-    """Any name of it is a function that gives back what it is given, as a decorator would."""
+    """A module in which every name is a function that returns its argument, as a decorator would."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -45,7 +45,7 @@ class Empty(ModuleType):
 
 
 class Event:
-    """Of a device."""
+    """A stand-in for an event of a device."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -84,7 +84,7 @@ def _fill_gaps() -> None:
 
 
 def _skip_kernels() -> None:
-    """Nothing is compiled: neither fused kernels nor the helper of the data set, which the installed package has."""
+    """Compile nothing: neither fused kernels nor the data set's helper, which the installed package has."""
     for module, name in (
         ("megatron.training.initialize", "set_jit_fusion_options"),
         ("megatron.training.training", "set_jit_fusion_options"),
@@ -95,7 +95,7 @@ def _skip_kernels() -> None:
 
 
 def _watch(training: Any) -> None:
-    """Notes what this rank holds at each version, as ``worlds`` does, and where it ends."""
+    """Record this rank's state at each version, as ``worlds`` does, and kill it where the test says."""
     train_step, train = training.train_step, training.train
     rank, iteration = map(int, os.environ.get("LM_KILL", "-1:-1").split(":"))
 
@@ -126,7 +126,7 @@ def _watch(training: Any) -> None:
 
 
 def main() -> None:
-    """Until it has ended."""
+    """Run the program to its end."""
     torch.set_num_threads(1)
     _look_like_a_device()
     _fill_gaps()

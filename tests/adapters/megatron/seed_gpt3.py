@@ -29,7 +29,7 @@ def gpt3(shape: dict[str, Any], steps: int, life: int = 0, fault: dict[str, Any]
 
     Args:
         shape: see ``Shape``; the optimizer is the replicated one.
-        steps: updates in the life of the job.
+        steps: number of updates of the job.
         life: how often it was started before.
         fault: ``{"rank", "step", "at"}`` of a rank that kills itself.
     """
@@ -64,7 +64,7 @@ def gpt3(shape: dict[str, Any], steps: int, life: int = 0, fault: dict[str, Any]
 
 
 def plain(shape: dict[str, Any], steps: int) -> None:
-    """The same training with Megatron's own optimizer: every rank has all of its state."""
+    """The same training with Megatron's own optimizer: every rank has the whole state."""
     training = _made(shape | {"bf16": True, "distributed": False, "replicated": False}, 0, None, True)
     for _ in range(steps):
         training.step()
@@ -107,7 +107,7 @@ def _patch_step(framework_ttp: Any, optimizer: Any, hurt: Hurt) -> None:
 
 
 def _join_the_job(ttp: Any, mega: Any) -> None:
-    """Line by line as in the guide."""
+    """Join the job with the calls of the guide, line by line."""
     from megatron.core import parallel_state as mpu
 
     cur_rank = dist.get_rank()

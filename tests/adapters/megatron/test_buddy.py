@@ -21,7 +21,7 @@ EVERY, STEPS, LOST_AT = 2, 8, 5
 
 
 def check(nursery: Nursery, directory: Path, shape: dict[str, Any], hosts: str, dead: list[int]) -> Job:
-    """A host is lost with its memory; the job goes on from the kept copies, with the bits of an unbroken one."""
+    """Lose a host with its memory. Check that the job goes on from second copies with the bits of an unbroken job."""
     job = Job(nursery, directory, shape)
     how = {"ranks": len(hosts), "steps": STEPS, "hosts": hosts}
     how["env"] = {"TTP_BUDDY_EVERY": str(EVERY), "TTP_STANDBYS": "0", "TTP_TOKEN": "a secret"}
@@ -39,7 +39,7 @@ def check(nursery: Nursery, directory: Path, shape: dict[str, Any], hosts: str, 
 
 
 def assert_one_count(checkpoint: Path) -> None:
-    """Megatron finds the same count in every param group, though one may be empty on whoever wrote that."""
+    """Check that Megatron finds the same step count in every param group, even one that is empty on the saver."""
     common = torch.load(checkpoint / "common.pt", weights_only=False)
     optimizers = [common["optimizer"]] if "optimizer" in common["optimizer"] else common["optimizer"].values()
     counts = {group.get("step") for each in optimizers for group in each["optimizer"]["param_groups"]}

@@ -15,7 +15,7 @@ SMALL = ["--layers", "2", "--heads", "2", "--width", "16", "--context", "8", "--
 
 
 def run(nursery: Nursery, directory: Path, *flags: str) -> list[str]:
-    """What the rank that knows the loss has printed."""
+    """Run the example and return the output of the rank that knows the loss."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     arguments = [*SMALL, "--save-dir", str(directory / "checkpoints"), *flags]
     codes = nursery.run(directory, "example", env=env, arguments=arguments)

@@ -91,7 +91,7 @@ def test_a_module_that_fails_does_not_hurt_the_training(caplog: pytest.LogCaptur
 
 
 class Chunk(nn.Module):
-    """As Megatron's DistributedDataParallel, as far as a gather is concerned."""
+    """A stand-in for Megatron's DistributedDataParallel in a gather."""
 
     def __init__(self, overlap: bool) -> None:
         super().__init__()

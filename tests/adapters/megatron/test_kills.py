@@ -80,7 +80,7 @@ def test_samples_are_counted_as_megatron_counts_them(nursery: Nursery, tmp_path:
     ],
 )
 def test_updates_can_be_undone(nursery: Nursery, tmp_path: Path, shape: dict[str, Any], phase: str) -> None:
-    """Without a barrier before the update; whether the others have made it when they are frozen is a race."""
+    """There is no barrier before the update, so survivors may have made it or not when they are frozen."""
     job = Job(nursery, tmp_path, shape)
     job.kill([1], phase, undo="preimage")
     assert job.versions() in (["tft_saved_checkpoints-step_3"], ["tft_saved_checkpoints-step_4"])

@@ -12,7 +12,7 @@ from ttp.adapters.megatron.local_chunks import boxes
 
 @st.composite
 def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """A memory of distinct numbers, a view into it in memory order, a stretch."""
+    """Draw memory with distinct numbers, a view of it in memory order, and a stretch of the memory."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
     gaps = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
     first, strides, span = draw(st.integers(0, 4)), [0] * len(sizes), 1

@@ -34,12 +34,12 @@ STEPS = 2 * (len(PHASES) + 6) + 4
 
 
 def groups_of(layout: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Ranks with the same half of the state."""
+    """Return the two groups of ranks with the same half of the state."""
     return ((0, 1), (2, 3)) if layout.startswith("PP") else ((0, 2), (1, 3))
 
 
 def victims(layout: str) -> dict[str, list[int]]:
-    """Who is killed."""
+    """Return the sets of ranks to kill, by name."""
     one, two = groups_of(layout)
     return {
         "one rank": [3],
@@ -51,7 +51,7 @@ def victims(layout: str) -> dict[str, list[int]]:
 
 
 def phases_of(layout: str, who: str, undo: bool) -> list[str]:
-    """Only with experts there is a second optimizer. Two stages of one pipeline are never in their passes at once."""
+    """Return the phases. Only experts have a second optimizer, and two stages are never in their passes at once."""
     never = set() if "experts" in layout else {"post_step1"}
     never |= {"barrier"} if undo else set()
     never |= {"forward", "backward"} if (layout, who) == ("PP2 x DP2", "a whole column") else set()
@@ -59,9 +59,10 @@ def phases_of(layout: str, who: str, undo: bool) -> list[str]:
 
 
 def faults_of(layout: str, who: str, undo: bool) -> Iterator[dict[str, Any]]:
-    """Without their steps: every phase, and every way in which the survivors can be parted half-way; see ``Halfway``.
+    """Yield faults without their steps: every phase, and every way to divide the survivors; see ``Halfway``.
 
-    Where there are three of them, one way to be left behind for each: to hang, or to see the barrier break.
+    The barrier of those that do not update hangs or breaks: with two survivors there is a fault for each, else the two
+    alternate.
     """
     dead = victims(layout)[who]
     for phase in phases_of(layout, who, undo):
@@ -74,10 +75,10 @@ def faults_of(layout: str, who: str, undo: bool) -> Iterator[dict[str, Any]]:
 
 
 def allowed(layout: str, fault: dict[str, Any], undo: bool) -> set[int]:
-    """Versions that may be saved, by Statement 1; none: it has to be refused.
+    """Return the versions that may be saved, by Statement 1; empty: the save must be refused.
 
-    Before the last gradient has left the dead nobody can have updated. Once all have left the barrier everybody holds
-    the gradient, so that the update is made. In between it is open how far the survivors came.
+    Before the dead ranks have sent their last gradient no rank can have updated. After the barrier every rank has the
+    gradient, so the update is made. In between survivors may have updated or not.
     """
     dead, before, phase = set(fault["ranks"]), fault["step"], fault["phase"]
     if any(set(group) <= dead for group in groups_of(layout)):
@@ -94,7 +95,7 @@ def allowed(layout: str, fault: dict[str, Any], undo: bool) -> set[int]:
 
 
 def unbroken(nursery: Nursery, directory: Path, layout: str) -> Job:
-    """The job that nothing happens to."""
+    """Run the job without a fault."""
     job = Job(nursery, directory, LAYOUTS[layout])
     assert nursery.run(directory, "job", shape=job.shape, steps=STEPS) == [0] * 4, job.story()
     return job
@@ -102,14 +103,14 @@ def unbroken(nursery: Nursery, directory: Path, layout: str) -> Job:
 
 @dataclass
 class Row:
-    """One job that is hurt in one phase after the other, each time in the life that the one before has left.
+    """One job with a fault in one phase after the other, each in the next launch.
 
     Args:
         layout: one of ``LAYOUTS``.
         who: one of ``victims``.
         undo: with pre-images instead of the barrier.
-        outcomes: by phase.
-        problems: all that is not as it should be.
+        outcomes: number of outcomes, by phase.
+        problems: what was not as expected.
     """
 
     layout: str
@@ -121,7 +122,7 @@ class Row:
     _start: int = 0
 
     def run(self, nursery: Nursery, directory: Path, reference: Job, only: str = "") -> Row:
-        """Hurt it, life after life; then it goes on to its end, and has been like ``reference`` all the time."""
+        """Inject the faults, launch after launch; then run to the end and compare all versions with ``reference``."""
         job = Job(nursery, directory, LAYOUTS[self.layout])
         for fault in faults_of(self.layout, self.who, self.undo):
             if only not in ("", fault["phase"]):
@@ -137,10 +138,10 @@ class Row:
         return self
 
     def _hurt(self, job: Job, fault: dict[str, Any]) -> str:
-        """One fault; returns what came of it.
+        """Run one launch with its fault and return the outcome.
 
         Raises:
-            AssertionError: something else than what has to.
+            AssertionError: the outcome is not allowed.
         """
         known = _incidents(job)
         try:
@@ -208,7 +209,7 @@ def test_matrix(
 
 
 def main(wanted: list[str]) -> None:
-    """Every row is printed when it is done; problems go to standard error."""
+    """Print each finished row, and problems to stderr."""
     nursery, wrong = Nursery(), 0
     print(f"| layout | with | killed | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 3)}|", flush=True)
     for layout, undo in itertools.product(LAYOUTS, (False, True)):
@@ -229,7 +230,7 @@ def main(wanted: list[str]) -> None:
 
 
 def _phase_wanted(wanted: list[str], layout: str, who: str) -> str | None:
-    """The only one of this row; empty: all of it is wanted, None: nothing."""
+    """Return the phase that is wanted of this row; empty: all of them, None: the row is not wanted."""
     for name in wanted:
         like, only, phase = (*name.split(":"), "", "")[:3]
         if layout == like and only in ("", who):

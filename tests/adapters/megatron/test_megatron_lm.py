@@ -37,16 +37,16 @@ ARGS = """
 
 
 class Pretraining(Job):
-    """Of one directory."""
+    """A job of Megatron-LM in one directory."""
 
     def noted(self, rank: int) -> list[tuple[int, int, str, str, int]]:
-        """Life, version, state, random streams and consumed samples, in their order."""
+        """Return launch, version, state, random streams and consumed samples, in their order."""
         lines = (line.split() for line in (self.directory / f"rank{rank}.log").read_text().splitlines())
         return [(int(life), int(version), state, rng, int(seen)) for life, version, state, rng, seen in lines]
 
 
 def pretrain(directory: Path, *more: str, kill: str = "", plain: bool = False) -> Pretraining:
-    """A job that has come to its end, once it was killed where that was asked for."""
+    """Run a job to its end, with a kill if ``kill`` names one."""
     env = {"LM_ARGS": " ".join([*ARGS.split(), "--train-iters", str(ITERATIONS), *more]), "TORCHDYNAMO_DISABLE": "1"}
     env |= (
         {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -33,7 +33,7 @@ def unhurt(killed: Job) -> dict[str, torch.Tensor]:
 
 @pytest.mark.supports("FP8 extra state in Megatron")
 def test_the_job_goes_on_as_if_nothing_had_happened(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
-    """Its second life is hooked as Megatron-LM's own training loop is."""
+    """In its second launch ttp is installed as in Megatron-LM's own training loop."""
     assert killed.live(1, through="install") == [0] * 4, killed.story()
     killed.assert_resumed_as_unhurt()
 
@@ -63,7 +63,7 @@ def test_megatron_itself_reads_it(killed: Job, unhurt: dict[str, torch.Tensor]) 
 
 
 def test_one_file_of_it_has_the_names_of_the_model(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
-    """TP2 x DP2 as the whole of it, every element: names are those of the model on one rank."""
+    """One file of a TP2 x DP2 job has every element, with the names of the model on one rank."""
     convert(killed.checkpoint, killed.directory / "all.pt", "torch", watch=lambda _what, _total: lambda _count: None)
     state = torch.load(killed.directory / "all.pt", weights_only=True)
     assert_whole(unhurt, state)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400), pyt
 
 
 def killed(nursery: Nursery, directory: Path, shape: dict[str, Any]) -> tuple[Job, dict[str, torch.Tensor]]:
-    """A job that was killed, and the state that it should have saved."""
+    """Return a job that was killed, and the state that it should have saved."""
     job = Job(nursery, directory, shape)
     job.kill([1], "reduced")
     return job, job.unhurt()
@@ -65,7 +65,7 @@ def test_another_kind_of_optimizer(nursery: Nursery, tmp_path: Path, bf16: bool)
     ],
 )
 def test_one_file_of_it(nursery: Nursery, tmp_path: Path, shape: dict[str, Any]) -> None:
-    """Everything is in it, under the names of the model."""
+    """The file has the whole state, with the names of the model."""
     job, unhurt = killed(nursery, tmp_path, shape)
     convert(job.checkpoint, tmp_path / "all.pt", "torch", watch=lambda _what, _total: lambda _count: None)
     assert_whole(unhurt, torch.load(tmp_path / "all.pt", weights_only=True))

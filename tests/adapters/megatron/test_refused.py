@@ -79,7 +79,7 @@ def test_chains_of_chains_are_followed_in_order() -> None:
 
 
 class Scaler:
-    """Like Megatron's dynamic one."""
+    """A stand-in for Megatron's dynamic scaler."""
 
     def __init__(self, scale: float, tracker: int) -> None:
         self.scale, self.tracker = torch.tensor([scale]), tracker
@@ -102,7 +102,7 @@ def test_counters_are_those_of_the_finished_iteration_and_come_back() -> None:
 
 
 def test_a_loss_scale_on_a_device_is_waited_for_only_when_it_is_another_one() -> None:
-    """It is captured several times a step."""
+    """It is captured several times per step."""
     device, scaler = FakeDevice(), Scaler(64.0, 1)
     device.put(scaler.scale)
     progress = Progress(None, [SimpleNamespace(grad_scaler=scaler)])
@@ -124,7 +124,7 @@ def test_without_args_there_is_nothing_to_count() -> None:
 
 
 def test_all_param_groups_have_one_count_of_updates() -> None:
-    """As Megatron saves it: a rank on which a group is empty may be the one that writes what is equal on all."""
+    """As Megatron saves it: the rank that writes what is equal on all ranks may have an empty group."""
     fused: list[dict[str, Any]] = [
         {"kind": "dense", "groups": [{"lr": 1, "step": 8}, {"lr": 2, "step": 4}, {"lr": 3}], "step": None},
         {"kind": "expert", "groups": [{"lr": 4}], "step": None},

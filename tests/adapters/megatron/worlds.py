@@ -34,7 +34,7 @@ def _rank() -> int:
 
 
 def _join(name: str, shape: Shape) -> None:
-    """Without a name: the process group of whoever launched this rank."""
+    """Join the job's process group; without a name, the one that the launcher has made possible."""
     collectives: Any = dist
     if name:
         store = collectives.FileStore(str(_directory() / f"store.{name}"), int(os.environ["WORLD_SIZE"]))
@@ -58,12 +58,12 @@ def job(
 
     Args:
         shape: see ``Shape``.
-        steps: updates in the life of the job.
+        steps: number of updates of the job.
         life: how often it was started before.
         fault: see ``Hurt``.
         undo: see ``protect``.
         through: ``protect``, or ``install`` into something like Megatron-LM's training module.
-        hosts: for each rank the letter of the host that it believes to be on; then with ``buddy=True``.
+        hosts: for each rank the letter of its supposed host; then with ``buddy=True``.
         launched: there is a launcher, which has made a process group possible.
     """
     if hosts:
@@ -97,7 +97,7 @@ def _protected(training: Training, run: Callable[[int], None], undo: str | None,
 
 
 def _pretrain(training: Training, run: Callable[[int], None]) -> None:
-    """What ``pretrain`` of Megatron-LM does, as far as ttp hooks it."""
+    """Do what ``pretrain`` of Megatron-LM does, as far as ttp hooks it."""
     from ttp.adapters.megatron import install
 
     def train(_forward_step: Any, model: Any, _optimizer: Any, _scheduler: Any) -> None:
@@ -133,13 +133,13 @@ def _note(text: str) -> None:
 
 
 def bits(training: Training) -> str:
-    """Of everything that the updates so far have made of this rank's weights, moments and schedule."""
+    """Return a digest of this rank's weights, moments and schedule."""
     found = summary(training)
     return digest(*(found[name].encode() for name in ("weights", "main", "moments", "groups", "scalers", "schedule")))
 
 
 def digest(*parts: Any) -> str:
-    """Of the values of these tensors."""
+    """Return a digest of the values of these tensors."""
     h = hashlib.sha256()
     for part in parts:
         h.update(part.detach().float().contiguous().numpy().tobytes() if isinstance(part, torch.Tensor) else part)
@@ -147,7 +147,7 @@ def digest(*parts: Any) -> str:
 
 
 def summary(training: Training) -> dict[str, str]:
-    """All that a resumed rank has to have in common with one that never stopped."""
+    """Return everything in which a resumed rank has to equal one that never stopped."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     inner = [each.optimizer for each in training.optimizer.chained_optimizers if each.optimizer is not None]
@@ -176,7 +176,7 @@ def summary(training: Training) -> dict[str, str]:
 
 
 def growing_batches() -> None:
-    """Megatron's own count, of batches that grow from 5 to 10 samples and that two ranks cannot always deal out."""
+    """Check Megatron's own count, with batches that grow from 5 to 10 samples and cannot always be divided by two."""
     from megatron.core import num_microbatches_calculator as batches
 
     from ttp.adapters.megatron.rank_state import Progress, samples_after
@@ -226,7 +226,7 @@ def _restore_by_ttp(training: Training, save_dir: str) -> None:
 
 
 def _restore_by_megatron(training: Training, checkpoint: str) -> None:
-    """What ``load_checkpoint`` of Megatron-LM does with a ``torch_dist`` checkpoint."""
+    """Do what ``load_checkpoint`` of Megatron-LM does with a ``torch_dist`` checkpoint."""
     from megatron.core import dist_checkpointing
 
     metadata = dist_checkpointing.load_content_metadata(checkpoint)
@@ -259,9 +259,9 @@ Boxes = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 
 def _boxes(training: Training) -> Boxes:
-    """Key, global shape, offset and elements of all weights and moments, brought together without ttp.
+    """Return key, global shape, offset and elements of all weights and moments, gathered without ttp.
 
-    Megatron's own ``fully_reshardable`` state is not used: of a model of several buckets it leaves out elements.
+    Megatron's own ``fully_reshardable`` state is not used: it leaves out elements of a model with several buckets.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -290,7 +290,7 @@ def _dtype_of(entry: Any, value: torch.Tensor) -> dict[str, Any]:
 
 
 def _states(optimizer: Any) -> list[tuple[Any, dict[str, torch.Tensor]]]:
-    """Parameter, and its fp32 copy and moments, whole."""
+    """Return each parameter with its fp32 copy and moments, whole."""
     if hasattr(optimizer, "_get_model_param_range_map"):
         return [(parameter, _gathered(optimizer, parameter)) for parameter in _buffered(optimizer)]
     plain = optimizer.optimizer
@@ -310,7 +310,7 @@ def _buffered(optimizer: Any) -> list[Any]:
 
 
 def _gathered(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
-    """Of the stretches of all ranks of one instance."""
+    """Return copy and moments of a parameter, from the stretches of all ranks of one instance."""
     whole = {name: torch.zeros(parameter.numel()) for name in ("param", "exp_avg", "exp_avg_sq")}
     if parameter in optimizer.model_param_gbuf_map:
         stretch = optimizer._get_model_param_range_map(parameter)["param"]
@@ -323,7 +323,7 @@ def _gathered(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
 
 
 def example(arguments: list[str]) -> None:
-    """``examples/megatron_gpt`` as a launcher would start it."""
+    """Run ``examples/megatron_gpt`` as a launcher would start it."""
     script = Path(__file__).parents[3] / "examples" / "megatron_gpt" / "pretrain.py"
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))

@@ -31,14 +31,14 @@ WIDTH, HIDDEN, CLASSES, BATCH, ROWS = 16, 32, 4, 8, 64
 
 
 def group_of(rank: int, groups: list[list[int]], name: str) -> str:
-    """The group of this rank; only its members make it."""
+    """Return the group of this rank; only its members make it."""
     mine = next(index for index, ranks in enumerate(groups) if rank in ranks)
     create_group(f"{name}{mine}", groups[mine])
     return f"{name}{mine}"
 
 
 class Sliced(nn.Cell):
-    """Half of the hidden layer here, the other half elsewhere; the results are added up."""
+    """A layer with half of the hidden units; the other half is on other ranks, and the results are added."""
 
     def __init__(self, half: int, together: str) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Sliced(nn.Cell):
 
 
 class HybridStep(nn.TrainOneStepCell):
-    """Gradients of a slice are averaged over the ranks that hold it; those of the rest over all ranks."""
+    """Averages gradients of a slice over the ranks that hold it, and other gradients over all ranks."""
 
     def __init__(self, network: nn.Cell, optimizer: nn.Optimizer, replicas: str) -> None:
         super().__init__(network, optimizer)

@@ -37,8 +37,9 @@ Kill = tuple[int, int, str]
 class Job:
     """A job directory and how it is launched.
 
-    ``kills`` hurt the first launch, ``later`` those after it. ``steps[rank][step]`` is what ``rank`` printed last of a
-    step: the bits of its loss and a digest of its state.
+    ``kills`` are faults of the first launch, ``later`` of those after it. ``steps[rank][step]`` is what ``rank``
+    printed last
+    of a step: the bits of its loss and a digest of its state.
     """
 
     directory: Path
@@ -54,7 +55,7 @@ class Job:
     code: int = -1
 
     def run(self, timeout_s: float = 240) -> Job:
-        """Until the job is over. Nothing is left running."""
+        """Run the job to its end. No process is left running."""
         self.directory.mkdir(parents=True, exist_ok=True)
         command = ["run", "--mindspore", "--nproc-per-node", str(self.workers)]
         command += ["--max-restarts", str(self.max_restarts), *self.flags, str(self.script), *self.arguments]
@@ -70,7 +71,7 @@ class Job:
         return self
 
     def run_with_msrun(self, timeout_s: float) -> Job:
-        """Until the last worker has ended; msrun itself ends before the first has begun."""
+        """Run until the last worker has ended; msrun itself ends before the first has begun."""
         logs = self.directory / f"msrun-{len(list(self.directory.glob('msrun-*')))}"
         command = [str(MSRUN), f"--worker_num={self.workers}", f"--local_worker_num={self.workers}", "--join=False"]
         command += [f"--master_port={free_port()}", f"--log_dir={logs}", str(self.script), *self.arguments]
@@ -87,7 +88,7 @@ class Job:
         return self
 
     def _mine(self) -> Iterator[psutil.Process]:
-        """Processes of this job."""
+        """Return the processes of this job."""
         for process in psutil.process_iter(["environ"]):
             if (process.info["environ"] or {}).get("JOB_DIR") == str(self.directory):
                 yield process
@@ -121,7 +122,7 @@ class Job:
 
     @property
     def begun(self) -> list[int]:
-        """After which step each launch began, as rank 0 said."""
+        """Return the step after which each launch began, from rank 0's output."""
         return [int(step) for step in BEGUN.findall(self.output)]
 
     @property

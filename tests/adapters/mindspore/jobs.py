@@ -13,14 +13,14 @@ S8_GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def rank_name(rank: int) -> str:
-    """As the sample of seed documents has it: the folder tells the rank."""
+    """Return a name as in the sample of the documents, where the folder tells the rank."""
     return "checkpoint-2_1875.ckpt"
 
 
 def make_job(
     root: Path, groups: Groups, name: Callable[[int], str] = rank_name, *, step: int = 1875, crc: bool = True
 ) -> Path:
-    """A folder ``rank_N`` for each rank of ``groups``; ranks of one group hold the same, others do not."""
+    """Make a folder ``rank_N`` for each rank of ``groups``. Ranks of one group hold the same state."""
     import mindspore as ms
 
     for place, group in enumerate(groups):
@@ -43,14 +43,14 @@ def make_job(
 
 
 def flip(path: Path, at: int = -40) -> None:
-    """One bit of the bytes of the last tensor, or of what follows it."""
+    """Flip a bit in the last tensor, or in what follows it."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
 def group_of(path: Path) -> float:
-    """Which group's weights a file holds, as MindSpore loads it."""
+    """Return the group whose weights a file holds, as MindSpore loads it."""
     import mindspore as ms
 
     return float(ms.load_checkpoint(str(path), crc_check=True)["l1.w"].asnumpy()[0, 0])

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """One parameter: device matrix, tensor map, optimizer shards and their stride."""
+    """The layout of one parameter: device matrix, tensor map, optimizer shards and their stride."""
 
     devices: Sequence[int]
     axes: Sequence[int]

@@ -16,7 +16,7 @@ from typing import Any
 
 
 class NoTorch(MetaPathFinder):
-    """Who trains with MindSpore has no torch."""
+    """Blocks the import of torch, which MindSpore's users may not have."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname.partition(".")[0] == "torch":
@@ -40,10 +40,11 @@ def replace(owner: type, name: str, function: Any) -> None:
 
 
 class Killer(Callback):
-    """Ends this process without a word: ``begin`` of the step, at the ``gate``, in the ``update``, at the ``end``.
+    """Kills this process: at the ``begin`` of the step, at the ``gate``, in the ``update``, or at the ``end``.
 
-    Steps are counted from the first launch on. In the ``meeting`` before an update it ends when it has told its coming
-    to one rank, and those that could make the update without more of it have made it.
+    Steps are counted from the first launch on. In the ``meeting`` before an update the process dies after it has told
+    its
+    arrival to one rank, when the ranks that can make the update with that message have made it.
     """
 
     def __init__(self, step: int, place: str) -> None:
@@ -97,7 +98,7 @@ class Killer(Callback):
 
 
 class Stamps(Callback):
-    """Says when each step was made."""
+    """Prints the time of each step."""
 
     def on_train_step_end(self, run_context: Any) -> None:
         print(f"stepped at {time.monotonic():.3f}", flush=True)
@@ -109,7 +110,7 @@ AHEAD = 2
 
 
 def leave_traces() -> None:
-    """A file for each update that this rank has made."""
+    """Leave a file for each update that this rank has made."""
     real = adapter.MindSporeAdapter.end_update
 
     def traced(found: Any) -> None:

@@ -18,7 +18,7 @@ OWN = Path("own")
 
 
 def save(cb_params: Any, append_dict: dict[str, Any]) -> None:
-    """One file, under the name of the step and the rank; MindSpore renames it when it is whole."""
+    """Write one file, named after step and rank. It is renamed when it is whole, as MindSpore does."""
     OWN.mkdir(exist_ok=True)
     file = OWN / f"{append_dict['step_num']}-{append_dict['cur_rank']}.ckpt"
     ms.save_checkpoint(cb_params.train_network, str(file), integrated_save=False, append_dict=append_dict)

@@ -21,7 +21,7 @@ TensorMap = Sequence["int | list[int]"]
 
 @dataclass(frozen=True)
 class Cut:
-    """One tensor's layout, as a strategy file spells it."""
+    """The layout of one tensor, in the terms of a strategy file."""
 
     devices: tuple[int, ...]
     tensor_map: TensorMap
@@ -29,7 +29,7 @@ class Cut:
     opt_step: int = 0
 
     def piece(self, full: Array, rank: int) -> Array:
-        """What ``rank`` holds, by splitting axis after axis."""
+        """Return what ``rank`` holds, by splitting axis after axis."""
         at = self._coordinates(rank)
         for axis, cuts in enumerate(self.tensor_map):
             for device in cuts if isinstance(cuts, list) else [cuts]:
@@ -54,7 +54,7 @@ Tensors = Mapping[str, Array]
 
 
 def real_cuts(devices: tuple[int, ...], *, opt: bool = False) -> dict[str, Cut]:
-    """The layouts of the real strategy files: columns, rows, not at all."""
+    """Return the layouts of the real strategy files: columns, rows, not cut."""
     split = {"opt_size": 2, "opt_step": 4} if opt else {}
     lone = {"opt_size": 2, "opt_step": 1} if opt else {}
     made = {"l1.w": Cut(devices, [-1, 0], **split), "l2.w": Cut(devices, [0, -1], **split)}
@@ -70,12 +70,12 @@ def real_tensors() -> dict[str, Array]:
 
 
 def pieces(tensors: Tensors, cuts: Cuts, rank: int) -> dict[str, Array]:
-    """What a rank of a stage holds; what is in no layout it holds whole."""
+    """Return what a rank of a stage holds. Tensors without a layout are held whole."""
     return {name: cuts[name].piece(full, rank) if name in cuts else full for name, full in tensors.items()}
 
 
 def save(directory: Path, tensors: Tensors, cuts: Cuts, ranks: Iterable[int], step: int = 12, first: int = 0) -> Path:
-    """Files of ``ranks`` as stock MindSpore writes them, with what training adds; ``first``: of this stage."""
+    """Write files of ``ranks`` as stock MindSpore does, with training's additions; ``first``: first rank of this stage."""
     import mindspore as ms
 
     for rank in ranks:
@@ -93,7 +93,7 @@ def save(directory: Path, tensors: Tensors, cuts: Cuts, ranks: Iterable[int], st
 
 
 def write_strategy(path: Path, cuts: Cuts, stage: int = 0) -> Path:
-    """A strategy file as MindSpore writes one."""
+    """Write a strategy file as MindSpore does."""
     from mindspore.train import node_strategy_pb2
 
     document = node_strategy_pb2.ParallelStrategyMap(current_stage=2)
@@ -117,7 +117,7 @@ def write_strategy(path: Path, cuts: Cuts, stage: int = 0) -> Path:
 
 
 def load(directory: Path, rank: int) -> dict[str, Any]:
-    """What stock MindSpore reads from a rank's file, with its CRC."""
+    """Read a rank's file with stock MindSpore, including its CRC."""
     import mindspore as ms
 
     (file,) = (directory / f"rank_{rank}").glob("*.ckpt")
@@ -132,7 +132,7 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def assert_cut(directory: Path, tensors: Tensors, cuts: Cuts | None, ranks: Iterable[int], first: int = 0) -> None:
-    """Every element of every rank is that of plain slicing; None: not cut."""
+    """Check every element of every rank against plain slicing; None: not cut."""
     for rank in ranks:
         kept = tensors if cuts is None else {name: tensors[name] for name in tensors if name in cuts}
         assert_same(load(directory, rank), pieces(kept, cuts or {}, rank - first))

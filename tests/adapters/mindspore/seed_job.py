@@ -23,7 +23,7 @@ SEED, IMAGES = 1, 128
 
 
 def watched(killers: list[Killer]) -> None:
-    """The program's own callback, which every step goes through, moves the killers, and says what a step came to."""
+    """Make the program's own callback, which runs in every step, call the killers and print the result of each step."""
     begin, end = Protection.on_train_step_begin, Protection.on_train_step_end
 
     def on_begin(self: Protection, run_context: Any) -> None:

@@ -26,7 +26,7 @@ CONFIG = Config(token="the job's")
 
 @dataclass
 class Rank:
-    """What the barrier knows of the processor, and what it told it."""
+    """A stand-in for the processor: what the barrier reads, and what it reports."""
 
     gate: Gate = field(default_factory=Gate)
     reported: list[tuple[FaultKind, str]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Rank:
 
 
 class World:
-    """As many ranks as wanted; ``enter`` lets one wait in the barrier."""
+    """Any number of ranks; ``enter`` lets one wait in the barrier."""
 
     def __init__(self, size: int, disturb: Callable[[bytes], None] = lambda _record: None) -> None:
         self.ranks = [Rank() for _ in range(size)]
@@ -101,7 +101,7 @@ def test_who_waits_for_one_that_does_not_come_stands_at_the_closed_gate_and_may_
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_training_goes_on_with_those_that_made_the_update_alone(size: int) -> None:
-    """As after a checkpoint that somebody asked for."""
+    """As after a checkpoint on request."""
     world = World(size)
     late = size - 1
     gates = [rank.gate for rank in world.ranks[:late]]

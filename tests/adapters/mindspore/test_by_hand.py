@@ -66,7 +66,7 @@ class Training:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The version at the end, and the step."""
+        """The version and the step at the end."""
         return self.processor.gate.version, self.joined[-1].position.step
 
 
@@ -86,7 +86,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
 
 
 def counted(training: Training, updates: int) -> None:
-    """The optimizer's state was loaded, with the updates that it had made."""
+    """Set the optimizer's count of updates, as loading its state does."""
     training.optimizer.global_step.set_data(ms.Tensor([updates], ms.int32))
 
 
@@ -98,7 +98,7 @@ def register(directory: str = "d") -> TFTRegister:
 
 
 def test_the_dataset_knows_where_it_goes_on(training: Training) -> None:
-    """The documentation's own way: only the network is loaded, so the optimizer counts from 0."""
+    """As the documentation does it: only the network is loaded, so the optimizer counts from 0."""
     training.train(register(), first=6)
     assert training.reached == (STEPS, STEPS)
 
@@ -141,7 +141,7 @@ def test_older_than_what_is_there_is_said(training: Training, caplog: pytest.Log
 
 
 def test_who_restores_before_ttp_is_on_is_heard_when_it_is(training: Training) -> None:
-    """``restore`` may come before the callback is made, which says where the controller is."""
+    """``restore`` may come before the callback, which knows the controller's address."""
     adapter = MindSporeAdapter(training.model.train_network, training.optimizer)
     adapter.begin(Version(6), callbacks._place(6, STEPS_PER_EPOCH))
     processor: Any = Processor(training.directory / "checkpoints")
@@ -153,7 +153,7 @@ def test_who_restores_before_ttp_is_on_is_heard_when_it_is(training: Training) -
 
 
 class SaveAfterFirst(Callback):
-    """Saves what has been finished with the first step, as soon as the job is joined."""
+    """Saves the version of the first step as soon as the job is joined."""
 
     def __init__(self, training: Training) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class SaveAfterFirst(Callback):
 def test_a_network_that_is_cut_when_it_is_compiled_joins_after_its_first_step(
     first: int, loaded: int, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The callback driven as in ``semi_auto_parallel``, which MindSpore does not compile on CPU."""
+    """The callback runs as in ``semi_auto_parallel``, which MindSpore does not compile on CPU."""
     monkeypatch.setattr(callbacks, "parallel_mode", lambda: "semi_auto_parallel")
     counted(training, loaded)
     saving = SaveAfterFirst(training)
@@ -199,7 +199,7 @@ def test_a_first_step_that_was_skipped_is_no_update(training: Training, monkeypa
 
 
 def test_what_ckpt_load_fn_has_loaded_can_be_saved_at_once(training: Training) -> None:
-    """Its page is there before the first update: somebody may die in it."""
+    """The page exists before the first update, in which a rank may die."""
     state = {p.name: ms.Parameter(p.value(), name=p.name) for p in training.model.train_network.get_parameters()}
     state["global_step"] = ms.Parameter(ms.Tensor([6], ms.int32), name="global_step")
     numbers = {"epoch_num": 2, "step_num": 6, "batch_num": STEPS_PER_EPOCH}
@@ -267,7 +267,7 @@ def test_the_launchers_controller_is_taken_where_there_is_one(monkeypatch: pytes
 
 
 class Sliced:
-    """A model of a mode that cuts parameters, as far as ``restore`` looks at it."""
+    """A stand-in for a model in a mode that cuts parameters, as far as ``restore`` looks at it."""
 
     def __init__(self, compile_it: Callable[[Any], Any], layout: Any = None) -> None:
         self.train_network = SimpleNamespace(parameter_layout_dict=layout)
@@ -300,7 +300,7 @@ def test_a_network_is_compiled_before_slices_are_restored_into_it(monkeypatch: p
 
 
 def test_restore_compiles_the_network_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it is compiled it has whole parameters, and the layout that the job is told would be wrong."""
+    """An uncompiled network has whole parameters, so the job would get a wrong layout."""
 
     class JoinedError(Exception):
         pass

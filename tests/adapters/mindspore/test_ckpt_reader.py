@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_found_with_a_crc(tmp_path: Path) -> None:
 
 
 def test_a_cut_is_found(tmp_path: Path) -> None:
-    """Without a CRC a file that ends between two tensors looks whole: replicas tell, see test_recover."""
+    """Without a CRC a file that ends between two tensors looks whole; replicas show it, see test_recover."""
     for crc in (True, False):
         data = save(tmp_path / f"{crc}.ckpt", crc=crc).read_bytes()
         path = tmp_path / "cut.ckpt"

@@ -66,7 +66,7 @@ def test_absent_files_are_refused(tmp_path: Path) -> None:
 
 
 def damaged(whole: bytes, seed: int) -> bytes:
-    """Bits flipped, cut off, doubled, overwritten."""
+    """Return ``whole`` with flipped bits, cut off, doubled, or overwritten in part."""
     draw = random.Random(seed)
     data = bytearray(whole)
     for _ in range(draw.randint(1, 4)):
@@ -86,7 +86,7 @@ def damaged(whole: bytes, seed: int) -> bytes:
 
 
 def test_thousands_of_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
-    """Nothing but ValueError inside, which the edge turns into one sentence."""
+    """The decoder raises nothing but ValueError, which its caller turns into one sentence."""
     write_group_info(tmp_path / "g.pb", [0, 4], {"näme": [0, 4]})
     whole: list[tuple[bytes, Callable[[bytes], Any]]] = [
         ((tmp_path / "g.pb").read_bytes(), parse_group_info),

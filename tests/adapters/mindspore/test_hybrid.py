@@ -16,7 +16,7 @@ SCRIPT = HERE / "hybrid_job.py"
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """With the barrier before each update, as the killed ones."""
+    """The same job without kills, with the barrier before each update."""
     directory = tmp_path_factory.mktemp("unbroken")
     job = Job(directory, 4, arguments=["graph"], max_restarts=0, script=SCRIPT).run(RUN_S)
     assert job.code == 0, job.output[-6000:]
@@ -42,7 +42,7 @@ TOUR: Tour = [
     ],
 )
 def test_every_slice_is_saved_once(arguments: list[str], tour: Tour, tmp_path: Path, unbroken: Job) -> None:
-    """Also where a rank that dies leaves others of its slice behind: they make the update without the others."""
+    """Also if a rank dies that leaves others of its slice behind: they make the update alone."""
     kills = [kill for kill, _ in tour]
     job = Job(tmp_path, 4, kills[0], arguments, max_restarts=len(tour), script=SCRIPT, later=kills[1:])
     assert job.run(len(tour) * RUN_S).code == 0, job.output[-6000:]

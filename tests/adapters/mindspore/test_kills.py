@@ -25,7 +25,7 @@ Unbroken = Callable[[str, int, str], Job]
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
-    """The same job without a kill, run once for each kind."""
+    """Return a function that gives the same job without a kill. Each kind of job runs once."""
     known: dict[tuple[str, int, str], Job] = {}
 
     def job(mode: str, workers: int, optimizer: str) -> Job:
@@ -40,9 +40,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
 
 
 def check_goes_on(job: Job, reference: Job, newest: int) -> tuple[Path, int]:
-    """Everything after the saved step is as in the unbroken job; returns the checkpoint and the step.
+    """Check that all steps after the saved one equal the unbroken job's. Returns the checkpoint and the step.
 
-    Saved is ``newest``, or the step before it where the gates of the survivors were closed just before that update.
+    The saved step is ``newest``, or the one before if the survivors' gates were closed just before that update.
     """
     assert job.code == 0, job.output[-6000:]
     assert len(job.begun) == 2 and job.begun[1] in (newest - 1, newest), job.output[-6000:]
@@ -56,7 +56,7 @@ def check_goes_on(job: Job, reference: Job, newest: int) -> tuple[Path, int]:
 
 
 def check_contents(checkpoint: Path, job: Job, step: int, epoch_steps: int, dead: set[int]) -> None:
-    """One file, of a rank that lives, with what the original puts into it."""
+    """Check that a live rank wrote one file, with the contents of the original's files."""
     manifest = job.manifest(checkpoint)
     (file,) = (piece["file"] for piece in manifest["pieces"] if piece["kind"] == "shard")
     rank = int(file.split("/")[0].removeprefix("rank_"))
@@ -112,7 +112,7 @@ TOUR: list[tuple[list[Kill], int]] = [
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_whoever_is_killed_and_started_again_by_hand(mode: str, tmp_path: Path) -> None:
-    """Every step that any launch makes is that of the unbroken job, in the bits of the loss and of the state."""
+    """In every launch the bits of each step's loss and state equal the unbroken job's."""
     arguments = [*SMALL, "--epochs", "3", "--mode", mode]
     unbroken = Job(tmp_path / "unbroken", 4, arguments=arguments, max_restarts=0).run(RUN_S)
     assert unbroken.code == 0, unbroken.output[-6000:]
@@ -136,7 +136,7 @@ def test_whoever_is_killed_and_started_again_by_hand(mode: str, tmp_path: Path) 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("continuity", ["warm", "off"])
 def test_workers_of_a_restart_are_forked(tmp_path: Path, unbroken: Unbroken, continuity: str) -> None:
-    """From a process that has imported MindSpore. With ``off`` they are started, and the next step is later."""
+    """Workers are forked from a process with MindSpore imported. With ``off`` they are started, which takes longer."""
     arguments = [*SMALL, "--optimizer", "momentum", "--mode", "graph"]
     run_dir = tmp_path / "run"
     env = {"TTP_CONTINUITY": continuity, "JOB_STAMPS": "1"}
@@ -169,9 +169,9 @@ def test_a_program_saves_and_loads_by_functions_of_its_own(tmp_path: Path, unbro
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
 def test_under_msrun_that_does_not_join(tmp_path: Path, unbroken: Unbroken) -> None:
-    """As docs/mindspore-launch.md says: msrun ends at once, the survivor saves and ends; by hand it goes on.
+    """As in docs/mindspore-launch.md: msrun ends at once, the survivor saves and ends, and a start by hand goes on.
 
-    MNIST's files are those of a directory that somebody gives.
+    The job uses MNIST's files of another directory.
     """
     arguments = [*SMALL, "--optimizer", "momentum", "--mode", "graph"]
     reference = unbroken("graph", 2, "momentum")

@@ -31,7 +31,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(path: Path, value: float, *, age: int, crc: bool = True, **append: Any) -> Path:
-    """A checkpoint whose weight is ``value``, written ``age`` seconds before the others'."""
+    """Write a checkpoint with weight ``value``, whose time is ``age`` seconds before the others'."""
     import mindspore as ms
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def weight(found: Any) -> float:
 
 
 def test_resnets_layout_newest_first_and_damaged_ones_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """glob(pre_trained + "*/*.ckpt"), newest by its time, up to five attempts."""
+    """ResNet's glob(pre_trained + "*/*.ckpt"): newest by its time, up to five attempts."""
     root = tmp_path / "imagenet2012" / "ckpt"
     newest = save(root.with_name("ckpt_0") / "resnet50-3_5004.ckpt", 3, age=0, epoch_num=3, step_num=15012)
     middle = save(root.with_name("ckpt_0") / "resnet50-2_5004.ckpt", 2, age=9, epoch_num=2, step_num=10008)
@@ -105,7 +105,7 @@ def test_nothing_there_is_a_fresh_start(tmp_path: Path) -> None:
 
 
 def test_what_mindspore_itself_refuses_is_skipped(tmp_path: Path) -> None:
-    """A type that MindSpore does not know: the file is sound as far as bytes go."""
+    """The file has a type that MindSpore does not know, but no damaged byte."""
     good = save(tmp_path / "a-1_1.ckpt", 1, age=10)
     odd = save(tmp_path / "a-1_2.ckpt", 2, age=0, crc=False)
     odd.write_bytes(odd.read_bytes().replace(b"Float32", b"Float99"))
@@ -121,7 +121,7 @@ def test_arguments_of_load_checkpoint_are_passed_on(tmp_path: Path) -> None:
 
 
 def saved_by_ttp(save_dir: Path, version: int) -> Path:
-    """Two groups of two ranks; ranks 0 and 3 have written."""
+    """Return a checkpoint of two groups of two ranks, which ranks 0 and 3 have written."""
     step = save_dir / f"tft_saved_checkpoints-step_{version}"
     make_job(step, [(0,), (3,)], lambda rank: f"ttp_rank_{rank}-1_{version}.ckpt", step=version)
     pieces = []
@@ -181,7 +181,7 @@ def test_what_cannot_be_looked_at_is_no_fresh_start(tmp_path: Path) -> None:
 
 
 def test_damage_that_only_reading_finds_and_drafts(tmp_path: Path) -> None:
-    """The rules of ``ttp.restore``: what is superseded counts only without its successor, drafts never."""
+    """The rules of ``ttp.restore``: superseded checkpoints count only without their successor, drafts never."""
     newer = saved_by_ttp(tmp_path, 12)
     saved_by_ttp(tmp_path, 9)
     newer.rename(tmp_path / draft_name(Version(12), "i"))
@@ -192,7 +192,7 @@ def test_damage_that_only_reading_finds_and_drafts(tmp_path: Path) -> None:
 def test_a_checkpoint_is_looked_at_once_however_many_of_its_files_match(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking costs a look at each of its pieces: once for each of 1,000 files is a million."""
+    """A look reads each piece of a checkpoint: a look per file would be a million reads for 1,000 files."""
     step = saved_by_ttp(tmp_path, 12)
     seen: list[Path] = []
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_is_looked_at_once_however_many_of_its_files_match(
 
 
 def test_checkpoints_of_the_original_have_no_manifest(tmp_path: Path) -> None:
-    """Its directories bear the same names: steps count, and each rank has its own file or none."""
+    """Its directories have the same names: steps count, and each rank has its own file or none."""
     for version in (12, 9):
         (saved_by_ttp(tmp_path, version) / "manifest.json").unlink()
     found = load_newest(tmp_path, rank=3)

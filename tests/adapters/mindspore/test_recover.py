@@ -31,7 +31,7 @@ Ttp = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def ttp(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ttp:
-    """``ttp(words...)`` -> exit code, stdout, stderr."""
+    """Return ``ttp(words...)``, which gives exit code, stdout and stderr."""
     monkeypatch.setenv("COLUMNS", "240")
 
     def call(*words: object) -> tuple[int, str, str]:
@@ -49,7 +49,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(pristine: Path, tmp_path: Path) -> Iterator[Path]:
-    """A job of 8 ranks, a fresh copy; the test may hurt it, ``ttp recover`` must not change it."""
+    """Return a fresh copy of a job of 8 ranks. The test may damage it; ``ttp recover`` must not change it."""
     shutil.copytree(pristine, tmp_path / "job")
     yield tmp_path / "job"
 
@@ -124,7 +124,7 @@ def test_without_replicas_nothing_stands_for_a_rank(ttp: Ttp, job: Path, tmp_pat
 
 
 def test_replicas_that_differ_are_named(ttp: Ttp, job: Path, strategy: Path, tmp_path: Path) -> None:
-    """Two that differ: nobody knows. Of three the two that agree are right."""
+    """Of two that differ neither is trusted. Of three the two that agree are right."""
     shutil.copy(file(job, 7), file(job, 4))
     found = answer(ttp("recover", job, "--strategy", strategy, "--json"))
     assert found["disagreements"] == ["rank 4 differs from rank 0, which should hold the same, in l1.w"]
@@ -146,7 +146,7 @@ def test_another_step_under_the_same_name_is_not_used(ttp: Ttp, job: Path, strat
 
 
 def test_a_file_that_ends_between_two_tensors_is_told_by_its_replica(ttp: Ttp, tmp_path: Path) -> None:
-    """It has no CRC and every tensor in it is whole."""
+    """The file has no CRC, and every tensor in it is whole."""
     job = make_job(tmp_path / "job", [(0, 1, 2)], crc=False)
     data = file(job, 1).read_bytes()
     file(job, 1).write_bytes(data[: data.index(b"\x04l3.w") - 3])
@@ -226,7 +226,7 @@ def test_an_older_checkpoint_when_the_newest_lacks_a_rank(ttp: Ttp, job: Path, s
 
 
 def test_a_save_dir_in_which_not_everything_is_of_ttp(ttp: Ttp, job: Path, tmp_path: Path) -> None:
-    """What nothing is known of hides nothing older, and who asks for a step that is nowhere is told so."""
+    """Directories without usable files do not hide an older checkpoint, and a missing step is reported."""
     save_dir = tmp_path / "saved"
     (save_dir / "tft_saved_checkpoints-step_12" / "rank_0").mkdir(parents=True)
     (save_dir / "tft_saved_checkpoints-step_11").symlink_to(tmp_path / "nowhere")
@@ -318,7 +318,7 @@ def test_redundancy_of_nothing(ttp: Ttp, tmp_path: Path) -> None:
 
 
 def test_the_path_of_a_replica(job: Path, strategy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As MindSpore's, which needs init()."""
+    """Like MindSpore's function, which needs init()."""
     monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "h"})
     own = str(file(job, 1))
     assert get_ckpt_path_with_strategy(own, str(strategy)) == own
@@ -348,7 +348,7 @@ def test_a_number_that_begins_with_that_of_the_rank_is_another_one(
 
 @pytest.mark.parametrize("rank", [0, 3, 5, 9, 14])
 def test_the_same_path_as_mindspore(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the rank and the strategy, also in later stages of a pipeline."""
+    """For any rank and strategy, also in later stages of a pipeline."""
     from mindspore.train import _utils, serialization
 
     monkeypatch.setattr(os, "environ", {**os.environ, "RANK": str(rank), "WORLD_SIZE": "16", "MASTER_ADDR": "h"})

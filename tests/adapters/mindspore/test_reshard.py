@@ -114,7 +114,7 @@ STOCK = [
 
 
 def stock_strategy(name: str | None, path: Path) -> str | None:
-    """As MindSpore's functions want it: that of a pipeline is merged first."""
+    """Return a strategy in the form of MindSpore's functions: that of a pipeline is merged first."""
     if name is None or not (STRATEGIES / name).is_dir():
         return None if name is None else str(STRATEGIES / name)
     ms.merge_pipeline_strategys(str(STRATEGIES / name), str(path / "merged.ckpt"))
@@ -155,7 +155,7 @@ def test_what_a_rank_needs_is_on_the_ranks_that_mindspore_lists(
 
 
 def needed_cells(entry: TargetTensor, rank: int) -> set[Cell]:
-    """Parts of the source in which an element lies that a target rank holds, element by element."""
+    """Return the parts of the source that hold any element of a target rank, element by element."""
     owner = np.zeros((*entry.full, len(entry.full)), np.int64)
     for axis, (size, parts) in enumerate(zip(entry.full, entry.source.grid, strict=True)):
         shape = [1] * len(entry.full)
@@ -208,7 +208,7 @@ def test_what_mindspore_converts_wrongly(tmp_path: Path) -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any], int, int]:
-    """Devices, tensor map of a matrix, and into how many parts optimizer parallelism cuts."""
+    """Draw the number of devices, a matrix's tensor map, and the number of parts of optimizer parallelism."""
     devices = tuple(draw(st.lists(st.sampled_from([1, 2, 2, 3]), min_size=1, max_size=3)))
     free = draw(st.permutations(range(len(devices))))
     first = draw(st.integers(0, min(2, len(free))))

@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def s8(saved: Path, tmp_path: Path) -> Path:
-    """Files of eight ranks, to be hurt."""
+    """Return files of eight ranks, to be damaged."""
     shutil.copytree(saved, tmp_path / "s8")
     for file in (tmp_path / "s8").rglob("*.ckpt"):
         file.chmod(0o600)  # MindSpore makes them unwritable
@@ -70,7 +70,7 @@ def file_of(directory: Path, rank: int) -> Path:
 
 
 def add_manifest(directory: Path, world_size: int = 8, version: int = 12) -> Path:
-    """As a power-off checkpoint has one."""
+    """Add a manifest, as a power-off checkpoint has one."""
     pieces = []
     for file in sorted(directory.rglob("*.ckpt")):
         pieces.append(Piece(file.relative_to(directory).as_posix(), *digest_file(file), "shard", "model", Rank(0)))
@@ -81,7 +81,7 @@ def add_manifest(directory: Path, world_size: int = 8, version: int = 12) -> Pat
 
 
 def refused(source: Path, src: Path | None, dst: Path | None, why: str, **more: Any) -> None:
-    """The text says why, and there is nothing where there was nothing."""
+    """Check that the error says why, and that no file was made."""
     target = source.parent / "made"
     before = sorted(source.parent.iterdir())
     with pytest.raises((CheckpointError, UsageError), match=why):
@@ -143,7 +143,7 @@ def test_files_that_lack_what_another_rank_saved(s8: Path) -> None:
 
 
 def with_all(cuts: dict[str, Cut], **changed: Any) -> dict[str, Cut]:
-    """Every layout changed in the same way."""
+    """Return layouts with the same change in each."""
     fields = ("devices", "tensor_map", "opt_size", "opt_step")
     return {name: Cut(**{**{field: getattr(cut, field) for field in fields}, **changed}) for name, cut in cuts.items()}
 
@@ -327,7 +327,7 @@ def test_too_little_memory_is_refused(s8: Path) -> None:
 
 def test_a_wrong_conversion_is_not_published(s8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(entry: TargetTensor, rank: int) -> Iterator[bytes]:
-        """One bit of one tensor of one rank is another one."""
+        """Flip one bit of one tensor of one rank."""
         data = bytearray(b"".join(blocks(entry, rank)))
         if entry.name == "l2.w" and rank == 2:
             data[len(data) // 2] ^= 1

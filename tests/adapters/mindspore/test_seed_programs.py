@@ -19,14 +19,14 @@ EPOCHS = 5
 
 
 def launch(directory: Path, workers: int, kills: list[Kill], *arguments: str) -> Job:
-    """One start of the program, by somebody who knows nothing of ttp but the launcher."""
+    """Start the program as a user does who knows only the launcher of ttp."""
     job = Job(directory, workers, kills, list(arguments), 0, HERE / "seed_job.py", ["--mindio"])
     return job.run(RUN_S)
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Of two workers, in PyNative mode: in graph mode last bits are others."""
+    """The job without kills, of two workers in PyNative mode: graph mode differs in the last bits."""
     job = launch(tmp_path_factory.mktemp("unbroken"), 2, [], "--mode=pynative")
     assert job.code == 0, job.output[-6000:]
     assert sorted(job.steps[0]) == list(range(1, EPOCH * EPOCHS + 1))
@@ -34,7 +34,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def saved_by(job: Job, newest: int, dead: int) -> tuple[int, list[str]]:
-    """What a launch has saved, of ``newest`` or the step before; and how the next one is told of it."""
+    """Return the step that a launch has saved, ``newest`` or the one before, and the next launch's arguments for it."""
     assert job.code == 75, job.output[-6000:]
     step = max(int(path.name.rpartition("_")[2]) for path in job.checkpoints)
     assert step in (newest - 1, newest), job.output[-6000:]
@@ -47,7 +47,7 @@ def saved_by(job: Job, newest: int, dead: int) -> tuple[int, list[str]]:
 
 
 def tour(directory: Path, reference: Job, workers: int, mode: str, kills: list[Kill]) -> None:
-    """One launch after the other, each resumed from what the one before has saved; the last trains to the end."""
+    """Run launches that each resume from the checkpoint of the one before; the last trains to the end."""
     told: list[str] = []
     begun = 0
     for kill in kills:
@@ -61,7 +61,7 @@ def tour(directory: Path, reference: Job, workers: int, mode: str, kills: list[K
 
 
 def check_steps(job: Job, reference: Job, begun: int) -> None:
-    """Every step is that of the unbroken job, in the bits of the loss and of the weights."""
+    """Check that the bits of each step's loss and weights equal the unbroken job's."""
     assert job.begun == [begun], job.output[-6000:]
     seen = STEP.findall(job.output)
     assert seen, job.output[-6000:]
@@ -70,7 +70,7 @@ def check_steps(job: Job, reference: Job, begun: int) -> None:
 
 
 def test_the_power_off_program_is_resumed_by_hand(tmp_path: Path, unbroken: Job) -> None:
-    """Bit for bit as if nobody had died."""
+    """Bit for bit as without a kill."""
     tour(tmp_path, unbroken, 2, "pynative", [(1, EPOCH + 3, "gate")])
 
 

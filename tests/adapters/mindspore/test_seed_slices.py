@@ -120,7 +120,7 @@ def make_model() -> tuple[Any, Any]:
 
 
 def test_as_far_as_cpu_goes(job: Job) -> None:
-    """Restoring says that MindSpore has to compile the network, and why it could not; training fails as without ttp."""
+    """``restore`` says that MindSpore could not compile the network, and why. Training fails as without ttp."""
     model, _ = make_model()
     with pytest.raises(ConfigError, match=r"only a compiled network has slices.*and MindSpore failed"):
         restore(model, create_dataset())
@@ -130,7 +130,7 @@ def test_as_far_as_cpu_goes(job: Job) -> None:
 
 
 def test_its_callbacks_save_a_slice_that_two_cards_hold(job: Job) -> None:
-    """The first step compiles, so the job is joined after it; ranks 0 and 4 hold the same, as is documented."""
+    """The first step compiles, so the job is joined after it. Ranks 0 and 4 hold the same slice, as documented."""
     model, optimizer = make_model()
     params = _InternalCallbackParam()
     params.update(

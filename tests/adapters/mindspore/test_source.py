@@ -63,7 +63,7 @@ class Training:
 
 
 class Driver(Callback):
-    """What the callbacks of the package say; and a save, on another thread, at the gate of the step after ``SAVED``."""
+    """Reports like the package's callbacks, and saves on another thread at the gate of the step after ``SAVED``."""
 
     def __init__(self, training: Training, first: int = 0, how: How | None = None) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_another_network_is_refused_and_nothing_is_changed(tmp_p
 
 
 def test_an_update_that_the_program_left_is_no_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its optimizer raised, the loop caught that and goes on with the next step."""
+    """Its optimizer raised; the loop caught the exception and continues with the next step."""
     training = Training(tmp_path, "preimage")
     adapter, gate = training.adapter, training.processor.gate
     adapter.begin_update()

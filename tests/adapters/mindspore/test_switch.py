@@ -169,7 +169,7 @@ def test_optimizer_parallelism_without_replicas_is_refused() -> None:
 
 
 def test_switched_off_the_wrapper_checks_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program trains as it would without ttp, optimizer parallelism without replicas and all."""
+    """The program trains as without ttp, even with optimizer parallelism and no replicas."""
     for name in ("MS_ENABLE_TFT", "TTP_PORT"):
         monkeypatch.delenv(name, raising=False)
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)

@@ -40,7 +40,7 @@ class Net(nn.Cell):
 
 
 class SkippingStep(nn.TrainOneStepCell):
-    """A step that leaves out the update when a gradient overflows, and halves the loss scale."""
+    """A step that skips the update when a gradient overflows, and halves the loss scale."""
 
     def __init__(self, network: nn.Cell, optimizer: nn.Optimizer) -> None:
         super().__init__(network, optimizer)
@@ -65,7 +65,7 @@ class SkippingStep(nn.TrainOneStepCell):
 
 @dataclass
 class Recorder:
-    """Notes what the state is when a report comes."""
+    """Records the state at each report."""
 
     network: Any = None
     told: list[tuple[str, str]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Steps(Callback):
 
 
 def state_of(network: nn.Cell) -> str:
-    """Of all but BatchNorm's averages and the loss scale, which change with the forward pass."""
+    """Return the state, without BatchNorm's averages and the loss scale, which change in the forward pass."""
     known = sorted((p.name, p.asnumpy().tobytes()) for p in network.get_parameters())
     return hashlib.sha256(
         b"".join(data for name, data in known if "moving" not in name and name != "loss_scale")
@@ -143,7 +143,7 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def trained(name: str, recorder: Recorder | None, skip: bool = False) -> tuple[list[str], dict[str, bytes]]:
-    """Losses and final state of a training whose optimizer is wrapped where there is a recorder."""
+    """Return losses and final state of a training; with a recorder its optimizer is wrapped."""
     ms.set_seed(1)
     net = Net()
     optimizer = OPTIMIZERS[name](net)
@@ -216,7 +216,7 @@ LAMBS: dict[str, Callable[[nn.Cell], nn.Optimizer]] = {
 
 
 def lamb_by_other_kernels() -> Any:
-    """What stands in for MindSpore's operator, which has kernels for other devices only: the same arithmetic."""
+    """Return a stand-in for MindSpore's operator, which has no CPU kernel: the same arithmetic."""
 
     def update(
         weight: Any, m: Any, v: Any, rate: Any, beta1: Any, beta2: Any, eps: Any, decay: Any, step: Any, grad: Any
@@ -240,7 +240,7 @@ def lambs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["graph", pytest.param("pynative", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("lambs")
 def test_lamb_has_no_kernel_on_cpu_with_or_without_the_wrapper(mode: str) -> None:
-    """Should a MindSpore come that has one, ``LAMBS`` belong into ``OPTIMIZERS``."""
+    """If a new MindSpore has one, move ``LAMBS`` into ``OPTIMIZERS``."""
     ms.set_context(mode=MODES[mode])
     for recorder in (None, Recorder()):
         with pytest.raises(RuntimeError, match=r"Unsupported op \[Lamb\] on CPU"):
@@ -257,7 +257,7 @@ def test_lamb_has_no_kernel_on_cpu_with_or_without_the_wrapper(mode: str) -> Non
 )
 @pytest.mark.usefixtures("lambs")
 def test_lamb_with_another_kernel_trains_as_alone(mode: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of ``nn.Lamb`` but the one operator: its state, groups and schedules."""
+    """All of ``nn.Lamb`` except the one operator: its state, groups and schedules."""
     stand_in = ModuleType("lamb_stand_in")
     vars(stand_in)["Lamb"] = lamb_by_other_kernels
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)  # the compiler looks for it there

@@ -82,7 +82,7 @@ class TestCaught:
         assert job.taken() == ["left", (2, "early"), (2, "again"), "begin", (2, "final"), "after", "end"]
 
     def test_made_again_it_is_the_same_update(self) -> None:
-        """The program calls ``torch.cuda.empty_cache()`` and repeats the step. No other rank has made a step meanwhile."""
+        """The program frees memory and repeats the step. No other rank has made a step meanwhile."""
         job = loop()
         barriers: list[int] = []
         job.detach._calls = job.detach._calls._replace(before_gate=lambda: barriers.append(1))
