@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.utils.api import macros
 
 from ttp.config import MINDIO_SWITCH, Config
+from ttp.errors import ConfigError
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.presence import channel_options
 from ttp.launch.standby import own_address
@@ -88,12 +89,12 @@ class MovedRanks:
             self._store = _TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         own = target(own_address(job, address), self._store.port)
         offered = PlaceOffered(host=job.host or socket.gethostname(), store=own)
-        with open_channel(address, job.port or 0, channel_options()) as channel:
-            try:
+        try:
+            with open_channel(address, job.port or 0, channel_options()) as channel:
                 taken = ManagerStub(channel).Offer(offered, timeout=ANSWER_S, metadata=metadata(job.token))
-            except grpc.RpcError as problem:
-                logger.debug("cannot offer this host to the controller: %s", problem)
-                return (), 0
+        except (grpc.RpcError, ConfigError) as problem:  # also while the files of a certificate are being renewed
+            logger.debug("cannot offer this host to the controller: %s", problem)
+            return (), 0
         return list(taken.ranks), int(taken.world_size)
 
     def _start(self, rank: int, local_rank: int, ranks: Sequence[int], world_size: int, job: Config) -> Any:
