@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -176,6 +178,29 @@ def test_a_process_does_it_and_there_is_one(held: Held, save_dir: Path, tmp_path
         assert not Shadows(tmp_path / "run").wait(0.05)
     assert Shadows(tmp_path / "run").wait(60.0)
     assert versions(save_dir) == [12] and not held.unfinished() and not held.root.exists()
+
+
+def test_a_launcher_does_not_wait_for_a_writer_that_does_not_start(
+    held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python may hang on the storage, and the launcher has ranks to watch."""
+    hold(held)
+    folder = tmp_path / "run" / shadow.FOLDER
+    folder.mkdir(parents=True)
+    (folder / "it").write_text(str(held.root))
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 2\n")
+    hangs.chmod(0o755)
+    shadows = Shadows(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(shadow, "sys", SimpleNamespace(executable=str(hangs)))
+        patch.setattr(shadow, "START_S", 2.5)
+        began_s = time.monotonic()
+        assert not shadows.wait(0.2)
+        assert time.monotonic() - began_s < 1.5
+        assert shadows._starts is not None
+        shadows._starts.join()
+    assert shadows.wait(60)
 
 
 def test_what_belongs_to_somebody_else_is_not_read(tmp_path: Path, save_dir: Path) -> None:

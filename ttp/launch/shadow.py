@@ -217,27 +217,31 @@ class Bringer:
             os.fsync(log_file.fileno())
 
 
-def serve(held: Held, *, wait_s: float = START_S) -> None:
-    """Start a writer process for a directory in memory, unless one is running.
-
-    Args:
-        held: the directory in memory.
-        wait_s: seconds to wait until the writer runs; 0: do not wait.
+def serve(held: Held) -> None:
+    """Start a writer process for a directory in memory, unless one is running, and wait until it runs.
 
     Raises:
-        OSError: the writer did not start within ``wait_s``.
+        OSError: the writer did not start within ``START_S``.
     """
     if held.is_served():
         return
     command = [sys.executable, "-m", "ttp.launch.shadow", str(held.root)]
     nothing = subprocess.DEVNULL
     with contextlib.suppress(subprocess.TimeoutExpired):  # the process forks the writer and ends
-        subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True).wait(wait_s or None)
-    until = time.monotonic() + wait_s
-    while wait_s and not held.is_served():
+        subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True).wait(START_S)
+    until = time.monotonic() + START_S
+    while not held.is_served():
         if time.monotonic() > until:
             raise OSError("the process that copies a checkpoint from memory to the storage did not start")
         time.sleep(LOOK_S / 4)
+
+
+def _restart(lost: list[Held]) -> None:
+    for held in lost:
+        try:
+            serve(held)
+        except OSError as problem:
+            log.warning("%s: %s", held.root, problem)
 
 
 class Shadows:
@@ -250,13 +254,17 @@ class Shadows:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._looked_s = 0.0
+        self._starts: threading.Thread | None = None
 
     def look(self) -> None:
-        """Restart writers that were killed. Call it often: it checks once in ``AGAIN_S`` seconds."""
-        if time.monotonic() > self._looked_s + AGAIN_S:
+        """Restart writers that were killed, on a thread. Call it often: it checks once in ``AGAIN_S`` seconds."""
+        busy = self._starts is not None and self._starts.is_alive()
+        if not busy and time.monotonic() > self._looked_s + AGAIN_S:
             self._looked_s = time.monotonic()
-            for held in self._unfinished():
-                serve(held, wait_s=0)
+            lost = [held for held in self._unfinished() if not held.is_served()]
+            if lost:
+                self._starts = threading.Thread(target=_restart, args=(lost,), name="ttp-shadows", daemon=True)
+                self._starts.start()
 
     def wait(self, patience_s: float) -> bool:
         """Wait until all checkpoints in memory are durable, then remove them. Call it before the launcher ends.
