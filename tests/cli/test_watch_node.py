@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.cli.conftest import Controller, Ttp
+from tests.waiting import until
 from ttp.launch.node_check import Course, Finding, Health, read_reset, run_check
 
 Start = Callable[..., Controller]
@@ -33,6 +35,18 @@ def shell(text: str) -> list[str]:
 )
 def test_what_a_check_says(check: str, found: Finding | str) -> None:
     assert run_check(shell(check), 0.2 if "sleep" in check else 30) == found
+
+
+def test_a_check_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    found = run_check(shell(f"sleep 60 & echo $! > {tmp_path}/pid; wait"), 0.5)
+    assert isinstance(found, Finding) and found.health is Health.FAULTY
+    child = int((tmp_path / "pid").read_text())
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE, 5)
+
+
+def test_a_check_may_leave_a_process_behind() -> None:
+    """It has the check's output still open."""
+    assert run_check(shell("sleep 3 & echo well"), 2) == Finding(Health.HEALTHY, "well")
 
 
 def test_a_check_that_is_not_there() -> None:

@@ -7,7 +7,11 @@ moving a link. A reader may still see an incomplete file; the next read then fin
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -93,26 +97,34 @@ def run_check(command: Sequence[str], timeout_s: float) -> Finding | str:
     Returns:
         The finding, or the reason (a text) why the check gave none.
     """
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Finding(Health.FAULTY, f"the check {command[0]} did not end within {timeout_s:g} s")
-    except OSError as problem:
-        return f"the check {command[0]} cannot be run: {problem.strerror or problem}"
-    said = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+    with os.fdopen(os.memfd_create("ttp-check"), "w+b") as output:  # a pipe would stay open as long as its children run
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        except OSError as problem:
+            return f"the check {command[0]} cannot be run: {problem.strerror or problem}"
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return Finding(Health.FAULTY, f"the check {command[0]} did not end within {timeout_s:g} s")
+        finally:
+            _stop(process)
+        output.seek(0)
+        said = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     text = (said[-1] if said else f"the check {command[0]} printed no reason")[:OUTPUT_MAX]
     try:
-        return Finding(Health(done.returncode), text)
+        return Finding(Health(code), text)
     except ValueError:
-        return f"the check {command[0]} exited with {done.returncode}, but it has to exit with 0, 1 or 2: {text}"
+        return f"the check {command[0]} exited with {code}, but it has to exit with 0, 1 or 2: {text}"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Kill a check that still runs, with its children. Does not wait: a broken device may hold it in a system call."""
+    if process.poll() is None:
+        with contextlib.suppress(PermissionError):  # it runs as root
+            os.killpg(process.pid, signal.SIGKILL)
+        threading.Thread(target=process.wait, name="ttp-check", daemon=True).start()
 
 
 def read_reset(path: Path) -> Finding | str:
