@@ -22,7 +22,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """``--dist loadgroup`` has to have an effect: without it the suite takes a third longer, and nobody would know why.
+    """Check that ``--dist loadgroup`` has an effect: without it the suite takes a third longer, and nothing tells why.
 
     Raises:
         UsageError: this pytest and this pytest-xdist do not fit.

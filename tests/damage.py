@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def flip(file: Path, at: int | None = None) -> None:
-    """Flip one bit of the byte ``at``; None: of the one in the middle."""
+    """Flip one bit of the byte ``at``; None: of the byte in the middle."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2 if at is None else at] ^= 1
     file.write_bytes(data)

@@ -49,7 +49,7 @@ _server = multiprocessing.get_context("forkserver")
 
 
 def fork(target: Callable[..., None], arguments: tuple[object, ...], *, daemon: bool = True) -> BaseProcess:
-    """A process that calls ``target`` with torch imported already; it runs when this returns."""
+    """Start a process that calls ``target`` with torch already imported. It runs when this returns."""
     _server.set_forkserver_preload(PRELOAD)
     process = _server.Process(target=target, args=arguments, daemon=daemon)
     process.start()
@@ -59,16 +59,15 @@ def fork(target: Callable[..., None], arguments: tuple[object, ...], *, daemon: 
 class ForkedPython:
     """``python -m MODULE`` or ``python SCRIPT`` in a session of its own, with the methods of ``Popen`` that tests use.
 
-    Everything of a fresh process is the same but that its imports are there and that functions given to ``atexit``
-    are not called.
+    It equals a fresh process, except that its imports are done and that functions given to ``atexit`` are not called.
 
     Args:
         program: The module's name or the script's path.
-        arguments: What follows on the command line.
+        arguments: The command-line arguments.
         env: The whole environment.
-        log: Where stdout and stderr go, behind what is there.
-        cwd: Where it runs; by default here.
-        imports: Of a launcher: modules that its ranks need and that are not here; they are imported once, not by each.
+        log: The file to which stdout and stderr are appended.
+        cwd: The working directory; by default this process'.
+        imports: Of a launcher: modules that its ranks need and that are not imported here. They are imported once.
     """
 
     def __init__(
@@ -137,20 +136,20 @@ def _main(
 
 
 def _register_plugins() -> None:
-    """Torch asks the entry points while it is imported, which was under another environment."""
+    """Register torch's plug-ins of this environment. Torch looks for them only when it is imported."""
     rendezvous: Any = sys.modules["torch.distributed.elastic.rendezvous"]
     rendezvous.registry.handler_registry._registry.pop("ttp", None)
     rendezvous._register_out_of_tree_handlers()
 
 
 def _imports(modules: list[Any]) -> dict[str, Any]:
-    """What a rank would have said of these that leaves its variables as they are; see ``ttp.processor.import_list``."""
+    """Return what a rank reports of these modules and its variables; see ``ttp.processor.import_list``."""
     environ = {name: digest(value) for name, value in os.environ.items()}
     return {"path": sys.path[1:], "modules": modules, "environ": environ, "bytes": 0}
 
 
 def _importing(modules: Sequence[str]) -> type[WarmStarter]:
-    """Ranks are forked from a process that has imported these."""
+    """Return a starter that forks ranks from a process that has imported these modules."""
 
     class FromTheFirst(WarmStarter):
         def _worker(self, *worker: Any) -> Any:
@@ -165,7 +164,7 @@ def _importing(modules: Sequence[str]) -> type[WarmStarter]:
 
 
 def _forking_this() -> type[WarmStarter]:
-    """Ranks are forked from a fork of this process, which has all the imports."""
+    """Return a starter that forks ranks from a fork of this process, which has all of its imports."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.NamedTemporaryFile("w", delete=False) as nothing:
         json.dump(_imports([]), nothing)

@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def making(make: Callable[..., Any], end: Callable[[Any], object]) -> Iterator[Callable[..., Any]]:
-    """Give a ``make`` that remembers what it has made; when the block ends, ``end`` is called with each."""
+    """Yield a ``make`` that remembers what it has made; when the block ends, ``end`` is called with each."""
     made: list[Any] = []
 
     def one(*args: Any, **kwargs: Any) -> Any:

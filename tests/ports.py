@@ -12,7 +12,7 @@ _held: dict[int, socket.socket] = {}
 
 
 def free_port() -> int:
-    """A port that nobody else on this machine is given before this test process ends; see ``hold_port``."""
+    """Return a port that no other program on this machine gets while this test process lives; see ``hold_port``."""
     holding = hold_port()
     port = int(holding.getsockname()[1])
     _held[port] = holding
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def taken(port: int) -> Iterator[None]:
-    """For a while no server can listen at one of ours, and nobody can be reached there: as one that just starts."""
+    """Block one of our ports for a while: no server can listen there and no client connect, as during a start."""
     _held[port].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     try:
         yield

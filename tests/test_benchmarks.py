@@ -24,7 +24,7 @@ WITH_TORCH = ["steady", "keep", "buddy", "save", "gpu"]
 
 @pytest.mark.timeout(900)
 def test_groups_that_import_torch_run(tmp_path: Path) -> None:
-    """All in one process, as people run them: most of the time of a small one goes into imports."""
+    """All run in one process, as users run them, because imports take most of the time of a small one."""
     names = [name for name in WITH_TORCH if not (name == "gpu" and no_gpu())]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *names, "--quick", "--json", str(tmp_path / "results.json")],
@@ -56,7 +56,7 @@ def test_groups_that_start_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def check(results: Path, groups: list[str]) -> None:
-    """Every one of these groups has brought numbers."""
+    """Check that every one of these groups has results."""
     rows = json.loads(results.read_text())["results"]
     assert all(row["value"] == row["value"] and row["what"] for row in rows)
     assert {row["group"] for row in rows} == set(groups)

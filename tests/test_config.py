@@ -21,7 +21,7 @@ def test_defaults_are_off() -> None:
 
 
 def test_a_default_is_of_the_type_that_the_setting_has() -> None:
-    """The text "off" would count as on."""
+    """A default text "off" would count as on."""
     for field, kind in get_type_hints(Config).items():
         plain = get_origin(kind) if isinstance(kind, GenericAlias) else kind
         assert isinstance(getattr(Config(), field), plain), field

@@ -24,13 +24,13 @@ Manifest = dict[str, Any]
 
 
 def manifests(name: str) -> list[Manifest]:
-    """The documents of a file."""
+    """Return the documents of a file."""
     yaml = pytest.importorskip("yaml")
     return list(yaml.safe_load_all((KUBERNETES / name).read_text()))
 
 
 def values(found: Any, key: str) -> Iterator[Any]:
-    """All values of a key, wherever it is."""
+    """Return all values of a key, at any depth."""
     for name, value in (
         found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
     ):
@@ -40,7 +40,7 @@ def values(found: Any, key: str) -> Iterator[Any]:
 
 
 def job_says(rules: list[Manifest], code: int, evicted: bool) -> tuple[str, str]:
-    """What the Job controller does about a pod, by the first rule that fits; and what it then says."""
+    """Return what the Job controller does about a pod, by the first rule that fits, and its message."""
     for index, rule in enumerate(rules):
         exits, conditions = rule.get("onExitCodes"), rule.get("onPodConditions")
         assert (exits is None) != (conditions is None), "a rule has one of the two"
@@ -55,7 +55,7 @@ def job_says(rules: list[Manifest], code: int, evicted: bool) -> tuple[str, str]
 
 
 def jobset_does(spec: Manifest, code: int, evicted: bool) -> str:
-    """What JobSet does: the first rule that fits, else a restart that is counted."""
+    """Return what JobSet does: the first rule that fits, else a counted restart."""
     job = spec["replicatedJobs"][0]["template"]["spec"]
     assert job["backoffLimit"] == 0 and job["podReplacementPolicy"] == "Failed"
     action, said = job_says(job["podFailurePolicy"]["rules"], code, evicted)
@@ -67,7 +67,7 @@ def jobset_does(spec: Manifest, code: int, evicted: bool) -> str:
 
 
 def volcano_does(spec: Manifest, code: int, evicted: bool) -> str:
-    """What Volcano does: the first policy that fits."""
+    """Return what Volcano does: the first policy that fits."""
     for policy in spec["policies"]:
         assert ("exitCode" in policy) != ("event" in policy), "a policy has one of the two"
         if policy.get("exitCode") == code or policy.get("event") == ("PodEvicted" if evicted else "PodFailed"):
@@ -76,7 +76,7 @@ def volcano_does(spec: Manifest, code: int, evicted: bool) -> str:
 
 
 def action(name: str, code: int, evicted: bool) -> str:
-    """What becomes of the job: ``end``, ``again`` (not counted) or ``count`` (started again, and counted)."""
+    """Return what happens to the job: ``end``, ``again`` (restart, not counted) or ``count`` (restart, counted)."""
     spec = next(d["spec"] for d in manifests(name) if d["kind"] not in ("Service", "TrainJob"))
     if name == "job.yaml":
         done, _ = job_says(spec["podFailurePolicy"]["rules"], code, evicted)
@@ -150,7 +150,7 @@ def test_slurm_leaves_the_time_to_save() -> None:
 
 
 def test_every_key_of_a_manifest_is_one_that_its_model_knows() -> None:
-    """The models drop what they do not know: what is lost is a typo. ``nox -s manifests`` brings them."""
+    """The models drop unknown keys, so a lost key is a typo. ``nox -s manifests`` installs them."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     of_kind = {
         "JobSet": models.JobsetV1alpha2JobSet,
@@ -170,7 +170,7 @@ def test_every_key_of_a_manifest_is_one_that_its_model_knows() -> None:
 
 
 def lost(given: Any, kept: Any, at: str = "") -> list[str]:
-    """The paths of what is given and not kept."""
+    """Return the paths of keys that were given and not kept."""
     if isinstance(given, dict) and isinstance(kept, dict):
         return [
             path

@@ -18,7 +18,7 @@ LATE_S = 20.0
 
 @pytest.fixture
 def rescued() -> Iterator[Inbox[str]]:
-    """Whoever waits for it without a limit is told so in the end."""
+    """Yield an inbox that gets a text after ``LATE_S``, so that a wait without limit ends."""
     inbox: Inbox[str] = Inbox()
     late = threading.Timer(LATE_S, inbox.put, ["nobody ended the wait"])
     late.daemon = True
@@ -38,7 +38,7 @@ def test_a_signal_handler_that_outlasts_the_limit_does_not_lift_it(rescued: Inbo
 
 
 def test_a_limit_that_is_over_before_the_wait_begins_is_kept_to(rescued: Inbox[str]) -> None:
-    """As when the thread is not scheduled just then. What was put and taken leaves the inbox as a new one is."""
+    """As when the thread is scheduled late. Afterwards the inbox works like a new one."""
     for turn in range(20_000):
         rescued.put(str(turn))
         assert rescued.get(timeout=1e-6) == str(turn)

@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "mindx.md"
 
 
 def rows() -> list[list[str]]:
-    """The cells of all tables, without their heads."""
+    """Return the cells of all tables, without their heads."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
     heads = {number for number, line in enumerate(lines) if line.startswith("|---")}
     heads |= {number - 1 for number in heads}

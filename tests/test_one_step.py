@@ -17,7 +17,7 @@ from ttp.processor.gate.gate import Gate
 
 
 class Joined:
-    """As much of a processor as tells of updates."""
+    """The part of a processor that reports updates."""
 
     def __init__(self) -> None:
         self.gate = Gate()

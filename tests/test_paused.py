@@ -15,7 +15,7 @@ from ttp.errors import UsageError
 
 
 class Said:
-    """Notes what a processor would send."""
+    """Records what a processor would send."""
 
     def __init__(self) -> None:
         self.activity = ""

@@ -23,7 +23,7 @@ class Row:
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """What is quoted; where the text varies the quote has dots."""
+        """Return the quoted messages; the quote has dots where the text varies."""
         return tuple(re.findall(r"\"([^\"]+)\"", self.verdict))
 
 
@@ -49,7 +49,7 @@ def _table() -> list[str]:
 
 @cache
 def marked() -> dict[str, set[str]]:
-    """Features by the test that says it shows them; a mark on a class counts for the class."""
+    """Return features by the test that is marked for them; a mark on a class counts for the class."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text()
@@ -71,7 +71,7 @@ def _tests(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassD
 
 
 def _feature(decorator: ast.expr) -> str | None:
-    """Of ``pytest.mark.supports(feature)`` or ``supports(feature)``."""
+    """Return the feature of ``pytest.mark.supports(feature)`` or ``supports(feature)``."""
     if not (isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in ("supports", "pytest.mark.supports")):
         return None
     (feature,) = decorator.args
@@ -109,7 +109,7 @@ def _parted(named: list[str]) -> list[tuple[str, str, str]]:
 
 
 def texts() -> str:
-    """Every text in the source, with dots where something is put in; one a line."""
+    """Return every text in the source, one a line, with dots where a value is inserted."""
     found = []
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*.py")):

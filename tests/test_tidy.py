@@ -23,7 +23,7 @@ CORE_MAY_IMPORT = {
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package, by the name it is imported under; the links are not followed."""
+    """Return every module of the package by its import name, without following links."""
     found: dict[str, Path] = {}
     for package, folder in HOMES.items():
         for path in sorted(folder.rglob("*.py")):
@@ -100,7 +100,7 @@ def floor_of(module: str) -> tuple[int, str]:
 
 
 def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
-    """What is imported with a module: not what its functions import, nor what only type checkers do."""
+    """Return what a module imports when it is imported: not in functions, and not for type checkers only."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

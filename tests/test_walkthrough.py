@@ -27,7 +27,7 @@ def test_the_file_is_there(path: str) -> None:
 
 @pytest.mark.parametrize("line", [line for line in PAGE.splitlines() if line.startswith("| `")])
 def test_what_a_file_does_is_in_that_file(line: str) -> None:
-    """Names in the second column are of the file in the first; a dotted one is a method of a class there."""
+    """Names in the second column are of the file in the first; a dotted name is a method."""
     path, does = (column.strip() for column in line.split("|")[1:3])
     text = SOURCE[path.strip("`")]
     for name in re.findall(r"`([^`]+)`", does):

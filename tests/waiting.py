@@ -13,7 +13,7 @@ def until(
     story: Callable[[], object] = lambda: "did not come true in time",
     every_s: float = 0.005,
 ) -> Any:
-    """Wait until ``condition`` gives something that counts as true, and return that.
+    """Wait until ``condition`` returns a true value, and return it.
 
     Raises:
         AssertionError: with ``story``, if it does not come in time.

@@ -15,7 +15,7 @@ AT_S = 100.0
 
 
 def bits(rank: int, version: int) -> Digests:
-    """Of the unbroken run."""
+    """Return the digests of a rank at a version in the unbroken run."""
     return f"shard {version}", f"own {rank} {version}"
 
 
@@ -23,13 +23,13 @@ REFERENCE = {rank: {version: bits(rank, version) for version in range(20)} for r
 
 
 def life(rank: int, start: int, finished: int, begun: int | None = None) -> RankLife:
-    """A life in which all went well."""
+    """Return a life without problems."""
     states = {version: bits(rank, version) for version in range(start + 1, finished + 1)}
     return RankLife(start, bits(rank, start), finished if begun is None else begun, finished, states)
 
 
 def seen(kind: str, at_s: float = AT_S + 0.01, **facts: Any) -> Seen:
-    """An event of the controller."""
+    """Return an event of the controller."""
     return Seen(kind, at_s, 1e9 + at_s, "incident", facts)
 
 
@@ -66,7 +66,7 @@ class Story:
     trouble: str = ""
 
     def evidence(self) -> Evidence:
-        """For ``judge``."""
+        """Return the story as evidence for ``judge``."""
         record = Record(
             Run("kill a rank", self.faults, self.expect),
             lives=self.lives,

@@ -137,7 +137,7 @@ def test_launchers_say_what_came_of_it() -> None:
 
 
 def test_what_only_the_dead_had_is_not_lost() -> None:
-    """Rank 0 had finished version 5 and is the one that died: version 4 is the newest that can be read."""
+    """Rank 0, which had finished version 5, died: version 4 is the newest that can be read."""
     story = Story(
         injections=[Injection("first", "kill", "rank 0", AT_S, FIRST, frozenset({0}))], found=[Found(2), Found(4)]
     )
@@ -181,7 +181,7 @@ def test_across_a_cut_either_side_may_go_on() -> None:
 
 
 def host_is_lost(script: Script) -> Story:
-    """Rank 1 is alone on its host, and its page is gone with it."""
+    """Return a story in which rank 1, alone on its host, dies with the host, so its page is lost."""
     story = Story(script, found=[Found(2), Found(5, (), (1,))])
     change(story, 1, start_digests=("shard 5", "re-derived"), states={6: ("other", "other")})
     return story
@@ -200,7 +200,7 @@ def test_bits_have_no_reference_after_a_host_was_lost() -> None:
 
 
 def test_a_second_fault_in_a_second_life() -> None:
-    """Killed again right after the restart, before any step: resumed from the same version."""
+    """The rank is killed again after the restart, before any step, and resumes from the same version."""
     third = (0, 2)
     again = Injection("second", "kill", "rank 0", AT_S + 3, SECOND, frozenset({0}))
     story = Story(lives=[FIRST, SECOND, third])
@@ -217,7 +217,7 @@ def test_times_count_from_the_first_fault_that_no_job_survives() -> None:
 
 
 class TestWhatNeverCame:
-    """A rank was to be killed while a checkpoint on request is saved; there was nothing new to save."""
+    """A rank was to be killed during a checkpoint on request, but there was nothing new to save."""
 
     def story(self) -> Story:
         injection = Injection("first", "save", "controller", AT_S, FIRST, frozenset())

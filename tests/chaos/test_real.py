@@ -58,7 +58,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def run(folder: Path, text: str, *flags: str) -> list[dict[str, Any]]:
-    """The runs' results; asserts that nothing was found."""
+    """Return the runs' results; asserts that there are no findings."""
     done = subprocess.run(
         command(folder, text, "--json", *flags),
         capture_output=True,
@@ -95,7 +95,7 @@ def test_this_machine_as_the_only_host(tmp_path: Path) -> None:
 @pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_it_is_ended(tmp_path: Path, how: signal.Signals) -> None:
-    """Ranks that are stopped cannot end by themselves: the kernel ends them."""
+    """Stopped ranks cannot end by themselves, so the kernel has to end them."""
     chaos = subprocess.Popen(command(tmp_path, HELD_LONG), env=clean_environment(), stderr=subprocess.DEVNULL)
     try:
         until(lambda: len(stopped(tmp_path)) == 2, PATIENCE_S / 2)
@@ -111,7 +111,7 @@ def test_nothing_is_left_when_it_is_ended(tmp_path: Path, how: signal.Signals) -
 
 
 def ours(folder: Path) -> list[psutil.Process]:
-    """Processes of jobs below ``folder``."""
+    """Return the processes of jobs below ``folder``."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -17,7 +17,7 @@ COLD, ANEW = "restarts are cold: a reason", "ranks do not go on in their process
 
 
 def evidence(after: dict[int, tuple[int, bool]], *events: Seen, reasons: tuple[str, ...] = ()) -> Evidence:
-    """Of a job that is about that: its processes before and after a failure, what was told meanwhile."""
+    """Return evidence of a failure: processes before and after it, and the events and reasons in between."""
     story = Story(script=KEEP)
     story.events = list(events or (seen("committed", AT_S + 0.05, version=5), released(again=True)))
     found = story.evidence()

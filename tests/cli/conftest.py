@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Said:
-    """What a command answered."""
+    """The output of a command."""
 
     code: int
     out: str
@@ -55,7 +55,7 @@ Ttp = Callable[..., Said]
 
 @pytest.fixture
 def ttp(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ttp:
-    """Run ``ttp ARGUMENTS`` in this process."""
+    """Return a function that runs ``ttp ARGUMENTS`` in this process."""
     for name in [n for n in os.environ if n.startswith("TTP_") or n == "MASTER_ADDR"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "240")
@@ -137,7 +137,7 @@ def save_dir(tmp_path: Path) -> SaveDir:
 
 
 class Controller:
-    """A real controller process, and ranks that do as they are told without a byte on disk."""
+    """A real controller process, and ranks that obey its orders without writing to disk."""
 
     def __init__(self, run_dir: Path, token: str = "", **env: str) -> None:
         self.port, self.token, self.save_dir = free_port(), token, "/save"
@@ -157,7 +157,7 @@ class Controller:
         return self._process.pid
 
     def ranks(self, world_size: int, version: int = 7, *, saves: bool = True) -> None:
-        """All ranks of a job say hello; returns when the controller has welcomed them."""
+        """Let all ranks of a job say hello, and wait until the controller has welcomed them."""
         welcomed = threading.Barrier(world_size + 1)
         for rank in range(world_size):
             work = (Rank(rank), world_size, Version(version), saves, welcomed)

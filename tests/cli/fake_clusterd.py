@@ -29,11 +29,11 @@ REPORTS: dict[str, Any] = {
 
 
 class FakeClusterD:
-    """A server on loopback. ``job_id``: the job that it looks after.
+    """A server on loopback. ``job_id``: the job that it manages.
 
     Args:
-        port: where; 0: any.
-        codes: what it answers to these calls instead of 0.
+        port: the port; 0: any.
+        codes: the codes with which it answers these calls, instead of 0.
     """
 
     job_id = "job-1"
@@ -58,13 +58,13 @@ class FakeClusterD:
         self._server.start()
 
     def send(self, kind: str, *actions: str, faults: tuple[int, ...] = (), **fields: Any) -> None:
-        """Send a signal; a text for ``uuid`` makes it one of an earlier event."""
+        """Send a signal. A ``uuid`` makes it part of an earlier event."""
         named = [pb.RecoverFault(rank_id=str(rank), fault_type="1") for rank in faults]
         fields = {"uuid": "event", "job_id": self.job_id, **fields}
         self._signals.put(pb.RecoverSignal(signal_type=kind, actions=actions, fault_ranks=named, **fields))
 
     def hear(self, name: str, count: int = 1) -> Any:
-        """The ``count``-th report of this name, as soon as it comes."""
+        """Wait for the ``count``-th report of this name."""
         deadline_s = time.monotonic() + WAIT_S
         with self._changed:
             while len(found := [said for kind, said in self._heard if kind == name]) < count:
@@ -74,7 +74,7 @@ class FakeClusterD:
             return found[count - 1]
 
     def names(self) -> list[str]:
-        """What was heard, in order."""
+        """Return the names of the reports, in order."""
         return [kind for kind, _ in self._heard]
 
     def _handler(self, name: str) -> Any:

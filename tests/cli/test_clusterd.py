@@ -21,7 +21,7 @@ Start = Callable[..., Controller]
 
 @contextmanager
 def agent(port: int, clusterd: int, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """``ttp clusterd`` between the two."""
+    """Run ``ttp clusterd`` between the two."""
     command = [sys.executable, "-m", "ttp.cli", "clusterd", "--server", f"127.0.0.1:{clusterd}", "--port", str(port)]
     process = subprocess.Popen(
         [*command, "--job-id", FakeClusterD.job_id, "--address", "127.0.0.1"],
@@ -57,7 +57,7 @@ def test_all_rounds_of_a_device_that_broke(start: Start) -> None:
 
 
 def test_a_job_that_cannot_save_is_no_dump(start: Start) -> None:
-    """And ClusterD may come later than the job, and be gone for a while."""
+    """ClusterD may start after the job, and be down for a while."""
     controller = start()
     controller.ranks(2, saves=False)
     port = free_port()
@@ -136,7 +136,7 @@ def test_without_a_job_nothing_is_stopped(bridge: Bridge) -> None:
 
 
 def test_ranks_that_died_are_told_and_what_comes_of_it_accuses_nobody_again(bridge: Bridge) -> None:
-    """The launcher may have started the job again when ClusterD says what ttp has told it: that job is healthy."""
+    """ClusterD may repeat ttp's own report after the launcher has restarted the job, which is healthy then."""
     (faults,) = bridge.look(seen("i1", "freezing", lost=(1,)), 1.0)
     assert isinstance(faults, pb.RecoverFaults) and [f.rank_id for f in faults.fault_ranks] == ["1"]
     assert bridge.look(seen("i1", "saving", lost=(1,)), 1.1) == []

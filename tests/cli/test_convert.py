@@ -18,7 +18,7 @@ from tests.damage import flip
 
 @pytest.fixture
 def save_dir(ttp: Ttp, tmp_path: Path) -> Path:
-    """Two checkpoints of weights, made by the command itself."""
+    """Return a save_dir with two checkpoints of weights, made by the command itself."""
     for step in (3, 8):
         torch.save({"model": {"w": torch.full((2, 2), float(step)), "v": torch.ones(1)}}, tmp_path / "f.pt")
         assert ttp("convert", tmp_path / "f.pt", tmp_path / "saved", "--to", "dcp", "--step", step).code == 0

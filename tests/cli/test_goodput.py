@@ -18,7 +18,7 @@ def launch(at_s: float, *ends: tuple[str, float, dict[str, Any]], run_id: str = 
 
 
 def incident(place: Path, number: int, at_s: float, *lines: tuple[str, float, dict[str, Any]], **opened: Any) -> None:
-    """A file of the journal; times are seconds after ``at_s``."""
+    """Write a file of the journal; times are seconds after ``at_s``."""
     records = [("opened", 0.0, {"run_id": "job", **opened}), *lines]
     name = f"20261120-094512-{number}-abcd"
     text = "".join(
@@ -30,7 +30,7 @@ def incident(place: Path, number: int, at_s: float, *lines: tuple[str, float, di
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Saved at 100 s, cut off at 200 s with its last word, then lost; a false alarm and a save on request between."""
+    """Return a job saved at 100 s, cut off at 200 s, then lost; with a false alarm and a save on request between."""
     (tmp_path / "incidents").mkdir()
     story = launch(0.0, ("committed", 100.9, {"version": 7}), ("released", 101.0, {"exit_code": 75}))
     story += launch(131.0, ("restore", 135.0, {"version": 7}), ("released", 202.0, {"exit_code": 70}))

@@ -38,7 +38,7 @@ SAVED: list[tuple[float, str, dict[str, Any]]] = [
 
 
 def write(save_dir: Path, incident: str, story: Story, started_s: float = 50.0) -> Path:
-    """As the controller does: through its own journal."""
+    """Write an incident as the controller does: through its journal."""
     journal = Journal(save_dir / "elsewhere", [str(save_dir)])
     for sequence, (at_ms, kind, facts) in enumerate(story, start=1):
         at_s = at_ms / 1e3

@@ -99,7 +99,7 @@ def test_a_job_that_runs_has_no_verdict_yet(
 def test_of_two_directories_the_one_that_knows_more_is_believed(
     place: Path, tmp_path: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``save_dir`` was full: it has the beginning, or an older launch, and the fallback directory has the end."""
+    """``save_dir`` was full: it has the beginning or an older launch, and the fallback directory has the end."""
     fallback = tmp_path / "fallback" / "incidents"
     fallback.mkdir(parents=True)
     monkeypatch.setenv("TTP_FALLBACK_DIR", str(fallback.parent))
@@ -155,7 +155,7 @@ OPENED: Facts = {"kind": "opened", "run_id": "job"}
 def test_an_incident_speaks_for_a_launch_whose_end_was_not_written(
     place: Path, capsys: pytest.CaptureFixture[str], events: list[Facts], code: int
 ) -> None:
-    """Also where an older ttp has written nothing but incidents."""
+    """Also if an older ttp has written incidents only."""
     incident(place, "20261120-094512-1-3fa9", OPENED, *events)
     incident(place, "20261120-094513-2-3fa9", OPENED, {"kind": "committed"}, {"kind": "thawed", "reason": "a snapshot"})
     assert said(capsys, "verdict", place)[0] == code
@@ -258,7 +258,7 @@ def test_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_launchers_code_is_the_last_word_where_no_rank_had_joined(
     left: int, code: int, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job that is preempted twice before its ranks have joined goes on at the third start."""
+    """A job that is preempted twice before its ranks have joined continues at the third start."""
     (place / "incidents" / FILE).write_text(begins() + SAVED)
     ask = ("verdict", place, "--run-id", "job", "--launcher-code", left)
     assert said(capsys, *ask, "--since", 101)[0] == code

@@ -93,7 +93,7 @@ def test_when_a_job_is_told() -> None:
 
 
 def test_a_job_is_told_again_when_it_gets_worse() -> None:
-    """No recovery lies between a host that was only sub-healthy, or had one broken rank, and what it has now."""
+    """A sub-healthy host, or one with one broken rank, gets worse without recovering in between."""
     bad, ill = Finding(Health.FAULTY, "x"), Finding(Health.SUB_HEALTHY)
     course = Course(2, report_sub_healthy=True)
     assert not course.report(ill) and course.report(ill)

@@ -11,7 +11,7 @@ from tests.compat.jobs import Job
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Makes jobs; what they leave running is ended."""
+    """Return a function that makes jobs; the fixture ends the processes that they leave."""
     made: list[Job] = []
 
     def make(**what: Any) -> Job:

@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 
 @dataclass
 class Job(Launched):
-    """One launch; rank 0 starts the controller, as programs of the original do."""
+    """One launch. Rank 0 starts the controller, as programs of the original do."""
 
     steps: int = 5
     env: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Job(Launched):
         return self
 
     def launch(self, rank: int, host: str = "") -> subprocess.Popen[bytes]:
-        """A process of that rank; ``host``: somewhere else than the first one."""
+        """Start a process of that rank; ``host``: on another host than the first one."""
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         place = {"TTP_HOST": host, "TTP_RUN_DIR": str(self.directory / "run" / host)} if host else self._place(rank)
         return self.spawn(f"rank{rank}{host}", [sys.executable, str(PROGRAM)], self.base | place | numbers)
@@ -67,7 +67,7 @@ class Job(Launched):
         return [p for p in psutil.process_iter(["cmdline"]) if wanted <= set(p.info["cmdline"] or [])]
 
     def status(self, port: int = 0) -> pb.GetStatusResponse:
-        """What the controller of the moment says; nothing, if there is none."""
+        """Return the status from the leading controller; an empty one if there is none."""
         with open_channel("127.0.0.1", port or self.port) as channel:
             try:
                 answer: pb.GetStatusResponse = stub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
@@ -76,12 +76,12 @@ class Job(Launched):
         return answer
 
     def live_ranks(self, port: int = 0) -> int:
-        """As the controller of the moment sees them."""
+        """Return the number of live ranks that the leading controller sees."""
         return sum(rank.state == "live" for rank in self.status(port).ranks)
 
     def run(self) -> list[int]:
         return self.start().wait()
 
     def order(self, rank: int) -> list[str]:
-        """What a rank was told to do, in order."""
+        """Return the orders that a rank received, in order."""
         return [n["what"] for n in self.notes(rank) if n["what"] not in ("begin", "done")]

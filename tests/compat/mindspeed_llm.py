@@ -44,7 +44,7 @@ HOME = "mindspeed_llm.core.high_availability"
 
 
 class StandIn(ModuleType):
-    """A module that has every name; what is asked of it does nothing."""
+    """A module that has every name; all of its functions do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,7 +54,7 @@ class StandIn(ModuleType):
 
 
 class Pretender(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stand-ins for whatever is not here."""
+    """Finds stand-ins for modules that are not installed."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if any(fullname == name or fullname.startswith(name + ".") for name in PRETENDED):
@@ -108,7 +108,7 @@ class Npu:
 
 
 class Optimizer:
-    """Holds one number, replicated as theirs is: ranks 0 and 2 have one half of it, 1 and 3 the other."""
+    """Holds one number, replicated like theirs: ranks 0 and 2 have one half of it, 1 and 3 the other."""
 
     def __init__(self, rank: int) -> None:
         self.config = SimpleNamespace(reuse_fp32_param=False)
@@ -142,7 +142,7 @@ class Optimizer:
 
 
 def pretend(rank: int, saves: Path) -> Npu:
-    """Put the stand-ins into place."""
+    """Install the stand-ins."""
     sys.meta_path.insert(0, Pretender())
     pretended: Any = importlib.import_module("megatron.training")
     args = SimpleNamespace(
@@ -193,7 +193,7 @@ class Rank:
             time.sleep(0.002)
 
     def train(self, *args: Any) -> int:
-        """In the place of theirs."""
+        """Replaces their training."""
         while self.step < STEPS:
             step = self.step + 1
             if (self.rank, step, self.life) == (VICTIM, HURT_AT, 0):
@@ -211,7 +211,7 @@ class Rank:
         return self.step
 
     def repair(self, step: int, rebuild: bool, ranks: list[int], info: dict[str, Any], args: Any, ctx: Any) -> None:
-        """In the place of theirs, which sends Megatron's buffers."""
+        """Replaces their repair, which sends Megatron's buffers."""
         for src, dst in zip(info["src"], info["dst"], strict=True):
             sent = self.directory / f"sent.{src}.{dst}"
             if self.rank == src:
@@ -224,7 +224,7 @@ class Rank:
         self.npu.said.append(f"repair {info['repair_type']} {info['src']} {info['dst']}")
 
     def rollback(self, step: int, args: Any, ctx: Any) -> None:
-        """In the place of theirs, which builds Megatron's data anew."""
+        """Replaces their rollback, which rebuilds Megatron's data."""
         self.step, self.life = step, self.life + 1
 
 

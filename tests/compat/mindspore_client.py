@@ -37,7 +37,7 @@ updates, life = 0, 0
 
 
 def note(name: str, result: Any = None) -> Any:
-    """A call of the device that only has to be made."""
+    """Record a call of the device that has no other effect here."""
 
     def made(*_: Any, **__: Any) -> Any:
         said.append(name)
@@ -56,7 +56,7 @@ def wait_for(*names: str) -> None:
 
 
 class AllReduce:
-    """Of a flag that is one on every rank; here the ranks meet before the update."""
+    """The all-reduce of a flag that is one on every rank; here ranks meet before the update."""
 
     def add_prim_attr(self, *_: Any) -> AllReduce:
         return self
@@ -77,7 +77,7 @@ class AllReduce:
 
 
 class TensorReport:
-    """The kernel that says through a library of the original's that an update begins."""
+    """The kernel that reports the beginning of an update through a library of the original."""
 
     def __init__(self) -> None:
         self._end = False
@@ -151,7 +151,7 @@ def fake_the_device() -> None:
 
 
 class Sgd(nn.Optimizer):  # type: ignore[misc]  # MindSpore has no types
-    """Their own are compiled, which kernels in Python cannot be."""
+    """An optimizer in Python. Their own are compiled, which Python kernels cannot be."""
 
     def construct(self, gradients: Any) -> bool:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):

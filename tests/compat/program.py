@@ -48,7 +48,7 @@ def put(name: str, value: Any) -> None:
 
 
 def wait_for(*names: str) -> None:
-    """As a collective does: until all are there, or the device is stopped."""
+    """Wait like a collective: until all ranks are there, or the device is stopped."""
     deadline = time.monotonic() + PATIENCE_S
     while not all((DIR / name).exists() for name in names):
         if stopped.is_set():
@@ -205,7 +205,7 @@ WAITS: dict[str, Any] = {
 
 
 def as_wished(kind: str, func: Any) -> Any:
-    """The handler, or one that does wrong."""
+    """Return the handler, or one that does what the test says instead."""
     wrong = JOB.get("hostile", {}).get(kind, {}).get(str(RANK))
 
     def hostile(*given: Any) -> Any:
@@ -249,7 +249,7 @@ def register() -> None:
 
 
 def manage() -> None:
-    """What MindX does: every answer is written down, and the next order is given."""
+    """Act as MindX: record every answer, and give the next order."""
 
     def fault_ranks(faults: dict[int, int], codes: dict[int, str]) -> None:
         say("report_fault_ranks", faults=sorted(faults.items()), codes=sorted(codes.items()))
@@ -293,7 +293,7 @@ def manage() -> None:
 
 
 def mindspore_train() -> str:
-    """As MindSpore's client drives it: no decorator of the original's, no repair action, its own words for errors."""
+    """Train like MindSpore's client: without the original's decorator and repair action, and with other error texts."""
     while True:
         try:
             return train(state)
@@ -321,7 +321,7 @@ def start_controller(*tls: Any) -> None:
 
 
 def manager_alone() -> None:
-    """As taskd: it is no rank, and lives until it is killed."""
+    """Act as taskd: a process that is not a rank, and lives until it is killed."""
     start_controller(False)
     say("serves", all=controller.tft_query_high_availability_switch())
     for number in itertools.count():

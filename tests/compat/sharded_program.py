@@ -29,7 +29,7 @@ SIZE, PIECES, LR = 32, 2, 0.05
 
 
 class State:
-    """Weights on every rank; the optimizer's part of one piece."""
+    """The weights, which every rank has, and the optimizer's state of one piece."""
 
     def __init__(self, piece: int) -> None:
         self.piece, self.step, self.joining = piece, 0, False
@@ -43,7 +43,7 @@ class State:
 
 
 def gradient(weights: torch.Tensor, step: int, rank: int) -> torch.Tensor:
-    """Of this rank's batch of the step."""
+    """Return the gradient of this rank's batch of the step."""
     data = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(1000 * step + rank))
     return (torch.tanh(data @ weights)[:, None] * data).mean(0)
 
@@ -61,7 +61,7 @@ def digest(state: State) -> str:
 
 
 def unbroken(*phases: tuple[int, int]) -> list[str]:
-    """What every rank has in the end when nothing happens; of each phase its last step, and the number of ranks."""
+    """Return the final digests of all ranks without a fault. A phase is its last step and its number of ranks."""
     states, before = [State(piece) for piece in range(PIECES)], 0
     for last, world in phases:
         for step in range(before + 1, last + 1):
@@ -166,7 +166,7 @@ class Program:
         (DIR / ".checkpoint").rename(DIR / "checkpoint")
 
     def stop(self, args: Any, ctx: Any) -> None:
-        """As stopping the device does: whoever waits in a collective gets an error."""
+        """Stop the device: ranks that wait in a collective get an error."""
         self.say("stop")
         self.hurt(self.state.step, "stop")
         for descriptor in self.sockets:
@@ -243,7 +243,7 @@ class Program:
 
 
 def await_ready() -> None:
-    """Until the launcher has a process to fork from, without which it starts no rank alone."""
+    """Wait until the launcher has a process to fork from, without which it starts no rank alone."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and '"ready"' not in _warm():
         time.sleep(0.01)

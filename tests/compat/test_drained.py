@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
 
 
 def started(make_job: MakeJob, faults: list[dict[str, Any]], **env: str) -> Job:  # noqa: F811 # the fixture
-    """Two hosts with two ranks each, and one that stands by."""
+    """Start a job of two hosts with two ranks each, and a standby host."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = ["--nnodes", "2", "--mindio", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
     common += ["--rdzv-endpoint", f"127.0.0.1:{store.port}"]
@@ -44,9 +44,9 @@ def started(make_job: MakeJob, faults: list[dict[str, Any]], **env: str) -> Job:
 
 
 def drained(job: Job) -> str:
-    """The first host of rank 2, which is not known beforehand: launchers begin at the same time.
+    """Return the first host of rank 2. It is not known beforehand, because launchers start at the same time.
 
-    Waits until the spare host has offered itself. The controller is on any of the two, as they share an address.
+    Waits until the standby host has offered itself. The controller may be on either host, as they share an address.
     """
     logs = [job.directory / "run" / host / "controller.log" for host in HOSTS[1:]]
 
@@ -60,7 +60,7 @@ def drained(job: Job) -> str:
 
 
 def move(job: Job) -> None:
-    """Drain the host of ranks 2 and 3 once another one offers its place; rank 0 goes on when they have been moved."""
+    """Drain the host of ranks 2 and 3 when another host offers itself. Rank 0 continues after they have been moved."""
     until(lambda: any(note["what"] == "train" for note in notes(job, 3)), 90, lambda: story(job))
     said = job.ttp("report-fault", "--host", drained(job), "--drain", "--token", "secret")
     assert (said.returncode, "are moved to a host that stands by" in said.stdout) == (0, True), said.stderr + story(job)
@@ -69,13 +69,13 @@ def move(job: Job) -> None:
 
 
 def ends(job: Job) -> list[int]:
-    """Exit codes of launchers, the drained host's last: that is the job's where the job fails before it has left."""
+    """Return the launchers' exit codes, the drained host's last, which is the job's if the job fails before."""
     codes = [process.wait(TIMEOUT_S - 60) for process in job.processes]
     return codes if drained(job) == HOSTS[2] else [codes[0], codes[2], codes[1]]
 
 
 def check_moved(job: Job) -> None:
-    """The others have kept their processes, and all began with the step that was saved first."""
+    """Check that the other ranks kept their processes, and that the moved ones got their state from them."""
     assert [len(pids(job, rank)) for rank in (0, 1)] == [1, 1], story(job)
     for rank in (2, 3):
         first, *rest = [note for note in notes(job, rank) if note["pid"] == pids(job, rank)[1]]
@@ -103,7 +103,7 @@ def test_the_ranks_of_a_drained_host_are_moved_while_the_others_keep_their_proce
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 3], ids=["that has stayed", "that was moved"])
 def test_a_rank_dies_later(make_job: MakeJob, rank: int) -> None:  # noqa: F811 # the fixture
-    """All are started again, on the host that has stayed and the one that stood by."""
+    """All ranks restart, on the host that stayed and the former standby host."""
     job = started(make_job, [HELD, {"rank": rank, "step": 30, "at": "data", "warm": False}])
     move(job)
     until((job.directory / "fired1").exists, 120, lambda: story(job))
@@ -117,7 +117,7 @@ def test_a_rank_dies_later(make_job: MakeJob, rank: int) -> None:  # noqa: F811 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["rebuild", "repair"])
 def test_a_rank_that_is_moved_dies_meanwhile(make_job: MakeJob, at: str) -> None:  # noqa: F811 # the fixture
-    """All start again from what was saved first, without the host that is drained."""
+    """All ranks restart from the first checkpoint, without the drained host."""
     job = started(make_job, [HELD, {"rank": 3, "at": at}])
     move(job)
     assert ends(job)[:2] == [0, 0], story(job)

@@ -42,7 +42,7 @@ def until(job: Job, condition: Callable[[], bool]) -> None:
 
 
 def chosen(desk: Told, faults: dict[int, int], strategy: str, times: int, go: Path) -> None:
-    """The hand-shake of one fault, at the end of which this is chosen; ``go``: ranks that wait for it go on."""
+    """Do the handshake of one fault, in which this strategy is chosen. ``go``: then release the ranks that wait."""
     assert desk.hear("faults", 2 * times - 1)[1].keys() >= faults.keys()
     go.touch()
     assert desk.manager.stop_train(faults) in (0, 1)  # 1: that is no news
@@ -54,7 +54,7 @@ def chosen(desk: Told, faults: dict[int, int], strategy: str, times: int, go: Pa
 
 
 def test_a_launch_with_fewer_ranks_is_what_the_manager_has_chosen(job: Callable[..., Processes]) -> None:
-    """Success is told when that launch has made a step."""
+    """Success is reported after that launch has made a step."""
     env = {"TTP_ELASTIC": "on", "TTP_ABANDONED_S": "60"}
     this = prepared(job, "downgrade", options={"enable_zit": True}, env=env)
     this.processes[3].kill()

@@ -21,12 +21,12 @@ MEMORY = fault(1, 4, "memory")
 
 
 def hostile(kind: str, **what: str) -> dict[str, Any]:
-    """What a handler does wrong, by rank: ``r0="raise"``."""
+    """Return options with the wrong action of a handler, by rank: ``r0="raise"``."""
     return {"hostile": {kind: {rank.removeprefix("r"): wrong for rank, wrong in what.items()}}}
 
 
 def savers(job: Job) -> dict[int, list[int]]:
-    """Who has saved by the last list, and that list."""
+    """Return the ranks that saved by the last list, each with that list."""
     last = [notes[-1] for notes in job.of("save").values() if "info" in notes[-1]]
     newest = last[-1]["info"][0]["ranks"] if last else []
     return {rank: newest for rank in newest if job.part(3, rank)["value"] == after(3)}
@@ -67,7 +67,7 @@ def test_save_handlers_that_all_do_wrong_end_the_job_without_a_checkpoint(job: M
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["raise", "kill"])
 def test_a_rename_handler_that_does_wrong(job: Make, wrong: str) -> None:
-    """Who dies in it is replaced; who refuses has a reason that holds for all."""
+    """A rank that dies in it is replaced. A refusal holds for all ranks."""
     this = job(faults=[KILL], options=hostile("rename", r3=wrong))
     codes = this.run()
     assert codes == ([SAVED, KILLED, SAVED, KILLED] if wrong == "kill" else [NOT_SAVED, KILLED, *[NOT_SAVED] * 2])
@@ -85,7 +85,7 @@ def test_a_rename_handler_that_does_wrong(job: Make, wrong: str) -> None:
     ],
 )  # fmt: skip
 def test_a_repair_in_which_a_handler_does_wrong_is_a_dump_of_what_is_whole(job: Make, kind: str, wrong: str) -> None:
-    """Rank 2 does, which in a repair is the one that sends."""
+    """The handler of rank 2, which sends in a repair."""
     env = {"TTP_OT": "20"} if wrong == "hang" else {}
     this = job(ranks=3, copies=3, faults=[MEMORY], options=hostile(kind, r2=wrong), env=env)
     codes = this.run()
@@ -109,7 +109,7 @@ def test_an_exit_handler_that_does_wrong_keeps_nobody(job: Make, wrong: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dead", "saved"), [(1, True), (3, False)])
 def test_a_kill_in_the_transfer_of_a_repair(job: Make, dead: int, saved: bool) -> None:
-    """Who receives has nothing to lose; who sends was the last to hold that piece."""
+    """The receiver has nothing to lose; the sender was the last holder of its piece."""
     this = job(faults=[MEMORY], options=hostile("repair", **{f"r{dead}": "kill"}))
     code = SAVED if saved else NOT_SAVED
     assert this.run() == [KILLED if rank == dead else code for rank in range(4)], this.story()
@@ -126,7 +126,7 @@ def test_memory_is_lost_again_right_after_a_repair_and_by_the_sender_of_it(job: 
 
 @pytest.mark.slow
 def test_memory_is_lost_on_every_holder_of_a_piece(job: Make) -> None:
-    """There is no copy left: all go back to a checkpoint."""
+    """No copy is left, so all ranks load a checkpoint."""
     this = job(faults=[MEMORY, fault(3, 4, "memory")])
     check_repaired(this, this.run())
     kinds = {rank: notes[-1]["info"]["repair_type"] for rank, notes in this.of("repair").items()}
@@ -137,7 +137,7 @@ def test_memory_is_lost_on_every_holder_of_a_piece(job: Make) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stop", "repair", "rollback"])
 def test_the_controller_dies_in_a_repair(job: Make, kind: str) -> None:
-    """The next one does not believe what was being written, and begins anew."""
+    """The next controller does not trust a copy that was being written, and repeats the repair."""
     this = job(faults=[MEMORY], steps=8, options=hostile(kind, r3="wait")).start()
     this.until(lambda: any("hostile" in note for notes in this.of(kind).values() for note in notes))
     for controller in this.controllers():
@@ -148,7 +148,7 @@ def test_the_controller_dies_in_a_repair(job: Make, kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_replica_dies_while_its_partner_waits_to_be_repaired(job: Make) -> None:
-    """With three copies of each piece the last one is enough to save."""
+    """Of three copies of each piece the last one is enough to save."""
     this = job(ranks=6, copies=3, faults=[MEMORY], options=hostile("stop", r3="kill"))
     assert this.run() == [SAVED, SAVED, SAVED, KILLED, SAVED, SAVED], this.story()
     assert set(savers(this)) == {0, 5}
@@ -184,7 +184,7 @@ def test_processors_that_come_long_before_their_controller(job: Make) -> None:
 
 @pytest.mark.slow
 def test_a_controller_that_is_destroyed_and_started_again(job: Make) -> None:
-    """As taskd does it when it has lost touch: the manager attaches again, and nothing else happens."""
+    """taskd does so after a lost connection: the manager attaches again, and nothing else happens."""
     options = {"starts": 3, "manage": "retry", "step_s": 0.1}
     this = job(ranks=2, steps=40, faults=[fault(1, 30, "memory")], options=options)
     check_repaired(this, this.run())
@@ -194,7 +194,7 @@ def test_a_controller_that_is_destroyed_and_started_again(job: Make) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_manager_that_is_no_rank(job: Make, lives: bool) -> None:
-    """It is asked for as long as it lives; a job without it mends itself."""
+    """The manager decides as long as it lives. Without it the job is repaired all the same."""
     options = {"manage": "retry", "step_s": 0.1}
     faults = [fault(1, 30, "memory", after="go")]
     this = job(ranks=2, steps=40, faults=faults, options=options, manager=True).start()

@@ -17,7 +17,7 @@ STEPS = 80
 
 
 def prepared(job: Make, manage: str = "migration", **what: Any) -> Job:
-    """A job on hosts a and b that trains, and a process of the manager's own."""
+    """Return a job on hosts a and b that trains, and a separate manager process."""
     options = {"manage": manage, "step_s": 0.05, "enable_arf": True, **what.pop("options", {})}
     waits = {"rank": 3, "step": 10, "what": "wait", "after": "go"}  # however long a newcomer takes to start
     this = job(options=options, manager=True, hosts="aabb", steps=STEPS, faults=[waits], **what).start()
@@ -26,7 +26,7 @@ def prepared(job: Make, manage: str = "migration", **what: Any) -> Job:
 
 
 def ask(this: Job, function: str, *given: Any) -> Any:
-    """Have the manager's process call this; what it returns."""
+    """Make the manager's process call a function, and return the result."""
     notes = this.notes(-1)
     number = sum(note["what"] == "answered" for note in notes)
     draft = this.directory / "ask"
@@ -41,7 +41,7 @@ def ask(this: Job, function: str, *given: Any) -> Any:
 
 
 def come(this: Job, rank: int) -> None:
-    """A newcomer for the seat of this rank, the last of the processes: when it is there, the job goes on."""
+    """Start a newcomer for the seat of this rank, as the last process. When it has joined, the job goes on."""
     this.processes.append(this.launch(rank, host="c"))
     this.until(lambda: any(note.get("type") == "hot switch" for note in this.of("begin").get(rank, [])))
     (this.directory / "go").touch()
@@ -53,7 +53,7 @@ def told(this: Job, what: str) -> list[Any]:
 
 
 def check_moved(this: Job, rank: int, newcomers: int = 1) -> None:
-    """All others have kept their processes, and the state is that of an unbroken run."""
+    """Check that all other ranks kept their processes, and that the state is that of an unbroken run."""
     ranks = this.processes[: this.ranks] + this.processes[this.ranks + 1 :]
     assert [process.wait(120) for process in ranks] == [0] * (this.ranks + newcomers), this.story()
     assert {notes[-1]["value"] for notes in this.of("done").values()} == {after(STEPS)}, this.story()
@@ -88,7 +88,7 @@ def test_a_rank_that_lives_is_moved_to_another_host(job: Make, rank: int) -> Non
 
 @pytest.mark.slow
 def test_the_same_in_the_dialect_of_mindspore(job: Make) -> None:
-    """Its exit handler, which ends processes with 1, is not for ranks that were moved."""
+    """Its exit handler, which ends processes with 1, is not called for moved ranks."""
     this = prepared(job, env={"MINDIO_FOR_MINDSPORE": "1"})
     assert ask(this, PREPARE, "hot switch", {"1": 1}) == 0
     come(this, 1)
@@ -98,7 +98,7 @@ def test_the_same_in_the_dialect_of_mindspore(job: Make) -> None:
 
 @pytest.mark.slow
 def test_a_switch_that_is_stopped_and_one_that_is_chosen_late(job: Make) -> None:
-    """The first newcomer is sent away; while the second one is there a strategy that is none is refused."""
+    """The first newcomer is sent away. While the second waits, an unknown strategy is refused."""
     this = prepared(job, "nothing", env={"MINDIO_WAIT_MINDX_TIME": "60"})
     assert ask(this, PREPARE, "hot switch", {"1": 1}) == 0 == ask(this, PREPARE, "stop switch", {"1": 1})
     lone = this.launch(1, host="d")
@@ -131,7 +131,7 @@ def test_where_it_is_not_chosen_all_train_on_where_they_were(job: Make, how: str
 @pytest.mark.slow
 @pytest.mark.parametrize("dead", [1, 3], ids=["that was to go", "that was to stay"])
 def test_a_rank_dies_while_all_stand_still(job: Make, dead: int) -> None:
-    """ClusterD ends the old process itself; any other death is saved, and the guest is sent away."""
+    """ClusterD ends the old process itself. After any other death the job is saved and the guest sent away."""
     this = prepared(job, "nothing", env={"MINDIO_WAIT_MINDX_TIME": "20"})
     assert ask(this, PREPARE, "hot switch", {"1": 1}) == 0
     come(this, 1)

@@ -22,7 +22,7 @@ from ttp.mindio.protocol.messages import RepairWay
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that has said nothing yet."""
+    """Make this process one that has called nothing yet."""
     for name in ("TTP_PORT", "TTP_MINDIO", "MINDIO_FOR_MINDSPORE", "TTP_FRAMEWORK_TYPE", "TTP_STOP_CLEAN_BEFORE_DUMP"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # and what a test sets by itself does not stay
@@ -39,7 +39,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Told:
-    """In the place of a participant: what it was told."""
+    """A stand-in for a participant that records its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reports: list[Ailment] = []
@@ -126,7 +126,7 @@ def test_what_only_processes_say_that_join_a_running_job_is_an_error_like_any_ot
 def test_arf_has_processes_that_join_and_others_that_lose_a_peer(
     monkeypatch: pytest.MonkeyPatch, fact: str, text: str, ailment: Ailment
 ) -> None:
-    """All are called again; only the last one has something to be cleaned."""
+    """The function is called again in each of them; only the last has something to clean."""
     told, calls, waited = Told(monkeypatch), [], []
     setattr(told, fact or "other", True)
     monkeypatch.setattr(rank.THIS, "enable_arf", True)

@@ -138,7 +138,7 @@ def test_without_arf_it_is_a_start_of_all(make_job: MakeJob) -> None:
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 def test_clusterd_chooses_to_recover(make_job: MakeJob) -> None:
-    """Every word goes through ``ttp clusterd``: what is offered, what is chosen, and what came of it."""
+    """``ttp clusterd`` passes everything on: the offer, the choice and the result."""
     job = made(make_job, [{"rank": 1, "step": 5, "at": "backward", "after": "go"}], ranks=4)
     job.start()
     run_dir = str(job.directory / "run")

@@ -25,13 +25,13 @@ def fault(rank: int, step: int, what: str, **how: Any) -> dict[str, Any]:
 
 
 def chosen(ranks: int, copies: int, dead: int) -> list[int]:
-    """As the original chooses: for each shard the first that lives, in the order of the shards."""
+    """Return the original's choice: for each shard, in order, the first live rank."""
     shards = 1 if copies == ranks else ranks // copies
     return [next(r for r in range(shard, ranks, shards) if r != dead) for shard in range(shards)]
 
 
 def check_dumped(job: Job, step: int, savers: list[int], codes: list[int]) -> None:
-    """Who saved, what they were given, and who gave it its name."""
+    """Check which ranks saved, their handlers' arguments, and which rank renamed."""
     saves = job.of("save")
     assert sorted(saves) == sorted(savers), job.story()
     for note in (notes[-1] for notes in saves.values()):
@@ -72,7 +72,7 @@ def test_of_worlds_of_all_sizes(job: Make, ranks: int, copies: int, dead: int) -
 
 
 def test_any_other_exception(job: Make) -> None:
-    """And a program that names a port of its own: that of its launcher is taken."""
+    """The program names a port of its own, but the launcher's is used."""
     this = job(ranks=2, faults=[fault(1, 4, "raise", text="out of luck")], options={"port": 8000})
     codes = this.run()
     check_dumped(this, 3, [0], codes)
@@ -238,7 +238,7 @@ def test_a_dump_on_demand_ends_nothing(job: Make) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_asked_to_end(job: Make) -> None:
-    """Its training is saved by the other one, and both end."""
+    """The other rank saves its training, and both end."""
     this = job(ranks=2, steps=100_000, options={"step_s": 0.02}).start()
     this.until((this.directory / "meet-0-20-1").exists)
     this.processes[0].terminate()
@@ -296,7 +296,7 @@ def test_a_manager_has_a_new_process_started_on_another_host(job: Make) -> None:
 
 @pytest.mark.slow
 def test_the_controller_is_lost(job: Make) -> None:
-    """Another one takes over, is told everything again, and saves what comes next."""
+    """Another controller takes over, receives all reports again, and saves after the next fault."""
     this = job(steps=400, options={"step_s": 0.05}, faults=[fault(1, 40, "kill", after="go")]).start()
     this.until(lambda: all((this.directory / f"meet-0-20-{rank}").exists() for rank in range(4)))
     first = this.controllers()

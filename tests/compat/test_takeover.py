@@ -29,7 +29,7 @@ def _status(port: int, settings: dict[str, str]) -> subprocess.CompletedProcess[
 def test_a_standby_takes_over_over_tls(
     job: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revoking: bool
 ) -> None:
-    """The controller is killed, then its whole host: what is left is saved, and everything is encrypted."""
+    """The controller is killed, then its whole host. The rest is saved, and all traffic is encrypted."""
     authority = Authority(tmp_path / "authority")
     own = authority.sign()
     if revoking:

@@ -37,9 +37,9 @@ class BadDisk:
     """A mounted file system that fails by rules. It is unmounted when the context ends or this process dies.
 
     Args:
-        mountpoint: made if it is not there.
-        directory: holds the bytes; the same.
-        journal: write down every change, see ``tests.disks.crash``.
+        mountpoint: made if it does not exist.
+        directory: the directory with the bytes; likewise.
+        journal: record every change, see ``tests.disks.crash``.
 
     Raises:
         OSError: it cannot be mounted.
@@ -78,7 +78,7 @@ class BadDisk:
         self._ask("rules", [asdict(rule) for rule in rules])
 
     def hits(self) -> list[int]:
-        """How many requests each rule has hit."""
+        """Return how many requests each rule has hit."""
         return list(self._ask("hits"))
 
     def wait_hit(self) -> None:
@@ -102,7 +102,7 @@ class BadDisk:
         self._ask("mark", text)
 
     def journal(self) -> list[list[Any]]:
-        """All changes so far, in order."""
+        """Return all changes so far, in order."""
         with tempfile.NamedTemporaryFile() as file:
             self._ask("journal", file.name)
             read: list[list[Any]] = msgpack.unpackb(Path(file.name).read_bytes())
@@ -153,7 +153,7 @@ class BadDisk:
 
 
 def why_not() -> str:
-    """Why this machine cannot have a ``BadDisk``; empty: it can."""
+    """Return why this machine cannot have a ``BadDisk``; empty: it can."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with BadDisk(Path(folder, "mount"), Path(folder, "directory")):

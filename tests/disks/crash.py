@@ -57,7 +57,7 @@ class _Change:
 
 
 class Disk:
-    """A disk that was empty at first, with all that was done to it.
+    """A disk that was empty at first, with everything that was done to it.
 
     Args:
         journal: of a ``BadDisk``, up to the power cut.
@@ -71,7 +71,7 @@ class Disk:
             self._take(*line)
 
     def after(self, loss: Loss, seed: int = 0) -> Tree:
-        """What the disk holds when the machine starts again. ``seed`` draws the losses of ``Loss.SOME``."""
+        """Return what the disk holds when the machine starts again. ``seed`` draws the losses of ``Loss.SOME``."""
         lot = random.Random(seed)
         directories: dict[int, dict[str, int]] = {inode: {} for inode in self._directories}
         for change in self._changes:
@@ -177,20 +177,20 @@ def _tree(inode: int, directories: dict[int, dict[str, int]], contents: dict[int
 
 
 def fingerprint(tree: Tree) -> int:
-    """A hash of a tree, equal for equal trees within this process."""
+    """Return a hash of a tree, equal for equal trees within this process."""
     return hash(tuple(sorted((n, hash(c) if isinstance(c, bytes) else fingerprint(c)) for n, c in tree.items())))
 
 
 def outcomes(
     recorded: Sequence[Line], cuts: Iterable[int], succeeded: Callable[[int], bool], seeds: int
 ) -> Iterator[tuple[Tree, int, bool]]:
-    """Each different disk that a power cut may leave, the line before the cut, and whether success had been declared.
+    """Yield each different disk that a power cut may leave, the line before it, and whether success was declared.
 
     Args:
         recorded: all lines.
         cuts: numbers of the lines that a cut may follow.
         succeeded: whether success was declared before such a cut.
-        seeds: how many ways to lose some of what was written.
+        seeds: number of ways to lose some of the writes.
     """
     losses = [(loss, 0) for loss in Loss if loss is not Loss.SOME] + [(Loss.SOME, seed) for seed in range(seeds)]
     known: set[tuple[bool, int]] = set()

@@ -34,17 +34,18 @@ FROZEN_MAX_S = 600.0
 
 @dataclass(slots=True)
 class Rule:
-    """What goes wrong, and when.
+    """A failure of requests, and when it happens.
 
     Args:
-        ops: requests it is about, see ``fuse_wire.OPCODES``; empty: all.
+        ops: its requests, see ``fuse_wire.OPCODES``; empty: all.
         name: regular expression for the name of the file; empty: any.
-        skip: so many matching requests go well first.
-        times: and so many are hit then; None: all from then on.
-        error: errno that is answered instead of doing it.
-        delay_s: time that it takes.
-        hang: ``op``: this request is never answered, and whoever asked cannot even be killed. ``mount``: it is done,
-            and no later one is until the thaw; as with a file server that is gone, whoever waits can be killed.
+        skip: number of matching requests that succeed first.
+        times: number of requests that are hit then; None: all.
+        error: errno that is answered instead of carrying out the request.
+        delay_s: time that the request takes.
+        hang: ``op``: this request is never answered, and its process cannot even be killed. ``mount``: it is carried
+        out,
+            and no later one is until the thaw; as with a lost file server, waiting processes can be killed.
     """
 
     ops: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class Rule:
     seen: int = 0
 
     def applies(self, op: str, name: str) -> bool:
-        """Whether the rule hits this request. Counts requests that match."""
+        """Return whether the rule hits this request. Counts requests that match."""
         if (self.ops and op not in self.ops) or not re.search(self.name, name):
             return False
         self.seen += 1

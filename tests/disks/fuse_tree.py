@@ -30,8 +30,8 @@ class Node:
 
     Args:
         fd: ``O_PATH`` descriptor.
-        name: the last name it was found or given under.
-        known: how often the kernel was told of it and has not forgotten that.
+        name: the last name under which it was found or to which it was renamed.
+        known: number of references that the kernel holds.
     """
 
     fd: int
@@ -45,7 +45,7 @@ class Tree:
 
     Args:
         root: the directory below.
-        journal: gets one list per change, see ``tests.disks.crash``; None: nobody writes it down.
+        journal: gets one list per change, see ``tests.disks.crash``; None: changes are not recorded.
     """
 
     root: Path
@@ -60,7 +60,7 @@ class Tree:
         self._node(os.open(self.root, os.O_PATH | os.O_DIRECTORY), "")
 
     def name_of(self, request: Request) -> str:
-        """Name of the file that a request is about; of a rename the new name."""
+        """Return the name of the file of a request; for a rename the new name."""
         forms = {"CREATE": "4I", "MKDIR": "2I", "LINK": "Q", "RENAME": "Q", "RENAME2": "QII", "UNLINK": "", "RMDIR": ""}
         if request.op == "LOOKUP":
             return request.names("")[0]
@@ -70,10 +70,10 @@ class Tree:
         return node.name if node is not None else ""
 
     def handle(self, request: Request) -> bytes:
-        """The answer to ``request``.
+        """Return the answer to ``request``.
 
         Raises:
-            OSError: what the directory below says.
+            OSError: as the directory below answers.
         """
         method: Callable[[Request], bytes] | None = getattr(self, f"_{request.op.lower()}", None)
         if method is None:
@@ -81,7 +81,7 @@ class Tree:
         return method(request)
 
     def forget(self, node: int, times: int) -> None:
-        """The kernel does not know ``node`` any more. While a journal is written inodes must not be used again."""
+        """Drop references of the kernel to ``node``. With a journal inodes must not be used again."""
         known = self.nodes.get(node)
         if known is None or node == ROOT:
             return

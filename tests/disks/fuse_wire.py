@@ -45,8 +45,8 @@ class Request:
 
     Args:
         op: its name in ``OPCODES``; the number as text for others.
-        unique: names it in the answer.
-        node: what it is about.
+        unique: its id in the answer.
+        node: the node that it is about.
         body: arguments after the header.
     """
 
@@ -56,28 +56,28 @@ class Request:
     body: memoryview
 
     def take(self, form: str) -> tuple[int, ...]:
-        """The numbers at the beginning of the body."""
+        """Return the numbers at the beginning of the body."""
         return struct.unpack_from("<" + form, self.body)
 
     def names(self, form: str) -> list[str]:
-        """The names that follow these numbers."""
+        """Return the names that follow these numbers."""
         text = bytes(self.body[struct.calcsize("<" + form) :])
         return [os.fsdecode(name) for name in text.split(b"\0")[:-1]]
 
 
 def parse(data: memoryview) -> Request:
-    """The request that was read from ``/dev/fuse``."""
+    """Return the request that was read from ``/dev/fuse``."""
     _, opcode, unique, node, *_ = _IN.unpack_from(data)
     return Request(OPCODES.get(opcode, str(opcode)), unique, node, data[_IN.size :])
 
 
 def answer(unique: int, error: int = 0, payload: bytes = b"") -> bytes:
-    """The answer to a request; ``error`` is an errno, 0 for success."""
+    """Return the answer to a request; ``error`` is an errno, 0 for success."""
     return _OUT.pack(_OUT.size + len(payload), -error, unique) + payload
 
 
 def init(request: Request) -> bytes:
-    """What is agreed on at the start: no cache of written data in the kernel, so every write and fsync is seen."""
+    """Return the agreed settings: the kernel caches no written data, so that the server sees every write and fsync."""
     _, _, readahead, offered = request.take("4I")
     flags = offered & (_BIG_WRITES | _MAX_PAGES)
     return _INIT_OUT.pack(7, _MINOR, readahead, flags, 16, 12, WRITE_MAX, 1, WRITE_MAX // 4096, 0, *[0] * 8)
@@ -92,7 +92,7 @@ def attributes(status: os.stat_result) -> bytes:
 
 
 def entry(node: int, status: os.stat_result) -> bytes:
-    """``fuse_entry_out``; the kernel keeps nothing of it, so that it asks every time."""
+    """Return ``fuse_entry_out``. The kernel may keep nothing of it, so that it asks every time."""
     return _ENTRY.pack(node, 0, 0, 0, 0, 0) + attributes(status)
 
 
@@ -107,7 +107,7 @@ def open_out(handle: int) -> bytes:
 
 
 def directory_entry(inode: int, offset: int, name: str, kind: int) -> bytes:
-    """``fuse_dirent``; ``offset`` is where the next one begins."""
+    """Return ``fuse_dirent``; ``offset`` is where the next one begins."""
     text = os.fsencode(name)
     return _DIRENT.pack(inode, offset, len(text), kind) + text + b"\0" * (-len(text) % 8)
 

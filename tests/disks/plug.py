@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class PowerCut(BaseException):
-    """The machine has lost its power. No ``Exception``, so that no handler catches it."""
+    """The machine has lost its power. It is not an ``Exception``, so that no handler catches it."""
 
 
 class Moment(enum.Enum):
@@ -46,7 +46,7 @@ class PluggedDisk(Disk):
     Args:
         cut_at: number of the call, from 0; None: never.
         moment: when exactly.
-        problem: what to raise instead of ``PowerCut``; an OSError is a disk that refuses and goes on to live.
+        problem: what to raise instead of ``PowerCut``; an OSError stands for a disk that refuses once and works later.
         lacks: names of methods that this file system answers with ENOSYS.
     """
 

@@ -29,7 +29,7 @@ SHARDED = LOOP in ("fsdp1", "fsdp2", "hsdp")
 
 
 class Seen:
-    """Something of the program's own."""
+    """An object of the program's own with state."""
 
     def __init__(self) -> None:
         self.sum = 0.0

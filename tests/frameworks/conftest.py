@@ -30,7 +30,7 @@ if importlib.util.find_spec("torchtitan"):
 
 
 def quick(kills: Sequence[kit.Kill], *chosen: int, name: str = "") -> Any:
-    """For ``parametrize``: these of the kills; all of them with ``-m slow``."""
+    """Return these of the kills for ``parametrize``; all of them with ``-m slow``."""
     few = pytest.param(name, [kills[number] for number in chosen], id=f"{name or 'job'}")
     every = pytest.param(name, kills, id=f"{name or 'job'}-all", marks=pytest.mark.slow)
     return [few, every] if chosen else [every]

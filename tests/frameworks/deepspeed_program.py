@@ -64,7 +64,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
 
 
 def ended(engine: Any, model: nn.Module, schedule: Any) -> dict[str, Any]:
-    """Everything as it is on this rank; and ``whole``, which is the same on any number of ranks."""
+    """Return the whole state of this rank; its ``whole`` part is equal for any number of ranks."""
     partitions = getattr(engine.optimizer, "single_partition_of_fp32_groups", [])
     inner = engine.optimizer.optimizer if STAGE else engine.optimizer
     found: dict[str, Any] = {

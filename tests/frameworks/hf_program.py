@@ -31,7 +31,7 @@ PAUSES = ("evaluation", "log, evaluation and save after the last step")
 
 
 class Watch(TrainerCallback):
-    """Says which steps were made, and offers its hooks as phases."""
+    """Records which steps were made, and offers its hooks as phases for faults."""
 
     def __init__(self, report: Callable[[int, Any], None]) -> None:
         self.report = report

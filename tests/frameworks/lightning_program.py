@@ -54,7 +54,7 @@ class Classifier(LightningModule):
 
 
 class Plateau(Classifier):
-    """Whose rate follows the validation, at the end of an epoch."""
+    """A model whose learning rate follows the validation at the end of an epoch."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
@@ -63,7 +63,7 @@ class Plateau(Classifier):
 
 
 class Sharded(Classifier):
-    """As ``ModelParallelStrategy`` has it; with ``hsdp`` each shard is on two ranks."""
+    """A model as ``ModelParallelStrategy`` shards it; with ``hsdp`` each shard is on two ranks."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -79,7 +79,7 @@ class Sharded(Classifier):
 
 
 class OnThisDevice(FSDPStrategy):
-    """Lightning starts its strategy on GPUs only, and gives torch the number of one. All else is Lightning's."""
+    """Lets Lightning start its strategy without a GPU, whose number it gives to torch. All else is Lightning's."""
 
     def _setup_model(self, model: Any) -> Any:
         here: dict[str, Any] = {"device_id": torch.device("cpu")}
@@ -118,7 +118,7 @@ class Gan(LightningModule):
 
 
 class Watch(Callback):
-    """Has a state, as callbacks of users have; and the points at which a rank may die."""
+    """A callback with state, as users have, that offers its hooks as phases for faults."""
 
     def __init__(self, report: Callable[[int, Any], None]) -> None:
         self.report, self.smooth, self.epochs, self.batches, self.steps = report, 0.0, 0, 0, 0

@@ -18,7 +18,7 @@ from typing import Any
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker does. Ray sends this function there, so it imports for itself."""
+    """Train on one worker. Ray sends this function to its workers, so it imports for itself."""
     import ray
     import torch
     from ray import train as ray_train
@@ -69,7 +69,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def drain_one(cluster: Any, place: Path, step: int) -> None:
-    """As a cloud announces that it takes a node away, through the command that Ray has for it."""
+    """Drain a node with Ray's command, as a cloud does when it takes a node away."""
     while not (place / "at0").exists() or int((place / "at0").read_text() or 0) < step:
         time.sleep(0.05)
     reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "it is taken away"]

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 
 
 def believe() -> None:
-    """Called before the first ``Accelerator`` or ``TrainingArguments``."""
+    """Make torch accept sharding on the CPU. Call this before the first ``Accelerator`` or ``TrainingArguments``."""
     state: Any = PartialState
     made = state.__init__
 

@@ -35,7 +35,7 @@ COPIES = [kit.Kill("in_step", rank=0, after=5), kit.Kill("stepped", rank=1, afte
     ],
 )
 def test_it_is_killed_and_ends_with_its_bits(loop: str, kills: list[kit.Kill], tmp_path: Path) -> None:
-    """Of shards that have no replica three finished steps may be lost: copies are made every two."""
+    """Copies are made every two updates, so shards without replicas may lose three finished steps."""
     env, ranks = {"LOOP": loop, "TTP_BUDDY_EVERY": "2"}, 4 if loop == "hsdp" else 2
     job = kit.Job(PROGRAM, kills, ranks, steps=12, env=env, may_lose=3 if kills[0] in COPIES else 0)
     found = kit.run(job, tmp_path, start=ForkedPython)

@@ -41,7 +41,7 @@ def test_it_is_killed_in_a_step_and_behind_it(scaler: str, kills: list[kit.Kill]
     ("shard", "kills"), [*quick(COPIES, 1, name="fsdp2"), *quick(COPIES, name="fsdp1"), *quick(COPIES, name="hsdp")]
 )
 def test_a_sharded_model(shard: str, kills: list[kit.Kill], tmp_path: Path) -> None:
-    """Of shards that have no replica three finished steps may be lost: copies are made every two."""
+    """Copies are made every two updates, so shards without replicas may lose three finished steps."""
     env = {"HF_SHARD": shard, "TTP_BUDDY_EVERY": "2"}
     ranks, lost = (4, 0) if shard == "hsdp" else (2, 3)
     found = kit.run(kit.Job(PROGRAM, kills, ranks, 16, env=env, may_lose=lost), tmp_path, start=ForkedPython)
@@ -83,7 +83,7 @@ def test_survivors_do_not_go_on_in_their_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_trainer_alone_resumes_from_the_directory_that_was_made(tmp_path: Path) -> None:
-    """On all ranks, without ttp: the weights are those of the job that nothing happened to."""
+    """On all ranks, without ttp: the weights are those of an unbroken job."""
     env = {"HF_SCALER": "1"}
     found = kit.run(kit.Job(PROGRAM, KILLS[:2], steps=16, env=env), tmp_path / "protected", start=ForkedPython)
     found.check()
@@ -126,7 +126,7 @@ def test_a_directory_that_cannot_be_completed_is_said_and_stops_nobody(
 
 @pytest.mark.filterwarnings("ignore")
 class TestRefused:
-    """By all ranks, before the training begins."""
+    """All ranks refuse before the training begins."""
 
     @staticmethod
     def trainer(*callbacks: Any, **settings: Any) -> Any:

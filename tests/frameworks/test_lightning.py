@@ -70,7 +70,7 @@ def test_it_is_killed_and_ends_with_its_bits(kind: str, kills: list[kit.Kill], t
 
 @pytest.mark.parametrize(("ranks", "step"), [pytest.param(2, 3, marks=pytest.mark.slow), (1, 10)])
 def test_a_sigterm_saves_and_is_not_the_frameworks(ranks: int, step: int, tmp_path: Path) -> None:
-    """One rank has a sampler that draws from the random stream; its tenth step is in the second epoch."""
+    """One rank's sampler draws from the random stream; its tenth step is in the second epoch."""
     env = {"PROGRAM_KIND": "plateau", "PROGRAM_TERM": str(step)}
     job = kit.Job(PROGRAM, [kit.Kill("never", after=99)], world_size=ranks, steps=14, env=env)
     found = kit.run(job, tmp_path, start=ForkedPython)

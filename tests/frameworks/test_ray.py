@@ -21,7 +21,7 @@ STEPS, KILLED_IN = 12, 5
 
 
 def ray_train(folder: Path, *arguments: object) -> list[dict[str, Any]]:
-    """What both ranks ended with. Their checkpoint is large, and Ray looks often: it would end them in mid-save."""
+    """Return the results of both ranks. Their checkpoint is large and Ray polls often, so it could end a save."""
     folder.mkdir()
     env = os.environ | {"PYTHONPATH": str(ROOT), "JOB_WIDE": "400000", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.02"}
     command = [sys.executable, "-m", "tests.frameworks.ray_program", str(folder), str(STEPS), *map(str, arguments)]
@@ -86,7 +86,7 @@ def test_workers_in_good_health_are_saved_before_they_end_and_drained_ones_too(t
 
 
 def test_each_group_of_workers_has_a_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One ends by itself where all ranks have left their loops, and workers may fail after that."""
+    """A controller ends by itself when all ranks have left their loops, and workers may still fail later."""
     from ttp.launch.controller_keeper import ControllerKeeper
     from ttp.ray import TtpCallback
 

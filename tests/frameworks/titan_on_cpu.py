@@ -17,7 +17,7 @@ from torchtitan.tools import utils
 
 
 class Cpu:
-    """``torch.cpu``, and what ``torch.cuda`` is asked for beside."""
+    """``torch.cpu``, with the further functions that ``torch.cuda`` has."""
 
     get_device_name = staticmethod(lambda _device: "CPU")
     get_device_properties = staticmethod(lambda _device: SimpleNamespace(total_memory=1 << 30))

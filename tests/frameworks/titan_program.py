@@ -32,7 +32,7 @@ SHARDS = int(os.environ.get("PROGRAM_SHARDS", "2"))
 
 
 class Letters(BaseTokenizer):
-    """Not asked for anything: the stream is of tokens."""
+    """A tokenizer that is never called, because the stream has tokens."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Letters(BaseTokenizer):
 
 
 class Stream(BaseDataLoader):
-    """Endless tokens; it knows where it is."""
+    """An endless stream of tokens that knows its position."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):

@@ -33,12 +33,12 @@ MODULES = {
 
 
 def names() -> list[str]:
-    """As they are given on the command line: ``wire.test_no_sequence_of_orders_stops_a_processor``."""
+    """Return the targets' names as on the command line: ``wire.test_no_sequence_of_orders_stops_a_processor``."""
     return [f"{module}.{test}" for module, tests in MODULES.items() for test in tests]
 
 
 def target(name: str) -> Target:
-    """What is called with the bytes that a fuzzer makes."""
+    """Return the function that takes a fuzzer's bytes."""
     module, _, test = name.partition(".")
     found: Target = getattr(importlib.import_module(f"tests.fuzz.test_{module}"), test).target
     return found

@@ -69,7 +69,7 @@ def changed_bytes(draw: st.DrawFn, good: bytes) -> bytes:
 
 
 def ttp(*arguments: str) -> tuple[int, str, str]:
-    """Run a command here. What it prints must have a form in UTF-8; what it does not expect is an exception."""
+    """Run a command in this process. Its output must be valid UTF-8; an unexpected error is an exception."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(arguments)

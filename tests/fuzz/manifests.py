@@ -41,7 +41,7 @@ GOOD = _good()
 
 
 def sealed(document: Any) -> bytes:
-    """A manifest whose digest is right, whatever it says."""
+    """Return a manifest with a correct digest and any content."""
     if isinstance(document, dict):
         plain = {key: value for key, value in document.items() if key != "digest"}
         seal = digest_bytes(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())

@@ -40,14 +40,14 @@ def _repeated(field: FieldDescriptor) -> bool:
 
 
 def message(kind: Descriptor, names: list[str] | None = None) -> st.SearchStrategy[Any]:
-    """Messages of a kind; with ``names`` only these fields are set."""
+    """Return messages of a kind; with ``names`` only these fields are set."""
     fields = [f for f in kind.fields if names is None or f.name in names]
     make = getattr(pb, kind.name)
     return st.fixed_dictionaries({}, optional={f.name: _field(f) for f in fields}).map(lambda v: make(**v))
 
 
 def one_of(envelope: Descriptor) -> st.SearchStrategy[Any]:
-    """``RankReport`` or ``ControllerOrder`` with any content."""
+    """Return ``RankReport`` or ``ControllerOrder`` messages with any content."""
     make = getattr(pb, envelope.name)
     contents = [_inside(make, f.name, f.message_type) for f in envelope.fields if f.message_type is not None]
     return st.one_of(contents)
@@ -63,7 +63,7 @@ ORDERS = one_of(pb.ControllerOrder.DESCRIPTOR)
 
 @st.composite
 def damaged(draw: st.DrawFn, messages: st.SearchStrategy[Any]) -> bytes:
-    """The bytes of a message, some of them changed, or cut short."""
+    """Return the bytes of a message with some of them changed, or cut short."""
     data = bytearray(draw(messages).SerializeToString())
     for _ in range(draw(st.integers(0, 3)) if data else 0):
         data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
@@ -72,7 +72,7 @@ def damaged(draw: st.DrawFn, messages: st.SearchStrategy[Any]) -> bytes:
 
 @st.composite
 def changed(draw: st.DrawFn, honest: Any) -> Any:
-    """An honest message with some fields at their edges."""
+    """Return an honest message with some fields at their limits."""
     copy = type(honest)()
     copy.CopyFrom(honest)
     which = copy.WhichOneof(copy.DESCRIPTOR.oneofs[0].name)

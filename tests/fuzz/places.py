@@ -20,7 +20,7 @@ def _root(pid: int) -> Path:
 
 
 def place(name: str) -> Path:
-    """A directory of this name, one for all inputs of a test."""
+    """Return a directory of this name, the same for all inputs of a test."""
     path = _root(os.getpid()) / name
     path.mkdir(parents=True, exist_ok=True)
     return path

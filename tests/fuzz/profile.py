@@ -18,9 +18,9 @@ Body = Callable[[Any], None]
 
 
 def fuzz(inputs: st.SearchStrategy[Any], examples: int, campaign: int = 50) -> Callable[[Body], Any]:
-    """A test that gives ``inputs`` to its body: ``examples`` of them, and ``campaign`` times as many with ``-m slow``.
+    """Make a test that calls its body with ``examples`` of ``inputs``; ``campaign`` times as many with ``-m slow``.
 
-    The test has an attribute ``target``, which makes an input out of bytes: for fuzzers that look at coverage.
+    The test has an attribute ``target``, which makes an input from bytes, for fuzzers that measure coverage.
     """
 
     def make(body: Body) -> Any:
@@ -49,7 +49,7 @@ _PLAIN: dict[str, Any] = {"deadline": None, "suppress_health_check": list(Health
 
 @contextmanager
 def at_most(mebibytes: float) -> Iterator[None]:
-    """What is done inside may have so much memory of Python's at once."""
+    """Fail if the code inside allocates more of Python's memory at once."""
     tracemalloc.start()
     try:
         yield
@@ -60,5 +60,5 @@ def at_most(mebibytes: float) -> Iterator[None]:
 
 
 def jsonable(value: Any) -> None:
-    """Fails when ``value`` cannot be written as JSON that everybody can read."""
+    """Fail if ``value`` cannot be written as JSON."""
     json.loads(json.dumps(value, default=str))

@@ -27,7 +27,7 @@ LAUNCHER = [*RANK, "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_CO
 
 
 def use(config: Config) -> None:
-    """As ranks and controllers do."""
+    """Use the settings as ranks and controllers do."""
     logging.getLogger("ttp.fuzz").setLevel(config.log_level.upper())
     assert config.token.isascii() and config.token.isprintable()
     greeting = hello(

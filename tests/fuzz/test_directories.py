@@ -179,7 +179,7 @@ def test_a_hundred_thousand_entries_in_full(world: World) -> None:
 
 @contextlib.contextmanager
 def somebody_else() -> Iterator[None]:
-    """Root may read everything, so it becomes nobody for a while."""
+    """Run as another user for a while, because root may read everything."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

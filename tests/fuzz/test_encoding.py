@@ -58,7 +58,7 @@ ARRAYS: list[list[Any]] = [
 
 
 def forged(body: bytes) -> bytes:
-    """With the right checksum, so that the decoder itself is asked."""
+    """Return the body with a correct checksum, so that the decoder itself is tested."""
     return b"ttp\x01" + xxhash.xxh3_64_digest(body) + body
 
 
@@ -68,7 +68,7 @@ def extension(code: int, value: Any) -> bytes:
 
 
 def ask(data: bytes) -> Any:
-    """The value, or nothing when it is refused."""
+    """Return the decoded value; None: it was refused."""
     try:
         return decode(data)
     except EncodingError as problem:

@@ -44,7 +44,7 @@ TEXT = "".join(json.dumps(line) + "\n" for line in STORY).encode()
 
 
 def tell(data: bytes) -> subject.IncidentLog:
-    """Read it, and say all that can be said of it."""
+    """Read the file and produce every output from it."""
     path = place("incidents/incidents") / f"{ID}.jsonl"
     path.write_bytes(data)
     log = subject.read_incident(path)

@@ -21,7 +21,7 @@ NAME = "tft_saved_checkpoints-step_12"
 
 
 def look_at(data: bytes) -> str:
-    """Why a checkpoint with this manifest, and without any piece, is not whole."""
+    """Return why a checkpoint with this manifest, and without any piece, is not whole."""
     save_dir, checkpoint = place("manifests"), place(f"manifests/{NAME}")
     (checkpoint / MANIFEST).write_bytes(data)
     try:

@@ -37,7 +37,7 @@ TOKEN = "sesame"
 
 @pytest.fixture(scope="module")
 def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
-    """With a healthy job of two ranks."""
+    """A controller with a healthy job of two ranks."""
     running = Controller(tmp_path_factory.mktemp("controller"), token=TOKEN)
     for rank in (0, 1):
         running.rank(rank).expect(m.Welcome)
@@ -48,7 +48,7 @@ def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]
 
 @pytest.fixture(autouse=True)
 def unharmed(controller: Controller) -> Iterator[None]:
-    """Whatever happened: the job trains on, nobody was frozen, and memory did not grow beyond what was sent."""
+    """Check that the job still trains, was not frozen, and that memory grew by no more than was sent."""
     process = psutil.Process(controller.process.pid)
     before = process.memory_info().rss
     yield
@@ -221,7 +221,7 @@ def test_a_message_above_the_limit_is_refused(controller: Controller) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_never_reads_is_dropped(start_small: Callable[[], Controller]) -> None:
-    """It repeats its hello and does not read the answers: no more than some thousands of them wait."""
+    """It repeats its hello without reading the answers, of which at most some thousands are queued."""
     alone = start_small()
     greeting = report_to_wire(hello(0)).SerializeToString()
     with Peer(alone, token="") as peer:

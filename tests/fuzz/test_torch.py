@@ -42,7 +42,7 @@ from ttp.store.verify import verify_checkpoint
 
 
 class Job:
-    """A model with all that goes with it."""
+    """A model with optimizer, schedule and everything else that a job registers."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -54,7 +54,7 @@ class Job:
         return digest(self.model.state_dict(), self.optimizer)
 
     def restore(self, path: Path, manifest: Manifest) -> bool:
-        """Whether it was loaded; when not, nothing was changed."""
+        """Return whether the checkpoint was loaded. If it was not, check that nothing was changed."""
         before = self.digest()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, on odd pickles
@@ -177,7 +177,7 @@ def test_values_and_tensors_are_read_from_files_only(tmp_path: Path) -> None:
 
 @cache
 def image() -> bytes:
-    """What a page holds of a rank."""
+    """Return the content of a rank's page."""
     pages = place("torch") / "pages"
     writer = PageWriter(pages, 0, incarnation=1)
     LocalCapture(Net(), ExtraState({"cursor": Cursor()}), page=writer).capture(3, final=True)
@@ -188,7 +188,7 @@ def image() -> bytes:
 
 
 def put_back(data: bytes) -> bool:
-    """Whether it was believed. Random streams are those of this process: they are put back afterwards."""
+    """Return whether the page was accepted. This process's random streams are restored afterwards."""
     python, torches = random.getstate(), torch.get_rng_state()
     try:
         LocalCapture(Net(), ExtraState({"cursor": Cursor()})).restore(decode(data))
@@ -248,4 +248,4 @@ class Cursor:
         return {"at": 5}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what it gets."""
+        """Accept any state."""

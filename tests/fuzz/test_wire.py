@@ -54,7 +54,7 @@ def machine() -> ControllerMachine:
 
 
 def check(actions: list[Action]) -> list[Action]:
-    """What the edges do with actions: orders are sent, records become JSON."""
+    """Do what the edges do with actions: send orders, and write records as JSON."""
     actions = apart(actions)
     for action in actions:
         if isinstance(action, Send):
@@ -141,7 +141,7 @@ def test_no_sequence_of_reports_stops_the_controller(script: list[Any]) -> None:
 
 
 def presumes(report: m.Report, incarnation: int) -> bool:
-    """Whether it is said in the name of the job: by a next launch of it, or after another controller has led it."""
+    """Return whether the hello claims to be of the next launch, or of the job under another controller."""
     if not isinstance(report, m.Hello):
         return False
     moved = report.takeover and report.run_id == "job" and report.incarnation == incarnation
@@ -149,7 +149,7 @@ def presumes(report: m.Report, incarnation: int) -> bool:
 
 
 def knows_a_secret(report: m.Report) -> bool:
-    """A process is known by its nonce."""
+    """Return whether the hello has the nonce of a rank: a process is identified by it."""
     return isinstance(report, m.Hello) and report.nonce in ("n0", "n1", "n2")
 
 
@@ -185,7 +185,7 @@ def test_a_stray_rank_does_not_make_a_controller_leave_its_job(change: dict[str,
 
 
 def rescue(subject: ControllerMachine, version: int = 5) -> None:
-    """The job of three ranks is saved as if nobody else had spoken."""
+    """Check that the job of three ranks is saved as if no other stream existed."""
     actions = check(subject.on_event(StreamEnded(HONEST[2]), 2.0))
     assert [a.connection for a in actions if isinstance(a, Send) and isinstance(a.order, m.Freeze)] == HONEST[:2]
     assert subject.incident is not None
@@ -244,7 +244,7 @@ def test_a_gigantic_world_is_refused_and_not_built(world_size: int) -> None:
 
 
 def test_a_digest_that_is_known_does_not_vouch_for_another_layout() -> None:
-    """After a release the next hello makes the next incarnation."""
+    """After a release the next hello begins the next incarnation."""
     subject = machine()
     for connection, greeting in zip(HONEST, GREETINGS, strict=True):
         subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), 0.0)

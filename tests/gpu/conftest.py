@@ -44,7 +44,7 @@ RunCase = Callable[..., Done]
 
 @pytest.fixture
 def run_case(request: pytest.FixtureRequest) -> RunCase:
-    """``run_case(case, *more, device, deadline_s, check, **env)``: to its end, asserted to be good if ``check``."""
+    """Return ``run_case(case, *more, device, deadline_s, check, **env)``; with ``check`` the case must pass."""
 
     def run(*cases: str, device: str = "cuda", deadline_s: float = DEADLINE_S, check: bool = True, **env: str) -> Done:
         done = _run([sys.executable, "-m", "tests.gpu.run_case", device, str(deadline_s), *cases], deadline_s, env)
@@ -61,14 +61,14 @@ def run_case(request: pytest.FixtureRequest) -> RunCase:
 
 @pytest.fixture(autouse=True)
 def _the_device_is_free_again(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Processes that are gone may still be taken down by the driver: the next test does not measure that."""
+    """Wait until the driver has freed ended processes, so that the next test does not measure it."""
     yield
     if request.node.get_closest_marker("gpu"):
         time.sleep(0.5)
 
 
 def environment() -> dict[str, str]:
-    """For processes of this folder: nothing of an outer job, and ``ttp`` from this checkout."""
+    """Return the environment of this folder's processes: without an outer job, and with ``ttp`` of this checkout."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -102,7 +102,7 @@ def _run(command: list[str], deadline_s: float, env: dict[str, str]) -> Done:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the device are left out with the reason where there is none: also when they are asked for by name."""
+    """Skip tests of the device, with the reason, if there is none, even if they are asked for by name."""
     ours = [item for item in items if item.get_closest_marker("gpu")]
     if ours and (reason := missing()):
         for item in ours:
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The numbers for docs/gpu.md."""
+    """Print the numbers for docs/gpu.md."""
     if os.environ.get("TTP_GPU_REPORT"):
         Path(os.environ["TTP_GPU_REPORT"]).write_text("".join(json.dumps({n: v}) + "\n" for n, v in _numbers))
     for name, numbers in _numbers if config.getoption("-m") == "gpu" else ():

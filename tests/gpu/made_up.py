@@ -28,13 +28,13 @@ NAME = torch.device("cuda", 0)
 
 
 class MadeUp:
-    """One device for this process."""
+    """A made-up device for this process."""
 
     def __init__(self) -> None:
         self.device = FakeDevice()
 
     def spin(self) -> MadeUp:
-        """What is queued on the training's stream from now on waits."""
+        """Make all work wait that is queued on the training's stream from now on."""
         self.device.hang()
         return self
 
@@ -43,12 +43,12 @@ class MadeUp:
         self.device.release()
 
     def synchronize(self) -> None:
-        """All work is done."""
+        """Run all work."""
         self.device.run()
         assert not self.device.training.queue, "somebody waits for a device that hangs"
 
     def put(self, module: nn.Module) -> None:
-        """Its tensors are on the device from now on. What dropout draws would depend on when it runs."""
+        """Move the module's tensors to the device. Dropout's draws would depend on when it runs."""
         for tensor in (*module.parameters(), *module.buffers()):
             self.device.put(tensor)
         for layer in module.modules():
@@ -56,20 +56,20 @@ class MadeUp:
                 layer.p = 0.0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """What is in its memory, past all streams."""
+        """Return the content of the device's memory, without waiting for streams."""
         with _disable_current_modes():
             return tensor.detach().clone()
 
     @contextlib.contextmanager
     def sealed(self) -> Iterator[None]:
-        """No memory of it is set aside inside."""
+        """Forbid allocations of its memory inside."""
         self.device.seal()
         yield
         self.device._sealed = False
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Every thread that begins inside, and this one, does its work on this device's memory by its streams."""
+        """Let this thread, and threads that start inside, work on this device's memory by its streams."""
         run = threading.Thread.run
 
         def watched_run(thread: threading.Thread) -> None:

@@ -31,7 +31,7 @@ GARBAGE = 1e4
 
 
 class NcclOptions:
-    """As torch's; ``split_from`` must not be carried to another backend."""
+    """Like torch's; ``split_from`` must not be copied to another backend."""
 
     def __init__(self) -> None:
         self._timeout = timedelta(minutes=10)
@@ -43,7 +43,7 @@ class NcclOptions:
 
 
 class ProcessGroupNCCL(_dist.ProcessGroupGloo):  # type: ignore[misc] # of torch, which is Any here
-    """See above."""
+    """A stand-in for NCCL's backend; see the module."""
 
     Options = NcclOptions
     made: list[ProcessGroupNCCL] = []  # noqa: RUF012 # torch does not keep what Python has added to an object
@@ -82,7 +82,7 @@ class ProcessGroupNCCL(_dist.ProcessGroupGloo):  # type: ignore[misc] # of torch
 
 
 class Kernel:
-    """One collective on a device that is made up."""
+    """One collective on a made-up device."""
 
     def __init__(self, backend: ProcessGroupNCCL, tensors: Sequence[Tensor]) -> None:
         self._backend, self._tensors = backend, list(tensors)
@@ -96,7 +96,7 @@ class Kernel:
 
     @property
     def done(self) -> bool:
-        """Asked by the stream again and again, until it is."""
+        """Whether it is done. The stream asks until it is."""
         if not (self._ended or self._broken) and self._work.is_completed():
             with self._noticing():
                 self._work.wait()
@@ -120,7 +120,7 @@ class Kernel:
 
 
 def install() -> None:
-    """torch has this NCCL from now on."""
+    """Make this NCCL torch's."""
     _c10d.ProcessGroupNCCL, _c10d._NCCL_AVAILABLE = ProcessGroupNCCL, True
     if unkind := UNKIND.get(os.environ.get("MADE_UP_NCCL", "")):  # but in a group of one, as it is tried at first
         ProcessGroupNCCL.on_abort = staticmethod(lambda backend: unkind(backend) if backend.size() > 1 else None)

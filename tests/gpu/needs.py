@@ -28,7 +28,7 @@ TORCH_MIN = (2, 7)
 
 
 def missing() -> str:
-    """Why the suite cannot run here, and what to do; empty where it can."""
+    """Return why the suite cannot run here, and what to do; empty: it can."""
     if sys.version_info < (3, 10):  # noqa: UP036 - whoever names a Python may name an old one
         return f"Python 3.10 or later is needed, this is {sys.version.split()[0]}: make test-gpu PYTHON=python3.12"
     absent = [package for module, package in MODULES.items() if not _found(module)]

@@ -43,7 +43,7 @@ MADE_UP = MadeUp() if os.environ.get("JOB_DEVICE") == "made-up" else None
 
 
 def hurt(step: int, phase: str) -> None:
-    """Do the fault that is planned here, once for each directory."""
+    """Carry out the fault that is planned here, once for each directory."""
     for fault in FAULTS:
         if (fault["rank"], fault["step"], fault["phase"]) != (RANK, step, phase):
             continue
@@ -78,7 +78,7 @@ def act(action: str) -> None:
 
 
 def spin_for_ever() -> None:
-    """A kernel spins for as long as it may, the main thread waits behind it, and never comes back."""
+    """Let a kernel spin as long as it may, and the main thread wait behind it for ever."""
     if CUDA:
         from tests.gpu.spinning import Spinner
 
@@ -88,7 +88,7 @@ def spin_for_ever() -> None:
 
 
 class Net(nn.Module):
-    """BatchNorm and dropout: each rank has its own statistics and its own stream."""
+    """A model with BatchNorm and dropout: each rank has its own statistics and its own stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def build() -> Any:
 
 
 def reduce(model: nn.Module) -> None:
-    """What DistributedDataParallel does, on a device that is made up."""
+    """Do what DistributedDataParallel does, on a made-up device."""
     if MADE_UP is not None:
         whole: Any = dist.group.WORLD
         grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -154,7 +154,7 @@ def train() -> None:
 
 
 def note(kind: str, value: int) -> None:
-    """As of ``tests/e2e/job.py``: one write, which survives a SIGKILL."""
+    """Append a line to the log in one write, which survives a SIGKILL, as in ``tests/e2e/job.py``."""
     with (JOB_DIR / f"rank{RANK}.log").open("a") as log:
         log.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {kind} {value}\n")
 

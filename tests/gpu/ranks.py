@@ -27,7 +27,7 @@ HANG_S = "4"
 
 
 def job(directory: Path, device: str, kind: str, faults: list[dict[str, Any]], **settings: Any) -> Job:
-    """One job; without faults it is the unbroken one, and runs without ttp."""
+    """Return a job. Without faults it is the unbroken one and runs without ttp."""
     env = {
         "JOB_DEVICE": device,
         "JOB_KIND": kind,
@@ -44,7 +44,7 @@ def job(directory: Path, device: str, kind: str, faults: list[dict[str, Any]], *
 
 
 def resumed_like_unbroken(directory: Path, device: str, kind: str, fault: str, **settings: Any) -> str:
-    """Run both; empty when the resumed job ends with the bits of the other, else why not."""
+    """Run both jobs. Returns why the resumed one does not end with the other's bits; empty: it does."""
     unbroken = _unbroken(directory / "unbroken", device, kind, settings)
     if isinstance(unbroken, str):
         return f"the unbroken job does not run:\n{unbroken}"
@@ -64,7 +64,7 @@ def resumed_like_unbroken(directory: Path, device: str, kind: str, fault: str, *
 def went_on_like_unbroken(
     directory: Path, device: str, kind: str, faults: list[dict[str, Any]], **settings: Any
 ) -> tuple[Job, str]:
-    """With ``TTP_CONTINUITY=keep``: the job, and why it has not ended like the unbroken one; empty: it has."""
+    """Run the job with ``TTP_CONTINUITY=keep``. Returns it, and why it did not end like the unbroken one; or ""."""
     unbroken = _unbroken(directory / "unbroken", device, kind, settings)
     kept = settings | {
         "env": {"TTP_KEEP_CUDA": "1", **settings["env"]},
@@ -87,7 +87,7 @@ _known: dict[str, list[dict[str, Any]] | str] = {}
 
 
 def _unbroken(directory: Path, device: str, kind: str, settings: dict[str, Any]) -> list[dict[str, Any]] | str:
-    """What an unbroken run ends with, each kind run once; or its log."""
+    """Return the results of an unbroken run, each kind run once; or its log if it fails."""
     key = repr((device, kind, sorted(settings.items())))
     if key not in _known:
         running = job(directory, device, kind, [], **dict(settings))

@@ -22,7 +22,7 @@ from tests.ports import free_port
 
 
 def main(device: str, deadline_s: float, cases: list[str]) -> int:
-    """Run them one after the other; 1 when one fails."""
+    """Run the cases one after the other; returns 1 if one fails."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some are made to abort, and hold a device's mappings
     faulthandler.dump_traceback_later(deadline_s, exit=True)
     signal.alarm(int(deadline_s) + 10)  # where a driver that hangs keeps even that from its work
@@ -44,7 +44,7 @@ def main(device: str, deadline_s: float, cases: list[str]) -> int:
 
 
 def run(device: str, case: str) -> None:
-    """One case in a directory of its own."""
+    """Run one case in a directory of its own."""
     from tests.gpu.stand import Stand
 
     name, brace, arguments = case.partition("{")

@@ -28,11 +28,11 @@ class Spin(Protocol):
     """One kernel that spins."""
 
     def release(self) -> None:
-        """Let it end. What is queued behind it then runs."""
+        """Let the kernel end, so that the work queued behind it runs."""
 
 
 class Spinner:
-    """Makes kernels spin on the current stream. To be made before anything hangs: it compiles and loads the kernel."""
+    """Makes kernels spin on the current stream. Make it before anything hangs: it compiles and loads the kernel."""
 
     def __init__(self) -> None:
         compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
@@ -54,7 +54,7 @@ class Spinner:
         torch.cuda.synchronize()
 
     def spin(self, limit_s: float = SPIN_MAX_S) -> Spin:
-        """Queue one."""
+        """Queue one kernel."""
         assert 0 < limit_s <= SPIN_MAX_S
         released = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._launch(released, limit_s)
@@ -80,7 +80,7 @@ _CYCLES_PER_MS: list[float] = []
 
 
 def _sleep_in_pieces(_released: torch.Tensor, limit_s: float) -> None:
-    """About so long, by the clock that the device has now."""
+    """Let the device sleep for about this time, by its present clock."""
     sleep: Any = torch.cuda._sleep
     if not _CYCLES_PER_MS:
         torch.cuda.synchronize()

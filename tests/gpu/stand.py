@@ -38,7 +38,7 @@ QUIET_S = 1.5
 
 
 class Stand:
-    """One case's place.
+    """The place of one case.
 
     Args:
         device: "cuda", "made-up" or "cpu".
@@ -63,7 +63,7 @@ class Stand:
         )  # fmt: skip
 
     def spin(self, limit_s: float = SPIN_MAX_S) -> Spin:
-        """Whatever is queued on the current stream from now on waits."""
+        """Make all work wait that is queued on the current stream from now on."""
         if self.made_up is not None:
             return self.made_up.spin()
         return NoSpin() if self._spinner is None else self._spinner.spin(limit_s)
@@ -76,33 +76,33 @@ class Stand:
             torch.cuda.synchronize()
 
     def put(self, module: nn.Module) -> nn.Module:
-        """The module on the device."""
+        """Move the module to the device."""
         if self.made_up is not None:
             self.made_up.put(module)
         return module.to(self.device)
 
     def host_copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Their values now."""
+        """Return the present values of the tensors."""
         self.synchronize()
         if self.made_up is not None:
             return {name: self.made_up.copy(tensor) for name, tensor in tensors.items()}
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """What a case runs in."""
+        """Return the context in which a case runs."""
         return self.made_up.watched() if self.made_up is not None else contextlib.nullcontext()
 
     def may_hang(self) -> contextlib.AbstractContextManager[None]:
-        """What a thread runs in that may wait for the device while it hangs."""
+        """Return the context of a thread that may wait for the device while it hangs."""
         return self.made_up.device.may_hang() if self.made_up is not None else contextlib.nullcontext()
 
     def no_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Inside nothing may be allocated on the device; of a real one ``memory.full`` has taken all."""
+        """Forbid allocations on the device inside; of a real one ``memory.full`` has taken all."""
         return self.made_up.sealed() if self.made_up is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def no_waiting(self) -> Iterator[None]:
-        """Inside this thread may not wait for the device."""
+        """Forbid this thread to wait for the device inside."""
         if self.made_up is not None:
             with self.made_up.device.no_waiting():
                 yield
@@ -115,7 +115,7 @@ class Stand:
             set_mode("default")
 
     def save(self) -> tuple[int, Path]:
-        """What ``ttp save`` does: the version and the path of a checkpoint made now.
+        """Save as ``ttp save`` does. Returns version and path of the checkpoint.
 
         Raises:
             AssertionError: none was made within ``PATIENCE_S``.
@@ -129,7 +129,7 @@ class Stand:
         return int(answer.version), Path(answer.path)
 
     def join_world(self, timeout_s: float = 600.0) -> None:
-        """Be the only rank of a process group: NCCL's on a device."""
+        """Become the only rank of a process group: NCCL's on a device."""
         library: Any = dist
         store = library.FileStore(str(self.directory / "store"), 1)
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -138,7 +138,7 @@ class Stand:
 
     @contextlib.contextmanager
     def protected(self) -> Iterator[None]:
-        """Leaves the job that ``wrap_optimizer`` has joined inside."""
+        """Leave the job that ``wrap_optimizer`` has joined inside."""
         try:
             yield
         finally:
@@ -147,7 +147,7 @@ class Stand:
 
 
 class Thread:
-    """A training thread, which may hang: makes these calls one after the other."""
+    """A training thread, which may hang. It makes these calls one after the other."""
 
     def __init__(self, stand: Stand, calls: Sequence[Callable[[], None]]) -> None:
         self._stand = stand
@@ -158,7 +158,7 @@ class Thread:
         self._thread.start()
 
     def wait_stuck(self) -> bool:
-        """Until it has ended (False) or stands (True)."""
+        """Wait until the thread has ended (False) or stands still (True)."""
         while self._thread.is_alive():
             if time.monotonic() - self._moved > QUIET_S:
                 return True
@@ -166,7 +166,7 @@ class Thread:
         return False
 
     def join(self) -> None:
-        """Until it has ended; raises what it has raised."""
+        """Wait for the thread's end, and raise what it has raised."""
         self._thread.join(SPIN_MAX_S + PATIENCE_S)
         assert not self._thread.is_alive(), "the training thread did not come back"
         if self._problem is not None:
@@ -183,7 +183,7 @@ class Thread:
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, Any]:
-    """Every value of a checkpoint under its flat name."""
+    """Return every value of a checkpoint under its flat name."""
     flat: dict[str, Any] = {}
 
     def walk(name: str, value: Any) -> None:
@@ -201,7 +201,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, Any]:
 
 
 def same_bytes(found: Any, wanted: Tensor) -> bool:
-    """Bit for bit, NaN or not; a plain number counts as the tensor of it."""
+    """Compare bit for bit, also NaN. A plain number equals its tensor."""
     if not isinstance(found, Tensor):
         return bool(wanted.dim() == 0 and wanted.item() == found)
     if found.dtype != wanted.dtype or found.shape != wanted.shape:
@@ -211,7 +211,7 @@ def same_bytes(found: Any, wanted: Tensor) -> bool:
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
-    """Everything wanted is there, with the same bytes."""
+    """Check that everything wanted is there, with the same bytes."""
     lacking = wanted.keys() - found.keys()
     assert not lacking, f"not saved: {sorted(lacking)}; there is {sorted(found)}"
     differ = [name for name, tensor in wanted.items() if not same_bytes(found[name], tensor)]

@@ -19,14 +19,14 @@ def test_it_would_end_the_rank(run_case: RunCase) -> None:
 
 @pytest.mark.parametrize("mode", ["1", "2"])
 def test_it_would_abort(run_case: RunCase, mode: str) -> None:
-    """Told, not judged: an abort does not let our own kernel go, and may itself wait for it."""
+    """Prints the result only: an abort does not end ttp's own kernel, and may itself wait for it."""
     done = run_case("watchdog:hung_collective", check=False, **SHORT, **{HANDLING: mode, HEARTBEAT: "600"})
     lived = [line for line in done.out.splitlines() if line.startswith("lived ")]
     done.numbers |= {"exit": done.code, "last": lived[-1] if lived else "never"}
 
 
 def test_the_monitor_would_end_the_rank(run_case: RunCase) -> None:
-    """No handling is not enough: a heartbeat time-out after the failure the monitor ends the process."""
+    """Without handling the monitor still ends the process, one heartbeat timeout after the failure."""
     done = run_case("watchdog:hung_collective", check=False, **SHORT, **{HANDLING: "0", HEARTBEAT: "8"})
     assert done.code not in (0, 1), f"the heartbeat that ttp exports was not needed: {done.story}"
 

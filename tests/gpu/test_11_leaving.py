@@ -16,7 +16,7 @@ ENDS_WITHIN_S = SPIN_MAX_S / 2
 
 
 def left_after_s(done: Done) -> float:
-    """From where it said that it leaves to where it was gone."""
+    """Return the seconds from the printed line to the end of the process."""
     told = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith("leaving ")]
     assert told, done.story
     done.numbers["left_after_s"] = round(done.died_at - told[0], 3)
@@ -37,7 +37,7 @@ def test_a_process_ends_behind_a_kernel_that_spins(run_case: RunCase) -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 def test_a_preempted_rank_is_saved_and_ends(run_case: RunCase, tmp_path: Path, device: str) -> None:
-    """Its main thread waits for the device, which hangs."""
+    """Its main thread waits for a device that hangs."""
     env = {"CASE_SAVE_DIR": str(tmp_path / "saved"), "CASE_WANTED": str(tmp_path / "wanted.pt")}
     done = run_case("leaving:preempted_behind_a_spin", device=device, check=False, **env)
     assert done.code == EXIT_SAVED, done.story

@@ -21,7 +21,7 @@ SMALL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENA
 
 
 def too_old() -> str:
-    """Why NCCL cannot have several ranks on one GPU; empty: it can."""
+    """Return why NCCL cannot have several ranks on one GPU; empty: it can."""
     torch = pytest.importorskip("torch")
     if PRELOADED or torch.cuda.nccl.version() >= (2, 30):
         return ""
@@ -33,7 +33,7 @@ def too_old() -> str:
 
 @pytest.fixture(autouse=True)
 def nccl_env() -> dict[str, str]:
-    """What the ranks need; skips where NCCL is too old."""
+    """Return the ranks' environment; skips if NCCL is too old."""
     if reason := too_old():
         pytest.skip(reason)
     return SMALL | ({"LD_PRELOAD": PRELOADED} if PRELOADED else {})
@@ -47,5 +47,5 @@ def test_resumed_like_unbroken(tmp_path: Path, nccl_env: dict[str, str], kind: s
 
 
 def test_no_handling_with_a_real_communicator(run_case: RunCase, nccl_env: dict[str, str]) -> None:
-    """The preloaded NCCL, world 1: as ``test_02_watchdog.py``."""
+    """With the preloaded NCCL and one rank, as in ``test_02_watchdog.py``."""
     run_case("watchdog:saved_after_the_time_out", **{k: v for k, v in nccl_env.items() if k != HANDLING})

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(420)
 
 
 def settings(backend: str, **env: str) -> dict[str, Any]:
-    """Of a job of two ranks; skips where it cannot run here."""
+    """Return the settings of a job of two ranks; skips if it cannot run here."""
     if backend == "each its own":
         import torch
 
@@ -58,7 +58,7 @@ def again(job: Job) -> list[bool]:
 
 @pytest.mark.parametrize(("device", "backend"), WORLDS)
 def test_the_survivors_of_a_death_keep_process_and_state(tmp_path: Path, device: str, backend: str) -> None:
-    """Each survivor compares digests of its state from before the abort and from after it: it is kept if they agree."""
+    """Survivors compare digests of their state from before and after the abort, and keep it if they agree."""
     count = 1 if device == "made-up" else KILLS
     faults = [kill(3 * n + 4, (n + 1) % 2, PLACES[n % 4]) for n in range(count)]
     job, problem = went_on_like_unbroken(tmp_path, device, "ddp", faults, **settings(backend))
@@ -81,7 +81,7 @@ def test_rank_0_dies(tmp_path: Path, device: str, backend: str, phase: str) -> N
     ("device", "backend"), [*ABORTS[1:], pytest.param(*ABORTS[0].values, id="made-up", marks=slow)]
 )
 def test_nothing_is_aborted_in_the_first_steps(tmp_path: Path, device: str, backend: str) -> None:
-    """torch may crash there: all ranks are started anew, with the reason."""
+    """torch may crash in an abort then, so all ranks restart, and the reason is logged."""
     job, problem = went_on_like_unbroken(tmp_path, device, "ddp", [kill(1, 1, "loss")], **settings(backend))
     assert not problem, problem
     log = job.log.read_text()
@@ -93,7 +93,7 @@ def test_nothing_is_aborted_in_the_first_steps(tmp_path: Path, device: str, back
     ("device", "backend"), [pytest.param(*world.values, id=world.id, marks=world.marks or slow) for world in ABORTS]
 )
 def test_who_is_stopped_is_not_continued(tmp_path: Path, device: str, backend: str) -> None:
-    """It may do so again; its device is free when it was killed, and all begin anew."""
+    """A stopped rank could stop again. It is killed, which frees its device, and all ranks restart."""
     stop = kill(4, 1, "loss") | {"action": "stop"}
     job, problem = went_on_like_unbroken(tmp_path, device, "ddp", [stop], **settings(backend))
     assert not problem and again(job) == [False], problem or job.story()

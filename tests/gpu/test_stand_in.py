@@ -59,7 +59,7 @@ def test_what_is_missing_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_a_device_the_suite_says_so_and_fails() -> None:
-    """As ``make test-gpu`` calls it."""
+    """With the command of ``make test-gpu``."""
     command = [sys.executable, "-m", "tests.gpu.needs"]
     env = environment() | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Plain(nn.Module):
-    """Dropout, so that the device's random stream is part of what must be right."""
+    """A model with dropout, so that the device's random stream must be right, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Training:
     """A loop whose inputs are on the device before it begins.
 
     Args:
-        stand: where.
+        stand: the place.
         optimizer: one of ``OPTIMIZERS``.
-        make: the model.
+        make: makes the model.
         wrap: what is called instead of the model (DDP, FSDP).
         scaled: with a GradScaler.
     """
@@ -71,7 +71,7 @@ class Training:
         torch.manual_seed(7)
 
     def protect(self, **settings: Any) -> None:
-        """As a user's program does it; checkpoints go below the stand's directory."""
+        """Register with ttp as a user's program does. Checkpoints go below the stand's directory."""
         ttp.wrap_optimizer(
             self.optimizer,
             model=self.model,
@@ -83,7 +83,7 @@ class Training:
 
     @property
     def save_dir(self) -> Path:
-        """Of its checkpoints."""
+        """The directory of its checkpoints."""
         return self._stand.directory / "checkpoints"
 
     def gradient(self, micro_batches: int = 1) -> None:
@@ -112,7 +112,7 @@ class Training:
         self.update()
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, buffers and the optimizer's state by their names in a checkpoint; waits for the device."""
+        """Return weights, buffers and the optimizer's state by their names in a checkpoint; waits for the device."""
         names: dict[Any, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         tensors = {f"model.{name}": value for name, value in self.module.state_dict(keep_vars=True).items()}
         for parameter, values in self.optimizer.state.items():
@@ -125,7 +125,7 @@ class Training:
 
 
 def references(make: Callable[[], Training], steps: int) -> list[dict[str, Tensor]]:
-    """What an undisturbed run holds after 0, 1, ... ``steps`` updates."""
+    """Return the state of an undisturbed run after 0, 1, ... ``steps`` updates."""
     training = make()
     states = [training.state()]
     for _ in range(steps):

@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 def after(step: int) -> int:
-    """The state of ``worker.py`` after so many steps."""
+    """Return the state of ``worker.py`` after so many steps."""
     value = 1
     for number in range(1, step + 1):
         value = (value * 31 + number) % 1_000_003
@@ -32,7 +32,7 @@ def after(step: int) -> int:
 
 @dataclass
 class Launched:
-    """A job of real processes, which leave lines of JSON (``rank0.jsonl``) and what they print in a directory."""
+    """A job of real processes, which write JSON lines (``rank0.jsonl``) and their output to a directory."""
 
     directory: Path
     ranks: int = 4
@@ -49,7 +49,7 @@ class Launched:
         return self.processes
 
     def environment(self) -> dict[str, str]:
-        """What all processes of the job have in common."""
+        """The environment that all processes of the job share."""
         return {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
             "JOB_DIR": str(self.directory), "WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1",
             "TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"),
@@ -61,7 +61,7 @@ class Launched:
             return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
 
     def wait(self, timeout_s: float = 250) -> list[int]:
-        """Exit codes of all ranks."""
+        """Return the exit codes of all ranks."""
         deadline = time.monotonic() + timeout_s
         try:
             return [worker.wait(max(0.1, deadline - time.monotonic())) for worker in self.workers]
@@ -83,7 +83,7 @@ class Launched:
         return [json.loads(line) for line in lines]
 
     def of(self, what: str) -> dict[int, list[dict[str, Any]]]:
-        """The notes of one kind, by rank; ranks without any are left out."""
+        """Return the notes of one kind, by rank, without ranks that have none."""
         found = {rank: [n for n in self.notes(rank) if n["what"] == what] for rank in range(self.ranks)}
         return {rank: notes for rank, notes in found.items() if notes}
 
@@ -130,7 +130,7 @@ class Job(Launched):
         self.channel.close()
 
     def order(self, rank: int, *but: str) -> list[str]:
-        """What a rank did, in order, without steps."""
+        """Return what a rank did, in order, without its steps."""
         return [n["what"] for n in self.notes(rank) if n["what"] not in ("step", *but)]
 
     def save(self) -> pb.SaveNowResponse:

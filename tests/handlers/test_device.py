@@ -16,7 +16,7 @@ from ttp.mindio.handlers import HandlerKind, Participant, device
 
 
 class Runtime:
-    """Has the interface of ``torch.cuda``; as there, every thread begins on device 0 and the default stream."""
+    """Has the interface of ``torch.cuda``. As there, every thread begins on device 0 and the default stream."""
 
     def __init__(self) -> None:
         self.here = threading.local()

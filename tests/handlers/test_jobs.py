@@ -26,7 +26,7 @@ def test_a_kill_is_a_dump_by_one_rank_for_each_piece(job: Any) -> None:
 
 @pytest.mark.slow
 def test_rank_zero_may_die_and_save_handlers_may_wait_for_each_other(job: Any) -> None:
-    """Rank 2 dies while it saves: those who are chosen then save anew."""
+    """Rank 2 dies while it saves, so the newly chosen ranks save again."""
     faults = [{"rank": 0, "step": 4, "what": "kill"}, {"rank": 2, "step": 3, "what": "kill", "at": "save"}]
     done: Job = job(ranks=6, copies=3, faults=faults, options={"collective_save": True})
     codes = done.run()
@@ -52,7 +52,7 @@ def test_lost_memory_is_repaired_in_the_same_processes(job: Any) -> None:
 
 
 def test_a_broken_link_needs_no_repair_and_a_second_fault_is_mended_too(job: Any) -> None:
-    """The second time only memory is lost in which nothing of the state was."""
+    """In the second fault the lost memory held no part of the state."""
     faults = [{"rank": 1, "step": 3, "what": "network"}, {"rank": 0, "step": 6, "what": "memory_low"}]
     done: Job = job(ranks=2, faults=faults)
     assert done.run() == [0] * 2
@@ -62,7 +62,7 @@ def test_a_broken_link_needs_no_repair_and_a_second_fault_is_mended_too(job: Any
 
 
 def test_a_death_while_a_job_is_mended_is_a_dump_of_what_is_whole(job: Any) -> None:
-    """Rank 1 waits for what rank 2 was to send."""
+    """Rank 1 waits for the state that rank 2 was to send."""
     faults = [{"rank": 1, "step": 4, "what": "memory"}, {"rank": 2, "step": 3, "what": "kill", "at": "repair"}]
     done: Job = job(ranks=3, copies=3, faults=faults)
     assert done.run() == [EXIT_SAVED, EXIT_SAVED, KILLED]

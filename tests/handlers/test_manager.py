@@ -15,7 +15,7 @@ from ttp.mindio.handlers import Manager
 
 
 class Told:
-    """A manager that remembers what it is told, and answers as a test says."""
+    """A manager that records what it is told, and answers as a test says."""
 
     def __init__(self, job: Any, wait_s: float = 60.0, token: str = "") -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -62,7 +62,7 @@ def trains(job: Job, step: int = 2) -> None:
 
 
 def test_the_manager_chooses_to_repair(job: Any, told: Any) -> None:
-    """It says things twice, wants what cannot be had, and hears of the result when the job has made another step."""
+    """It repeats a notice, chooses an impossible strategy, and gets the result after the job's next step."""
     running: Job = job(ranks=2, steps=60, options={"step_s": 0.05}, faults=[{"rank": 1, "step": 40, "what": "memory"}])
     running.start()
     trains(running)

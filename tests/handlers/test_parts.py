@@ -30,7 +30,7 @@ PATIENCE_S = 60.0
 
 
 def aside(job: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """On a thread of its own; what it returned or raised."""
+    """Run the job on a thread of its own; return the thread and what it returned or raised."""
     came: list[Any] = []
 
     def run() -> None:
@@ -69,7 +69,7 @@ def test_who_stands_at_the_gate_can_be_told_to_leave_and_to_come_again() -> None
 
 
 def test_nobody_goes_beyond_the_end_of_the_step_that_was_named() -> None:
-    """One is in step 3, the other stands at the end of step 4: both stand at the end of 4 then."""
+    """One rank is in step 3, the other at the end of step 4: both stop at the end of step 4."""
     slow, fast = PausePoint(), PausePoint()
     for step in (1, 2):
         slow.pass_by(step)
@@ -163,7 +163,7 @@ class Rank0:
 def test_a_rank_makes_way_and_makes_its_groups_in_the_next_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher starts the dead once it sees the mark, and says where the ranks meet."""
+    """The launcher starts the dead ranks when it sees the mark, and announces where the ranks meet."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "old")
     files, seen = Again(tmp_path), []

@@ -43,7 +43,7 @@ def put(name: str, value: Any) -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """As a collective does: for ever, or until the device is stopped."""
+    """Wait like a collective: for ever, or until the device is stopped."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if stopped.is_set():
@@ -134,7 +134,7 @@ def save(call: Call) -> None:
 
 
 def receive(name: str, rank: int) -> Any:
-    """What another rank has put there; fails as a connection does when that rank has died."""
+    """Return what another rank has sent; fails like a connection when that rank has died."""
     deadline = time.monotonic() + PATIENCE_S
     while not (DIR / name).exists():
         if (DIR / f"dead-{rank}").exists():

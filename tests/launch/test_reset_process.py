@@ -74,7 +74,7 @@ class Host:
         return (self.out / name).exists()
 
     def running(self) -> list[psutil.Process]:
-        """All ranks that run, whoever has started them."""
+        """Return all ranks that run, whoever has started them."""
         return [each for each in psutil.process_iter(["cmdline"]) if str(self.out) in (each.info["cmdline"] or [])]
 
     def wait(self, condition: Callable[[], bool]) -> None:

@@ -43,7 +43,7 @@ REPLACED = ["save", "rename", "stop", "clean", "make_way", "rebuild", "repair", 
 
 @dataclass
 class FakeRank:
-    """What is true of one rank, whether the controller knows it or not."""
+    """The true state of one rank, whether the controller knows it or not."""
 
     version: int = 7
     whole: bool = True
@@ -65,12 +65,12 @@ class Saved:
 
 
 class HandlerWorld(Talk):
-    """A world of ``FakeRank``s. ``settle`` lets everything happen that can happen without time passing.
+    """A world of ``FakeRank``s. ``settle`` lets everything happen until the incident is over.
 
     Args:
         sets: for every type its sets: ``[([0, 1, 2, 3], 2)]`` is one set of four ranks with two copies.
         trouble: see ``Trouble``; each happens once.
-        hosts: a letter for the host of each rank; none: all are on one.
+        hosts: a letter for the host of each rank; empty: all are on one.
         handlers: fields of ``Handlers`` that differ from the usual ones.
     """
 
@@ -105,7 +105,7 @@ class HandlerWorld(Talk):
             self.report(rank, self.handlers(rank))
 
     def handlers(self, rank: int, **more: Any) -> rm.Handlers:
-        """What a rank says of its handlers."""
+        """Return a rank's report on its handlers."""
         mine = tuple(
             rm.ReplicaSet(tuple(Rank(r) for r in ranks), copies)
             for kind in self._sets
@@ -117,19 +117,19 @@ class HandlerWorld(Talk):
     # --------------------------------------------------------------------------------------------------- what happens
 
     def ails(self, rank: int, ailment: rm.Ailment = rm.Ailment.MEMORY, code: str = "", *, needed: bool = True) -> None:
-        """The training thread of a rank leaves its loop; ``needed``: the memory that is lost."""
+        """Let the training thread of a rank leave its loop; ``needed``: the lost memory held state."""
         one = self.ranks[rank]
         one.out, one.parked = True, False
         one.whole = one.whole and not (ailment is rm.Ailment.MEMORY and needed)
         self._speak(rank, rm.Ailing(Rank(rank), ailment, code, "it hurts"))
 
     def kill(self, rank: int) -> None:
-        """The process ends."""
+        """End the process of a rank."""
         self.ranks[rank].dead = True
         self.pump(self._take(self.lost(rank)))
 
     def dies(self, *ranks: int, seat: str = SEAT_READY) -> None:
-        """Processes end, and their launcher says so, and whether it can start them alone."""
+        """End processes. Their launcher reports it, and whether it can start them alone."""
         for rank in ranks:
             self.ranks[rank].dead = True
         pids = tuple(self.machine.job.members[Rank(rank)].hello.pid for rank in ranks)
@@ -137,7 +137,7 @@ class HandlerWorld(Talk):
         self.pump(self._take())
 
     def start(self, rank: int) -> str:
-        """A new process comes for the seat of ``rank``."""
+        """Let a new process join in the seat of ``rank``."""
         what = self.trouble.pop((Kind.MAKE_WAY, rank + SEAT), "")
         if what == "hang":
             return ""
@@ -153,7 +153,7 @@ class HandlerWorld(Talk):
         return said
 
     def knock(self, rank: int, *, ready: bool = True, **more: Any) -> str:
-        """A new process comes, on another host, for the seat of a rank that lives; ``ready``: its model is made."""
+        """Let a new process on another host ask for the seat of a live rank; ``ready``: its model is made."""
         stream = self.streams[rank] + 5000
         self.guests[rank] = stream, FakeRank(version=0, parked=False, out=True)
         facts = {"framework": rm.HANDLERS, "nonce": f"moved{rank}", "pid": 2000 + rank, "host": "other", **more}
@@ -179,13 +179,13 @@ class HandlerWorld(Talk):
         return []
 
     def say(self, kind: NoticeKind, faults: dict[int, int] | None = None, strategy: str = "") -> None:
-        """The manager says something."""
+        """Deliver a notice of the manager."""
         known = tuple(RankFault(Rank(rank), FaultOf(what)) for rank, what in (faults or {}).items())
         self.event(Noticed(Notice(kind, known, strategy=strategy)))
         self.pump(self._take())
 
     def attend(self, wait_s: float = 30.0) -> None:
-        """A manager comes."""
+        """Attach a manager."""
         self.event(ManagerCame(wait_s))
 
     def settle(self, seconds: float = 2000.0) -> None:
@@ -201,7 +201,7 @@ class HandlerWorld(Talk):
         assert self.machine.incident is None, f"still {self.machine.stage} after {seconds} s: {self.story()}"
 
     def ask_for_save(self) -> str:
-        """Somebody wants a checkpoint."""
+        """Request a checkpoint."""
         told = self.ask()
         self.pump(self._take())
         return told
@@ -218,7 +218,7 @@ class HandlerWorld(Talk):
         return deque(a for a in self.said if isinstance(a, Send))
 
     def pump(self, orders: deque[Send]) -> None:
-        """Ranks do what they are told, and say so."""
+        """Let ranks carry out their orders, and report."""
         while orders:
             sent = orders.popleft()
             order, guest = sent.order, self.guests.get(sent.order.rank)
@@ -305,19 +305,19 @@ class HandlerWorld(Talk):
     # ---------------------------------------------------------------------------------------------- what is the case
 
     def kinds(self) -> list[str]:
-        """The rounds so far, one after the other."""
+        """Return the kinds of the rounds so far, in order."""
         rounds = {act.serial: act.kind.value for act in self.acts}
         return [rounds[serial] for serial in sorted(rounds)]
 
     def acted(self, kind: Kind) -> dict[int, rm.Act]:
-        """The last act of a kind of every rank."""
+        """Return the last act of a kind of every rank."""
         return {int(act.rank): act for act in self.acts if act.kind is kind}
 
     @property
     def released(self) -> set[int]:
-        """Exit codes of ranks that were released."""
+        """Return the exit codes of released ranks."""
         return {one.released for one in self.ranks if one.released is not None}
 
     def story(self) -> str:
-        """For a test that fails."""
+        """Return the story for a failed test."""
         return f"{self.kinds()} {self.ranks} {self.machine.stage}"

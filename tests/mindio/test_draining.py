@@ -15,7 +15,7 @@ from ttp.mindio.protocol.manager_messages import Notice, Noticed, NoticeKind, Pl
 
 
 def drained(trouble: Trouble | None = None, *, offers: bool = True, knocks: bool = True, **more: Any) -> HandlerWorld:
-    """Ranks 2 and 3 are on host b, which an operator drains while a launcher on another host offers its own."""
+    """Drain host b, which has ranks 2 and 3, while a launcher on another host offers itself."""
     this = HandlerWorld(FOUR, trouble, "aabb", **{"recover": True, **more})
     if offers:
         assert offer(this) == ()
@@ -77,7 +77,7 @@ def test_an_offer_does_not_hold_for_ever() -> None:
     ["nobody comes", "the save fails", "somebody does not stand still", "a repair fails", "one dies meanwhile"],
 )
 def test_a_host_that_is_drained_is_left_whatever_goes_wrong(how: str) -> None:
-    """Then all start again from what was saved, as for jobs whose ranks cannot be moved."""
+    """Then all ranks restart from the first checkpoint, like jobs whose ranks cannot be moved."""
     troubles: dict[str, Trouble] = {
         "the save fails": {(Kind.RENAME, rank): "fail" for rank in range(4)},
         "somebody does not stand still": {(Kind.PAUSE, 1): "fail"},

@@ -88,7 +88,7 @@ def test_the_manager_knows_of_a_fault_first() -> None:
 
 
 def resizing(strategy: str, *dead: int, hosts: str = "aabb", **handlers: Any) -> HandlerWorld:
-    """A manager has chosen this for the fault, whether it was offered or not; the job was launched as elastic."""
+    """Let a manager choose this strategy, offered or not, in a job that was launched as elastic."""
     world = HandlerWorld(FOUR, None, hosts, **{"elastic": True, **handlers})
     world.attend()
     if dead:
@@ -105,7 +105,7 @@ def resizing(strategy: str, *dead: int, hosts: str = "aabb", **handlers: Any) ->
 
 @pytest.mark.parametrize(("strategy", "dead", "drained"), [("downgrade", (3,), ["b"]), ("upgrade", (), [])])
 def test_the_next_launch_has_other_hosts(strategy: str, dead: tuple[int, ...], drained: list[str]) -> None:
-    """It is saved; the hosts of faulty ranks start none again; success is told when that launch has made a step."""
+    """The job is saved, and hosts of faulty ranks start no rank again. Success is told after its first step."""
     world = resizing(strategy, *dead)
     assert ("strategies", 0, f"exit,dump,{strategy}") in heard(world), heard(world)
     assert world.machine.drained_hosts == drained and world.named == [7]

@@ -91,7 +91,7 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
 
 
 def test_a_saver_that_is_lost_spoils_the_attempt_of_all() -> None:
-    """The others fail because of that: they are asked again."""
+    """Its loss makes the other savers fail, so they are asked again."""
     world = HandlerWorld([[([0, 1, 2, 3, 4, 5], 3)]], {(Kind.SAVE, 2): "die", (Kind.SAVE, 1): "fail"})
     world.kill(0)
     world.settle()
@@ -131,7 +131,7 @@ def test_the_name_is_given_by_another_one_only_if_the_first_is_lost(what: str, n
 
 
 def test_a_checkpoint_on_demand() -> None:
-    """All savers have to be at one version: an update that stands at the gate is let through."""
+    """All savers have to be at one version, so an update that waits at the gate is made."""
     world = HandlerWorld(FOUR)
     world.ranks[0].version = 8
     world.ask_for_save()
@@ -188,7 +188,7 @@ def test_a_copy_that_is_torn_or_behind_is_repaired_too() -> None:
 
 
 def test_a_copy_that_was_being_overwritten_is_not_saved() -> None:
-    """All but rank 1 were one step behind and received; it dies in the middle."""
+    """All ranks were one step behind rank 1 and receive its state when it dies."""
     trouble: Trouble = {(Kind.REPAIR, 1): "die"} | {(Kind.REPAIR, rank): "fail" for rank in (0, 2, 3)}
     world = HandlerWorld([[([0, 1, 2, 3], 4)]], trouble)
     world.ranks[1].version = 8
@@ -253,7 +253,7 @@ PAIRS = list(itertools.combinations(TROUBLES, 2))
     "cases", [pytest.param([(t,) for t in TROUBLES], id="one"), pytest.param(PAIRS, id="two", marks=pytest.mark.slow)]
 )
 def test_whatever_fails_while_a_job_is_mended_it_ends_well(ailment: rm.Ailment | None, cases: list[Any]) -> None:
-    """One trouble, and every pair of them: either all go on at one version, or what is saved is whole."""
+    """With one trouble or each pair: either all ranks go on at one version, or the save is whole."""
     for troubles in cases:
         world = HandlerWorld([[([0, 1, 2, 3], 4)]], {(kind, rank): what for kind, rank, what in troubles})
         if ailment is None:
@@ -281,7 +281,7 @@ def check(world: HandlerWorld, told: object) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_memory_that_is_lost_while_others_are_still_on_their_way_back_is_repaired_too(first: int) -> None:
-    """The rank has gone back into its loop, and ails anew before the last one has: equal words, another fault."""
+    """The rank, back in its loop, fails again before the last one is back. The report is equal, the fault new."""
     world = HandlerWorld(FOUR, {(Kind.RESUME, first): "again"})
     world.ails(1)
     world.settle()

@@ -29,7 +29,7 @@ def heard(this: HandlerWorld) -> list[tuple[str, int, str]]:
 
 
 def ended_as_without(this: HandlerWorld) -> None:
-    """It was saved, and everybody leaves: the whole job is started again."""
+    """Check that the job was saved and all ranks left, so that the whole job restarts."""
     assert this.named == [7] and this.released == {EXIT_SAVED}, this.story()
     assert not this.machine.job.seats
 
@@ -72,7 +72,7 @@ def test_several_at_once_and_one_of_two_that_was_torn() -> None:
 
 
 def test_a_newcomer_that_does_not_say_what_it_shares_holds_what_the_dead_held() -> None:
-    """MindSpore's client says it after a step."""
+    """MindSpore's client declares its replicas only after a step."""
     this = world({(Kind.MAKE_WAY, 1 + SEAT): "hang"})
     this.starts = False
     this.dies(1)
@@ -252,7 +252,7 @@ def test_a_second_death_while_the_newcomer_is_awaited() -> None:
 
 
 def test_another_controller_goes_on_with_a_newcomer_that_has_come() -> None:
-    """The first one is lost when groups are being made anew: rounds are idempotent, and begin again."""
+    """The first controller is lost while groups are rebuilt: rounds are idempotent, and begin again."""
     this = world({(Kind.REBUILD, 0): "hang"})
     this.dies(1)
     this.start(1)
@@ -282,7 +282,7 @@ def test_another_controller_goes_on_with_a_newcomer_that_has_come() -> None:
 
 
 def led(trouble: Trouble | None = None, seat: str = "") -> HandlerWorld:
-    """A manager was told of a death, has stopped the job, and knows of no other."""
+    """Let a manager that was told of a death stop the job, and know of no other death."""
     this = world(trouble)
     this.attend()
     this.dies(1, seat=seat)

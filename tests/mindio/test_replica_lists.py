@@ -15,7 +15,7 @@ from ttp.mindio.protocol.replica_lists import check_set, choose, gather, holders
 
 
 def job(*types: list[tuple[list[int], int, int]]) -> Any:
-    """The replicas of a job: for each type its sets as ``(ranks, copies, shift)``."""
+    """Return the replicas of a job: for each type its sets as ``(ranks, copies, shift)``."""
     size = 1 + max(r for ranks, _, _ in types[0] for r in ranks)
     said = {
         Rank(rank): [ReplicaSet(tuple(map(Rank, g)), c, s) for kind in types for g, c, s in kind if rank in g]
@@ -105,7 +105,7 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
 
 
 def oracle_choice(group: list[int], copies: int, usable: set[int]) -> list[int] | None:
-    """Place by place, as the original's rule reads."""
+    """Return the choice place by place, as the original's rule reads."""
     n = len(group)
     if copies == n:
         able = [rank for rank in group if rank in usable]
@@ -134,7 +134,7 @@ def oracle_source(group: list[int], copies: int, rank: int, usable: set[int]) ->
 
 @st.composite
 def regular_sets(draw: st.DrawFn) -> tuple[list[list[int]], int]:
-    """Sets of one size, in which each piece has as many copies as the others."""
+    """Draw sets of one size, in which each piece has as many copies as the others."""
     copies, off, count = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     size = copies * off
     order = draw(st.permutations(range(size * count)))
@@ -166,7 +166,7 @@ def test_everybody_is_chosen_as_the_original_chooses(sets: tuple[list[list[int]]
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 12), st.data())
 def test_irregular_sets_lose_no_piece(size: int, data: st.DataObject) -> None:
-    """The layout that decides on the version and the choice of savers mean the same by a piece."""
+    """The layout that decides on the version and the choice of savers agree on what a piece is."""
     copies = data.draw(st.integers(1, size))
     usable = data.draw(st.sets(st.integers(0, size - 1)))
     replicas = job([(list(range(size)), copies, 0)])

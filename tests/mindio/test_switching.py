@@ -26,7 +26,7 @@ OFFER = ("strategies", 0, "migration")
 
 
 def world(trouble: Trouble | None = None, *moving: int, knocks: bool = True, **handlers: Any) -> HandlerWorld:
-    """A manager has asked for ranks to be moved, and its new processes are there."""
+    """Let a manager ask for ranks to be moved, and its new processes come."""
     this = HandlerWorld(FOUR, trouble, **{"recover": True, **handlers})
     this.attend()
     this.say(NoticeKind.HOT_SWITCH, dict.fromkeys(moving or (1,), 1))
@@ -42,7 +42,7 @@ def chosen(trouble: Trouble | None = None, *moving: int) -> HandlerWorld:
 
 
 def stayed(this: HandlerWorld) -> None:
-    """All train on where they were, and no guest is left."""
+    """Check that all ranks train on where they were, and that no guest is left."""
     assert this.machine.stage == "training" and this.released == set() and not this.guests, this.story()
     assert {one.life for one in this.ranks} == {0} and not this.machine.job.moving
     assert this.kinds()[-1] in ("continue", "rename"), this.story()
@@ -212,7 +212,7 @@ def test_it_may_be_ended_with_the_checkpoint_instead(strategy: str) -> None:
 
 @pytest.mark.parametrize("stands", [False, True])
 def test_a_newcomer_that_goes_again(stands: bool) -> None:
-    """Before all stand still nothing happens; its successor may come."""
+    """Before all ranks are paused its departure changes nothing, and another newcomer may come."""
     this = world(None, 0, 1, knocks=stands)
     if not stands:
         this.knock(0)
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_is_asked_for_meanwhile_changes_nothing() -> None:
 @pytest.mark.parametrize("dead", [0, 1, 3])
 @pytest.mark.parametrize("at", ["prepared", "standing"])
 def test_a_death_is_a_fault_like_any_other(dead: int, at: str) -> None:
-    """But for that of a rank that was to go anyway, once all stand still."""
+    """Except the death of a rank that is to be replaced, when all are paused."""
     this = world(knocks=at == "standing")
     this.event(ManagerLeft()) if at == "prepared" else None
     this.dies(dead)
@@ -330,7 +330,7 @@ def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> N
 
 @pytest.mark.parametrize("when", ["paused", "standing for a switch"])
 def test_another_controller_lets_go_of_those_that_stand_still(when: str) -> None:
-    """It knows of no pause: ranks that stand in one say that they are halted, and are led back into their loops."""
+    """It knows of no pause. Paused ranks report that they are halted, and are led back into their loops."""
     this = world(knocks=when != "paused")
     if when == "paused":
         this.say(NoticeKind.STOP_SWITCH)
@@ -353,7 +353,7 @@ def test_another_controller_lets_go_of_those_that_stand_still(when: str) -> None
 
 
 def test_what_a_guest_says_is_kept_once() -> None:
-    """However much its program says until it has a seat."""
+    """The newest report of each kind is kept, however many the program sends."""
     this = world(knocks=False)
     this.knock(1)
     stream, _ = this.guests[1]

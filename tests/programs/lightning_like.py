@@ -18,7 +18,7 @@ import ttp
 
 
 class Classifier(nn.Module):
-    """What a LightningModule says."""
+    """The interface of a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Classifier(nn.Module):
 
 
 class TrainingStep(nn.Module):
-    """DistributedDataParallel wants ``forward``."""
+    """Offers ``forward``, which DistributedDataParallel needs."""
 
     def __init__(self, module: Classifier) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class TrainingStep(nn.Module):
 class Callbacks:
     """A smoothed loss, as a progress bar keeps it; its state belongs to the run.
 
-    It is made in ``on_before_backward``: a rank that dies behind that has taken part in the step, and so has its loss.
+    It is updated in ``on_before_backward``: a rank that dies later has taken part in the step with its loss.
     """
 
     def __init__(self, report: Callable[[int, Any], None]) -> None:
@@ -99,7 +99,7 @@ class Trainer:
 
 
 def batches(loader: DataLoader[Any], start: int) -> Iterator[Any]:
-    """From step ``start`` on, epoch after epoch."""
+    """Yield batches from step ``start`` on, epoch after epoch."""
     epoch, done = divmod(start, len(loader))
     for number in itertools.count(epoch):
         loader.sampler.set_epoch(number)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ PHASES = ("forward", "backward", "in_step", "stepped")
 
 
 def kills(*after: int) -> list[kit.Kill]:
-    """In each phase one, in a life of its own, of the ranks in turns; ``after``: so many steps of optimizers."""
+    """Return a kill in each phase and launch, of the ranks in turn; ``after``: number of optimizer steps before it."""
     return [kit.Kill(phase, turn % 2, steps) for turn, (phase, steps) in enumerate(zip(PHASES, after, strict=True))]
 
 

@@ -22,7 +22,7 @@ CLASSES = 4
 
 
 class ModelEma(nn.Module):
-    """As ``timm.utils.ModelEmaV3`` with ``exclude_buffers``: an average of the weights, and the model's own buffers."""
+    """Like ``timm.utils.ModelEmaV3`` with ``exclude_buffers``: averages of the weights, but the model's buffers."""
 
     def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ModelEma(nn.Module):
 
 
 class CosineScheduler:
-    """As timm's: stepped by the epoch and by the number of updates, and no subclass of torch's."""
+    """Like timm's: stepped by the epoch and by the number of updates, and not a subclass of torch's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, t_initial: int, warmup_t: int) -> None:
         self.optimizer, self.t_initial, self.warmup_t = optimizer, t_initial, warmup_t
@@ -80,7 +80,7 @@ def param_groups_layer_decay(model: nn.Sequential, layer_decay: float = 0.7) -> 
 
 
 def mixup(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Numpy draws how much, python whether."""
+    """Mix pairs of a batch. Numpy draws how much, Python whether."""
     one_hot = nn.functional.one_hot(target, CLASSES).float()
     if random.random() > 0.8:
         return x, one_hot

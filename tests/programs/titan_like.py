@@ -57,7 +57,7 @@ class Transformer(nn.Module):
 
 
 class OptimizersContainer(Optimizer, Stateful):
-    """One optimizer for each part of the model, used as if they were one."""
+    """One optimizer for each part of the model, used like a single one."""
 
     def __init__(self, model_parts: list[nn.Module], **settings: Any) -> None:
         self.model_parts = model_parts
@@ -102,7 +102,7 @@ class LRSchedulersContainer(Stateful):
 
 
 class DataLoader(Stateful):
-    """An endless stream of tokens that knows where it is."""
+    """An endless stream of tokens that knows its position."""
 
     def __init__(self) -> None:
         self.position = 0

@@ -41,7 +41,7 @@ def promtool(*arguments: object, given: str = "", cwd: Path | None = None) -> st
 
 
 def panels() -> list[str]:
-    """The queries of the dashboard, with its variables filled in."""
+    """Return the queries of the dashboard, with its variables filled in."""
     told = json.loads((DEPLOY / "grafana" / "ttp.json").read_text())
     queries = [target["expr"] for panel in told["panels"] for target in panel.get("targets", ())]
     return [re.sub(r"\$job\b", ".*", query) for query in queries]
@@ -83,7 +83,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def prometheus(job: Job, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
-    """A server that scrapes the job each second; asks its API."""
+    """Run a server that scrapes the job each second; returns a function that asks its API."""
     port = free_port()
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -110,7 +110,7 @@ def prometheus(job: Job, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="apt-get install prometheus")
 def test_a_real_prometheus_sees_a_real_fault(job: Job, prometheus: Callable[[str], Any]) -> None:
-    """All ranks die at once: nothing can be saved, which pages; then one, which does not."""
+    """First all ranks die at once and nothing can be saved, which pages; then one rank dies, which does not."""
 
     def value(query: str) -> list[float]:
         found = prometheus(f"query?query={urllib.parse.quote(query)}")["result"]

@@ -65,7 +65,7 @@ PartitionName=high Nodes=ALL MaxTime=60 PriorityTier=10 PreemptMode=OFF
 
 
 def obstacle() -> str:
-    """Why there can be no cluster here; empty: there can."""
+    """Return why no cluster can run here; empty: it can."""
     missing = [name for name in DAEMONS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not found: apt-get install slurmctld slurmd slurm-client munge"
@@ -77,7 +77,7 @@ def obstacle() -> str:
 
 
 class Cluster:
-    """The hosts, and the daemons on them.
+    """The hosts of a cluster, with their daemons.
 
     Args:
         folder: for configuration, state and logs; a short path, as it holds a socket.
@@ -130,12 +130,12 @@ class Cluster:
         self._start(host, "slurmd", "-D")
 
     def states(self) -> list[str]:
-        """What ``sinfo`` says of each node."""
+        """Return the state of each node, from ``sinfo``."""
         said = self.command("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T")
         return said.split()
 
     def command(self, *command: str, env: Mapping[str, str] | None = None) -> str:
-        """What a client of SLURM says on the head.
+        """Return the output of a SLURM client on the head.
 
         Raises:
             AssertionError: it failed.
@@ -158,11 +158,11 @@ class BatchJob:
     """``deploy/slurm.sbatch`` with the digits example, submitted as a user would.
 
     Args:
-        cluster: where.
+        cluster: where it runs.
         options: of sbatch.
         steps: of training.
-        step_ms: how long each of them takes at least.
-        env: more of it.
+        step_ms: shortest duration of a step.
+        env: further variables.
     """
 
     def __init__(
@@ -179,16 +179,16 @@ class BatchJob:
         self.id = cluster.command(*command, "--nodes=2", *options, str(SBATCH), *training, env=kept).strip()
 
     def facts(self) -> dict[str, str]:
-        """What ``scontrol show job`` says."""
+        """Return the output of ``scontrol show job``."""
         words = self.cluster.command("scontrol", "show", "job", self.id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def state(self) -> str:
-        """``RUNNING``, ``PENDING`` and so on."""
+        """Return ``RUNNING``, ``PENDING`` and so on."""
         return self.facts()["JobState"]
 
     def text(self) -> str:
-        """What the job has printed so far, in all its lives."""
+        """Return the job's output so far, of all its launches."""
         return self.out.read_text() if self.out.exists() else ""
 
     def wait_for(self, text: str, timeout_s: float = 120) -> None:
@@ -205,6 +205,6 @@ class BatchJob:
         return self.facts()
 
     def result(self) -> dict[str, str]:
-        """The digests of what training has made."""
+        """Return the digests of the training's result."""
         found: dict[str, str] = json.loads((self.save_dir / "result.json").read_text())
         return found

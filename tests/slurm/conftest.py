@@ -37,7 +37,7 @@ def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
 
 @pytest.fixture(scope="session")
 def unbroken(possible: None) -> dict[str, str]:
-    """What two ranks make of the digits where nothing happens to them."""
+    """Return the result of two ranks on the digits without a fault."""
     one = Cluster(Path(tempfile.mkdtemp(prefix="ttp-slurm-")))
     try:
         job = BatchJob(one, step_ms=0)

@@ -22,7 +22,7 @@ TTP = shutil.which("ttp") or "ttp"
 
 
 def running(cluster: Cluster, host: int, word: str, variable: str = "") -> list[psutil.Process]:
-    """Processes of a host with a word in their command, and a variable in their environment."""
+    """Return processes of a host with a word in their command, and a variable in their environment."""
     found = []
     for process in cluster.hosts.processes(host):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
@@ -32,7 +32,7 @@ def running(cluster: Cluster, host: int, word: str, variable: str = "") -> list[
 
 
 def ranks(cluster: Cluster, host: int) -> list[psutil.Process]:
-    """The processes that train on a host."""
+    """Return the processes that train on a host."""
     return running(cluster, host, "train.py", "RANK")
 
 
@@ -84,7 +84,7 @@ def test_what_is_preempted_is_saved_and_goes_on_when_the_nodes_are_free(cluster:
 
 @pytest.mark.parametrize("host", [2, 1])
 def test_a_node_that_dies_takes_no_other_with_it(cluster: Cluster, unbroken: Digests, host: int) -> None:
-    """Node 1 is the one of the batch script, the rendezvous and the controller."""
+    """Node 1 has the batch script, the rendezvous and the controller."""
     job = BatchJob(cluster)
     job.wait_for("step 10/")
     cluster.hosts.power_off(host)
@@ -106,7 +106,7 @@ def test_with_no_kill_the_script_itself_requeues_after_the_loss_of_another_node(
 def test_with_no_kill_the_loss_of_the_first_node_leaves_a_job_without_a_script(
     cluster: Cluster, unbroken: Digests
 ) -> None:
-    """It is saved, and waits for somebody to requeue it: why ``slurm.sbatch`` does not say ``--no-kill``."""
+    """The job is saved and has to be requeued by hand: so ``slurm.sbatch`` does not use ``--no-kill``."""
     job = BatchJob(cluster, "--no-kill")
     job.wait_for("step 10/")
     cluster.hosts.power_off(1)
@@ -119,7 +119,7 @@ def test_with_no_kill_the_loss_of_the_first_node_leaves_a_job_without_a_script(
 
 
 def test_before_the_time_limit_it_is_saved_and_started_again(cluster: Cluster, unbroken: Digests) -> None:
-    """The limit of a minute is over before training is."""
+    """The limit of one minute ends before the training does."""
     job = BatchJob(cluster, "--time=2", "--signal=TERM@30", step_ms=3000)
     facts = assert_resumed(job, unbroken, lives_max=9)
     assert facts["TimeLimit"] == "00:02:00"
@@ -141,7 +141,7 @@ def test_a_wrong_configuration_is_not_started_again(cluster: Cluster) -> None:
 
 
 def test_a_wrong_configuration_on_one_node_is_not_started_again(cluster: Cluster) -> None:
-    """The other node would wait for it for ten minutes, longer than this test does."""
+    """Otherwise the other node would wait for it for ten minutes, longer than this test does."""
     program = cluster.folder / "bin" / "ttp"
     program.parent.mkdir()
     program.write_text(
@@ -155,7 +155,7 @@ def test_a_wrong_configuration_on_one_node_is_not_started_again(cluster: Cluster
 
 
 def test_where_the_cluster_decides_by_exit_codes(make_cluster: Callable[..., Cluster], unbroken: Digests) -> None:
-    """``RequeueExit=75`` starts it again, ``RequeueExitHold=64`` holds what somebody has to look at."""
+    """``RequeueExit=75`` starts the job again, ``RequeueExitHold=64`` holds a job that an operator has to check."""
     cluster = make_cluster(by_exit=True)
     env = {"REQUEUE_BY_EXIT": "1", "MAX_RESTARTS": "0"}
     job = BatchJob(cluster, env=env)
@@ -172,7 +172,7 @@ def test_where_the_cluster_decides_by_exit_codes(make_cluster: Callable[..., Clu
 
 
 def assert_resumed(job: BatchJob, unbroken: Digests, lives_max: int = 2) -> dict[str, str]:
-    """The job has been started again, has gone on where it was, and has made the same bits."""
+    """Check that the job was started again, resumed, and ended with the bits of the unbroken run."""
     until(lambda: job.facts()["Restarts"] != "0", 180, every_s=1)
     facts = job.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", timeout_s=300)
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.text()

@@ -24,7 +24,7 @@ GROUPS = {Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2), Rank(3))}
 
 @dataclass
 class World:
-    """A save_dir, and how the ranks of a job of two shards fill it."""
+    """A save_dir, filled as the ranks of a job of two shards do."""
 
     save_dir: Path
 
@@ -72,7 +72,7 @@ class World:
     def save(
         self, version: int, incident: str = "first", generation: int = 1, progress: Progress | None = None
     ) -> Path:
-        """As savers do it: pieces, their names, and nothing else."""
+        """Write as savers do: pieces, their names, and nothing else."""
         draft = self.save_dir / names.draft_name(Version(version), incident)
         draft.mkdir(exist_ok=True)
         contents = self.contents(version, incident)
@@ -89,7 +89,7 @@ class World:
         return draft
 
     def finish(self, version: int, incident: str = "first", disk: Disk | None = None, **changes: object) -> Path:
-        """Commit what ``save`` has written, with an adapter that syncs too; ``changes`` are those of the order."""
+        """Commit what ``save`` has written, with an adapter that syncs, too; ``changes`` are changes of the order."""
 
         def finalise(directory: Path) -> list[Piece]:
             data = b"all tensors"
@@ -110,13 +110,13 @@ class World:
         return commit(self.save_dir, order, disk=disk, **{**facts, **changes})  # type: ignore[arg-type]
 
     def make(self, version: int, incident: str = "first", **changes: object) -> Path:
-        """A committed checkpoint; ``changes`` are those of the order."""
+        """Make a committed checkpoint; ``changes`` are changes of the order."""
         self.write_draft(version, incident)
         path, _ = self.commit(replace(self.order(version, incident), **changes))  # type: ignore[arg-type]
         return path
 
     def holds(self, path: Path, version: int, incident: str, generation: int = 1) -> bool:
-        """Whether ``path`` is exactly the checkpoint that this incident makes."""
+        """Return whether ``path`` is exactly the checkpoint that this incident makes."""
         expected = self.contents(version, incident, generation) | {".metadata": b"all tensors"}
         if verify_checkpoint(path) or not (path / "manifest.json").is_file():
             return False
@@ -127,7 +127,7 @@ class World:
 
 @pytest.fixture
 def digested(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The pieces whose digest is computed, one after the other."""
+    """Return the list of pieces whose digest is computed, in order."""
     read: list[Path] = []
 
     def spy(path: Path, progress: Progress | None) -> tuple[int, str]:
@@ -140,21 +140,21 @@ def digested(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def mounts() -> None:
-    """Only where this process may mount."""
+    """Skip the test if this process may not mount."""
     if reason := why_not():
         pytest.skip(reason)
 
 
 @pytest.fixture
 def bad_disk(mounts: None, tmp_path: Path) -> Iterator[BadDisk]:
-    """See ``tests.disks.bad_disk``; it writes down what it is asked."""
+    """A ``tests.disks.bad_disk`` that records its requests."""
     with BadDisk(tmp_path / "mount", tmp_path / "directory", journal=True) as disk:
         yield disk
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    """In memory where that is possible: thousands of small files, and nothing here depends on the disk."""
+    """Return a world in memory if possible: it has thousands of small files, and no test needs a real disk."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield World(tmp_path / "checkpoints")

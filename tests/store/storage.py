@@ -14,7 +14,7 @@ NOBODY = 65534
 
 @contextmanager
 def small_disk(size: str = "1m") -> Iterator[Path]:
-    """A tmpfs of this size that everybody may write to. It is gone when the context ends, or this process."""
+    """Mount a tmpfs of this size that any user may write to. It goes when the context ends, or this process."""
     with tempfile.TemporaryDirectory(prefix="ttp-test-") as folder:
         Path(folder).chmod(0o755)
         place = Path(folder, "mount")
@@ -41,7 +41,7 @@ def remount(place: Path, options: str) -> None:
 
 
 def fill(place: Path) -> Path:
-    """Take all the space that is left; returns the file that has it."""
+    """Take all the space that is left, and return the file that has it."""
     file = place / "filler"
     with file.open("wb", buffering=0) as filler:
         try:
@@ -53,7 +53,7 @@ def fill(place: Path) -> Path:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Root may do everything: step down to somebody who may not."""
+    """Step down from root, who may do everything, to a user who may not."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(NOBODY)
@@ -65,7 +65,7 @@ def as_nobody() -> Iterator[None]:
 
 @contextmanager
 def loop_disk(size: str, really: str) -> Iterator[Path]:
-    """An ext4 that believes to have ``size`` bytes, in a file that can hold only ``really``."""
+    """Mount an ext4 that claims ``size`` bytes, in a file that can hold only ``really``."""
     with small_disk(really) as below:
         image, place = below / "image", below / "mount"
         place.mkdir()

@@ -21,7 +21,7 @@ def contents(place: Path) -> dict[str, bytes]:
 
 
 def work(place: Path) -> None:
-    """A bit of everything."""
+    """Do some of every kind of operation."""
     (place / "a" / "b").mkdir(parents=True)
     (place / "a" / "one").write_bytes(b"1" * 3_000_000)
     os.link(place / "a" / "one", place / "two")

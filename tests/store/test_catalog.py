@@ -237,7 +237,7 @@ def test_the_newest_are_kept(world: World, four: dict[int, Path], keep: int, exp
 
 
 def test_what_is_not_whole_does_not_count_and_is_not_touched(world: World, four: dict[int, Path]) -> None:
-    """Newest damaged, next unreadable: neither may push the last whole one out."""
+    """The newest is damaged, the next unreadable: neither may displace the last whole one."""
     (four[8] / "__0_1.distcp").unlink()
     (four[6] / MANIFEST).write_text("{")
     edit(four[4], format_version=2)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def other(world: World) -> Iterator[World]:
-    """The fallback directory, filled as ``world`` is."""
+    """Return the fallback directory, filled like ``world``."""
     yield type(world)(world.save_dir.with_name("fallback"))
 
 
@@ -27,7 +27,7 @@ def versions(found: Found) -> list[int]:
 
 
 def spoil(path: Path) -> Path:
-    """Damage that only reading finds."""
+    """Damage a checkpoint so that only reading finds it."""
     piece = path / "__0_1.distcp"
     data = bytearray(piece.read_bytes())
     data[5] ^= 1
@@ -76,7 +76,7 @@ def test_only_what_may_be_the_newest_is_read(world: World, other: World, digeste
 
 
 def test_two_of_one_version_are_both_offered(world: World, other: World) -> None:
-    """A commit that hung in save_dir may have happened after all: ranks must find something in common."""
+    """A commit that hung in save_dir may have succeeded, and the ranks must find a common checkpoint."""
     world.make(12), other.make(12, "second")
     found = look_back(world.save_dir, other.save_dir)
     assert versions(found) == [12, 12]

@@ -184,7 +184,7 @@ def test_an_adapter_that_raises_or_lies_commits_nothing(world: World) -> None:
 
 
 def test_writing_into_the_draft_again_does_not_touch_what_is_committed(world: World) -> None:
-    """A saver's order may arrive twice, once after the commit."""
+    """A saver's order may arrive twice, the second time after the commit."""
 
     class Slow(Disk):
         def remove_tree(self, directory: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def test_two_committers_at_each_point_of_each_other(world: World) -> None:
-    """While one stands before its n-th disk call, another one, of a later generation, does all of its work."""
+    """Before the n-th disk call of one committer, another one of a later generation does all of its work."""
     for at in itertools.count():
         shutil.rmtree(world.save_dir, ignore_errors=True)
         world.write_draft(12, generation=1)
@@ -94,7 +94,7 @@ HALVES = ("write", "remove_tree")
 
 
 def prepare(world: World, occupied: bool) -> None:
-    """Old checkpoints, perhaps one that has the name, left-overs to prune, and the draft."""
+    """Make old checkpoints, perhaps one with the same name, left-overs to prune, and the draft."""
     template = world.save_dir.with_name("template")
     if not template.exists():
         for version in (4, 6, 8):
@@ -113,7 +113,7 @@ def order_of(world: World, rank: int = 1) -> Commit:
 
 
 def check_reader(world: World, occupied: bool) -> None:
-    """Somebody restores now: the newest whole one is the new or the old, and the old is still there."""
+    """Check a restore now: the newest whole checkpoint is the new or the old one, and the old one still exists."""
     found, _ = find_whole(world.save_dir)
     was = (12, "another") if occupied else (8, "first")
     held = {
@@ -132,18 +132,18 @@ def check_reader(world: World, occupied: bool) -> None:
 
 @pytest.fixture
 def at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is decided by the time in a manifest; without it disks can be compared."""
+    """Fix the time in manifests, so that disks can be compared. No decision depends on it."""
     monkeypatch.setattr("ttp.store.commit.time.time", lambda: 1.7e9)
 
 
 @pytest.fixture(scope="module")
 def looked_at() -> set[object]:
-    """Disks that a cut has left and that were checked; the order of calls leaves the same one in many ways."""
+    """Return the set of disks that were checked after a cut; many orders of calls leave the same one."""
     return set()
 
 
 def fingerprint(directory: Path) -> frozenset[tuple[str, bytes, int]]:
-    """Names, contents, and how many names a file has."""
+    """Return names, contents, and the number of names of each file."""
     found = {str(path.relative_to(directory)): path for path in directory.rglob("*")}
     return frozenset(
         (name, path.read_bytes() if path.is_file() else b"", path.stat().st_nlink) for name, path in found.items()
@@ -189,7 +189,7 @@ def test_the_plug_is_pulled_at_each_call(
 
 
 def check_retry(world: World, occupied: bool, lacks: tuple[str, ...], at: int) -> None:
-    """Another rank is told to commit after the first one is gone."""
+    """Let another rank commit after the first one is gone."""
     try:
         path, _ = world.commit(order_of(world, rank=3), PluggedDisk(lacks=lacks))
     except CheckpointError as problem:
@@ -209,7 +209,7 @@ def check_retry(world: World, occupied: bool, lacks: tuple[str, ...], at: int) -
 def test_the_disk_refuses_at_each_call_and_the_process_lives(
     world: World, occupied: bool, lacks: tuple[str, ...]
 ) -> None:
-    """An error or a success, never something else; and what is called a success is one."""
+    """The result is an error or a success, and a reported success is a whole checkpoint."""
     for at in itertools.count():
         prepare(world, occupied)
         disk = PluggedDisk(at, problem=OSError(errno.EIO, "Input/output error"), lacks=lacks)
@@ -226,7 +226,7 @@ def test_the_disk_refuses_at_each_call_and_the_process_lives(
 
 
 class WithoutOrder(PluggedDisk):
-    """A disk that may keep the later of two renames that were not synced, and lose the earlier one."""
+    """A disk that may keep the later of two unsynced renames, and lose the earlier one."""
 
     def __init__(self) -> None:
         super().__init__(lacks=NO_EXCHANGE)

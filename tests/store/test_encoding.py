@@ -82,7 +82,7 @@ def tensors(draw: st.DrawFn) -> Any:
 
 @st.composite
 def values(draw: st.DrawFn, depth: int = 3) -> Any:
-    """Written by hand: the name of such a ``st.recursive`` is longer than hypothesis allows."""
+    """Draw nested values. Written by hand, because the name of such a ``st.recursive`` is too long for hypothesis."""
     leaves = st.one_of(PLAIN, st.binary().map(bytearray), ARRAYS, tensors())
     if depth == 0 or draw(st.integers(0, 2)) == 0:
         return draw(leaves)
@@ -97,7 +97,7 @@ def values(draw: st.DrawFn, depth: int = 3) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in type, value and order; NaN equals itself, and 1, 1.0 and True are three things."""
+    """Compare type, value and order. NaN equals itself, and 1, 1.0 and True differ."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor | numpy.ndarray | numpy.generic):
@@ -217,7 +217,7 @@ def test_a_container_inside_itself_is_refused() -> None:
 
 
 def forged(body: bytes) -> bytes:
-    """Right magic, right checksum: only the checks behind these can help."""
+    """Return a body with correct magic and checksum, so that only the later checks can refuse it."""
     return encode(None)[:4] + xxhash.xxh3_64_digest(body) + body
 
 
@@ -285,7 +285,7 @@ def test_forged_bytes_that_must_be_refused(body: bytes) -> None:
 
 
 def test_refusing_takes_no_memory() -> None:
-    """In a process that may not have more than 64 MiB beyond what it starts with."""
+    """In a process that may use at most 64 MiB more than at its start."""
     script = """
         import numpy, resource, sys  # numpy first: it needs more than the limit
         from ttp.store.encoding import EncodingError, decode
@@ -319,7 +319,7 @@ def test_no_framework_is_imported_for_plain_values() -> None:
 
 
 class TestRepeatedEncoder:
-    """Encoded again and again it is what ``encode`` makes, whatever changed in between."""
+    """Its result is that of ``encode``, whatever changed since the last call."""
 
     @settings(max_examples=150, deadline=None)
     @given(st.lists(values(), min_size=1, max_size=4))

@@ -36,7 +36,7 @@ def disk(mounts: None) -> Iterator[Path]:
 
 
 def old_is_whole(world: World, version: int = 8) -> None:
-    """What a restart would find, and nothing that could be taken for more."""
+    """Check that a restart finds this version, and nothing that looks newer."""
     found = look_back(world.save_dir)
     assert found.candidates[0].version == version
     assert world.holds(found.where[found.candidates[0]], version, "first")
@@ -56,7 +56,7 @@ def make(world: World, version: int = 8) -> World:
 
 @pytest.fixture
 def on_disk(world: World, disk: Path) -> World:
-    """A small disk of its own, with the checkpoint of version 8; everything belongs to nobody."""
+    """Return a world on a small disk of its own, with version 8; all files belong to the user nobody."""
     made = type(world)(disk / "checkpoints")
     with as_nobody():
         return make(made)
@@ -109,7 +109,7 @@ def test_a_commit_that_is_refused(on_disk: World, refuse: Callable[[World], Call
 
 
 def test_permission_for_a_new_name_only(on_disk: World) -> None:
-    """The directory can be written to, the draft of another user cannot."""
+    """The directory is writable, but the draft of another user is not."""
     with as_nobody():
         draft = on_disk.save(12)
     shutil.chown(draft, 0, 0)
@@ -120,7 +120,7 @@ def test_permission_for_a_new_name_only(on_disk: World) -> None:
 
 
 def test_a_disk_that_took_the_bytes_and_cannot_keep_them(world: World) -> None:
-    """A file system in a file that cannot grow: write(2) says yes, the disk says no later."""
+    """The file system is in a file that cannot grow: write(2) succeeds, and the disk fails later."""
     if not (shutil.which("mkfs.ext4") and Path("/dev/loop-control").exists()):
         pytest.skip("needs mkfs.ext4 and a loop device")
     with loop_disk(size="16m", really="5m") as place:
@@ -197,7 +197,7 @@ CHANGES = ("CREATE", "MKDIR", "WRITE", "FSYNC", "FSYNCDIR", "LINK", "RENAME", "R
 
 
 def test_the_disk_refuses_any_one_request(world: World, bad_disk: BadDisk) -> None:
-    """An error that names it, or a success that is one; afterwards another rank can do it."""
+    """The result is an error that names it, or a whole checkpoint. Afterwards another rank can commit."""
     on_disk = make(type(world)(bad_disk.mountpoint / "checkpoints"))
     refused = 0
     for skip in range(200):
@@ -309,7 +309,7 @@ worker.close()
 
 @pytest.mark.parametrize("how", ["ends", "is killed"])
 def test_nothing_waits_for_a_write_that_hangs(bad_disk: BadDisk, how: str) -> None:
-    """The thread that writes is left behind: another one works, and the process ends as if nothing was."""
+    """The hanging thread is abandoned: another one works, and the process ends normally."""
     bad_disk.rules(Rule(("CREATE",), "piece", hang="mount"))
     with subprocess.Popen(
         [sys.executable, "-c", STUCK, str(bad_disk.mountpoint / "piece")], stdin=subprocess.PIPE, text=True

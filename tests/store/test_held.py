@@ -37,7 +37,7 @@ def save_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def held(tmp_path: Path, save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Held:
-    """What ``Held.of`` finds for ``save_dir``."""
+    """Return the ``Held`` of ``save_dir``."""
     monkeypatch.setattr(shadow, "RETRY_MIN_S", 0.001)
     found = Held(tmp_path / "ttp-held-0-test")
     found.make()
@@ -51,7 +51,7 @@ def order_for(save_dir: Path, fallback: str = "", incident: str = "first") -> Or
 
 
 def hold(held: Held, version: int = 12, incident: str = "first") -> Path:
-    """A checkpoint in memory."""
+    """Hold a checkpoint in memory."""
     return World(held.memory).make(version, incident)
 
 
@@ -66,7 +66,7 @@ def bring(held: Held) -> bool:
 
 
 def test_it_becomes_the_same_checkpoint(held: Held, save_dir: Path) -> None:
-    """With one digest: it does not matter which of the two a rank has found."""
+    """The digest is the same, so it does not matter which of the two a rank has found."""
     path = hold(held)
     digest = manifest_digest(path)
     assert held.unfinished() == 12
@@ -167,7 +167,7 @@ def test_it_stays_while_somebody_restores_it(held: Held, save_dir: Path) -> None
 
 
 def test_a_process_does_it_and_there_is_one(held: Held, save_dir: Path, tmp_path: Path) -> None:
-    """The launcher, which has heard of it by a file, starts one where none lives."""
+    """The launcher, which finds the file, starts a writer if none lives."""
     hold(held)
     folder = tmp_path / "run" / shadow.FOLDER
     folder.mkdir(parents=True)
@@ -230,7 +230,7 @@ def test_the_speed_of_the_storage_is_measured(held: Held, save_dir: Path) -> Non
 
 
 def test_a_look_whether_there_is_a_writer_does_not_turn_one_away(tmp_path: Path) -> None:
-    """The rank that starts the writer looks all the while whether it is there."""
+    """The rank that starts the writer polls all the time whether it runs."""
     held = Held(tmp_path / "held")
     held.make()
     with contextlib.ExitStack() as look:

@@ -80,7 +80,7 @@ def write(directory: Path, document: Any) -> Path:
 
 
 def sealed(document: dict[str, Any]) -> dict[str, Any]:
-    """What a writer with strange ideas would have written, digest and all."""
+    """Return a manifest with any content and a correct digest."""
     rest = {key: value for key, value in document.items() if key != "digest"}
     return {**rest, "digest": digest_bytes(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())}
 
@@ -197,7 +197,7 @@ def test_an_endless_file_is_not_read(tmp_path: Path) -> None:
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_cut_or_flipped_manifest_is_damaged_or_says_the_same(tmp_path: Path, data: st.DataObject) -> None:
-    """White space may differ; nothing that is said may."""
+    """Only white space may differ."""
     whole = bytearray(EXAMPLE.to_json().encode())
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] ^= data.draw(st.integers(1, 255))
@@ -209,7 +209,7 @@ def test_a_cut_or_flipped_manifest_is_damaged_or_says_the_same(tmp_path: Path, d
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_single_bit_counts(tmp_path: Path, every: bool) -> None:
-    """One bit of each byte; or every bit."""
+    """Flips one bit of each byte, or every bit."""
     whole = EXAMPLE.to_json().encode()
     for at in range(len(whole)):
         for bit in range(8) if every else [at % 8]:

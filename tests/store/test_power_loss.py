@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.fixture
 def recorded(world: World, bad_disk: BadDisk, occupied: bool, lacks: tuple[Rule, ...]) -> Sequence[Line]:
-    """What the kernel was asked: a new save_dir, old checkpoints, then a save, a commit, and one of the old removed."""
+    """Return the kernel's requests: a new save_dir, old checkpoints, a save, a commit, and an old one removed."""
     on_disk = type(world)(bad_disk.mountpoint / "checkpoints")
     check_writable(str(on_disk.save_dir))
     for version in (6, 8):
@@ -72,7 +72,7 @@ def test_a_power_cut_between_any_two_system_calls(recorded: Sequence[Line], worl
 
 
 def check_reader(world: World, occupied: bool, committed: bool, where: str) -> None:
-    """Somebody restores now: the newest whole one is the new or the old, and the old is still there."""
+    """Check a restore now: the newest whole checkpoint is the new or the old one, and the old one still exists."""
     found = look_back(world.save_dir)
     assert found.candidates, f"{where}: nothing is whole"
     newest = found.where[found.candidates[0]]

@@ -42,7 +42,7 @@ def test_every_piece_is_in_one_share_and_none_is_much_larger_than_another(sizes:
 
 
 def bad(world: World, version: int, piece: str) -> None:
-    """Damage that only reading finds."""
+    """Damage a piece so that only reading finds it."""
     flip(world.save_dir / f"tft_saved_checkpoints-step_{version}" / piece)
 
 
@@ -54,12 +54,12 @@ Where = tuple[Path, "Path | None", Share]
 
 
 def agreed(world: World, count: int, fallback: Path | None = None) -> Candidate | str:
-    """What ``count`` ranks agree on that share as they are meant to."""
+    """Return what ``count`` ranks agree on that share the reading as intended."""
     return restored([(world.save_dir, fallback, Share(n, count)) for n in range(count)], rounds=2)
 
 
 def restored(ranks: list[Where], rounds: int = 3) -> Candidate | str:
-    """What the ranks agree on, of save_dir, fallback and share, as in ``ttp.restore``; each makes sure in the end."""
+    """Return what the ranks agree on, given save_dir, fallback and share of each, as ``ttp.restore`` does."""
     for older, alone in ((False, False), (True, False), (False, True))[:rounds]:
         found = [_found(one, older=older, alone=alone) for one in ranks]
         views = [RestoreView(Rank(n), f.candidates, f.skipped, f.readings) for n, f in enumerate(found)]
@@ -80,7 +80,7 @@ def _found(rank: Where, *, older: bool, alone: bool) -> Found:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_damage_in_anybodys_share_is_everybodys(world: World, count: int) -> None:
-    """Each rank finds nothing wrong with most of what others find damaged, and must not offer it in vain."""
+    """A rank whose share is whole must not offer a checkpoint that others found damaged."""
     files = [piece.file for piece in Manifest.load(world.make(4)).pieces if piece.size]
     for version, file in enumerate(files, 5):
         world.make(version)
@@ -96,7 +96,7 @@ def test_each_byte_is_read_once(world: World, digested: list[Path]) -> None:
 
 
 def test_of_two_copies_each_rank_reads_all(world: World) -> None:
-    """Else one rank might judge this copy whole by its share, and another one offer that instead."""
+    """With shares one rank might find this copy whole, and another one offer the other copy."""
     checkpoint = world.make(12)
     fallback = world.save_dir.with_name("fallback")
     shutil.copytree(checkpoint, fallback / checkpoint.name)
@@ -108,7 +108,7 @@ def test_of_two_copies_each_rank_reads_all(world: World) -> None:
 
 @pytest.mark.parametrize("places", [(0, 0), (0,), (1, 1, 1)])
 def test_a_part_that_no_rank_was_told_to_read_is_read_all_the_same(world: World, places: tuple[int, ...]) -> None:
-    """mpirun in a pod hands one LOCAL_RANK to all; SLURM says the same number of tasks on a host that has fewer."""
+    """mpirun in a pod may give all ranks one LOCAL_RANK, and SLURM too large a number of tasks on a host."""
     for file in [piece.file for piece in Manifest.load(world.make(4)).pieces if piece.size]:
         world.make(12)
         bad(world, 12, file)
@@ -119,7 +119,7 @@ def test_a_part_that_no_rank_was_told_to_read_is_read_all_the_same(world: World,
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_two_copies_are_not_one_that_is_read_by_shares(world: World, side: int) -> None:
-    """Under one path, on two hosts that mount the same kind of file system from two filers."""
+    """Two hosts mount the same kind of file system from two filers under one path."""
     older, checkpoint = world.make(4), world.make(12)
     other = world.save_dir.with_name("other")
     for path in (older, checkpoint):

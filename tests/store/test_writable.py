@@ -78,7 +78,7 @@ def test_a_url_is_refused_with_what_to_do(url: str) -> None:
 
 
 def test_a_name_that_cannot_be_told_to_others_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    """As one of letters looks in the locale C, or one of another encoding anywhere."""
+    """A name with letters beyond ASCII in the locale C, or in another encoding anywhere."""
     place = os.fsdecode(os.fsencode(tmp_path) + b"/k\xe4se")
     with pytest.raises(ConfigError, match=r"k\\udce4se' is not UTF-8 .*set LC_ALL=C\.UTF-8"):
         check_writable(place)
@@ -98,7 +98,7 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 
 def test_no_permission(tmp_path: Path) -> None:
-    """Root may write everywhere: it steps down to somebody who may not."""
+    """Root may write everywhere, so the test steps down to another user."""
     tmp_path.chmod(0o500)
     before = os.geteuid()
     if before == 0:
@@ -138,7 +138,7 @@ def test_each_refusal_says_path_reason_and_what_to_do(
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """Something that can be no directory."""
+    """Return a file, which cannot be a directory."""
     (tmp_path / "file").touch()
     return str(tmp_path / "file")
 

@@ -26,7 +26,7 @@ STEPS = 600
 
 
 class Run:
-    """Two workers on this host; ``save_dir`` is theirs."""
+    """Two workers on this host with a common ``save_dir``."""
 
     def __init__(self, folder: Path, save_dir: Path) -> None:
         self._log = folder / f"log{time.monotonic_ns()}"
@@ -53,11 +53,11 @@ class Run:
         return self.process.wait(200)
 
     def begins(self) -> list[int]:
-        """The steps at which worker 0 has begun."""
+        """Return the steps at which worker 0 has begun."""
         return [int(step) for step in re.findall(r"worker 0: begins at step (\d+)", self.text)]
 
     def loss(self) -> str:
-        """Of the last step."""
+        """Return the loss of the last step."""
         return str(re.findall(rf"worker 0: step {STEPS} saved, loss (\S+)", self.text)[-1])
 
 

@@ -36,7 +36,7 @@ Span = dict[str, Any]
 
 
 class Collector(otlp_grpc.TraceServiceServicer):  # type: ignore[misc]
-    """Takes what it is sent."""
+    """Records the spans that it is sent."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -69,7 +69,7 @@ def collector() -> Iterator[Collector]:
 
 
 def assert_is_one_trace(found: list[Any], incident: str) -> None:
-    """One root; every other span lies within its parent."""
+    """Check that there is one root, and that every other span lies within its parent."""
     by_id = {span.span_id: span for span in found}
     assert len(by_id) == len(found) and {span.trace_id.hex() for span in found} == {trace_id(incident)}
     assert [span.name for span in found if not span.parent_span_id] == ["ttp.incident"]

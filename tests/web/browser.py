@@ -24,7 +24,7 @@ PICTURES = os.environ.get("WEB_TEST_PICTURES", "")
 
 @contextlib.contextmanager
 def browser(profile: Path) -> Iterator[Any]:
-    """Chromium with an empty profile; skips where something is missing."""
+    """Start Chromium with an empty profile; skips if something is missing."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium: nox -s web does")
     from selenium.webdriver.chrome.service import Service
 
@@ -60,13 +60,13 @@ def served(*arguments: str, env: dict[str, str]) -> Iterator[str]:
 
 
 def text(page: Any, name: str) -> str:
-    """What an element of the page says."""
+    """Return the text of an element of the page."""
     said = page.execute_script("return document.getElementById(arguments[0]).textContent", name)
     return str(said)
 
 
 def assert_well(page: Any, *, axe: bool = True) -> None:
-    """Nothing was complained about, nothing was asked of another host, and axe-core finds nothing that matters."""
+    """Check that there are no complaints, no requests to other hosts, and no serious finding of axe-core."""
     complaints = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]
     assert not complaints, complaints
     hosts = page.execute_script("return performance.getEntriesByType('resource').map(e => new URL(e.name).host)")
@@ -85,13 +85,13 @@ def assert_well(page: Any, *, axe: bool = True) -> None:
 
 
 def dress(page: Any, scheme: str) -> None:
-    """As a user who prefers ``light`` or ``dark``."""
+    """Show the page as to a user who prefers ``light`` or ``dark``."""
     features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
 
 
 def picture(page: Any, name: str, folder: Path) -> None:
-    """Keep a picture of what is seen, with few colours: it is small."""
+    """Save a picture of the page with few colours, so that it is small."""
     file = Path(PICTURES or folder) / f"{name}.png"
     file.parent.mkdir(parents=True, exist_ok=True)
     page.save_screenshot(str(file))

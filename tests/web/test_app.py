@@ -57,7 +57,7 @@ async def get(app: Any, path: str, headers: dict[str, str] | None = None, method
 
 
 def ask(tmp_path: Path, *paths: str, headers: dict[str, str] | None = None, method: str = "GET") -> list[Answer]:
-    """Answers of an application whose job has had a hostile incident."""
+    """Return answers of an application whose job has had a hostile incident."""
     evil = [(0.1, "evidence", {"rank": 1, "evidence": "exception", "text": HOSTILE, "detail": HOSTILE})]
     write(tmp_path, "one", [SAVED[0], *evil, *SAVED[2:]])
     now = status("training", "llll", framework=HOSTILE, save_dir=str(tmp_path))

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def fetch(address: str, authority: Authority, shown: dict[str, str] | None = None) -> int:
-    """Status of the page; -1: no connection is made."""
+    """Return the HTTP status of the page; -1: no connection."""
     context = ssl.create_default_context(cafile=str(authority.certificate))
     context.check_hostname = False
     if shown is not None:
@@ -72,7 +72,7 @@ def test_an_encrypted_key_is_opened(tmp_path: Path) -> None:
 
 
 def refused(*arguments: str, **env: str) -> str:
-    """What ``ttp web`` says when it does not start."""
+    """Return the output of ``ttp web`` when it does not start."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TTP_")}
     command = [sys.executable, "-m", "ttp", "web", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=60, check=False)

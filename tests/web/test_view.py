@@ -18,7 +18,7 @@ from ttp.wire.v1 import controller_pb2 as pb
 
 
 def status(stage: str, states: str, version: int = 8, **changes: Any) -> pb.GetStatusResponse:
-    """A job whose ranks have these states: one letter each."""
+    """Return a job whose ranks have these states: one letter each."""
     words = {"l": "live", "f": "frozen", "x": "lost", "m": "missing", "r": "released"}
     ranks = [
         pb.RankStatus(rank=r, host=f"n{r // 2}", pid=100 + r, version=version, state=words[s], silent_s=0.1)
@@ -104,7 +104,7 @@ def test_an_incident_has_a_lane_for_each_rank_that_matters(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("together", [1, 4096])
 def test_four_thousand_ranks_share_lanes(tmp_path: Path, together: int) -> None:
-    """Who answer alike may be in one line of the file."""
+    """Ranks with equal answers may be in one line of the file."""
     said = [list(range(4096))[first : first + together] for first in range(4, 4096, together)]
     answers = [(1.0 + r[0] / 1e3, "answer", {"ranks": r, "version": 12, "phase": "idle"}) for r in said]
     log = read_incident(write(tmp_path, "one", [*SAVED[:7], *answers, *SAVED[7:]]))

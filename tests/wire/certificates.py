@@ -34,7 +34,7 @@ class Authority:
                  "-subj", f"/CN={name}")  # fmt: skip
 
     def sign(self, name: str = NAME, *, days: int = 90, password: str = "", file: str = "own") -> dict[str, str]:
-        """Certificate and key of a process, as settings. ``days`` below zero: it is out of date."""
+        """Return certificate and key of a process, as settings. ``days`` below zero: out of date."""
         cert, key, request = (self.directory / f"{file}.{end}" for end in ("pem", "key", "csr"))
         extension = self.directory / f"{file}.ext"
         extension.write_text(f"subjectAltName=DNS:{name}\n")
@@ -46,7 +46,7 @@ class Authority:
         return {"TTP_TLS_CERT": str(cert), "TTP_TLS_KEY": str(key), "TTP_TLS_CA": str(self.certificate)}
 
     def revoke(self, *files: str, days: int = 30) -> Path:
-        """The list of what was revoked, once these were too. ``days`` below zero: the list is out of date."""
+        """Revoke these and return the revocation list. ``days`` below zero: the list is out of date."""
         config, listed = self.directory / "ca.cnf", self.directory / f"{self.name}.crl"
         if not config.exists():
             config.write_text(CRL.format(self.directory))

@@ -146,7 +146,7 @@ def test_a_program_of_one_host_needs_nothing_and_one_of_several_is_told_what(tmp
 
 @pytest.fixture
 def connection() -> Iterator[tuple[socket.socket, str]]:
-    """One within this host that stays open, and what gRPC calls whoever has opened it."""
+    """Return an open connection within this host, and gRPC's name of its peer."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as opened:
         accepted, peer = server.accept()
         with accepted:
@@ -179,7 +179,7 @@ with socket.socket() as opened:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_of_two_connections_from_one_port_the_one_to_this_service_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever connects from the port that a rank has, to another service, is not taken for that rank."""
+    """A process that connects to another service from a rank's port is not taken for that rank."""
     monkeypatch.setattr("ttp.wire.tls.SERVED", served := set[tuple[str, int]]())
     with socket.create_server(("127.0.0.1", 0)) as own, socket.create_server(("127.0.0.1", 0)) as other:
         with socket.socket() as opened:
@@ -281,7 +281,7 @@ def test_a_service_does_not_listen_where_it_may_not(tmp_path: Path) -> None:
 
 
 def test_what_a_stranger_sends_is_not_even_read(tmp_path: Path) -> None:
-    """A message may have 256 MiB: a few of them would be the end of a controller."""
+    """A message may have 256 MiB, so a few of them would exhaust a controller."""
     controller = Controller(tmp_path, token="secret")
 
     def resident() -> int:

@@ -36,7 +36,7 @@ NO_NAMES = ["a" * 64, "a..b", "\udc80", "\u00e9" * 64]
     ],
 )
 def test_nobody_has_such_a_name(name: str, ask: Callable[[str], Any], answer: object) -> None:
-    """``getaddrinfo`` raises UnicodeError for these, no OSError as for other names that are unknown."""
+    """``getaddrinfo`` raises UnicodeError for these, and OSError for other unknown names."""
     assert ask(name) == answer
 
 

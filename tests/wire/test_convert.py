@@ -22,7 +22,7 @@ KINDS = [*convert.REPORTS, *convert.ORDERS]
 
 
 def values(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
-    """Instances of a message, within the ranges that the wire can carry."""
+    """Return a strategy for instances of a message, within the ranges of the wire."""
     hints = typing.get_type_hints(kind)
     return st.builds(kind, **{f.name: of(f.name, hints[f.name]) for f in dataclasses.fields(kind)})
 

@@ -57,7 +57,7 @@ WAIT_S = 60.0
 
 @dataclass
 class Served:
-    """A service that runs: its channel, and whatever else its test needs."""
+    """A running service: its channel, and whatever else its test needs."""
 
     channel: grpc.Channel
     what: Any = None
@@ -106,7 +106,7 @@ SERVERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 
 def rpcs() -> dict[str, Any]:
-    """Every method of the protos by its name on the wire, with its descriptor."""
+    """Return every method of the protos by its name on the wire, with its descriptor."""
     found = {}
     for module in pkgutil.iter_modules(ttp.wire.v1.__path__):
         if module.name.endswith("_pb2"):
@@ -127,7 +127,7 @@ KINDS = {
 
 
 def streams(method: Any) -> tuple[bool, bool]:
-    """Whether requests and responses are streams. Of the proto: older protobufs have no attribute for it."""
+    """Return whether requests and responses are streams. Read from the proto: older protobufs have no attribute."""
     from google.protobuf import descriptor_pb2
 
     proto = descriptor_pb2.MethodDescriptorProto()
@@ -136,7 +136,7 @@ def streams(method: Any) -> tuple[bool, bool]:
 
 
 def call(channel: grpc.Channel, name: str, token: str, data: bytes = b"") -> tuple[grpc.StatusCode, str]:
-    """How an RPC with one message ends; OK as soon as it answers."""
+    """Return how an RPC with one message ends; OK after its first answer."""
     asks, answers = streams(RPCS[name])
     made = getattr(channel, KINDS[asks, answers])(name)
     given = {"metadata": metadata(token), "timeout": 5.0 if token == TOKEN else WAIT_S}
@@ -174,7 +174,7 @@ def test_nobody_is_served_without_the_token_of_the_job(served: tuple[str, Served
 
 
 def test_a_server_has_no_service_that_is_not_here(served: tuple[str, Served]) -> None:
-    """Beside health, which says nothing, and reflection, which asks for the token."""
+    """Except health, which reveals nothing, and reflection, which requires the token."""
     _, running = served
     if not isinstance(running.what, Controller):
         return  # they have one service, and no reflection
@@ -197,7 +197,7 @@ def test_a_server_has_no_service_that_is_not_here(served: tuple[str, Served]) ->
 
 @pytest.fixture
 def second_launch(tmp_path: Path) -> Iterator[Any]:
-    """A job in its second launch, with the token that all its launches have."""
+    """Return a job in its second launch; all launches have the same token."""
     with of_controller(tmp_path) as running:
         controller: Controller = running.what
         ranks = [controller.rank(number, launch=1, nonce=f"new-{number}", pid=2000 + number) for number in range(2)]
@@ -207,7 +207,7 @@ def second_launch(tmp_path: Path) -> Iterator[Any]:
 
 
 def unchanged(job: Any, act: Callable[[], Any]) -> Any:
-    """What ``act`` returns; the job is as it was before."""
+    """Return the result of ``act``, after checking that the job has not changed."""
     before = job.controller.status()
     returned = act()
     after = job.controller.status()
@@ -226,7 +226,7 @@ def attach(job: Any) -> None:
 
 
 def relay(job: Any) -> None:
-    """The same rank, behind a relay of its host."""
+    """Attach the same rank behind a relay of its host."""
     hello = report_to_wire(hello_of(0, launch=0, nonce="old", pid=1000)).SerializeToString()
     frame = pb.RelayFrame(reports=[pb.LineReport(lines=[1], report=hello)])
     frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -246,13 +246,13 @@ def relay(job: Any) -> None:
 
 
 def report_fault(job: Any) -> None:
-    """It names the process that has ended, and that is none of this launch."""
+    """The report names the process that ended, which is not of this launch."""
     request = pb.ReportFaultRequest(ranks=[0], pids=[1000], reason="signal 9", kind=pb.FAULT_KIND_EXITED)
     unchanged(job, lambda: job.controller.stub.ReportFault(request, metadata=job.metadata, timeout=WAIT_S))
 
 
 def get_verdict(job: Any) -> None:
-    """What a launcher would leave with, and that a process of another launch has left with 64, end nothing."""
+    """The result of an old launcher, and an exit with 64 of an old process, end nothing."""
     stub = job.controller.stub
     request = pb.GetVerdictRequest(host="one", code=75)
     unchanged(job, lambda: stub.GetVerdict(request, metadata=job.metadata, timeout=WAIT_S))
@@ -262,31 +262,31 @@ def get_verdict(job: Any) -> None:
 
 
 def reads_only(job: Any) -> None:
-    """It has no launch, and changes nothing."""
+    """The request has no launch, and changes nothing."""
     unchanged(job, job.controller.status)
 
 
 def watch(job: Any) -> None:
-    """As ``reads_only``."""
+    """Like ``reads_only``."""
     request = pb.WatchEventsRequest(replay=10)
     unchanged(job, lambda: next(job.controller.stub.WatchEvents(request, metadata=job.metadata, timeout=WAIT_S)))
 
 
 def save_now(job: Any) -> None:
-    """It has no launch: what is saved is the newest step of this one, or nothing, and training goes on."""
+    """The request has no launch: the newest step of this launch is saved, if any, and training goes on."""
     answer = job.controller.stub.SaveNow(pb.SaveNowRequest(), metadata=job.metadata, timeout=WAIT_S)
     assert not answer.saved and job.controller.status().incarnation
 
 
 def attend(job: Any) -> None:
-    """It has no launch: a manager attends to whatever runs; the job is not changed by it."""
+    """The request has no launch: the manager attaches to the running job, which does not change."""
     stub = rounds_rpc.ManagerStub(job.controller.channel)
     call = unchanged(job, lambda: stub.Attend(rounds_pb2.AttendRequest(wait_s=1), metadata=job.metadata))
     call.cancel()
 
 
 def notify(job: Any) -> None:
-    """An answer to a question that nobody asks now."""
+    """The notice answers a question that is not open."""
     stub = rounds_rpc.ManagerStub(job.controller.channel)
     notice = rounds_pb2.Notice(what="strategy", strategy="dump")
     answer = unchanged(job, lambda: stub.Notify(notice, metadata=job.metadata, timeout=WAIT_S))
@@ -294,7 +294,7 @@ def notify(job: Any) -> None:
 
 
 def offer(job: Any) -> None:
-    """It has no launch: no ranks are to be moved."""
+    """The request has no launch: no ranks are to be moved."""
     stub = rounds_rpc.ManagerStub(job.controller.channel)
     offered = rounds_pb2.PlaceOffered(host="other", store="127.0.0.1:1")
     taken = unchanged(job, lambda: stub.Offer(offered, metadata=job.metadata, timeout=WAIT_S))
@@ -334,7 +334,7 @@ def come(job: Any) -> None:
 
 
 def look(job: Any) -> None:
-    """It has no launch, changes nothing, and is of a relay: a controller does not serve it."""
+    """The request has no launch, changes nothing, and is for relays: a controller does not serve it."""
     with pytest.raises(grpc.RpcError) as refused:
         unchanged(job, lambda: job.controller.stub.Look(pb.LookRequest(), metadata=job.metadata, timeout=WAIT_S))
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

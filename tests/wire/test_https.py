@@ -18,7 +18,7 @@ from ttp.wire.https import server_context
 
 @contextlib.contextmanager
 def greeting(context: ssl.SSLContext) -> Iterator[int]:
-    """A server that says one word to whoever it lets in: its port."""
+    """Run a server that sends one word to each client that it accepts; returns its port."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -43,7 +43,7 @@ def greeted(port: int, client: ssl.SSLContext, session: ssl.SSLSession | None = 
 
 
 def test_a_revoked_certificate_resumes_no_session(tmp_path: Path) -> None:
-    """Nor is TLS 1.2 spoken, where Python cannot have sessions forgotten."""
+    """Where Python cannot make sessions be forgotten, TLS 1.2 is switched off."""
     authority = Authority(tmp_path)
     own, shown = authority.sign(), authority.sign(file="client")
     authority.sign(file="other")

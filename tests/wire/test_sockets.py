@@ -15,7 +15,7 @@ from ttp.wire.sockets import Sockets, parse, second
 
 @pytest.fixture(params=["127.0.0.1", "::1", "mapped"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, str]]:
-    """An accepted connection, and what gRPC calls its peer; the other end reads nothing."""
+    """Return an accepted connection, and gRPC's name of its peer; the other end reads nothing."""
     mapped = request.param == "mapped"
     family = socket.AF_INET if request.param == "127.0.0.1" else socket.AF_INET6
     with closing(
@@ -56,7 +56,7 @@ def test_what_cannot_be_known_is_said() -> None:
 
 
 def test_a_file_that_took_the_number_of_a_closed_socket_is_left_alone(tmp_path: Path) -> None:
-    """A second descriptor of it would keep its lock, and its room on the disk."""
+    """A second descriptor of the file would keep its lock, and its space on the disk."""
     with (tmp_path / "file").open("w") as file:
         for _ in range(2):
             before = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are all that is asked for

@@ -101,7 +101,7 @@ def test_one_that_is_out_of_date_is_refused(monkeypatch: pytest.MonkeyPatch, aut
 
 @pytest.fixture(scope="module")
 def listed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Two processes' settings: one is welcome, the other's certificate was revoked."""
+    """Return the settings of two processes: one is accepted, the other's certificate was revoked."""
     authority = Authority(tmp_path_factory.mktemp("listed"))
     made = {name: authority.sign(file=name) for name in ("welcome", "stolen")}
     lists = {"TTP_TLS_CRL": str(authority.revoke("stolen"))}
@@ -214,7 +214,7 @@ def test_a_rank_that_speaks_plainly_is_refused_before_it_trains(guarded: Control
 
 @pytest.fixture
 def stolen(listed: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Settings of the thief, who has no list; this process has them, too."""
+    """Return the settings of the revoked process, without a revocation list; this process has them, too."""
     settings = {name: value for name, value in listed["stolen"].items() if name != "TTP_TLS_CRL"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
@@ -224,7 +224,7 @@ def stolen(listed: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -
 def test_a_controller_refuses_a_certificate_that_was_revoked(
     listed: dict[str, dict[str, str]], stolen: dict[str, str], tmp_path: Path
 ) -> None:
-    """Whoever is welcome is served, by streams too: a rank lives its whole life."""
+    """Accepted processes are served, also on streams, which last as long as a rank."""
     controller = Controller(tmp_path, wait=False, **listed["welcome"])
     try:
         _life(tmp_path / "welcome", controller.port, listed["welcome"])
@@ -263,7 +263,7 @@ def _shown(port: int) -> bytes:
 def test_a_controller_shows_a_certificate_that_was_renewed_and_keeps_it_when_the_next_is_spoilt(
     monkeypatch: pytest.MonkeyPatch, authority: Authority, tmp_path: Path
 ) -> None:
-    """Without a restart, and whoever is connected stays so."""
+    """Without a restart, and open connections stay open."""
     settings = authority.sign(file="long-running")
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

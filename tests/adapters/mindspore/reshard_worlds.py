@@ -75,7 +75,7 @@ def pieces(tensors: Tensors, cuts: Cuts, rank: int) -> dict[str, Array]:
 
 
 def save(directory: Path, tensors: Tensors, cuts: Cuts, ranks: Iterable[int], step: int = 12, first: int = 0) -> Path:
-    """Write files of ``ranks`` as stock MindSpore does, with training's additions; ``first``: first rank of this stage."""
+    """Write files of ``ranks`` as stock MindSpore does, with what training adds; ``first``: the stage's first rank."""
     import mindspore as ms
 
     for rank in ranks:

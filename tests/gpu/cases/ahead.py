@@ -11,10 +11,10 @@ WARM = 3
 def host_ahead(
     stand: Stand, optimizer: str = "adam-foreach", scaled: bool = False, lead: int = 2, warm: int = WARM
 ) -> None:
-    """Update ``warm + 1`` and all later ones are queued behind a kernel that spins; the saved version is ``warm``.
+    """Queue update ``warm + 1`` and all later ones behind a kernel that spins; the saved version is ``warm``.
 
-    A GradScaler that asks the device for infinities stops the host in the first of them. Afterwards the training goes
-    on as if nothing had been saved.
+    A GradScaler that asks the device for infinities stops the host in the first of them. Afterwards training goes on as
+    without the save.
     """
 
     def make() -> Training:

@@ -17,7 +17,7 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class Odd(Plain):
-    """Beside what is trained: tensors whose memory is not simply theirs, in order."""
+    """A model that also has tensors whose memory is shared, strided or not contiguous."""
 
     def __init__(self, second: torch.device | None = None) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Odd(Plain):
         self._second_device = second
 
     def settle(self, device: torch.device) -> None:
-        """``Module.to`` makes tensors dense: these forms are made on the device."""
+        """Make these forms on the device, because ``Module.to`` makes tensors dense."""
         generator = torch.Generator().manual_seed(12)
         wide = torch.randn(40, 6, generator=generator).to(device)
         self.sliced = _frozen(wide[::4])
@@ -49,7 +49,7 @@ class Odd(Plain):
 
 
 def every_form(stand: Stand, two_devices: bool = False) -> None:
-    """What hangs is the training's stream; the version that is saved was finished before."""
+    """The training's stream hangs; the saved version was finished before."""
     second = torch.device("cuda", 1) if two_devices else None
     training = Training(stand, make=lambda: Odd(second))
     assert isinstance(training.module, Odd)
@@ -72,7 +72,7 @@ def every_form(stand: Stand, two_devices: bool = False) -> None:
 
 
 def first_look(stand: Stand) -> None:
-    """Nothing of the rescue has run in this process before the device hangs, but for what ttp does at its start."""
+    """No part of the rescue has run in this process before the device hangs, except ttp's start."""
     os.environ["TTP_DIGEST"] = "all"
     try:
         host_ahead(stand, lead=1, warm=1)

@@ -17,7 +17,7 @@ from ttp.launch import nccl
 
 
 def self_test(stand: Stand) -> None:
-    """With the settings of a launcher nothing speaks against it, and a backend is aborted and made again."""
+    """With a launcher's settings there is no obstacle, and a backend is aborted and made again."""
     if not stand.real:
         made_up_nccl.install()
     os.environ.update(TTP_CONTINUITY="keep", TTP_KEEP_CUDA="1")
@@ -31,7 +31,7 @@ def self_test(stand: Stand) -> None:
 
 
 def abort_behind_a_spin(stand: Stand) -> None:
-    """How long an abort takes whose collective waits behind a kernel of ours; the device is as good as before then."""
+    """Measure an abort whose collective waits behind a spinning kernel. The device works afterwards."""
     value = torch.ones(4, device=stand.device)
     if stand.real:
         stand.join_world()

@@ -12,7 +12,7 @@ from tests.gpu.training import Plain, Training, references
 
 
 def forward_and_backward(stand: Stand) -> None:
-    """The update is outside of the graph, so all is as it always is."""
+    """The update is outside of the graph, so nothing differs for ttp."""
 
     def graphed(model: torch.nn.Module) -> Any:
         if not stand.real:
@@ -42,7 +42,7 @@ def forward_and_backward(stand: Stand) -> None:
 
 
 def whole_step(stand: Stand) -> None:
-    """Said when the graph is captured, as an error that names what to do."""
+    """The capture of the graph fails with an error that names what to do."""
     if not stand.real:
         return  # nothing can be captured
     training = Training(stand, "adam-capturable")
@@ -62,7 +62,7 @@ def whole_step(stand: Stand) -> None:
 
 
 def _capture(training: Training) -> BaseException | None:
-    """What comes of capturing a step; the first error, for ending a capture that was broken off may be one more."""
+    """Capture a step and return the first error; ending a broken capture may raise another."""
     graph: Any = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

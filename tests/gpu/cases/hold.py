@@ -16,7 +16,7 @@ _HELD_S = 0.5
 
 
 def stream_waits(stand: Stand) -> None:
-    """It holds up what is queued behind it, one number at a time, and neither another stream nor the host."""
+    """A hold delays the work queued behind it, one number at a time, but no other stream and not the host."""
     memory = torch.zeros(1, device=stand.device)
     if stand.made_up is not None:
         stand.made_up.device.put(memory)

@@ -18,7 +18,7 @@ from tests.gpu.training import Training, references
 
 
 def forked_workers(stand: Stand) -> None:
-    """Workers are forked when CUDA and gRPC run already. They read, and end; then the state is saved."""
+    """Workers are forked after CUDA and gRPC have started. They read and end; then the state is saved."""
     wanted = references(lambda: Training(stand), 4)
     training = Training(stand)
     with stand.protected():
@@ -37,7 +37,7 @@ def forked_workers(stand: Stand) -> None:
 
 
 def end_behind_a_spin(stand: Stand) -> None:
-    """``os._exit`` while a kernel spins: whoever started this process measures how long it takes to be gone."""
+    """Call ``os._exit`` while a kernel spins. The parent measures how long the process takes to end."""
     spin = stand.spin()
     torch.zeros(8, device=stand.device).add_(1)
     print(f"leaving {time.monotonic()}", flush=True)
@@ -47,9 +47,9 @@ def end_behind_a_spin(stand: Stand) -> None:
 
 
 def preempted_behind_a_spin(stand: Stand) -> None:
-    """The main thread waits for a device that hangs; SIGTERM asks for a save. ttp saves what was finished, and exits.
+    """SIGTERM comes while the main thread waits for a device that hangs. ttp saves the finished version and exits.
 
-    Prints the path of the checkpoints and the digest of what has to be in there before.
+    Prints the path of the checkpoints and the digest of the expected state before.
     """
     os.environ["TTP_SAVE_DIR"] = os.environ.get("CASE_SAVE_DIR", str(stand.directory / "checkpoints"))
     wanted = references(lambda: Training(stand), 2)

@@ -12,7 +12,7 @@ LEFT = 16 << 20
 
 
 def full(stand: Stand) -> None:
-    """The device's memory is taken to the last 16 MiB, then it hangs, then the state is saved."""
+    """Fill the device's memory up to the last 16 MiB, let it hang, and save the state."""
     training = Training(stand)
     with stand.protected():
         training.protect()
@@ -36,7 +36,7 @@ def full(stand: Stand) -> None:
 
 
 def _fill(stand: Stand) -> list[torch.Tensor]:
-    """Take what there is, in ever smaller parts."""
+    """Allocate memory in ever smaller parts until there is none."""
     taken: list[torch.Tensor] = []
     if not stand.real:
         return taken
@@ -53,7 +53,7 @@ def _fill(stand: Stand) -> list[torch.Tensor]:
 
 
 def _allocations(stand: Stand) -> tuple[int, ...]:
-    """Segments that torch has asked the driver for, and how often it had to try again."""
+    """Return the number of segments that torch has got from the driver, and of its retries."""
     if not stand.real:
         return ()
     stats = torch.cuda.memory_stats(stand.device)

@@ -19,7 +19,7 @@ LARGE = 8 << 20
 
 
 class Statistics(Plain):
-    """BatchNorm, dropout, and a large buffer that every forward pass changes."""
+    """A model with BatchNorm, dropout, and a large buffer that every forward pass changes."""
 
     ring: Tensor
 
@@ -35,7 +35,7 @@ class Statistics(Plain):
 
 
 def no_synchronisation(stand: Stand, kind: str = "plain") -> None:
-    """Steps of the training thread under torch's own alarm for implicit synchronisations, without ttp and with it.
+    """Train with torch's alarm for implicit synchronisations, without ttp and with it.
 
     Args:
         stand: the place.
@@ -64,7 +64,7 @@ def no_synchronisation(stand: Stand, kind: str = "plain") -> None:
 
 
 def pages(stand: Stand) -> None:
-    """At every step a page's buffers are those of its version, though the next forward pass changes them at once."""
+    """At every step a page has the buffers of its version, though the next forward pass changes them at once."""
     wanted = references(lambda: Training(stand, make=Statistics), 6)
     training = Training(stand, make=Statistics)
     buffers = {f"model.{name}" for name, _ in training.module.named_buffers()}
@@ -80,7 +80,7 @@ def pages(stand: Stand) -> None:
 
 
 def _page(version: int) -> dict[str, Any]:
-    """The buffers in this rank's page."""
+    """Return the buffers in this rank's page."""
     import ttp.session
     from ttp.adapters.torch.local_state.image import decode
     from ttp.processor.local_state.pages import Page, read_page

@@ -20,7 +20,7 @@ DUMP_MS = 1000
 
 
 def hung_collective(stand: Stand, watch_s: float = 30.0) -> None:
-    """With whatever the environment says: prints how long this process lives, and whether later kernels run.
+    """With the environment's settings: print how long this process lives, and whether later kernels run.
 
     Returns when it has lived for ``watch_s`` seconds.
     """
@@ -50,7 +50,7 @@ def hung_collective(stand: Stand, watch_s: float = 30.0) -> None:
 
 
 def saved_after_the_time_out(stand: Stand) -> None:
-    """With ttp's settings the state is still there, and is saved, long after NCCL has seen the time-out."""
+    """With ttp's settings the state is saved long after NCCL has noticed the timeout."""
     for name in (nccl.HANDLING, nccl.HEARTBEAT):
         os.environ.pop(name, None)
     nccl.prepare()
@@ -86,6 +86,6 @@ def _group(stand: Stand) -> None:
 
 
 def _leave(stand: Stand) -> None:
-    """Not on the device: the watchdog still waits before it does what it was told to, which is nothing."""
+    """Destroy the group, except on a real device, where NCCL's watchdog still waits."""
     if not stand.real:
         dist.destroy_process_group()
