@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import decimal
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -238,9 +240,16 @@ def test_no_process_is_prepared(said: str, reason: str, tmp_path: Path, monkeypa
     assert reason in json.loads((tmp_path / "warm.json").read_text())["state"]
 
 
-def test_of_the_moment_of_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program with a relative path gets no input, and the launcher's cores at the time of the fork."""
+@pytest.mark.parametrize("inherited", [0, 1024])
+def test_of_the_moment_of_the_fork(inherited: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program with a relative path gets no input, and the launcher's cores at the time of the fork.
+
+    Numbers of descriptors from 1024 on are no hindrance.
+    """
     monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(inherited)]
     Path("show.py").write_text("import os\nprint(__file__, os.readlink('/proc/self/fd/0'), os.sched_getaffinity(0))\n")
     starter = WarmStarter(Config(), tmp_path)
     command = [sys.executable, "-u", "show.py"]
@@ -249,7 +258,9 @@ def test_of_the_moment_of_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert starter.worker(command, os.environ, None, None) is None
         variables = {name: digest(text) for name, text in os.environ.items()}
         (tmp_path / "imports.json").write_text(
-            json.dumps({"path": sys.path[1:], "modules": [], "environ": variables, "bytes": 0})
+            json.dumps(
+                {"path": sys.path[1:], "modules": [["decimal", decimal.__file__]], "environ": variables, "bytes": 0}
+            )
         )
         starter.look()
         os.sched_setaffinity(0, [min(cores)])
@@ -260,6 +271,9 @@ def test_of_the_moment_of_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     finally:
         os.sched_setaffinity(0, cores)
         starter.close()
+        for other in others:
+            os.close(other)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_it_leaves_three_quarters_of_a_core_to_the_ranks(tmp_path: Path) -> None:

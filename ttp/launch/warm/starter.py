@@ -10,7 +10,6 @@ import ctypes
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import IO, Any
 from ttp.config import Config
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import PER_WORKER, Program, no_room, program, why_not
+from ttp.launch.warm.waiting import readable
 from ttp.launch.warm.worker import ForkedWorker
 from ttp.processor.import_list import FILE
 
@@ -229,7 +229,7 @@ class WarmStarter:
 
     def _hear(self, within_s: float) -> None:
         assert self._socket is not None
-        if not select.select([self._socket], [], [], within_s)[0]:
+        if not readable(self._socket.fileno(), within_s):
             return
         data = self._socket.recv(MESSAGE_BYTES)
         said = json.loads(data) if data else {}

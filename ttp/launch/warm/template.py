@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import runpy
-import select
 import signal
 import socket
 import sys
@@ -32,6 +31,7 @@ from typing import Any, NoReturn
 from ttp.launch import nccl
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import Program, differing, set_by_program
+from ttp.launch.warm.waiting import readable
 
 SHARE = 0.25
 """Share of one core that imports may take while ranks train and no restart waits."""
@@ -158,7 +158,7 @@ class Template:
 
     def _pause(self, seconds: float) -> None:
         """Leave the cores to the ranks for a while, unless a restart waits."""
-        if not self._hurry and select.select([self._launcher], [], [], seconds)[0]:
+        if not self._hurry and readable(self._launcher.fileno(), seconds):
             self._receive()  # the only possible message now: hurry
             self._hurry = True
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Sequence
+
+from ttp.launch.warm.waiting import readable
 
 LOST = 1
 """Exit code of a worker whose own code is not known."""
@@ -54,8 +55,7 @@ class ForkedWorker:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            with contextlib.suppress(OSError):  # another thread has reaped it and closed the descriptor
-                select.select([self._pidfd], [], [], min(left_s, 1.0) if left_s is not None else 1.0)
+            readable(self._pidfd, min(left_s, 1.0) if left_s is not None else 1.0)
         return code
 
     def send_signal(self, number: int) -> None:
