@@ -84,7 +84,7 @@ def init(request: Request) -> bytes:
 
 
 def attributes(status: os.stat_result) -> bytes:
-    """``fuse_attr``."""
+    """Return ``fuse_attr``."""
     seconds = [max(0, ns) // 10**9 for ns in (status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns)]
     rests = [max(0, ns) % 10**9 for ns in (status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns)]
     owner = (status.st_mode, status.st_nlink, status.st_uid, status.st_gid)
@@ -97,12 +97,12 @@ def entry(node: int, status: os.stat_result) -> bytes:
 
 
 def attr_out(status: os.stat_result) -> bytes:
-    """``fuse_attr_out``."""
+    """Return ``fuse_attr_out``."""
     return struct.pack("<QII", 0, 0, 0) + attributes(status)
 
 
 def open_out(handle: int) -> bytes:
-    """``fuse_open_out``."""
+    """Return ``fuse_open_out``."""
     return struct.pack("<QII", handle, 0, 0)
 
 
@@ -113,7 +113,7 @@ def directory_entry(inode: int, offset: int, name: str, kind: int) -> bytes:
 
 
 def statfs(status: os.statvfs_result) -> bytes:
-    """``fuse_statfs_out``."""
+    """Return ``fuse_statfs_out``."""
     blocks = (status.f_blocks, status.f_bfree, status.f_bavail, status.f_files, status.f_ffree)
     return _STATFS.pack(*blocks, status.f_bsize, status.f_namemax, status.f_frsize, 0, *[0] * 6)
 

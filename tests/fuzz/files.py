@@ -31,7 +31,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 @st.composite
 def changed_json(draw: st.DrawFn, good: Any) -> Any:
-    """``good`` with one to three of its values replaced, removed, or doubled."""
+    """Return ``good`` with one to three of its values replaced, removed, or doubled."""
     value = json.loads(json.dumps(good))
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(list(_places(value))))
@@ -52,7 +52,7 @@ def changed_json(draw: st.DrawFn, good: Any) -> Any:
 
 @st.composite
 def changed_bytes(draw: st.DrawFn, good: bytes) -> bytes:
-    """``good`` with some bytes changed, cut out, put in, or with its end cut off."""
+    """Return ``good`` with some bytes changed, cut out, put in, or with its end cut off."""
     data = bytearray(good)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(data) - 1)))

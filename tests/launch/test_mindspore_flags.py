@@ -175,7 +175,7 @@ def test_bad_input_is_one_message_and_64(script: str, capsys: pytest.CaptureFixt
         (["--nproc-per-node", "0", script], "a number from 1"),
         (["--no-such-flag", script], "unrecognized arguments"),
         (["--nproc-per-node=2", "--monitor_interval=nan", script], "a number of seconds from 0.01"),
-        (["--nproc-per-node", "2", "--master-port", "70000", script], "a port is a number"),
+        (["--nproc-per-node", "2", "--master-port", "70000", script], "expected a port number"),
     ):
         assert run(["--mindspore", *words]) == 64
         said = capsys.readouterr().err

@@ -147,7 +147,7 @@ class Cluster:
         return done.stdout
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes of the cluster."""
         self.hosts.close()
         for daemon in self._daemons:
             daemon.wait(30)
@@ -192,11 +192,11 @@ class BatchJob:
         return self.out.read_text() if self.out.exists() else ""
 
     def wait_for(self, text: str, timeout_s: float = 120) -> None:
-        """Until the job has printed a text."""
+        """Wait until the job has printed a text."""
         until(lambda: text in self.text(), timeout_s, lambda: f"{text!r} is not in:\n{self.text()}", 0.2)
 
     def wait_for_state(self, *states: str, timeout_s: float = 180) -> dict[str, str]:
-        """Until the job is in one of these states; returns ``facts``."""
+        """Wait until the job is in one of these states, and return ``facts``."""
 
         def story() -> str:
             return f"it is not {' or '.join(states)}: {self.facts()}\n{self.text()[-8000:]}"

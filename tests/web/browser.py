@@ -44,7 +44,7 @@ def browser(profile: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def served(*arguments: str, env: dict[str, str]) -> Iterator[str]:
-    """``ttp web``; yields the address that it prints."""
+    """Run ``ttp web`` and yield the address that it prints."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TTP_")}
     command = [sys.executable, "-m", "ttp", "web", "--listen", "127.0.0.1:0", *arguments]
     server = subprocess.Popen(command, cwd=ROOT, env=clean | env, stdout=subprocess.PIPE, text=True)
