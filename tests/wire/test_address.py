@@ -43,4 +43,17 @@ def test_nobody_has_such_a_name(name: str, ask: Callable[[str], Any], answer: ob
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_a_master_of_such_a_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be resolved"):
-        _number_of(name)
+        _number_of(name, 0.0)
+
+
+def test_a_name_service_that_fails_for_a_moment_ends_no_job_that_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [OSError("temporary failure in name resolution"), [(None,) * 4 + (("10.0.0.1", 0),)]]
+
+    def resolve(_host: str, _port: None) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("ttp.launch.mindspore.launch.resolve", resolve)
+    assert _number_of("node-0", 5.0) == "10.0.0.1"

@@ -33,7 +33,8 @@ logger = logging.getLogger("ttp.launch")
 SCHEDULER_GRACE_S = 20.0
 """Seconds for the scheduler to leave by itself after the last worker."""
 
-PORT_PATIENCE_S = 30.0
+RESTART_PATIENCE_S = 30.0
+"""Seconds that a restart waits for the port of the scheduler, and for the name service."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -173,8 +174,9 @@ class _Starts:
 
     def _start(self, launch: int) -> bool:
         """Start the job once and wait for its end. Returns whether all workers of this host trained to the end."""
-        with self._port(PORT_PATIENCE_S if launch else 0.0) as port:
-            return self._start_at((_number_of(self._job.master_addr), port), launch)
+        patience_s = RESTART_PATIENCE_S if launch else 0.0
+        with self._port(patience_s) as port:
+            return self._start_at((_number_of(self._job.master_addr, patience_s), port), launch)
 
     def _start_at(self, address: tuple[str, int], launch: int) -> bool:
         self._excused.clear()
@@ -283,12 +285,20 @@ def _run_id(job: Job) -> str:
     return f"msrun-{job.master_addr}-{job.master_port}" if job.several_nodes else f"msrun-{secrets.token_hex(6)}"
 
 
-def _number_of(address: str) -> str:
-    """Return the numeric address of a host: MindSpore takes no names."""
-    try:
-        return str(resolve(address, None)[0][4][0])
-    except OSError as problem:
-        raise ConfigError(f"--master-addr {address!r:.100} cannot be resolved: {problem}") from None
+def _number_of(address: str, patience_s: float) -> str:
+    """Return the numeric address of a host: MindSpore takes no names.
+
+    Raises:
+        ConfigError: the name service gives none within ``patience_s`` seconds.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return str(resolve(address, None)[0][4][0])
+        except OSError as problem:
+            if time.monotonic() >= deadline_s:
+                raise ConfigError(f"--master-addr {address!r:.100} cannot be resolved: {problem}") from None
+        time.sleep(LOOK_S)
 
 
 def _can_listen(port: int) -> bool:
