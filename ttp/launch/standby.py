@@ -87,9 +87,12 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
         orphan_s=ORPHAN_S,
         save_dir=save_dir,
     )
-    if not wait_until_serving(address, port, config.token, START_S):
+    try:
+        if not wait_until_serving(address, port, config.token, START_S):
+            raise TtpError(f"the controller does not answer at {target(address, port)} within {START_S:g} s")
+    except BaseException:
         stop_controller(child)
-        raise TtpError(f"the controller does not answer at {target(address, port)} within {START_S:g} s")
+        raise
     return target(address, port)
 
 
