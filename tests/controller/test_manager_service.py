@@ -4,28 +4,34 @@ words.
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
 from tests.controller.conftest import Controller
+from tests.waiting import until
 from ttp.core.layout import Rank
+from ttp.errors import ConfigError
 from ttp.mindio.handlers import Manager
 from ttp.mindio.manager_wire import call_from_wire, call_to_wire, notice_from_wire, notice_to_wire
 from ttp.mindio.protocol.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
+from ttp.wire import channel
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import rounds_pb2 as pb
 from ttp.wire.v1 import rounds_pb2_grpc as rpc
 
 
-def manager(controller: Controller, token: str = "") -> Manager:
+def manager(controller: Controller, token: str = "", run_dir: Path | None = None) -> Manager:
     def quiet(*told: Any) -> None:
         """Return four callbacks that do nothing."""
 
     return Manager(
         "127.0.0.1", controller.port, token,
         report_fault_ranks=quiet, report_stop_complete=quiet, report_strategies=quiet, report_result=quiet,
+        run_dir=run_dir,
     )  # fmt: skip
 
 
@@ -47,6 +53,29 @@ def test_only_who_knows_the_token_is_heard_and_one_at_a_time(start: Any) -> None
     finally:
         for one in (stranger, first, second):
             one.close()
+
+
+def test_a_manager_finds_another_controller_while_a_certificate_is_renewed(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, client = start(), "ttp.mindio.handlers.manager"
+    other = manager(SimpleNamespace(port=1), run_dir=tmp_path)  # type: ignore[arg-type] # nobody listens there
+    problems = [ConfigError("the key does not belong to the certificate")]
+
+    def open_channel(*args: Any) -> grpc.Channel:
+        if problems:
+            raise problems.pop()
+        return channel.open_channel(*args)
+
+    monkeypatch.setattr(f"{client}.places", lambda *_: ("127.0.0.1:1", "elsewhere"))
+    monkeypatch.setattr(f"{client}.reigning", lambda *_: (f"127.0.0.1:{controller.port}", None))
+    monkeypatch.setattr(f"{client}.wire", SimpleNamespace(open_channel=open_channel))
+    other.start()
+    try:
+        until(lambda: other._where.endswith(f":{controller.port}"), 20)
+        assert not problems and other.wait_attached(20)
+    finally:
+        other.close()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Protocol
 import grpc
 
 from ttp.core.layout import Rank
+from ttp.errors import ConfigError
 from ttp.launch.ring import places, reigning
 from ttp.mindio.manager_wire import call_from_wire, notice_to_wire
 from ttp.mindio.protocol.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
@@ -227,7 +228,10 @@ class Manager:
                 log.exception("an error in the thread that serves the manager")
             self._attached.clear()
             if not self._closed.wait(RETRY_S):
-                self._look_for_another()
+                try:
+                    self._look_for_another()
+                except ConfigError as problem:  # the files of a certificate are being renewed
+                    log.warning("cannot connect to another controller: %s", problem)
 
     def _look_for_another(self) -> None:
         """Look for the leading controller after the connection was lost, as another one may have taken over."""
@@ -235,9 +239,8 @@ class Manager:
         found = reigning(around, self._token) if len(around) > 1 else None
         if found is None or self._closed.is_set() or found[0] == self._where:
             return
-        lost, self._where = self._channel, found[0]
-        self._channel = wire.open_channel(*split(found[0]))
-        self._stub = rpc.ManagerStub(self._channel)
+        lost, self._channel = self._channel, wire.open_channel(*split(found[0]))
+        self._where, self._stub = found[0], rpc.ManagerStub(self._channel)
         lost.close()
 
     def _take(self, message: pb.ManagerCall) -> None:
