@@ -60,6 +60,33 @@ def test_the_users_handler_still_runs_and_comes_back() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+FORKING = """
+import os, signal, time
+from ttp.processor.liveness.signals import Preemption
+Preemption(lambda text: print("the rank was asked to end", flush=True)).install()
+read, write = os.pipe()
+child = os.fork()
+if not child:
+    os.write(write, b"1")
+    while True:
+        time.sleep(1)
+os.read(read, 1)
+os.kill(child, signal.SIGTERM)
+for _ in range(1000):
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+        break
+    time.sleep(0.01)
+print(os.waitstatus_to_exitcode(status) if pid else "the child lives", flush=True)
+os.kill(child, signal.SIGKILL) if not pid else None
+"""
+
+
+def test_sigterm_for_a_forked_child_ends_the_child_and_is_not_reported() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{-signal.SIGTERM}\n"
+
+
 def test_off_the_main_thread_nothing_is_installed(caplog: pytest.LogCaptureFixture) -> None:
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=Preemption(print).install)

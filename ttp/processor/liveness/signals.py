@@ -2,6 +2,8 @@
 
 A Python signal handler runs only when the main thread gets back to Python, which can take half an hour in a collective.
 The C-level handler serves ``signal.set_wakeup_fd`` at once, so a reader thread learns of the signal in any case.
+
+A forked child inherits both, but is not the rank: SIGTERM has to end it, and must not be reported by its parent.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -18,6 +21,16 @@ from typing import Any
 log = logging.getLogger("ttp.processor")
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+_installed: weakref.WeakSet[Preemption] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for preemption in tuple(_installed):
+        preemption.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Preemption:
@@ -47,6 +60,7 @@ class Preemption:
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._installed = True
+        _installed.add(self)
         threading.Thread(target=self._listen, name="ttp-signals", daemon=True).start()
 
     def uninstall(self) -> None:
@@ -54,11 +68,18 @@ class Preemption:
         if not self._installed or threading.current_thread() is not threading.main_thread():
             return
         self._installed = False
+        _installed.discard(self)
         with contextlib.suppress(ValueError, OSError):
             signal.set_wakeup_fd(self._previous_fd)
         signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
         with contextlib.suppress(OSError):
             os.close(self._write_fd)
+
+    def forget(self) -> None:
+        """Restore the former handler in a forked child, and close its copies of the pipe."""
+        self.uninstall()
+        with contextlib.suppress(OSError):
+            os.close(self._read_fd)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         """Replace the default action of SIGTERM. The user's handler still runs."""
