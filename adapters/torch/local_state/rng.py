@@ -82,7 +82,7 @@ class RngState:
             if device:
                 notes += _restore_device(device, self._devices)
         except (ValueError, TypeError, RuntimeError, struct.error, EncodingError) as problem:
-            raise CheckpointError(f"the saved random streams cannot be put back: {problem}") from problem
+            raise CheckpointError(f"the saved random streams cannot be restored: {problem}") from problem
         return notes
 
 

@@ -194,13 +194,13 @@ def _restore_numpy(data: bytes, gauss: bytes) -> list[str]:
     try:
         import numpy.random
     except ImportError:
-        return ["numpy is not installed: its random stream was not put back"]
+        return ["numpy is not installed: its random stream was not restored"]
     streams: Any = numpy.random
     state = _numpy_state(data, gauss)
     wanted = state["bit_generator"]
     if type(streams.get_bit_generator()).__name__ != wanted:
         if wanted not in _NUMPY_GENERATORS:
-            return [f"numpy's global random stream was a {wanted}, this process has another: it was not put back"]
+            return [f"numpy's global random stream was a {wanted} and is of another kind now: it was not restored"]
         streams.set_bit_generator(getattr(streams, wanted)())
     streams.set_state(state)
     return []
