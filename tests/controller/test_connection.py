@@ -124,7 +124,7 @@ def test_after_a_tick_that_fails_there_is_another(
 
     with caplog.at_level(logging.ERROR):
         driver.loop.run_until_complete(asyncio.wait_for(run(), 20))
-    assert "an error in what the controller does at a set time" in caplog.text
+    assert "an error in a timed action of the controller" in caplog.text
 
 
 def test_a_save_dir_that_cannot_be_a_path_does_not_stop_the_journal(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_steps_that_were_counted_before_the_first_step_done_are_refused_at_the_s
     rounds.iteration()
     assert rounds.processor.gate.version == 3, "three for one iteration"
     rounds.step()
-    with pytest.raises(UsageError, match=r"behind 3 updates.*Call ttp\.step_done\(\) once before the loop"):
+    with pytest.raises(UsageError, match=r"only after 3 updates.*Call ttp\.step_done\(\) once before the loop"):
         rounds.step()
 
 
