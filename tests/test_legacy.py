@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.ports import free_port
-from ttp.legacy import replica_set
+from ttp.legacy import Program, replica_set
+from ttp.mindio.handlers import Call
 from ttp.mindio.protocol.replica_lists import Replicas
 
 PROGRAM = """
@@ -70,6 +74,16 @@ def test_functions_return_one_when_they_cannot() -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=True)
     assert done.stdout.split() == ["1"] * 5
+
+
+@pytest.mark.parametrize(
+    ("returned", "fails"), [(None, False), (0, False), (True, False), (1, True), (False, True), (-1, True)]
+)
+def test_what_a_rename_handler_returns_matters(returned: Any, fails: bool) -> None:
+    program, call = Program(), cast("Call", SimpleNamespace(step=5))
+    program.rename = lambda args: returned
+    with pytest.raises(RuntimeError, match="the rename handler returned") if fails else nullcontext():
+        program.finish(call)
 
 
 @pytest.mark.parametrize(

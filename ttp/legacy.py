@@ -218,5 +218,5 @@ def _positional(handler: Callable[..., Any]) -> int:
 
 
 def _check(returned: Any, what: str) -> None:
-    if returned not in (None, RET_OK, True):
+    if returned is not None and returned is not True and (returned is False or returned != RET_OK):
         raise RuntimeError(f"the {what} handler returned {returned!r}")
