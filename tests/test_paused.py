@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import ttp
 from ttp import session
 from ttp.api import ACTIVITY_MAX
+from ttp.config import RankEnv
+from ttp.core.layout import Layout
 from ttp.errors import UsageError
+from ttp.processor.source import StateSource
 
 
 class Said:
@@ -87,6 +92,22 @@ def test_without_a_processor_nothing_happens(said: Said) -> None:
     with ttp.paused("evaluation"):
         pass
     assert said.heard == []
+
+
+def test_a_rank_that_joins_inside_of_the_block_says_it(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    current, anything = session.current(), SimpleNamespace()
+    current.processor = None
+    monkeypatch.setattr(Said, "start", lambda _: None, raising=False)
+    monkeypatch.setattr(Said, "report_preemption", print, raising=False)
+    monkeypatch.setattr(Said, "run_dir", Path(), raising=False)
+    monkeypatch.setattr("ttp.processor.processor.Processor", lambda *_, **__: said)
+    monkeypatch.setattr(session, "allow_journal", lambda *_: None)
+    env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
+    with ttp.paused("compilation"):
+        current.start_processor(env, Layout.data_parallel(1), cast("StateSource", anything), Path())
+        assert said.activity == "compilation"
+    assert said.heard == ["compilation", ""]
+    current.end_launch()
 
 
 def test_one_that_is_closed_meanwhile(said: Said) -> None:

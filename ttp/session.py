@@ -79,9 +79,8 @@ class Session:
         self.adapter: Adapter | None = None
         self.save_dir: Path | None = None
         self.processor: Processor | None = None
-        self.in_train = False
+        self.in_train = self._reported = False
         self.wrap_again: Callable[[], object] | None = None  # registers the same objects once more
-        self._reported = False
         self._pauses: list[list[str]] = []
         self._pauses_lock = threading.Lock()
         self._preemption: Preemption | None = None
@@ -147,7 +146,10 @@ class Session:
         if prepare is not None:
             prepare(processor)
         processor.start()
-        self.processor = processor
+        with self._pauses_lock:
+            self.processor = processor
+            if self._pauses:  # entered before this rank had joined
+                self._show_pause()
         self._preemption = Preemption(processor.report_preemption)
         self._preemption.install()
         atexit.register(self._at_exit, os.getpid())
@@ -350,8 +352,7 @@ class Session:
         from ttp.store.choice import look_back
 
         assert self.save_dir is not None
-        later = self._goes_on() is not None
-        found = look_back(self.save_dir, self.fallback_dir, share, older=older, later=later)
+        found = look_back(self.save_dir, self.fallback_dir, share, older=older, later=self._goes_on() is not None)
         for reason in found.skipped:
             if told is None or reason not in told.skipped:
                 log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
