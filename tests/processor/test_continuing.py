@@ -43,6 +43,16 @@ def test_it_is_on_its_way_until_an_update_has_passed_the_gate(goes_on: Continuin
     assert not goes_on.runs and not Again(tmp_path).marks() and new.updating
 
 
+def test_a_second_release_before_the_first_update_stops_the_clock_of_the_first(goes_on: Continuing) -> None:
+    of_launch: Any = SimpleNamespace(goes_on=goes_on, copying=None, gate=Gate(), source=None)
+    goes_on.released(of_launch, "incident")
+    before = goes_on._timer
+    goes_on.releasing = False
+    goes_on.released(of_launch, "another incident")
+    assert before is not None and before.finished.is_set() and goes_on._timer is not before
+    goes_on.releasing = False
+
+
 class OutOfMemoryError(RuntimeError):
     """Has the name of torch's exception."""
 

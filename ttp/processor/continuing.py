@@ -309,10 +309,11 @@ class Continuing:
     def _start_clock(self, launch: int) -> None:
         self._since = time.monotonic()
         self._files.mark(self._pid, self._since + self._within_s, launch)
+        if self._timer is not None:
+            self._timer.cancel()  # another rank died before the first update: this clock replaces that one
         self._timer = threading.Timer(self._within_s, self.leave, (f"it did not go on within {self._within_s:g} s",))
-        self._timer.daemon = True
+        self._timer.daemon = self.runs = True
         self._timer.start()
-        self.runs = True
 
 
 _continuing: Continuing | None = None
