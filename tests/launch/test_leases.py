@@ -125,7 +125,7 @@ def test_a_run_dir_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
 def test_a_run_dir_that_others_may_replace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigError, match="open to all"):
+    with pytest.raises(ConfigError, match="all users may write"):
         prepare_run_dir(tmp_path / "open" / "run")
 
 
