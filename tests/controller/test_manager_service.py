@@ -55,6 +55,15 @@ def test_only_who_knows_the_token_is_heard_and_one_at_a_time(start: Any) -> None
             one.close()
 
 
+def test_a_manager_is_not_attached_where_no_controller_is() -> None:
+    alone = manager(SimpleNamespace(port=1))  # type: ignore[arg-type] # nobody listens there
+    alone.start()
+    try:
+        assert not alone.wait_attached(1.5)
+    finally:
+        alone.close()
+
+
 def test_a_manager_finds_another_controller_while_a_certificate_is_renewed(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def add_up(launches: Sequence[Launch], stories: Sequence[IncidentLog], now_s: fl
     mended: list[float] = []
     saved = 0
     for number, launch in enumerate(launches):
+        saved = max(saved, launch.restored)  # by a job with another run id, or in an incident whose file is gone
         until = begins[number + 1] if number + 1 < len(begins) else float("inf")
         own = [story for story in stories if launch.began_unix_s <= story.opened_unix_s < until]
         last_s = max((line.unix_s for story in own for line in story.lines), default=launch.began_unix_s)

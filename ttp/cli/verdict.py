@@ -94,13 +94,22 @@ def _history(place: Path, run_id: str | None) -> tuple[Path, list[Launch]]:
     """Return the directory with the newest record of launches, and the launches of the job in it.
 
     A ``save_dir`` that is broken lacks the newest launches; TTP_FALLBACK_DIR may have them.
+
+    Raises:
+        CheckpointError: a directory cannot be read, and the other one has no launch.
     """
     best: tuple[Path, list[Launch]] = place, []
+    broken: CheckpointError | None = None
     fallback = os.environ.get("TTP_FALLBACK_DIR")
     for each in (place, *([Path(fallback)] if fallback else [])):
-        found = [launch for launch in read_launches(each) if run_id is None or launch.run_id == run_id]
+        try:
+            found = [launch for launch in read_launches(each) if run_id is None or launch.run_id == run_id]
+        except CheckpointError as problem:
+            broken, found = problem, []
         if found and (not best[1] or _newness(found[-1]) > _newness(best[1][-1])):
             best = each, found
+    if broken is not None and not best[1]:
+        raise broken
     return best
 
 

@@ -137,7 +137,7 @@ def leave_word(save_dir: Path, run_id: str, text: str) -> None:
     def write() -> None:
         facts = {"kind": "wrong", "run_id": run_id, "unix_s": round(time.time(), 3), "text": text[:TEXT_MAX]}
         try:
-            if launches := read_launches(save_dir):
+            if launches := _readable(save_dir):
                 last = launches[-1]
                 facts |= {"after": last.began_unix_s, "after_its_end": last.code is not None or last.progress}
             make_directory(save_dir / INCIDENTS)
@@ -197,6 +197,13 @@ def read_launches(save_dir: Path) -> list[Launch]:
     return parse_launches(data)
 
 
+def _readable(save_dir: Path) -> list[Launch]:
+    try:
+        return read_launches(save_dir)
+    except CheckpointError:
+        return []
+
+
 def parse_launches(data: bytes) -> list[Launch]:
     """Return the launches that the lines in ``data`` record, the oldest first."""
     return _launches(_records(data))
@@ -213,10 +220,7 @@ def behind(save_dir: Path, resumed: bool) -> tuple[int, bool]:
         The number of launches in a row before the present one that saved no new version, and whether the present one
         has saved one.
     """
-    try:
-        launches = read_launches(save_dir)
-    except CheckpointError:
-        return 0, False
+    launches = _readable(save_dir)
     present = launches.pop() if resumed and launches else None
     return fruitless(launches), present is not None and present.progress
 

@@ -101,10 +101,10 @@ class RepeatedEncoder:
         return self._packed(to_plain(value, depth))
 
     def _list(self, part: _Part, value: list[Any], depth: int) -> bytes:
-        if part.copy is not None and part.copy == value:
+        kinds = set(map(type, value))
+        if part.copy is not None and kinds <= _WHOLE and part.copy == value:  # 1 == True, and None == an array raises
             return part.packed
         part.copy, part.last = None, _NOTHING
-        kinds = set(map(type, value))
         if not kinds <= NATIVE:
             return self._inside(part, self._packer.pack_array_header(len(value)), enumerate(value), depth, keyed=False)
         packed = self._packed(value)

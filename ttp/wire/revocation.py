@@ -51,7 +51,10 @@ class Guard:
 
     def problem(self, certificate: bytes) -> str:
         """Return why a certificate (PEM) is not valid; empty if it is. The first check takes some 20 ms."""
-        return _judged(certificate, self, _changed(self.lists), int(time.time() // AGAIN_S))
+        try:
+            return _judged(certificate, self, _changed(self.lists), int(time.time() // AGAIN_S))
+        except (OSError, subprocess.SubprocessError) as problem:
+            return f"TTP_TLS_CRL is set, and openssl cannot judge certificates: {problem}"
 
     def caller_problem(self, auth_context: Mapping[str, list[bytes]]) -> str:
         """Return why the certificate of a gRPC caller is not valid; empty if it is."""
@@ -91,16 +94,12 @@ def _changed(path: Path) -> int:
         return 0  # openssl reports the problem
 
 
-@functools.lru_cache(maxsize=10_000)  # every rank may have a certificate of its own
+@functools.lru_cache(maxsize=10_000)  # every rank may have a certificate of its own; calls that raise are not cached
 def _judged(certificate: bytes, guard: Guard, _changed: int, _time: int) -> str:
     command = ["openssl", "verify", "-crl_check_all", "-CAfile", str(guard.authority), "-CRLfile", str(guard.lists)]
-    try:
-        done = subprocess.run(
-            [*command, "-untrusted", str(guard.own)], input=certificate, capture_output=True, timeout=OPENSSL_S,
-            check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as problem:
-        return f"TTP_TLS_CRL is set, and openssl cannot judge certificates: {problem}"
+    done = subprocess.run(
+        [*command, "-untrusted", str(guard.own)], input=certificate, capture_output=True, timeout=OPENSSL_S, check=False
+    )
     if done.returncode == 0:
         return ""
     said = done.stderr.decode(errors="replace").strip() or "openssl rejects it"
