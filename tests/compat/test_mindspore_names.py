@@ -17,6 +17,8 @@ PROGRAM = """
 import sys
 
 assert "mindspore" not in sys.modules, "settings of the program would come too late"
+import importlib.util
+assert importlib.util.find_spec("mindspore") and "mindspore" not in sys.modules  # as libraries look whether it is there
 import beside
 assert sys.argv[1:] == ["--lr", "1"] and __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals()
 import mindspore

@@ -36,16 +36,25 @@ def put_names() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds MindSpore in the usual way, and puts the names into it after its import."""
+    """Finds MindSpore in the usual way, and puts the names into it after its import.
+
+    It stays in ``sys.meta_path``, as libraries call ``importlib.util.find_spec("mindspore")`` without an import.
+    """
+
+    def __init__(self) -> None:
+        self._looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See ``importlib.abc.MetaPathFinder.find_spec``."""
-        if fullname != NAME:
+        if fullname != NAME or self._looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._looking = True  # find_spec asks all finders, and this one has to leave the answer to the others
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Then(spec.loader)
         return spec
