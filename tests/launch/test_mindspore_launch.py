@@ -7,12 +7,16 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from tests.launch.conftest import FRESH, OF_MINDSPORE
+from ttp.config import Config
+from ttp.launch.mindspore import launch
+from ttp.launch.mindspore.flags import parse
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Controller, Job
@@ -111,6 +115,43 @@ def test_an_operators_signal_leaves_time_to_save(start: Start, controller: Contr
     assert job.has("saved-0-0") and job.has("saved-1-0")
     assert not job.has("pid-0-1")
     assert controller.faults == []
+
+
+class Saved:
+    """Processes that have saved. The first signal comes while they start."""
+
+    def __init__(self, *_: object) -> None:
+        self.workers: dict[int, Any] = {0: None}
+        self.scheduler, self.stopped = None, False
+
+    def start(self, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def codes(self) -> dict[int, int]:
+        return {0: 75} if self.stopped else {}
+
+
+def test_a_signal_repeated_while_ranks_are_stopped_loses_neither_processes_nor_codes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    job = parse(["--mindspore", *TWO, str(tmp_path / "train.py")], {})
+    host: Any = SimpleNamespace(
+        before_workers=lambda *_, **__: None,
+        stop=lambda *_: None,
+        expect_stop=lambda _: os.kill(os.getpid(), signal.SIGTERM),
+        has_ended=lambda _: False,
+        warm=None,
+    )
+    monkeypatch.setattr(launch, "Processes", Saved)
+    signals = launch._Signals()
+    starts = launch._Starts(job, [], Config(), host, signals)
+    with signals.raised(), pytest.raises(launch.Interrupted):
+        starts._start(0)
+    assert starts.codes == [75]
 
 
 def test_a_second_interrupt_means_it(start: Start, controller: Controller) -> None:

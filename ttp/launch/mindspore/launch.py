@@ -196,10 +196,10 @@ class _Starts:
             self._obey(processes, signalled)
             raise
         finally:
-            _fail_open(lambda: self._host.expect_stop(processes.workers))
-            with self._signals.later():
+            with self._signals.later():  # a repeated signal must leave no worker behind, nor lose the exit codes
+                _fail_open(lambda: self._host.expect_stop(processes.workers))
                 processes.stop()
-            self.codes = list(self._codes_of(processes).values())
+                self.codes = list(self._codes_of(processes).values())
 
     def _wait(self, processes: Processes) -> bool:
         """Wait until all workers have ended well (True), or one has not, or none can go on (False)."""
