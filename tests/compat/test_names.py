@@ -163,6 +163,21 @@ def test_who_presses_control_c_is_not_kept_waiting(monkeypatch: pytest.MonkeyPat
     assert told.left == [True] and told.reports == []
 
 
+@pytest.mark.parametrize("problem", [RuntimeError("no space left"), ValueError("no accuracy"), SystemExit(3)])
+def test_what_is_raised_after_the_processor_was_destroyed_stays_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, problem: BaseException
+) -> None:
+    told = Told(monkeypatch)
+
+    def train() -> None:
+        tft.tft_destroy_processor()
+        raise problem
+
+    with pytest.raises(type(problem)) as raised:
+        tft.tft_exception_handler(train)()
+    assert raised.value is problem and told.left == [False] and told.reports == []
+
+
 def test_arguments_of_none_change_nothing() -> None:
     tft.tft_set_step_args("args")
     tft.tft_set_step_args(None)

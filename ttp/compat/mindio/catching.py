@@ -150,6 +150,9 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
 
 def _mend(problem: RuntimeError) -> None:
     """Report an error and wait for the repair. Return if the function may be called again; else raise or exit."""
+    if not THIS.running:
+        _report_unknown(problem)
+        raise problem
     text = str(problem)
     state = TABLE.classify(text)
     if state is ReportState.RS_UNKNOWN and THIS.enable_arf and is_collective_error(problem):
@@ -185,10 +188,14 @@ def _await_repair(problem: RuntimeError, *, clean: bool = True) -> None:
 
 
 def _report_unknown(problem: BaseException) -> None:
-    """Log and report an unknown error. The process ends in this call, unless there is no controller."""
+    """Log and report an unknown error. The process ends in this call, unless there is no controller.
+
+    After ``tft_destroy_processor`` in the training function there is nothing to report to.
+    """
     log.error("the training function raised %s", describe(problem), exc_info=problem)
     write_error_file(problem)
-    THIS.report(ReportState.RS_UNKNOWN.value, text=f"raised {describe(problem)}")
+    if THIS.running:
+        THIS.report(ReportState.RS_UNKNOWN.value, text=f"raised {describe(problem)}")
 
 
 def _leave(problem: RuntimeError) -> NoReturn:
