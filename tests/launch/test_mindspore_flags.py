@@ -161,6 +161,7 @@ def test_msruns_default_place_is_none_on_several_hosts(script: str, table: Path,
         (["--worker-num=4", "--local-worker-num=2", "--node-rank=0"], "--master-addr is needed"),
         (["--local-worker-num=4", "--nproc-per-node=2"], "mean the same"),
         (["--nnodes=3", "--nproc-per-node=2", "--worker-num=4"], "are not --worker-num 4"),
+        (["--nnodes=4", "--worker-num=2", "--node-rank=1", "--master-addr=h"], "less than one worker on each"),
         (["--nproc-per-node=2", "--rank-table-file=/no/such/table"], "cannot be read"),
     ],
 )

@@ -246,6 +246,8 @@ def _sizes(given: argparse.Namespace, table: RankTable | None, node_rank: int | 
     if nodes is not None and world is not None:
         if local is not None and local * nodes != world:
             raise ConfigError(f"--nnodes {nodes} of {local} workers each are not --worker-num {world}")
+        if nodes > world:  # else every host would start the whole job
+            raise ConfigError(f"--worker-num {world} is less than one worker on each of --nnodes {nodes} hosts")
         local = local or world // nodes
     if local is None and world is None:
         raise ConfigError(
