@@ -343,6 +343,17 @@ def test_it_is_tried_once_for_each_fault() -> None:
     ended_as_without(this)
 
 
+def test_where_it_fails_and_the_manager_chooses_to_exit_the_job_counts_as_saved() -> None:
+    """Exit code 70 would say that the steps are lost, and they are on disk."""
+    this = led({(Kind.REBUILD, 0): "fail"})
+    this.say(NoticeKind.STRATEGY, strategy="recover")
+    this.start(1)
+    assert heard(this)[-1] == ("result", 406, "recover")
+    this.say(NoticeKind.STRATEGY, strategy="exit")
+    this.settle()
+    ended_as_without(this)
+
+
 def test_where_it_fails_the_manager_may_have_the_dump_that_was_made_first() -> None:
     this = led({(Kind.REPAIR, 3): "die"})
     this.say(NoticeKind.STRATEGY, strategy="recover")

@@ -12,6 +12,7 @@ the controller decides by itself, as it does without a manager.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core.controller.incident import Incident
@@ -141,8 +142,13 @@ class Handshake:
         """Report this success to the manager after one more step."""
         self._owed = (ending.version, ending.text, strategy)
 
-    def obey(self, incident: Incident) -> Script:
-        """Carry out the manager's choices, until one of them ends the incident."""
+    def obey(self, incident: Incident, saved: Ending | None = None) -> Script:
+        """Carry out the manager's choices, until one of them ends the incident.
+
+        Args:
+            incident: the open incident.
+            saved: the checkpoint that this incident has saved; None if it has saved none.
+        """
         while (notice := (yield from self._hear(incident, NoticeKind.STRATEGY))) is not None:
             ending: Ending | None = None
             match notice.strategy:
@@ -154,6 +160,8 @@ class Handshake:
                     ending = yield from dump(self._state, incident)
                 case "downgrade" | "upgrade" if notice.strategy in self._offers(incident):
                     ending = yield from self._resize(incident, notice.strategy)
+                case "exit" if saved is not None:
+                    return replace(saved, text=f"{saved.text}; the manager has chosen to exit")
                 case "exit":
                     return Ending(Outcome.NOT_SAVED, Version(0), "the manager has chosen to exit")
             if ending is not None and ending.outcome is Outcome.RESUMED:
@@ -165,6 +173,7 @@ class Handshake:
                 self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")
                 yield from self._hear(incident, NoticeKind.STRATEGY)  # the manager sends exit, or nothing
                 return ending
+            saved = ending if ending is not None and ending.outcome is Outcome.SAVED else saved
             text = ending.text if ending else f"{notice.strategy or 'nothing'} is not possible here"
             self.refuse(incident, notice.strategy, text)
         return (yield from self._alone(incident))

@@ -253,7 +253,7 @@ class Switching:
         state.tried.add(incident.id)
         state.outbox.record("not_moved", text=ending.text)
         self._handshake.refuse(incident, MIGRATION, ending.text)
-        return (yield from self._handshake.obey(incident))
+        return (yield from self._handshake.obey(incident, saved))
 
     def _ask(self, incident: Incident, saved: Ending) -> Generator[Step, Result, Ending | None]:
         """Wait for the manager's choice. Return how the incident ends; None if the ranks are to be moved."""
