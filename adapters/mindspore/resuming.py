@@ -88,7 +88,8 @@ def restore(
     position = _here(adapter.position, size)
     adapter.position = position
     if dataset is None:
-        return Resumed(version, position.step, max(0, position.epoch - 1))
+        size = position.batch_num
+        return Resumed(version, position.step, position.step // size if size else max(0, position.epoch - 1))
     dataset.set_init_step(position.step)
     return Resumed(version, position.step, position.step // size)
 

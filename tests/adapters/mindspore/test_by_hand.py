@@ -210,6 +210,17 @@ def test_what_ckpt_load_fn_has_loaded_can_be_saved_at_once(training: Training) -
     assert (saved / "rank_0" / "ttp_rank_0-2_2.ckpt").exists()
 
 
+@pytest.mark.parametrize("step", [6, 2 * STEPS_PER_EPOCH])
+def test_without_the_dataset_a_finished_epoch_is_not_trained_again(training: Training, step: int) -> None:
+    """Its last step belongs to it, but training continues with the next one."""
+    state = {p.name: ms.Parameter(p.value(), name=p.name) for p in training.model.train_network.get_parameters()}
+    epoch = callbacks._place(step, STEPS_PER_EPOCH).epoch
+    numbers = {"epoch_num": epoch, "step_num": step, "batch_num": STEPS_PER_EPOCH, "global_step": [step]}
+    state |= {name: ms.Parameter(ms.Tensor(value, ms.int32), name=name) for name, value in numbers.items()}
+    resumed = resuming.restore(training.model, ckpt_load_fn=lambda: (state, False))
+    assert (resumed.version, resumed.step, resumed.initial_epoch) == (step, step, step // STEPS_PER_EPOCH)
+
+
 # ---------------------------------------------------------------------------------- where the controller is
 
 
