@@ -120,7 +120,7 @@ class MindSporeSource(PagedSource):
             self.wait_post_step(cancelled)
         local = self._local(version)
         if self.save_fn is not None:
-            return self._by_the_program(self.save_fn, order, version, local.position)
+            return self._by_the_program(self.save_fn, order, version, local)
         pieces = []
         for shard in order.shards:
             pieces.append(self._write_rank(draft, shard, order.rank, version, local, undo, cancelled))
@@ -217,15 +217,16 @@ class MindSporeSource(PagedSource):
 
     def _loss_scale(self, local: LocalState) -> float:
         for name in SCALES:
-            if name in local.beside:
-                return float(np.frombuffer(local.beside[name][2], np.float32)[0])
+            dtype, _, data = local.beside.get(name, ("", (), b""))
+            if dtype == "Float32" and data:  # a parameter of another type is the program's own
+                return float(np.frombuffer(data, np.float32)[0])
         return self.loss_scale
 
     def _by_the_program(
-        self, save: SaveFunction, order: SaverOrder, version: Version, position: Position
+        self, save: SaveFunction, order: SaverOrder, version: Version, local: LocalState
     ) -> list[Piece]:
         if order.shards:
-            found = append_dict(order.rank, version, position) | {"loss_scale": self.loss_scale}
+            found = append_dict(order.rank, version, local.position) | {"loss_scale": self._loss_scale(local)}
             save(self.cb_params, {name: value for name, value in found.items() if name not in self._memory.held})
         return []
 

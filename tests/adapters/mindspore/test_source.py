@@ -8,9 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 import pytest
 from mindspore import nn
 from mindspore.train import Callback
@@ -19,9 +21,9 @@ from tests.adapters.mindspore.test_wrapper import MODES, OPTIMIZERS, STEPS_PER_E
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from ttp.adapters.mindspore import OptTTPWrapper
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
-from ttp.adapters.mindspore.local_state import Position
+from ttp.adapters.mindspore.local_state import LocalState, Position
 from ttp.core.decide import How
-from ttp.core.layout import Rank
+from ttp.core.layout import Rank, Version
 from ttp.core.messages import Phase
 from ttp.errors import CheckpointError
 
@@ -161,3 +163,18 @@ def test_an_update_that_the_program_left_is_no_version(tmp_path: Path, caplog: p
     assert not adapter.source.has_preimage, "half an update is nothing to go back to"
     (record,) = caplog.records
     assert "the update after version 0 was left by an exception" in record.getMessage()
+
+
+@pytest.mark.parametrize(("dtype", "kind", "scale"), [("Float32", np.float32, 1024.0), ("Float16", np.float16, 1.0)])
+def test_files_of_ttp_and_of_the_program_have_the_loss_scale_of_the_version(
+    dtype: str, kind: Any, scale: float, tmp_path: Path
+) -> None:
+    """A parameter of that name and another type is the program's own, and does not prevent the save."""
+    source = Training(tmp_path).adapter.source
+    local = LocalState(Position(2, SAVED, 4), (b"",) * 4, b"", {"scale_sense": (dtype, (), kind(1024).tobytes())})
+    told: list[dict[str, Any]] = []
+    order: Any = SimpleNamespace(rank=Rank(0), shards=("whole",))
+    assert source._by_the_program(lambda _, numbers: told.append(numbers), order, Version(SAVED), local) == []
+    assert told[0]["loss_scale"] == scale
+    (written,) = (n for n in source._numbers(Rank(0), SAVED, local) if n.name == "loss_scale")
+    assert np.frombuffer(written.memory, np.float32)[0] == scale
