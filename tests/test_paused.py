@@ -99,6 +99,7 @@ def test_a_rank_that_joins_inside_of_the_block_says_it(said: Said, monkeypatch: 
     current.processor = None
     monkeypatch.setattr(Said, "start", lambda _: None, raising=False)
     monkeypatch.setattr(Said, "report_preemption", print, raising=False)
+    monkeypatch.setattr(Said, "wait_let_go", lambda *_: False, raising=False)
     monkeypatch.setattr(Said, "run_dir", Path(), raising=False)
     monkeypatch.setattr("ttp.processor.processor.Processor", lambda *_, **__: said)
     monkeypatch.setattr(session, "allow_journal", lambda *_: None)

@@ -150,7 +150,7 @@ class Session:
             self.processor = processor
             if self._pauses:  # entered before this rank had joined
                 self._show_pause()
-        self._preemption = Preemption(processor.report_preemption)
+        self._preemption = Preemption(processor.report_preemption, processor.wait_let_go)
         self._preemption.install()
         atexit.register(self._at_exit, os.getpid())
         return processor

@@ -60,6 +60,25 @@ def test_the_users_handler_still_runs_and_comes_back() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+ALONE = """
+import signal, sys, time
+from ttp.processor.liveness.signals import Preemption
+if sys.argv[1] == "handler":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+Preemption(lambda text: print("reported", flush=True), lambda timeout_s: True).install()
+signal.raise_signal(signal.SIGTERM)
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("handler", "code"), [("none", -signal.SIGTERM), ("handler", 3)])
+def test_without_a_controller_the_signal_ends_the_process_as_without_ttp(handler: str, code: int) -> None:
+    command = [sys.executable, "-c", ALONE, handler]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+
+
 FORKING = """
 import os, signal, time
 from ttp.processor.liveness.signals import Preemption

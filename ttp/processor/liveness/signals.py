@@ -9,6 +9,7 @@ A forked child inherits both, but is not the rank: SIGTERM has to end it, and mu
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -19,6 +20,8 @@ from types import FrameType
 from typing import Any
 
 log = logging.getLogger("ttp.processor")
+
+LOOK_S = 1.0
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -38,10 +41,12 @@ class Preemption:
 
     Args:
         report: called with a sentence that names the signal, on a thread of its own.
+        in_vain: waits up to so many seconds, and returns True if no controller has heard the report and none will. The
+            process then ends by the signal as it would without ttp. None: it stays.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
+    def __init__(self, report: Callable[[str], None], in_vain: Callable[[float], bool] | None = None) -> None:
+        self._report, self._in_vain = report, in_vain
         self._read_fd = self._write_fd = -1
         self._previous: Handler = None
         self._previous_fd = -1
@@ -93,4 +98,19 @@ class Preemption:
                     os.write(self._previous_fd, data)
             if signal.SIGTERM in data:
                 self._report("SIGTERM: this process was asked to end (preemption, or a launcher that stops the job)")
+                if self._in_vain is not None:
+                    threading.Thread(
+                        target=self._end_if, args=(self._in_vain,), name="ttp-preempted", daemon=True
+                    ).start()
+                    self._in_vain = None
         os.close(self._read_fd)
+
+    def _end_if(self, in_vain: Callable[[float], bool]) -> None:
+        while not in_vain(LOOK_S):
+            pass
+        if self._installed and self._previous is signal.SIG_DFL:
+            log.error("no controller can order a save after SIGTERM: this process ends as it would without ttp")
+            ctypes.CDLL(None).signal(
+                int(signal.SIGTERM), ctypes.c_void_p(0)
+            )  # Python allows it to the main thread only
+            os.kill(os.getpid(), signal.SIGTERM)
