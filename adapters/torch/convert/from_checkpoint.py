@@ -88,18 +88,20 @@ def _assemble(path: Path, chunks: Sequence[IndexEntry]) -> Tensor:
 
 
 def _scalars(job: JobState) -> dict[str, object]:
-    return {
+    kept = {
         "scheduler": job.scheduler,
         "scaler": job.scaler,
         "scheduler_pending": job.scheduler_pending,
         "scaler_pending": job.scaler_pending,
+        "scaler_skipped": job.scaler_skipped,
         "extra": job.extra,
     }
+    return kept if job.several is None else kept | {"several": job.several}
 
 
 def _notes(manifest: Manifest, job: JobState | None) -> tuple[str, ...]:
     notes = [f"{key} was left out when the checkpoint was made" for key in left_out_of(manifest.pieces)]
-    if job is not None and job.scheduler_pending:
+    if job is not None and any(schedule.pending for schedule in job.schedules):
         notes.append("scheduler.step() had not been called after the last update: call it once after loading")
     return tuple(notes)
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.adapters.torch.conversions import Trained, converted, facts, fresh, r
 from ttp.adapters.torch.convert import from_checkpoint, safetensors_file, torch_file
 from ttp.adapters.torch.convert.conversion import convert
 from ttp.adapters.torch.saving.checkpoint import write_shard
-from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.job_state import JobState, Schedule, read_job_state
 from ttp.core.layout import Rank, Shard
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.manifest import MANIFEST, Manifest
@@ -124,6 +125,19 @@ def test_there_and_back_every_bit_is_the_same(tmp_path: Path, checkpoint: Path, 
         stock_load(stock, checkpoint_id=path, no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=stock["model"], optim_state_dict=stock["optim"])
     assert facts(model, optimizer) == facts(*trained[:2])
+
+
+def test_several_schedules_and_a_skipped_update_of_the_scaler_survive_there_and_back(
+    tmp_path: Path, trained: Trained
+) -> None:
+    path, scale = tmp_path / "tft_saved_checkpoints-step_3", {"scale": 8.0, "_growth_tracker": 1}
+    schedules = [Schedule({"last_epoch": 3}), Schedule({"last_epoch": 2}, pending=True)]
+    job = replace(JobState.of(3, schedules, scale, scaler_pending=True), scaler_skipped=True)
+    write_checkpoint(path, trained[0], trained[1], job)
+    there = converted(path, tmp_path / "all.pt", "torch")
+    assert any("scheduler.step() had not been called" in note for note in there.notes)
+    back = converted(there.target, tmp_path / "new", "dcp").target
+    assert read_job_state(back, Manifest.load(back).pieces) == job
 
 
 def test_weights_alone_start_a_job_with_an_optimizer_of_its_own(tmp_path: Path, checkpoint: Path) -> None:
