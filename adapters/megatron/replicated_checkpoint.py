@@ -16,6 +16,7 @@ with another number of data-parallel ranks can load them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -134,6 +135,7 @@ def rename_save_result(args: Any, *, step: int | None = None) -> int:
         return 0  # renamed by an earlier call
     try:
         _check_whole(draft, _model_places(), quick=True)
+        _set_aside(final)
         draft.rename(final)
         sync_directory(root)
         write_durably(root / LATEST, str(step).encode())
@@ -141,6 +143,13 @@ def rename_save_result(args: Any, *, step: int | None = None) -> int:
         log.error("the draft of step %s cannot be renamed to its final name: %s", step, problem)
         return 1
     return 0
+
+
+def _set_aside(older: Path) -> None:
+    """Rename an older checkpoint of the same step: a restarted job that loses a rank at once saves that step again."""
+    if older.exists():
+        others = (older.with_name(f"{older.name}.replaced.{number}") for number in itertools.count(1))
+        older.rename(next(other for other in others if not other.exists()))
 
 
 def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None, *_: Any, **__: Any) -> int:

@@ -79,3 +79,22 @@ def test_losses_and_weights_are_those_of_the_plain_optimizer(nursery: Nursery, t
     assert nursery.run(tmp_path, "seed_gpt3.plain", ranks=ranks, shape={}, steps=STEPS) == [0] * ranks, job.story()
     for ours, plain in zip(job.results(0), job.results(9), strict=True):
         assert (ours["losses"], ours["weights"]) == (plain["losses"], plain["weights"])
+
+
+def test_a_step_that_was_saved_before_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted job that loses a rank before its first update saves the step that it has loaded."""
+    pytest.importorskip("megatron.core")
+    from ttp.adapters.megatron import replicated_checkpoint as saved
+
+    monkeypatch.setattr(saved, "save_directory", lambda: tmp_path)
+    monkeypatch.setattr(saved, "_model_places", lambda: 1)
+    for value in (1, 2, 3):
+        place = tmp_path / "iter_0000012_tmp" / "mp_rank_00"
+        place.mkdir(parents=True)
+        for name in ("common.pt", "shard_0_of_1.pt"):
+            saved._write(place / name, {"value": value})
+        assert saved.rename_save_result(12) == 0
+        assert saved._newest_whole(tmp_path, 100) == 12
+        assert saved._read(tmp_path / "iter_0000012" / "mp_rank_00" / "common.pt") == {"value": value}
+    names = ["iter_0000012", "iter_0000012.replaced.1", "iter_0000012.replaced.2", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
