@@ -60,6 +60,7 @@ class MegatronAdapter(TorchAdapter):
     """
 
     _source: MegatronSource
+    _followers = None
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class MegatronAdapter(TorchAdapter):
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
-        calls = Calls(before_gate=lambda: self._at_gate(processor, barrier), after_update=self._note_increment)
+        calls = Calls(before_gate=lambda: self._at_gate(processor, barrier), after_update=self._updated)
         if source.preimage is not None:
             calls = calls._replace(before_update=source.preimage.take)
         self._attachment = attach(
@@ -150,6 +151,14 @@ class MegatronAdapter(TorchAdapter):
         self._held.extra_states.take(processor.gate.version + 1)
         if barrier is not None:
             barrier.wait()
+
+    def _updated(self) -> None:
+        self._note_increment()
+        if self._barrier is not None:
+            self._barrier.updated()
+
+    def _why_wait(self) -> str:
+        return "Megatron's optimizer exchanges weights between ranks"
 
     def detach(self) -> None:
         """Remove the hooks; ``attach`` registers them again."""

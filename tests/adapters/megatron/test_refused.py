@@ -13,8 +13,10 @@ import torch
 
 from tests.adapters.torch.fake_device import FakeDevice, Watching
 from ttp.adapters.megatron import offer_to_megatron
+from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Geometry
 from ttp.adapters.megatron.optimizers import _refuse_unknown, unchained, with_counts
+from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import Progress
 from ttp.core.layout import Layout, Version
 from ttp.errors import CheckpointError, ConfigError, UsageError
@@ -144,3 +146,14 @@ def test_a_parameter_without_a_place_in_checkpoints_is_refused() -> None:
     lost = torch.zeros(3)
     with pytest.raises(ConfigError, match="model chunks"):
         _holding(Geometry(), lost, lost, 0, 3)
+
+
+def test_what_the_adapter_for_torch_asks_has_an_answer() -> None:
+    """A setting for devices (``TTP_STREAM_BARRIER``) and the removal of hooks are inherited, most objects are not."""
+    adapter: Any = object.__new__(MegatronAdapter)
+    adapter._processor = SimpleNamespace(goes_on=None)
+    adapter._source = SimpleNamespace(runtimes=(None,), has_state_on_host=lambda: False)
+    assert "exchanges weights" in adapter._why_wait()
+    adapter._attachment = adapter._barrier = None
+    adapter._syncs = ParamSyncs([])
+    adapter.detach()
