@@ -343,9 +343,15 @@ def test_it_is_tried_once_for_each_fault() -> None:
     ended_as_without(this)
 
 
-def test_where_it_fails_and_the_manager_chooses_to_exit_the_job_counts_as_saved() -> None:
-    """Exit code 70 would say that the steps are lost, and they are on disk."""
-    this = led({(Kind.REBUILD, 0): "fail"})
+def test_where_it_fails_and_the_manager_chooses_to_exit_what_was_on_disk_before_counts() -> None:
+    """Exit code 70 would say that finished steps are lost."""
+    this = world({(Kind.REBUILD, 0): "fail"})
+    this.ask_for_save()
+    this.settle()
+    this.attend()
+    this.dies(1)
+    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
+        this.say(kind, {1: 1})
     this.say(NoticeKind.STRATEGY, strategy="recover")
     this.start(1)
     assert heard(this)[-1] == ("result", 406, "recover")
