@@ -49,6 +49,18 @@ def test_one_that_is_closed_is_not_taken_for_its_successor(pair: tuple[socket.so
         assert sockets.silent_s([peer]) is None
 
 
+def test_a_connection_that_was_opened_again_is_found() -> None:
+    """A rank that connects again reaches the same address through another descriptor."""
+    sockets = Sockets()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as successor:
+        address = server.getsockname()
+        peer = f"ipv4:127.0.0.1:{address[1]}"
+        with socket.create_connection(address):
+            assert sockets.silent_s([peer]) is not None
+        successor.connect(address)
+        assert sockets.silent_s([peer]) is not None
+
+
 def test_what_cannot_be_known_is_said() -> None:
     assert Sockets().silent_s([]) is None
     assert Sockets().silent_s(["unix:/run/x", "ipv4:127.0.0.1:1"]) is None

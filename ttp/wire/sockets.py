@@ -64,8 +64,8 @@ class Sockets:
     def _age_s(self, peer: Peer) -> float | None:
         if sys.platform != "linux":
             return None
-        with contextlib.suppress(OSError):
-            for known in (True, False):
+        for known in (True, False):
+            with contextlib.suppress(OSError):  # the descriptor is closed, or that of another file by now
                 if not known:
                     self._look_through()
                 if peer not in self._found:
