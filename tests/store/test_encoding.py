@@ -338,6 +338,13 @@ class TestRepeatedEncoder:
             nested = {"a": {"b": live}, "c": [live, {"d": 1.0}]}
             assert encoder.encode(nested) == encode(nested)
 
+    @pytest.mark.parametrize("later", [True, 1.0, numpy.ones(2)], ids=["bool", "float", "array"])
+    @pytest.mark.parametrize("first", [1, None])
+    def test_long_lists_whose_elements_become_of_another_type(self, first: Any, later: Any) -> None:
+        encoder = RepeatedEncoder("state")
+        for state in ([first] * 20, [later] * 20):
+            assert encoder.encode(state) == encode(state)
+
     @pytest.mark.parametrize("kind", [dict, OrderedDict])
     def test_large_arrays_are_left_to_the_caller(self, kind: Any) -> None:
         tensor, array = torch.arange(20_000.0), numpy.arange(10_000)
