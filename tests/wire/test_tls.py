@@ -135,6 +135,19 @@ def test_a_list_that_cannot_be_used_says_so(monkeypatch: pytest.MonkeyPatch, tmp
         tls.identity()
 
 
+def test_a_check_that_could_not_be_made_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, listed: dict[str, dict[str, str]]
+) -> None:
+    """The host had no memory for one more process for a moment: its ranks are not refused for minutes."""
+    mine = _identity(monkeypatch, listed["welcome"])
+    assert mine is not None and mine.guard is not None
+    shown = mine.certificate + b"\n"  # not checked before
+    with monkeypatch.context() as bare:
+        bare.setenv("PATH", "/nowhere")
+        assert "openssl cannot judge certificates" in mine.guard.problem(shown)
+    assert mine.guard.problem(shown) == ""
+
+
 # ------------------------------------------------------------------------------------------------------ real processes
 
 
