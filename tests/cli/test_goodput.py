@@ -61,6 +61,14 @@ def test_what_the_time_went_into(place: Path, capsys: pytest.CaptureFixture[str]
     }  # fmt: skip
 
 
+def test_steps_that_an_earlier_job_has_saved_are_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "incidents").mkdir()
+    began = [("formed", 2.0, {}), ("restored", 5.0, {"version": 5000, "size": 8})]
+    (tmp_path / "incidents" / FILE).write_text(launch(0.0, *began, ("released", 60.0, {"exit_code": 70})))
+    incident(tmp_path, 1, 50.0, ("answer", 0.1, {"version": 5003}), ("released", 2.0, {"exit_code": 70}))
+    assert told(capsys, tmp_path)["lost_steps"] == 3
+
+
 def test_in_words(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["goodput", str(place), "--run-id", "job"]) == 0
     first, _, third = capsys.readouterr().out.splitlines()
