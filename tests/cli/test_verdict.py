@@ -14,7 +14,7 @@ from tests.cli.conftest import Controller, Ttp
 from tests.store.storage import fill, small_disk
 from tests.waiting import until
 from ttp.cli.main import main
-from ttp.store.history import FILE, WORD, leave_word, line_of
+from ttp.store.history import FILE, WORD, leave_word, line_of, read_word
 
 Facts = dict[str, Any]
 
@@ -109,6 +109,9 @@ def test_of_two_directories_the_one_that_knows_more_is_believed(
         assert ttp("verdict", place).out == "trained\n"
     (place / "incidents" / FILE).write_text(begins(at_s=300.0) + LOST)
     assert ttp("verdict", place).out == "lost\n", "the newest launch had no fallback directory"
+    (place / "incidents" / FILE).unlink()
+    (place / "incidents" / FILE).mkdir()
+    assert ttp("verdict", place).out == "trained\n", "that of the save_dir cannot be read"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: needs root")
@@ -245,6 +248,13 @@ def test_a_history_that_is_no_file(place: Path, capsys: pytest.CaptureFixture[st
     (place / "incidents" / FILE).mkdir()
     code, _, err = said(capsys, "verdict", place)
     assert code == 1 and "cannot read" in err
+
+
+def test_a_rank_leaves_its_word_beside_a_history_that_cannot_be_read(place: Path) -> None:
+    (place / "incidents" / FILE).mkdir()
+    leave_word(place, "job", "no model")
+    found = read_word(place)
+    assert found is not None and (found.run_id, found.text) == ("job", "no model")
 
 
 def test_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
