@@ -10,7 +10,7 @@ import grpc
 
 from ttp.controller.driver import Driver
 from ttp.core.controller.events import ProgramAction
-from ttp.mindio.manager_wire import call_to_wire, notice_from_wire, seconds
+from ttp.mindio.manager_wire import ATTACHED, call_to_wire, notice_from_wire, seconds
 from ttp.mindio.protocol.manager_messages import (
     AnswerNotice,
     CallManager,
@@ -69,7 +69,7 @@ class ManagerService(rpc.ManagerServicer):
         self._calls = queue
         self._driver.feed(ManagerCame(wait_s))
         try:
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata((ATTACHED,))
             while (call := await queue.get()) is not None:
                 yield call_to_wire(call)
         finally:

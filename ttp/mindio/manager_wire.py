@@ -10,6 +10,8 @@ from ttp.wire import limits
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import rounds_pb2 as pb
 
+ATTACHED = ("ttp-attached", "1")
+"""Metadata that a controller sends first to a manager that it accepts: gRPC gives a call that fails empty metadata."""
 WAIT_MAX_S = 86_400.0
 """Largest time in seconds to wait for a manager."""
 

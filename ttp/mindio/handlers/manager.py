@@ -13,7 +13,7 @@ import grpc
 from ttp.core.layout import Rank
 from ttp.errors import ConfigError
 from ttp.launch.ring import places, reigning
-from ttp.mindio.manager_wire import call_from_wire, notice_to_wire
+from ttp.mindio.manager_wire import ATTACHED, call_from_wire, notice_to_wire
 from ttp.mindio.protocol.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
 from ttp.wire import channel as wire
 from ttp.wire.address import split, target
@@ -217,8 +217,8 @@ class Manager:
         while not self._closed.is_set():
             try:
                 self._call = call = self._stub.Attend(pb.AttendRequest(wait_s=self._wait_s), metadata=self._metadata)
-                call.initial_metadata()
-                self._attached.set()
+                if ATTACHED in call.initial_metadata():
+                    self._attached.set()
                 for message in call:
                     self._take(message)
             except grpc.RpcError as problem:
