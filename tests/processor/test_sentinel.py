@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -329,6 +330,20 @@ def test_names_that_are_no_ranks(tmp_path: Path) -> None:
 
 def test_a_process_that_is_gone_started_never() -> None:
     assert process_start(2**22 + 1) == 0
+
+
+def test_waiting_again_and_again_takes_no_memory() -> None:
+    mapping = Mapping(-1, FILE_BYTES, writable=True)
+    tracemalloc.start()
+    try:
+        for count in range(2000):
+            if count == 100:
+                before, _ = tracemalloc.get_traced_memory()
+            mapping.wait(64, 1, 0.9 + count * 1e-6)  # the word is 0
+        assert tracemalloc.get_traced_memory()[0] - before < 50_000
+    finally:
+        tracemalloc.stop()
+        mapping.close()
 
 
 def test_one_is_added_to_the_word_that_is_meant() -> None:

@@ -81,7 +81,7 @@ class Mapping:
             raise _problem("mmap")
         self.address, self._size = int(address), size
         self._words: Any = (ctypes.c_uint32 * (size // 4)).from_address(self.address)
-        self._calls: dict[tuple[float, ...], Callable[..., int]] = {}
+        self._calls: dict[tuple[int, ...], Callable[..., int]] = {}
 
     def word(self, offset: int) -> int:
         """Return the 32-bit word at this offset."""
@@ -109,7 +109,7 @@ class Mapping:
         Raises:
             OSError: futexes are not available here.
         """
-        call = self._calls.get((_WAIT, offset, timeout_s)) or self._prepare(_libc(), _WAIT, offset, timeout_s)
+        call = self._calls.get((_WAIT, offset)) or self._prepare(_libc(), _WAIT, offset)
         if call(expected, _timespec(timeout_s)) == -1:
             failed = ctypes.get_errno()
             if failed not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
@@ -153,10 +153,10 @@ class Mapping:
         if call() == -1:
             raise _problem("futex wake-op")
 
-    def _prepare(self, libc: Any, operation: int, offset: int, *kind: float) -> Callable[..., int]:
+    def _prepare(self, libc: Any, operation: int, offset: int) -> Callable[..., int]:
         """Return the system call without its last arguments; it is cached, as making it takes longer than the call."""
-        key, where = (operation, offset, *kind), ctypes.c_void_p(self.address + offset)
-        call = self._calls[key] = partial(libc.syscall, ctypes.c_long(_numbers().futex), where, ctypes.c_int(operation))
+        where, number = ctypes.c_void_p(self.address + offset), ctypes.c_long(_numbers().futex)
+        call = self._calls[operation, offset] = partial(libc.syscall, number, where, ctypes.c_int(operation))
         return call
 
     def close(self) -> None:
