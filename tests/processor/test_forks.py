@@ -88,6 +88,33 @@ def test_the_child_loses_the_sockets_to_the_controller_and_no_others(listen: boo
     assert done.stdout.strip() == code
 
 
+TWO = """
+import os, socket
+from ttp.processor.liveness import forks
+
+servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+streams = [socket.create_connection(server.getsockname()) for server in servers]
+for server in servers:
+    forks.close_in_children(server.getsockname()[1])
+child = os.fork()
+if child == 0:
+    there = 0
+    for stream in streams:
+        try:
+            os.fstat(stream.fileno())
+            there += 1
+        except OSError:
+            pass
+    os._exit(there)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_the_stream_to_a_stand_in_does_not_make_children_keep_the_first_stream() -> None:
+    done = subprocess.run([sys.executable, "-c", TWO], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "0"
+
+
 REUSED = """
 import os, socket
 from ttp.processor.liveness import forks

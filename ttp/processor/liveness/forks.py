@@ -23,8 +23,10 @@ _registered = False
 
 
 def close_in_children(port: int) -> None:
-    """Make children that are forked later close their sockets to ``port``."""
-    _sockets.clear()
+    """Make children that are forked later close their sockets to ``port``, besides those to other ports."""
+    for fd, identity in list(_sockets.items()):
+        if _identity(fd) != identity:
+            _sockets.pop(fd, None)
     _sockets.update((fd, identity) for fd in _sockets_to(port) if (identity := _identity(fd)) is not None)
     _register()
 
