@@ -17,7 +17,7 @@ from tests.cli.conftest import REPOSITORY, Controller, Ttp
 from tests.cli.test_saved import keys_in_help
 from tests.ports import free_port
 from ttp.cli import connection
-from ttp.cli.connection import UnreachableError, Where
+from ttp.cli.connection import UnreachableError, Where, connected
 from ttp.cli.status import picture
 from ttp.config import Config
 from ttp.errors import ConfigError
@@ -122,6 +122,14 @@ def test_watch_goes_on_when_the_controller_is_gone(start: Start) -> None:
     finally:
         watching.kill()
         watching.communicate()
+
+
+def test_a_failed_request_is_followed_by_a_new_connection() -> None:
+    """gRPC would wait for up to two minutes before it looks for the controller of the next launch."""
+    with connected(Where("127.0.0.1", free_port(), "")) as client:
+        with pytest.raises(UnreachableError, match="no ttp controller answers"):
+            client.status()
+        assert client._channel is None
 
 
 # ----------------------------------------------------------------------------------------------------------------- save

@@ -260,8 +260,7 @@ class Client:
         try:
             yield stub(self._channel)
         except grpc.RpcError as problem:
-            if self.where.others:
-                self.close()
+            self.close()  # a channel that failed for a while tries to connect only every two minutes
             raise _explain(problem, self.where, timeout_s) from None
 
 
