@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +15,14 @@ import pytest
 
 from tests.cli.conftest import REPOSITORY, Ttp
 from tests.cli.test_saved import keys_in_help
+from ttp.cli import incident_reader
 from ttp.cli.incident_reader import EXPLAINS, incident_files, read_incident
+from ttp.cli.main import main
 from ttp.cli.timeline import _WORDS, rows, words
 from ttp.controller.journal import Happening, Journal
 from ttp.core.controller import evidence
 from ttp.core.messages import FaultKind
+from ttp.store.plain_file import open_plain
 
 Story = Sequence[tuple[float, str, dict[str, Any]]]
 
@@ -145,6 +151,24 @@ def test_the_newest_first(tmp_path: Path, ttp: Ttp) -> None:
     unknown = ttp("incidents", tmp_path, "bogus")
     assert unknown.code == 64
     assert ids[0] in unknown.err
+
+
+def test_one_that_cannot_be_read_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = write(tmp_path, "20261120-094513-2-abcd", SAVED)
+    write(tmp_path, "20261120-094512-1-abcd", SAVED)
+
+    def opened(path: Path) -> io.FileIO:
+        if path == broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return open_plain(path)
+
+    monkeypatch.setattr(incident_reader, "open_plain", opened)
+    assert main(["incidents", str(tmp_path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [each["id"] for each in json.loads(out)] == ["20261120-094512-1-abcd"]
+    assert f"cannot read {broken}: Input/output error" in err.replace("\n", " ")
 
 
 def test_like_answers_are_one_row(tmp_path: Path) -> None:

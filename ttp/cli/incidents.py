@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import SUFFIX, IncidentLog, incident_files, read_incident
-from ttp.cli.output import Json, count_text, print_json, say, screen, table, when_text
+from ttp.cli.output import Json, complain, count_text, print_json, say, screen, table, when_text
 from ttp.cli.spans import restore_span, send, spans, trace_id
 from ttp.cli.timeline import rows, style_of
 from ttp.cli.trace_events import trace_text
@@ -118,7 +119,7 @@ def describe(log: IncidentLog) -> dict[str, Any]:
 
 
 def _list(files: list[Path], directory: Path, json: bool) -> None:
-    logs = map(read_incident, files)  # read one at a time: there may be many long files
+    logs = _readable(files)
     if json:
         print_json([describe(log) for log in logs])
     elif not files:
@@ -126,6 +127,15 @@ def _list(files: list[Path], directory: Path, json: bool) -> None:
     else:
         columns = ("incident", "when", "version", "saved after", "cause", "outcome")
         screen().print(table(columns, map(_row, logs), right=("version", "saved after")))
+
+
+def _readable(files: list[Path]) -> Iterator[IncidentLog]:
+    """Read the files one at a time, as there may be many long ones. One that cannot be read is reported and skipped."""
+    for path in files:
+        try:
+            yield read_incident(path)
+        except CheckpointError as problem:
+            complain(str(problem))
 
 
 def _row(log: IncidentLog) -> tuple[str | Text, ...]:
