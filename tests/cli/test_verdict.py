@@ -112,6 +112,7 @@ def test_of_two_directories_the_one_that_knows_more_is_believed(
     (place / "incidents" / FILE).unlink()
     (place / "incidents" / FILE).mkdir()
     assert ttp("verdict", place).out == "trained\n", "that of the save_dir cannot be read"
+    assert ttp("verdict", place / "unmounted").out == "trained\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: needs root")

@@ -70,7 +70,7 @@ def verdict(
     that brought no new version).
     """
     asked_to_leave = launcher_code == TERMINATED
-    place, launches = _history(directory if asked_to_leave else existing(directory), run_id)
+    place, launches = _history(directory, run_id, must_exist=not asked_to_leave)
     recent = [launch for launch in launches if since is None or launch.began_unix_s >= since]
     incident = None if recent and recent[-1].code is not None else _last_fault(place, run_id, since)
     word = _word(place, run_id, since)
@@ -90,12 +90,13 @@ def verdict(
     raise typer.Exit(code)
 
 
-def _history(place: Path, run_id: str | None) -> tuple[Path, list[Launch]]:
+def _history(place: Path, run_id: str | None, *, must_exist: bool) -> tuple[Path, list[Launch]]:
     """Return the directory with the newest record of launches, and the launches of the job in it.
 
     A ``save_dir`` that is broken lacks the newest launches; TTP_FALLBACK_DIR may have them.
 
     Raises:
+        UsageError: ``place`` must exist and does not, and the other one has no launch.
         CheckpointError: a directory cannot be read, and the other one has no launch.
     """
     best: tuple[Path, list[Launch]] = place, []
@@ -108,6 +109,8 @@ def _history(place: Path, run_id: str | None) -> tuple[Path, list[Launch]]:
             broken, found = problem, []
         if found and (not best[1] or _newness(found[-1]) > _newness(best[1][-1])):
             best = each, found
+    if must_exist and not best[1]:
+        existing(place)
     if broken is not None and not best[1]:
         raise broken
     return best
