@@ -85,6 +85,11 @@ class Protection(Callback):
 
     def _join(self, cb_params: Any) -> None:
         optimizer = _optimizer_of(cb_params)
+        if self._save_fn is not None and getattr(optimizer, "undo", None):
+            raise UsageError(
+                f"undo={optimizer.undo!r} of the optimizer's wrapper is not for TrainFaultTolerance(ckpt_save_fn=): "
+                "the function would save the live parameters as the step before them. Leave one of the two out"
+            )
         self._adapter = adapter = join(
             cb_params.train_network, optimizer, self._save_path, replicas=self._replicas, strategy=self._strategy
         )
@@ -228,7 +233,8 @@ class TrainFaultTolerance(Protection):
     Args:
         ckpt_save_path: see ``TFTRegister``; may be None if ``ckpt_save_fn`` is given.
         ckpt_save_fn: a function ``save(cb_params, append_dict)`` that writes the checkpoint instead of ttp. It is
-            called on one rank of each slice, on another thread than training. ``append_dict`` is made for
+            called on one rank of each slice, on another thread than training. The optimizer's wrapper must not have
+            ``undo``. ``append_dict`` is made for
             ``save_checkpoint(cb_params.train_network, ..., append_dict=)``: it has ``epoch_num``, ``step_num``,
             ``batch_num``, ``cur_rank``, ``global_step`` and ``loss_scale``, without names that are parameters of the
             network, as ``global_step`` usually is. ttp does not verify the files and writes no manifest. In PyNative

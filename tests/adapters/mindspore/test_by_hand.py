@@ -22,6 +22,7 @@ from ttp import session
 from ttp.adapters.mindspore import OptTTPWrapper, TFTRegister, TrainFaultTolerance, callbacks, joining, read, resuming
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.core.layout import Rank, Version
+from ttp.errors import UsageError
 
 pytestmark = pytest.mark.xdist_group("mindspore")
 
@@ -219,6 +220,14 @@ def test_without_the_dataset_a_finished_epoch_is_not_trained_again(training: Tra
     state |= {name: ms.Parameter(ms.Tensor(value, ms.int32), name=name) for name, value in numbers.items()}
     resumed = resuming.restore(training.model, ckpt_load_fn=lambda: (state, False))
     assert (resumed.version, resumed.step, resumed.initial_epoch) == (step, step, step // STEPS_PER_EPOCH)
+
+
+def test_a_function_of_the_program_cannot_save_the_state_before_an_update(training: Training) -> None:
+    """It would save the parameters after the update, as those of the step before."""
+    training.optimizer.undo = "preimage"
+    with pytest.raises(UsageError, match=r"undo='preimage' .* is not for TrainFaultTolerance\(ckpt_save_fn=\)"):
+        training.train(TrainFaultTolerance(ckpt_save_fn=lambda *_: None))
+    assert training.joined == []
 
 
 # ---------------------------------------------------------------------------------- where the controller is
