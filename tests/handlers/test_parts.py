@@ -160,6 +160,13 @@ class Rank0:
         return self.answers[-1]
 
 
+def test_after_a_repair_that_led_to_an_older_step_a_pause_is_at_the_end_of_the_next_one() -> None:
+    """Else all ranks would train up to the step that they had reached before, and the pause would fail."""
+    rank = Rank0()
+    rank.pause.pass_by(5000)
+    assert rank.act(RoundKind.RESUME).ok and rank.act(RoundKind.HOLD).result == 6
+
+
 def test_a_rank_makes_way_and_makes_its_groups_in_the_next_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,7 @@ class Actor:
         self.repair_step, self.repair_type = act.version, act.purpose
         self._gate.revive(Version(act.version))
         self._stopped, self._cleaned, self.moves = False, None, False
+        self._pause.restart()
         return self._go_on()
 
     def _hold(self) -> int:

@@ -74,6 +74,11 @@ class PausePoint:
             self._held, self._limit = False, None
             self._changed.notify_all()
 
+    def restart(self) -> None:
+        """End the pause, and forget the steps: the training thread enters its loop again, perhaps at an earlier one."""
+        self.release()
+        self._passed = None
+
     def halt(self, text: str = HALTED) -> None:
         """Make a training thread that is paused leave its loop, by a ``ForcedStop`` with this text."""
         with self._changed:
