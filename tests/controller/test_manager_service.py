@@ -46,6 +46,7 @@ def test_only_who_knows_the_token_is_heard_and_one_at_a_time(start: Any) -> None
         with pytest.raises(grpc.RpcError, match="another manager is attached"):
             next(stub.Attend(pb.AttendRequest(), metadata=controller.metadata, timeout=60))
         first.close()
+        assert first.stop_train({0: 1}) == 1 and not first.high_availability() and first.dump() == 1
         second.start()
         assert second.wait_attached(60)
         assert second.stop_train({0: 1}) == 1  # no job is training here

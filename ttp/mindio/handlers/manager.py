@@ -174,7 +174,7 @@ class Manager:
         request = controller_pb.SaveNowRequest(reason="the manager requested a checkpoint")
         try:
             answer = wire.stub(self._channel).SaveNow(request, metadata=self._metadata)
-        except grpc.RpcError as problem:
+        except (ValueError, grpc.RpcError) as problem:  # ValueError: the channel is closed
             log.error("dump: the controller at %s: %s", self._where, problem)
             return ERROR
         if not answer.saved:
@@ -186,7 +186,7 @@ class Manager:
         try:
             request = controller_pb.GetStatusRequest()
             answer = wire.stub(self._channel).GetStatus(request, metadata=self._metadata, timeout=ANSWER_S)
-        except grpc.RpcError:
+        except (ValueError, grpc.RpcError):
             return False
         return bool(answer.ranks) and all(rank.state != "missing" for rank in answer.ranks)
 
