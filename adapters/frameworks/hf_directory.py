@@ -50,9 +50,9 @@ def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
     """
     current = session.current()
     place = Path(current.config.save_dir or save_dir).absolute()
-    found = look_back(place, current.fallback_dir) if place.is_dir() else None
+    found = look_back(place, current.fallback_dir)
     own = _newest_of_trainer(trainer.args.output_dir)
-    if found is None or not found.candidates:
+    if not found.candidates:
         return {"version": 0} if own is None else {"version": 0, "directory": str(own), "foreign": True}
     newest = found.candidates[0]
     checkpoint = found.where[newest]

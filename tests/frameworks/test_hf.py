@@ -13,7 +13,7 @@ import pytest
 
 from tests.forking import ForkedPython
 from tests.frameworks.conftest import quick
-from ttp.errors import ConfigError, UsageError
+from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.testing import kit
 
 pytestmark = [pytest.mark.needs("transformers", "accelerate"), pytest.mark.timeout(900)]
@@ -122,6 +122,26 @@ def test_a_directory_that_cannot_be_completed_is_said_and_stops_nobody(
     complete(str(tmp_path), trainer)
     assert f"the Trainer alone cannot resume from {tmp_path}" in caplog.text
     assert (tmp_path / "scheduler.pt").exists() and (tmp_path / "rng_state.pth").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_in_the_fallback_directory_is_found_without_a_save_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the Trainer would begin anew, and the restore, which finds the checkpoint, would end the job each time."""
+    from tests.adapters.torch.checkpoints import Net, adamw, write_checkpoint
+    from ttp.adapters.frameworks import hf_directory
+    from ttp.adapters.torch.saving.job_state import JobState
+
+    (tmp_path / "fallback").mkdir()
+    model = Net()
+    optimizer = adamw(model)
+    write_checkpoint(tmp_path / "fallback" / "tft_saved_checkpoints-step_3", model, optimizer, JobState(version=3))
+    current = SimpleNamespace(config=SimpleNamespace(save_dir=None), fallback_dir=tmp_path / "fallback")
+    monkeypatch.setattr(hf_directory.session, "current", lambda: current)
+    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path / "output")))
+    with pytest.raises(CheckpointError, match="fallback/tft_saved_checkpoints-step_3 holds no state of a Trainer"):
+        hf_directory.choose(trainer, tmp_path / "absent")
 
 
 @pytest.mark.filterwarnings("ignore")
