@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,8 @@ class TtpCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reinstall ttp's SIGTERM handler: Lightning's own handler communicates with other ranks."""
-        if self._handler is not None:
+        # Outside of the main thread, where Ray Train calls ``fit``, neither of them installs one.
+        if self._handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._handler)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

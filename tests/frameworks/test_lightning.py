@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +153,13 @@ def test_slurm_jobs_are_not_requeued_by_the_framework(make_trainer: Any, monkeyp
     finally:
         session.reset()
     assert not environment.auto_requeue
+
+
+def test_outside_of_the_main_thread_no_handler_is_installed() -> None:
+    """Ray Train calls ``fit`` on a thread, where Python refuses to install one."""
+    from ttp import lightning
+
+    callback: Any = lightning.TtpCallback("nowhere")
+    callback._handler = signal.SIG_DFL
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(callback.on_train_start, None, None).result()
