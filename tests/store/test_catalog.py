@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from tests.disks.plug import Loss, Moment, PluggedDisk, PowerCut
 from ttp.core.restore_messages import Candidate
 from ttp.store import catalog, digest
 from ttp.store.catalog import find_whole, prune, scan
+from ttp.store.disk import Disk
 from ttp.store.manifest import MANIFEST, Manifest, manifest_digest
 from ttp.store.verify import unlisted_files, verify_checkpoint
 
@@ -266,6 +268,20 @@ def test_old_drafts_go_and_work_in_progress_stays(world: World, four: dict[int, 
     assert prune(world.save_dir, 9, {safe.name}) == [old.name]
     assert not old.exists()
     assert same.exists() and newer.exists() and safe.exists()
+
+
+def test_a_draft_that_cannot_be_deleted_does_not_keep_the_others(world: World, four: dict[int, Path]) -> None:
+    stubborn = world.write_draft(7, "a")
+
+    class Refusing(Disk):
+        def remove_tree(self, directory: Path) -> None:
+            if directory == stubborn:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+            super().remove_tree(directory)
+
+    with pytest.raises(PermissionError):
+        prune(world.save_dir, 2, disk=Refusing())
+    assert sorted(os.listdir(world.save_dir)) == sorted([stubborn.name, four[6].name, four[8].name])  # noqa: PTH208
 
 
 def test_drafts_stay_when_there_is_nothing_else(world: World) -> None:

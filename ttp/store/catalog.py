@@ -183,7 +183,8 @@ def prune(
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
-        OSError: an entry could not be renamed; the next call deletes those that were renamed before.
+        OSError: an entry could not be renamed, and the next call deletes those that were renamed before; or one could
+            not be deleted, and the others were.
     """
     disk = disk or Disk()
     found = _too_old(scan(save_dir), max(keep, 1), lambda e: e.path.name in verified or _is_sound(e))
@@ -192,8 +193,14 @@ def prune(
     doomed = [_set_aside(entry, taken, disk) for entry in victims]
     if doomed:
         disk.sync_directory(Path(save_dir))
+    problem: OSError | None = None
     for path in doomed:
-        disk.remove_tree(path)
+        try:
+            disk.remove_tree(path)
+        except OSError as refused:  # such as a file of another user in an old draft
+            problem = problem or refused
+    if problem is not None:
+        raise problem
     return [entry.path.name for entry in victims]
 
 
