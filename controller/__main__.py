@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = Config.from_env()
         if args.bind is not None:
-            config = dataclasses.replace(config, bind=args.bind)
+            config = dataclasses.replace(config, bind=args.bind.strip("[]"))
         port = args.port if args.port is not None else config.port
         if port is None:
             raise ConfigError("no port: give --port or set TTP_PORT")

@@ -34,6 +34,11 @@ def test_everything_can_be_set() -> None:
     assert config.save_dir == "/ck" and config.log_level == "INFO"
 
 
+def test_an_ipv6_address_may_have_brackets() -> None:
+    config = Config.from_env({"TTP_BIND": "[::1]", "TTP_ADDRESS": "[fd00::7]"})
+    assert (config.bind, config.address) == ("::1", "fd00::7")
+
+
 @pytest.mark.parametrize(
     ("name", "hint"), [("TTP_PROT", "TTP_PORT"), ("TTP_FREEZE", "TTP_FREEZE_S"), ("TTP_XYZZY", "known names: TTP_A")]
 )

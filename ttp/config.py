@@ -253,13 +253,13 @@ class Config:
     mindio: str = _setting("TTP_MINDIO", _mindio, "")
     """Whether ``ttp run`` provides a package ``mindio_ttp``: 1, force (even where the original is), or empty."""
 
-    bind: str = _setting("TTP_BIND", _name, "")
+    bind: str = _setting("TTP_BIND", lambda text: _name(text).strip("[]"), "")
     """Address that every service of the job binds to; empty: all addresses of the machine, loopback without a token."""
 
     host: str = _setting("TTP_HOST", _name, "")
     """Name of this host; empty: the machine's. Ranks of one host share memory, and are lost together."""
 
-    address: str = _setting("TTP_ADDRESS", _name, "")
+    address: str = _setting("TTP_ADDRESS", lambda text: _name(text).strip("[]"), "")
     """Address at which other hosts reach this one; empty: the address of the interface towards MASTER_ADDR."""
 
     controller_addr: str = _setting(CONTROLLER_ADDR, _name, "")
