@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,17 @@ def test_a_signal_repeated_while_ranks_are_stopped_loses_neither_processes_nor_c
     with signals.raised(), pytest.raises(launch.Interrupted):
         starts._start(0)
     assert starts.codes == [75]
+
+
+@pytest.mark.parametrize("nohup", [True, False])
+def test_under_nohup_a_closed_terminal_does_not_end_the_job(nohup: bool) -> None:
+    signals = launch._Signals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        with signals.raised(), nullcontext() if nohup else pytest.raises(launch.Interrupted, match="SIGHUP"):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_means_it(start: Start, controller: Controller) -> None:

@@ -56,8 +56,9 @@ class _Signals:
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
-        """Raise ``Interrupted`` for signals while the block runs."""
-        before = {how: signal.signal(how, self._on_signal) for how in SIGNALS}
+        """Raise ``Interrupted`` for signals while the block runs. ``nohup`` keeps its effect: SIGHUP stays ignored."""
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        before = {how: signal.signal(how, self._on_signal) for how in SIGNALS if how not in ignored}
         try:
             yield
         finally:
