@@ -48,9 +48,14 @@ def understood(path: Path, loaded: Any, *, optimizer: bool) -> WholeState:
     if isinstance(rest.get("extra"), Mapping):
         state["extra"] = rest["extra"]
     ours: Any = rest.get("ttp") if isinstance(rest.get("ttp"), Mapping) else {}
-    job = {**ours.get("job", {}), "scheduler": rest.get("scheduler")} if optim is not None else None
+    job = {**ours.get("job", {}), **_schedules(rest.get("scheduler"))} if optim is not None else None
     version = next((rest[key] for key in _VERSION if type(rest.get(key)) is int), None)
     return WholeState(path.name, version, leaves_of(state), str(ours.get("optimizer", "")), job, tuple(notes))
+
+
+def _schedules(saved: Any) -> dict[str, Any]:
+    """Return the fields of ``JobState`` for the state dict of one scheduler, or a list of those of several."""
+    return {"several": [[state, False] for state in saved]} if isinstance(saved, list) else {"scheduler": saved}
 
 
 def _unwrapped(model: Mapping[str, Any]) -> dict[str, Any]:

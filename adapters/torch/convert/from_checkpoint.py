@@ -88,7 +88,7 @@ def _assemble(path: Path, chunks: Sequence[IndexEntry]) -> Tensor:
 
 
 def _scalars(job: JobState) -> dict[str, object]:
-    kept = {
+    kept: dict[str, object] = {
         "scheduler": job.scheduler,
         "scaler": job.scaler,
         "scheduler_pending": job.scheduler_pending,

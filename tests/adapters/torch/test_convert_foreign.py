@@ -16,7 +16,9 @@ from torch import nn
 
 from tests.adapters.torch.checkpoints import Net, adamw, train
 from tests.adapters.torch.conversions import converted, facts, restored, same
+from ttp.adapters.torch.saving.job_state import read_job_state
 from ttp.errors import CheckpointError
+from ttp.store.manifest import Manifest
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -63,6 +65,18 @@ def test_what_people_save_becomes_a_checkpoint(tmp_path: Path, form: str, make: 
         assert bool(done.notes) is (make is sgd)  # that names were guessed is said
     else:
         assert same(other.parameters(), model.parameters())
+
+
+def test_a_list_of_schedules_is_understood(tmp_path: Path) -> None:
+    model = plain_net()
+    optimizer = sgd(model)
+    states = [{"last_epoch": 2}, {"last_epoch": 1}]
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": states}, tmp_path / "f.pt"
+    )
+    path = converted(tmp_path / "f.pt", tmp_path / "new", "dcp").target
+    job = read_job_state(path, Manifest.load(path).pieces)
+    assert [(each.state, each.pending) for each in job.schedules] == [(state, False) for state in states]
 
 
 def test_numbers_that_could_mean_anything_are_refused_unless_nobody_wants_them(tmp_path: Path) -> None:
