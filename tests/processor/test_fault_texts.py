@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.faults import describe, is_collective_error, is_out_of_device_memory
 
 GLOO = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:23475: Connection "
@@ -40,3 +40,12 @@ def test_descriptions_are_one_bounded_line() -> None:
     assert describe(ValueError("first\nsecond")) == "ValueError: first"
     assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert len(describe(RuntimeError("x" * 10_000))) == 500
+
+
+def test_an_exception_that_cannot_say_what_it_is() -> None:
+    class OddError(RuntimeError):
+        def __str__(self) -> str:
+            return str(self.missing)  # type: ignore[attr-defined]
+
+    assert describe(OddError()) == "OddError: <exception str() failed>"
+    assert not is_collective_error(OddError()) and not is_out_of_device_memory(OddError())

@@ -16,16 +16,25 @@ _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreErro
 def is_collective_error(problem: BaseException) -> bool:
     """Return whether an exception is an error of a collective, as the death of another rank causes it here."""
     named = any(kind.__name__ in _KINDS for kind in type(problem).__mro__)
-    return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {problem}"))
+    return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {_text(problem)}"))
 
 
 def is_out_of_device_memory(problem: BaseException) -> bool:
     """Return whether a device ran out of memory, for a tensor or for the process's own device context."""
     out = any(kind.__name__ == "OutOfMemoryError" for kind in type(problem).__mro__)
-    return out or (isinstance(problem, RuntimeError) and "CUDA error: out of memory" in str(problem))
+    return out or (isinstance(problem, RuntimeError) and "CUDA error: out of memory" in _text(problem))
 
 
 def describe(problem: BaseException) -> str:
     """Return an exception as one line of at most 500 characters."""
-    text = f"{type(problem).__name__}: {problem}".splitlines()[0] if str(problem) else type(problem).__name__
+    kind, said = type(problem).__name__, _text(problem)
+    text = f"{kind}: {said}".splitlines()[0] if said else kind
     return text if len(text) <= 500 else text[:497] + "..."
+
+
+def _text(problem: BaseException) -> str:
+    """Return the text of an exception, whose class may belong to the program and fail to make one."""
+    try:
+        return str(problem)
+    except Exception:
+        return "<exception str() failed>"  # as in a traceback
