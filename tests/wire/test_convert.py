@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from ttp.core import messages as m
 from ttp.core.decide import How
+from ttp.core.layout import Rank, Version
+from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.wire import convert, limits
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -71,6 +73,17 @@ def test_every_enum_value_is_on_the_wire() -> None:
     for kind in kinds:
         for value in kind:
             assert convert.enum_from_wire(kind, convert.enum_to_wire(value)) is value
+
+
+def test_a_text_that_is_not_valid_unicode_arrives_with_escapes() -> None:
+    """The name of a file that is not UTF-8 comes into the text of an exception in this way."""
+    fault = m.Fault(Rank(0), Rank(0), m.FaultKind.EXCEPTION, "no file x\udcff", "\ud800", "nonce")
+    arrived = dataclasses.replace(fault, text="no file x\\udcff", detail="\\ud800")
+    assert convert.report_from_wire(convert.report_to_wire(fault)) == arrived
+    view = RestoreView(Rank(0), (Candidate(Version(1), "digest", "name"),), ("a", "b\udcff"), ())
+    assert convert.report_from_wire(convert.report_to_wire(view)) == dataclasses.replace(
+        view, skipped=("a", "b\\udcff")
+    )
 
 
 def test_an_empty_message_is_refused_in_words() -> None:

@@ -54,7 +54,14 @@ ORDERS = _kinds(m.Order)
 
 
 def report_to_wire(report: m.Report) -> pb.RankReport:
-    """Convert a core report to protobuf."""
+    """Convert a core report to protobuf. Characters that are not valid Unicode are written as escapes."""
+    try:
+        return _report_to_wire(report)
+    except ValueError:  # the text of an exception may hold a file name that is not UTF-8
+        return _report_to_wire(_valid(report))
+
+
+def _report_to_wire(report: m.Report) -> pb.RankReport:
     return pb.RankReport(**{_snake(type(report).__name__): _to_wire(report)})
 
 
@@ -160,6 +167,15 @@ def _plain(item: Any) -> Any:
     if kind is tuple:
         return item if not item or type(item[0]) in _SCALARS else [_plain(x) for x in item]
     return _to_wire(item) if kind in _FIELDS else item
+
+
+def _valid(item: Any) -> Any:
+    """Return a copy of a message, in which halves of surrogate pairs are written as escapes (``\\udcff``)."""
+    if isinstance(item, str):
+        return item.encode(errors="backslashreplace").decode()
+    if type(item) is tuple:
+        return tuple(map(_valid, item))
+    return type(item)(*map(_valid, _FIELDS[type(item)].of(item))) if type(item) in _FIELDS else item
 
 
 def _from_wire(kind: type, message: Any) -> Any:
