@@ -27,7 +27,7 @@ def close_in_children(port: int) -> None:
     for fd, identity in list(_sockets.items()):
         if _identity(fd) != identity:
             _sockets.pop(fd, None)
-    _sockets.update((fd, identity) for fd in _sockets_to(port) if (identity := _identity(fd)) is not None)
+    _sockets.update((fd, known) for fd in _sockets_to(port) if (known := _identity(fd)) is not None)
     _register()
 
 
