@@ -281,16 +281,18 @@ def test_another_controller_goes_on_with_a_newcomer_that_has_come() -> None:
 # ---------------------------------------------------------------------------------------------------------- the manager
 
 
-def led(trouble: Trouble | None = None, seat: str = "") -> HandlerWorld:
+def led(trouble: Trouble | None = None, seat: str = "", *, saved: bool = False) -> HandlerWorld:
     """Let a manager that was told of a death stop the job, and know of no other death."""
     this = world(trouble)
+    if saved:
+        this.ask_for_save()
+        this.settle()
     this.attend()
     this.dies(1, seat=seat)
     for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
         this.say(kind, {1: 1})
     assert heard(this) == [
-        ("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""),
-        ("strategies", 0, "exit,dump,recover"),
+        ("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""), ("strategies", 0, "exit,dump,recover"),
     ]  # fmt: skip
     return this
 
@@ -345,13 +347,7 @@ def test_it_is_tried_once_for_each_fault() -> None:
 
 def test_where_it_fails_and_the_manager_chooses_to_exit_what_was_on_disk_before_counts() -> None:
     """Exit code 70 would say that finished steps are lost."""
-    this = world({(Kind.REBUILD, 0): "fail"})
-    this.ask_for_save()
-    this.settle()
-    this.attend()
-    this.dies(1)
-    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
-        this.say(kind, {1: 1})
+    this = led({(Kind.REBUILD, 0): "fail"}, saved=True)
     this.say(NoticeKind.STRATEGY, strategy="recover")
     this.start(1)
     assert heard(this)[-1] == ("result", 406, "recover")
