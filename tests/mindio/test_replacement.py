@@ -291,9 +291,8 @@ def led(trouble: Trouble | None = None, seat: str = "", *, saved: bool = False) 
     this.dies(1, seat=seat)
     for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
         this.say(kind, {1: 1})
-    assert heard(this) == [
-        ("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""), ("strategies", 0, "exit,dump,recover"),
-    ]  # fmt: skip
+    assert heard(this) == [("fault_ranks", 0, ""), ("stop_complete", 0, ""), ("fault_ranks", 0, ""),
+                           ("strategies", 0, "exit,dump,recover")]  # fmt: skip
     return this
 
 
