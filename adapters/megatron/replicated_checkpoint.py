@@ -93,6 +93,9 @@ class SaveHandler:
             )
         place = _place(_iteration_dir(save_directory(), step, draft=True))
         make_directory(place)
+        for path in place.glob("shard_*"):
+            if not path.stem.endswith(f"_of_{own.placement.shards}"):
+                path.unlink(missing_ok=True)  # left by an earlier attempt, in a job with another number of shards
         if own.shard == 0:
             _write(place / f"{COMMON}.pt", self._common(step, model, own, scheduler))
         _write(place / f"shard_{own.shard}_of_{own.placement.shards}.pt", _shard_state(step, own))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,3 +99,23 @@ def test_a_step_that_was_saved_before_is_saved_again(tmp_path: Path, monkeypatch
         assert saved._read(tmp_path / "iter_0000012" / "mp_rank_00" / "common.pt") == {"value": value}
     names = ["iter_0000012", "iter_0000012.replaced.1", "iter_0000012.replaced.2", "latest_checkpointed_iteration.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_shards_of_a_failed_attempt_with_another_number_of_ranks_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the draft of that step would never become a checkpoint."""
+    pytest.importorskip("megatron.core")
+    from ttp.adapters.megatron import replicated_checkpoint as saved
+
+    own = SimpleNamespace(current_step=12, shard=1, placement=SimpleNamespace(shards=3), optimizer=None, held={})
+    monkeypatch.setattr(saved, "save_directory", lambda: tmp_path)
+    monkeypatch.setattr(saved, "replicated", lambda _: own)
+    monkeypatch.setattr(saved, "_place", lambda directory: directory / "mp_rank_00")
+    place = tmp_path / "iter_0000012_tmp" / "mp_rank_00"
+    place.mkdir(parents=True)
+    for name in ("shard_0_of_2.pt", "shard_0_of_3.pt"):
+        saved._write(place / name, {})
+    assert saved.SaveHandler()(1, [0, 1, 2], (12, None, None, None)) == 0
+    left = {f"shard_{number}_of_3.{kind}" for number in (0, 1) for kind in ("pt", "json")}
+    assert {path.name for path in place.iterdir()} == left
