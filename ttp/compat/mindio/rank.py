@@ -77,7 +77,8 @@ class ThisRank:
         port = job_port(port)
         tls_settings.use(*self._tls, tls_settings.run_dir_of(port), self.handlers.decrypt)
         numbers = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address}
-        env = RankEnv.from_env({"LOCAL_RANK": str(rank), **os.environ, **numbers})
+        told = {name: value for name, value in os.environ.items() if name != "MS_ROLE"}  # else MS_NODE_ID would count
+        env = RankEnv.from_env({"LOCAL_RANK": str(rank), **told, **numbers})
         config = replace(Config.from_env(), port=port)
         participant = Participant(
             env,
