@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.disks.bad_disk import BadDisk, Rule, why_not
+from tests.ports import free_port
+from ttp.processor.link.stream import Stream
 
 LEAVES = """
 import ctypes
@@ -60,3 +62,9 @@ def test_a_driver_that_keeps_the_interpreter_lock_keeps_no_rank() -> None:
 def test_what_cannot_be_done_any_more_keeps_no_rank(what: str) -> None:
     done = subprocess.run([sys.executable, "-c", LEAVES, what], stderr=subprocess.PIPE, timeout=60, check=False)
     assert done.returncode == 75, done.stderr
+
+
+def test_a_stream_that_could_not_be_started_does_not_stop_a_rank_from_leaving() -> None:
+    stream = Stream("127.0.0.1", free_port(), "", on_up=print, on_order=print, on_down=print)
+    stream.finish(timeout_s=0.1)
+    stream.finish(timeout_s=0.1)

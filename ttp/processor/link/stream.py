@@ -86,7 +86,8 @@ class Stream:
     def finish(self, timeout_s: float) -> None:
         """Send no more, and wait up to ``timeout_s`` seconds until all reports have arrived."""
         self._outbox.put(None)
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():  # it is not if no thread could be started
+            self._thread.join(timeout_s)
         self.abort()
 
     def abort(self) -> None:
