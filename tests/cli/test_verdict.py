@@ -14,6 +14,7 @@ from tests.cli.conftest import Controller, Ttp
 from tests.store.storage import fill, small_disk
 from tests.waiting import until
 from ttp.cli.main import main
+from ttp.launch import other_jobs
 from ttp.store.history import FILE, WORD, leave_word, line_of, read_word
 
 Facts = dict[str, Any]
@@ -73,6 +74,18 @@ def test_one_word_and_its_exit_code(name: str, place: Path, capsys: pytest.Captu
     code, out, err = said(capsys, "verdict", place)
     assert (out, code) == (f"{word}\n", wanted)
     assert err.strip(), "why is said too"
+
+
+@pytest.mark.parametrize(("presence", "word"), [("refused", "running"), ("controller", "lost"), ("nobody", "lost")])
+def test_a_job_that_cannot_be_asked_is_not_called_lost(
+    presence: str, word: str, place: Path, ttp: Ttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch script would give up a job that trains, because its own environment lacks the token."""
+    (place / "incidents" / FILE).write_text(begins(controller="far.invalid:5"))
+    monkeypatch.setattr(other_jobs, "probe", lambda address, port, token: presence)
+    found = ttp("verdict", place)
+    assert found.out == f"{word}\n"
+    assert ("listens at far.invalid:5" in found.err and "Set TTP_TOKEN_FILE" in found.err) == (word == "running")
 
 
 def test_a_job_that_runs_has_no_verdict_yet(

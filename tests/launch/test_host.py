@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ from tests.waiting import until
 from ttp.config import Config
 from ttp.launch import host as subject
 from ttp.launch.host import Host
+from ttp.launch.preparation import settled
+from ttp.launch.run_dir import prepare_run_dir
+from ttp.launch.token_file import read_token, write_token
 
 HERE = Path(__file__).parent
 Worker = subprocess.Popen[bytes]
@@ -114,3 +118,27 @@ def test_leases_of_earlier_processes_are_swept(host: Host, workers: StartWorkers
         worker.wait()
     host.before_workers("127.0.0.1", first_node=False)
     assert os.listdir(tmp_path / "run" / "armed") == []  # noqa: PTH208
+
+
+def test_a_second_job_on_the_port_of_a_running_one_leaves_its_run_directory_as_it_is(
+    tmp_path: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused a little later. The other job's token and ring are what its ``ttp status`` needs."""
+    for name in ("TTP_PORT", "TTP_TOKEN", "TTP_RUN_DIR"):
+        monkeypatch.setenv(name, "")
+    config = Config(port=unused_port, run_dir=str(tmp_path / "run"))
+    run_dir = prepare_run_dir(tmp_path / "run")
+    write_token(run_dir, "theirs")
+    (run_dir / "ring.json").write_text("theirs")
+
+    def launch() -> str | None:
+        with settled(config, several_nodes=False) as job:
+            Host(job, run_dir).forget_token()
+            return read_token(run_dir)
+
+    with socket.create_server(("127.0.0.1", unused_port)):
+        assert launch() == "theirs"
+        assert (run_dir / "ring.json").exists()
+    assert read_token(run_dir) == "theirs"
+    assert launch() is None and not (run_dir / "ring.json").exists(), "nobody runs there any more"
+    assert read_token(run_dir) is None

@@ -13,14 +13,20 @@ from ttp.cli.connection import connected, find, known_ports
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, complain, print_json, say
+from ttp.config import Config
 from ttp.core.controller.job_verdict import FRUITLESS_MAX, Verdict
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError, TtpError, UsageError
+from ttp.launch.other_jobs import refuses_to_say
 from ttp.store.catalog import scan
 from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_word
 from ttp.store.names import INCIDENTS
 
 EXIT_RUNNING = 1
 """Exit code for a job that still runs, so that a script neither restarts it nor raises an alarm."""
+NOT_ASKED = (
+    "a controller listens at {0}, where that of the last launch was, and requires a token that this command does not "
+    "have: the job may be running. Set TTP_TOKEN_FILE (or TTP_TOKEN) as the job has it, and ask again"
+)
 ENDS = {EXIT_TRAINED: "trained", EXIT_BAD_CONFIG: "wrong", EXIT_NOT_SAVED: "lost", EXIT_SAVED: "saved"}
 WORDS = ENDS | {EXIT_RUNNING: "running"}
 RUNS = ("live", "frozen")
@@ -144,6 +150,8 @@ def _running(place: Path, launches: list[Launch]) -> Verdict | None:
         if alive and now.run_id == launches[-1].run_id and _same(Path(now.save_dir), place):
             text = f"the job runs: {len(alive)} of {now.world_size} ranks live, the newest version is {max(alive)}"
             return Verdict(EXIT_RUNNING, text)
+    if refuses_to_say(launches[-1], Config.from_env()):
+        return Verdict(EXIT_RUNNING, NOT_ASKED.format(launches[-1].controller))
     return None
 
 

@@ -25,7 +25,7 @@ from ttp.launch.leases import Leases
 from ttp.launch.ring import forget_ring, job_is_busy, places
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
-from ttp.launch.token_file import TOKEN_FILE, write_token
+from ttp.launch.token_file import forget_token, is_of_another_job, write_token
 from ttp.launch.warm.starter import WarmStarter
 from ttp.launch.worker_watch import WorkerWatch
 from ttp.processor.liveness.sentinel_reader import REASON
@@ -71,7 +71,9 @@ class Host:
         self.seat: Callable[[], str] = lambda: ""
         """Returns whether a dead worker can be started alone; see ``ttp.core.controller.continuing``. Thread safe."""
         self._leases.sweep()
-        forget_ring(run_dir)
+        self._too_early = is_of_another_job(run_dir, config.token, config.port or 0)
+        if not self._too_early:
+            forget_ring(run_dir)
 
     def use(self, config: Config) -> None:
         """Use the settings that the launchers have agreed on. Writes the token file for commands on this host.
@@ -86,7 +88,7 @@ class Host:
 
     def forget_token(self) -> None:
         """Remove the token file: the job is over, and the token was made for it alone."""
-        (self._run_dir / TOKEN_FILE).unlink(missing_ok=True)
+        forget_token(self._run_dir, self.config.token)
 
     def before_workers(self, address: str, first_node: bool, world_size: int = 0, here: int = 0) -> None:
         """Start the relay and, on the first node, the controller. Call it before each start of workers.
@@ -109,6 +111,10 @@ class Host:
             if first_node:
                 self._keeper.start(address)
                 self._keeps = True
+            if self._too_early:  # the other job has ended meanwhile: no controller could be started before
+                self._too_early = False
+                forget_ring(self._run_dir)
+                write_token(self._run_dir, self.config.token)
         except ConfigError as problem:
             if first_start:
                 raise

@@ -16,7 +16,7 @@ from typing import Any
 
 from ttp.config import Config
 from ttp.errors import ConfigError, DirectoryInUseError
-from ttp.launch.presence import ask_status, is_local, listens
+from ttp.launch.presence import ask_status, is_local, listens, probe
 from ttp.launch.token_file import read_token
 from ttp.store.history import Launch, read_launches
 from ttp.wire.access import LOOPBACK
@@ -60,7 +60,7 @@ def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
     """Return the status of a launch's job if it trains, or does not end within ``ENDING_S``; None: it does not run."""
     until = time.monotonic() + ENDING_S
     told = False
-    while (status := _status(launch, save_dir, config)) is not None:
+    while (status := status_of(launch, save_dir, config)) is not None:
         if status.stage in _TRAINS or time.monotonic() >= until:
             return status
         if not told:
@@ -70,7 +70,7 @@ def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
     return None
 
 
-def _status(launch: Launch, save_dir: Path, config: Config) -> Any:
+def status_of(launch: Launch, save_dir: Path, config: Config) -> Any:
     """Ask the controller that led a launch for its status; return None if its job does not run, or cannot be asked."""
     try:
         host, port = split(launch.controller)
@@ -84,6 +84,17 @@ def _status(launch: Launch, save_dir: Path, config: Config) -> Any:
     except Exception as problem:  # a failing check must not keep a job from starting
         log.debug("cannot ask the controller of an earlier launch at %s: %s", launch.controller, problem)
     return None
+
+
+def refuses_to_say(launch: Launch, config: Config) -> bool:
+    """Return whether a controller listens where the launch had its own, and requires a token that is not known here."""
+    try:
+        host, port = split(launch.controller)
+        tokens = _tokens(config, port)
+        addresses = (LOOPBACK, host) if is_local(host) else (host,)
+        return any(all(probe(where, port, token) == "refused" for token in tokens) for where in addresses)
+    except (ValueError, ConfigError):
+        return False
 
 
 def _runs(status: Any, launch: Launch, save_dir: Path) -> bool:

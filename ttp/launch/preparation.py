@@ -17,7 +17,7 @@ from ttp.launch.log_format import formatter
 from ttp.launch.ports import hold_port
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.shared_token import new_token
-from ttp.launch.token_file import TOKEN_FILE, write_token
+from ttp.launch.token_file import forget_token, is_of_another_job, write_token
 
 EXIT_FAILED = 1
 
@@ -66,7 +66,7 @@ def settled(config: Config, several_nodes: bool) -> Iterator[Config]:
             yield job
         finally:
             if not config.token:
-                (job.resolved_run_dir() / TOKEN_FILE).unlink(missing_ok=True)
+                forget_token(job.resolved_run_dir(), job.token)
 
 
 def forget_run_dir(asked: Config, job: Config) -> None:
@@ -99,7 +99,7 @@ def _settle(config: Config, several_nodes: bool) -> Config:
     if not config.token and not config.insecure and not several_nodes:
         config = dataclasses.replace(config, token=new_token())
     run_dir = prepare_run_dir(config.resolved_run_dir())
-    if config.token:
+    if config.token and not is_of_another_job(run_dir, config.token, config.port or 0):
         write_token(run_dir, config.token)
     os.environ.update(TTP_PORT=str(config.port), TTP_TOKEN=config.token, TTP_RUN_DIR=str(run_dir))
     return dataclasses.replace(config, run_dir=str(run_dir))

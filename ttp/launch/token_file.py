@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -38,6 +39,25 @@ def read_token(run_dir: Path) -> str | None:
     """
     path = run_dir / TOKEN_FILE
     return secret_in(path, str(path)) if os.path.lexists(path) else None
+
+
+def is_of_another_job(run_dir: Path, token: str, port: int) -> bool:
+    """Return whether another job of this user uses the run directory: its token is there, and its port is in use."""
+    from ttp.launch.presence import listens
+    from ttp.wire.access import LOOPBACK
+
+    try:
+        found = read_token(run_dir)
+    except ConfigError:
+        return False
+    return found not in (None, token) and listens(LOOPBACK, port, 1.0)
+
+
+def forget_token(run_dir: Path, token: str) -> None:
+    """Remove the token file of a job that is over. The token of another job stays."""
+    with contextlib.suppress(ConfigError):
+        if read_token(run_dir) == token:
+            (run_dir / TOKEN_FILE).unlink(missing_ok=True)
 
 
 def secret_in(path: Path, named: str) -> str:
