@@ -16,6 +16,9 @@ from ttp.inbox import Inbox
 
 log = logging.getLogger("ttp.processor")
 
+ALONE = "when a rank fails whose shards other ranks hold too, or when a rank is told to end or raises an error"
+"""In which case a job is saved that has shards on one rank only."""
+
 JOIN_PATIENCE_S = 60.0
 """Seconds that a rank waits for the controller before it lets the training begin unprotected."""
 
@@ -109,9 +112,10 @@ class Joining:
             self._first = version if self._first is None else self._first
             if version > self._first and self._known.is_set() and self.problem is None:
                 self._untold = False
+                when = ALONE if layout.unreplicated() else "when a rank fails"
                 log.info(
-                    "protected: %s; when a rank fails, the last finished version is saved in %s",
-                    describe_copies(layout), save_dir,
+                    "protected: %s; %s, the last finished version is saved in %s",
+                    describe_copies(layout), when, save_dir,
                 )  # fmt: skip
 
     def pending(self) -> bool:

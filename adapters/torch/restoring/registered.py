@@ -37,7 +37,7 @@ from ttp.core.rank.kept_state import Origin, givers, why_not_adopted
 from ttp.core.restore_choice import agree
 from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.errors import RestoreError, TtpError
-from ttp.processor.local_state.local_piece import ranks_kept, why_lost
+from ttp.processor.local_state.local_piece import is_provisional, ranks_kept, why_lost
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
 
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from ttp.processor.kept_state import KeptState
 
 log = logging.getLogger("ttp.adapters.torch")
+
+_BEHIND = (
+    "rank %d died in the update to version %d, so its extra_state (%s) was captured before that update: changes that "
+    "the loop makes there after optimizer.step() are one update behind on this rank"
+)
 
 TRANSFER_BYTES = 100 << 20
 """Ranks on one host send states to each other only if the checkpoint has at least this many bytes. A smaller one, which
@@ -256,6 +261,8 @@ class Restoring(abc.ABC):
                 f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed",
             ]
         if same_world:
+            if local.extra and is_provisional(manifest.pieces, rank):
+                log.warning(_BEHIND, rank, restored.version, ", ".join(map(repr, sorted(local.extra))))
             return self._capture.restore(
                 type(local)(rng=local.rng, buffers=local.buffers, extra={**constant, **local.extra})
             )

@@ -106,16 +106,26 @@ def test_a_page_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "of user" in collect(pages, (SOUND,), 3, INCARNATION).missing[SOUND]
 
 
-def adapter() -> Any:
+class Counter:
+    """An object of ``extra_state``."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 5}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"count": 5}
+
+
+def adapter(extra: Any = None) -> Any:
     torch.manual_seed(1)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TorchAdapter(optimizer, model=model, scheduler=None, extra_state=None, scaler=None)
+    return TorchAdapter(optimizer, model=model, scheduler=None, extra_state=extra, scaler=None)
 
 
-def checkpoint(tmp_path: Path, pages: tuple[Rank, ...], missing: tuple[Rank, ...]) -> Path:
+def checkpoint(tmp_path: Path, pages: tuple[Rank, ...], missing: tuple[Rank, ...], extra: Any = None) -> Path:
     """Return a checkpoint of version 0 that rank 0 of two wrote. The page of the other rank is there or missing."""
-    processor, writer = StubProcessor(tmp_path / "checkpoints", layout=Layout.data_parallel(2)), adapter()
+    processor, writer = StubProcessor(tmp_path / "checkpoints", layout=Layout.data_parallel(2)), adapter(extra)
     writer.source.on_welcome(SOUND, INCARNATION, tmp_path / "pages")
     writer.attach(processor)
     torch.rand(3)
@@ -158,3 +168,18 @@ def test_what_another_host_has_kept_comes_back(tmp_path: Path, caplog: pytest.Lo
     adapter().load(path, BAD, 2, protected=False)
     assert torch.equal(torch.rand(3), expected) and said_by_ttp(caplog) == []
     kept.close()
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("extra", [None, {"metrics": Counter()}])
+def test_a_rank_that_died_in_its_update_is_told_that_its_extra_state_is_behind(
+    tmp_path: Path, final: bool, extra: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = adapter(extra)
+    lost.capture.open_page(PageWriter(tmp_path / "pages", BAD, incarnation=INCARNATION))
+    lost.capture.capture(0, final=final)
+    path = checkpoint(tmp_path, (SOUND, BAD), (), extra)
+    caplog.clear()
+    adapter(extra).load(path, BAD, 2, protected=False)
+    told = [line for line in said_by_ttp(caplog) if "rank 1 died in the update to version 0" in line]
+    assert len(told) == (extra is not None and not final) and all("('metrics')" in line for line in told)

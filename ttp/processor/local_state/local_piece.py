@@ -88,6 +88,11 @@ def read_local_image(path: Path, pieces: Sequence[Piece], rank: int) -> bytes | 
     return None
 
 
+def is_provisional(pieces: Sequence[Piece], rank: int) -> bool:
+    """Return whether ``rank`` died before it had finished the version, so that its page holds the state before it."""
+    return any(piece.kind == LOCAL_KIND and rank in _listed(piece, "provisional", list, []) for piece in pieces)
+
+
 def ranks_kept(pieces: Sequence[Piece]) -> list[int]:
     """Return the ranks whose state is in these pieces."""
     kept = [rank for p in pieces if p.kind == LOCAL_KIND for rank in _listed(p, "ranks", list, [])]
