@@ -42,7 +42,8 @@ def test_survivors_of_a_death_go_on_when_the_checkpoint_exists() -> None:
     talk.dies()
     assert talk.save() == "[committed] [released] Release(75):1,2"
     assert talk.ends() == (True, "")
-    assert talk.orders(m.Release)[0].text == "saved version 7; a restart goes on with step 8"
+    text = "saved version 7; a restart goes on with step 8. Cause: rank 0 on h (pid 100): killed"
+    assert talk.orders(m.Release)[0].text == text
 
 
 def test_the_launcher_is_waited_for_where_a_neighbour_was_faster() -> None:
@@ -62,7 +63,8 @@ def test_it_is_not_waited_for_for_long() -> None:
     why = "rank 0 cannot be started alone: its launcher has not reported"
     assert talk.ends() == (False, why)
     assert talk.orders(m.Release)[0].text == (  # for the log of each rank
-        f"saved version 7; a restart goes on with step 8. No rank goes on in its process: {why}"
+        "saved version 7; a restart goes on with step 8. Cause: rank 0 on h (pid 100): its process died. "
+        f"No rank goes on in its process: {why}"
     )
 
 

@@ -40,7 +40,10 @@ def test_saved_committed_released_closed() -> None:
     assert talk.orders(m.Commit)[0].cause == "rank 0 on h (pid 100) was lost: its stream ended without a goodbye"
     assert talk.committed(1) == "[committed]"  # rank 0 may still come back
     assert talk.after(1) == "[released] Release(75):1,2"
-    assert talk.orders(m.Release)[0].text == "saved version 7; a restart goes on with step 8"
+    assert talk.orders(m.Release)[0].text == (
+        "saved version 7; a restart goes on with step 8. "
+        "Cause: rank 0 on h (pid 100) was lost: its stream ended without a goodbye"
+    )
     assert talk.goodbye(1, m.GoodbyeReason.RELEASED) == ""
     assert talk.lost(1) == ""
     assert talk.lost(2) == "[closed]"
@@ -215,7 +218,7 @@ def test_ttp_ot_ends_a_save_that_takes_too_long() -> None:
     frozen_at_7(talk, 0, 1, 2)
     assert talk.after(359) == ""
     assert talk.after(1) == "[released] Release(70):0,1,2"
-    assert talk.orders(m.Release)[0].text == "nothing was saved within 360 s (TTP_OT)"
+    assert talk.orders(m.Release)[0].text == "nothing was saved within 360 s (TTP_OT). Cause: exception of 0"
 
 
 def test_a_rank_that_does_not_answer_is_done_without() -> None:

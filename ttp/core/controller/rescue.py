@@ -369,7 +369,7 @@ class Rescue:
         exit_code, text = end.code, end.text
         incident.enter(Stage.RELEASED, text)
         incident.exit_code, incident.again, incident.released_at = exit_code, again, now
-        incident.release_text = continuing.explained(text, told)
+        incident.release_text = continuing.explained(text, incident.cause, told)
         self._job.ended = True
         self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **told)
         self._answer_requests(incident)
