@@ -16,7 +16,6 @@ from ttp.cli.output import Json, complain, print_json, say
 from ttp.config import Config
 from ttp.core.controller.job_verdict import FRUITLESS_MAX, Verdict
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError, TtpError, UsageError
-from ttp.launch.other_jobs import refuses_to_say
 from ttp.store.catalog import scan
 from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_word
 from ttp.store.names import INCIDENTS
@@ -138,6 +137,8 @@ def _storage(place: Path) -> str:
 
 def _running(place: Path, launches: list[Launch]) -> Verdict | None:
     """Ask the controllers about a launch that has recorded no end. None: none answers, or no rank lives."""
+    from ttp.launch.other_jobs import refuses_to_say
+
     if not launches or launches[-1].code is not None:
         return None
     for port in (None,) if os.environ.get("TTP_PORT") else known_ports():
