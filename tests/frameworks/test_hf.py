@@ -138,7 +138,7 @@ def test_a_checkpoint_in_the_fallback_directory_is_found_without_a_save_dir(
     optimizer = adamw(model)
     write_checkpoint(tmp_path / "fallback" / "tft_saved_checkpoints-step_3", model, optimizer, JobState(version=3))
     current = SimpleNamespace(config=SimpleNamespace(save_dir=None), fallback_dir=tmp_path / "fallback")
-    monkeypatch.setattr(hf_directory.session, "current", lambda: current)
+    monkeypatch.setattr("ttp.session.current", lambda: current)
     trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path / "output")))
     with pytest.raises(CheckpointError, match="fallback/tft_saved_checkpoints-step_3 holds no state of a Trainer"):
         hf_directory.choose(trainer, tmp_path / "absent")

@@ -24,8 +24,8 @@ _registered = False
 
 def close_in_children(port: int) -> None:
     """Make children that are forked later close their sockets to ``port``, besides those to other ports."""
-    for fd, known in list(_sockets.items()):
-        if _identity(fd) != known:
+    for fd, before in list(_sockets.items()):
+        if _identity(fd) != before:
             _sockets.pop(fd, None)
     _sockets.update((fd, known) for fd in _sockets_to(port) if (known := _identity(fd)) is not None)
     _register()
