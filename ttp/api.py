@@ -243,7 +243,7 @@ def register(
         with _refused_everywhere(adapter.refused):
             path = check_places(directory, current.config.fallback_dir, restart=restart)
             if env.rank == 0 and not restart:
-                other_jobs.refuse_shared(path.absolute(), current.config)
+                other_jobs.refuse_shared(path.absolute(), current.config, env.run_id)
             nccl.check(current.config)
     current.register(adapter, path.absolute(), layout, buddy=buddy)
 

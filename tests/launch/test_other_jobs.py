@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -72,7 +73,17 @@ def test_a_job_that_trains_is_named(tmp_path: Path, launch: Callable[..., None],
     launch(5)
     controllers.answers[5] = [status(tmp_path)]
     with pytest.raises(DirectoryInUseError, match=r"run theirs, stage training, rank 0 is pid 7 on far, .* far:5"):
-        other_jobs.refuse_shared(tmp_path, CONFIG)
+        other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
+
+
+@pytest.mark.parametrize(("run_id", "refused"), [("theirs", False), ("none", True)])
+def test_a_process_that_joins_the_running_job_is_no_other_job(
+    tmp_path: Path, launch: Callable[..., None], controllers: Controllers, run_id: str, refused: bool
+) -> None:
+    launch(5, run_id=run_id)
+    controllers.answers[5] = [status(tmp_path, run_id=run_id)]
+    with pytest.raises(DirectoryInUseError) if refused else contextlib.nullcontext():
+        other_jobs.refuse_shared(tmp_path, CONFIG, run_id)
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -83,7 +94,7 @@ def test_a_directory_has_several_paths(
     launch(5)
     controllers.answers[5] = [status(tmp_path / "link" if link else tmp_path)]
     with pytest.raises(DirectoryInUseError):
-        other_jobs.refuse_shared(tmp_path if link else tmp_path / "link", CONFIG)
+        other_jobs.refuse_shared(tmp_path if link else tmp_path / "link", CONFIG, "ours")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,7 @@ def test_what_is_no_running_job_in_this_directory(
 ) -> None:
     launch(5)
     controllers.answers[5] = [answer(tmp_path)]
-    other_jobs.refuse_shared(tmp_path, CONFIG)
+    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
     assert controllers.asked
 
 
@@ -114,7 +125,7 @@ def test_a_launch_that_has_ended_is_not_asked(
 ) -> None:
     launch(5, line)
     controllers.answers[5] = [status(tmp_path)]
-    other_jobs.refuse_shared(tmp_path, CONFIG)
+    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
     assert not controllers.asked
 
 
@@ -125,7 +136,7 @@ def test_the_last_launches_are_asked_the_newest_first(
         launch(port)
         controllers.answers[port] = [status(tmp_path, state="lost")]
     launch(6)  # cut off with its controller: nothing listens there
-    other_jobs.refuse_shared(tmp_path, CONFIG)
+    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
     assert list(dict.fromkeys(port for port, _ in controllers.asked)) == [4, 3]
 
 
@@ -135,7 +146,7 @@ def test_a_controller_that_took_over_is_asked(
     launch(5, "leads")
     controllers.answers = {5: [status(tmp_path, state="lost")], 99: [status(tmp_path)]}
     with pytest.raises(DirectoryInUseError, match="far:99"):
-        other_jobs.refuse_shared(tmp_path, CONFIG)
+        other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
 
 
 def test_a_job_that_is_ending_is_waited_for(
@@ -143,7 +154,7 @@ def test_a_job_that_is_ending_is_waited_for(
 ) -> None:
     launch(5)
     controllers.answers[5] = [*[status(tmp_path, "saving", "frozen")] * 3, status(tmp_path, "released", "released")]
-    other_jobs.refuse_shared(tmp_path, CONFIG)
+    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
     assert len(controllers.asked) == 4
     assert [record.message.partition(":")[2] for record in caplog.records] == [
         f" the job that saves to {tmp_path} now is ending"
@@ -157,7 +168,7 @@ def test_a_job_that_does_not_end_is_refused_at_last(
     launch(5)
     controllers.answers[5] = [status(tmp_path, "saving", "frozen")]
     with pytest.raises(DirectoryInUseError, match="stage saving"):
-        other_jobs.refuse_shared(tmp_path, CONFIG)
+        other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
 
 
 def test_the_secret_of_another_job_of_this_user_is_found_on_its_host(
@@ -165,15 +176,15 @@ def test_the_secret_of_another_job_of_this_user_is_found_on_its_host(
 ) -> None:
     launch(5)
     controllers.secret, controllers.answers[5] = "theirs", [status(tmp_path)]
-    other_jobs.refuse_shared(tmp_path, CONFIG)
+    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
     config = dataclasses.replace(CONFIG, run_dir=str(tmp_path))
     write_token(tmp_path, "theirs")
     with pytest.raises(DirectoryInUseError):
-        other_jobs.refuse_shared(tmp_path, config)
+        other_jobs.refuse_shared(tmp_path, config, "ours")
 
 
 def test_a_history_that_cannot_be_read_keeps_no_job_from_starting(tmp_path: Path) -> None:
     (tmp_path / INCIDENTS).mkdir()
     (tmp_path / INCIDENTS / "launches.log").mkdir()
-    other_jobs.refuse_shared(tmp_path, CONFIG)
-    other_jobs.refuse_shared(tmp_path / "none", CONFIG)
+    other_jobs.refuse_shared(tmp_path, CONFIG, "ours")
+    other_jobs.refuse_shared(tmp_path / "none", CONFIG, "ours")

@@ -24,6 +24,8 @@ from ttp.wire.address import split
 
 log = logging.getLogger("ttp")
 
+NO_ID = "none"
+"""Run id of each job of torchrun that is given none: it identifies no job."""
 ASKED_MAX = 3
 """Number of launches, the newest ones, whose controllers are asked."""
 CONNECT_S = 1.0
@@ -34,7 +36,7 @@ _TRAINS = frozenset({"waiting", "forming", "training"})
 _LIVES = frozenset({"live", "frozen"})
 
 
-def refuse_shared(save_dir: Path, config: Config) -> None:
+def refuse_shared(save_dir: Path, config: Config, run_id: str) -> None:
     """Raise if another running job saves to ``save_dir``. Wait for a job that is ending. Called by rank 0.
 
     The other job is found if its controller can be reached and has the same secret, or runs on this host for this user.
@@ -42,12 +44,14 @@ def refuse_shared(save_dir: Path, config: Config) -> None:
     Args:
         save_dir: absolute path.
         config: settings of the new job.
+        run_id: the new job. A process that joins a running job (a moved rank) has the run id of that job.
 
     Raises:
         DirectoryInUseError: another job saves there; the text says which, and what to do.
     """
     try:
-        open_ended = [launch for launch in read_launches(save_dir) if launch.code is None and launch.controller]
+        others = [launch for launch in read_launches(save_dir) if launch.run_id != run_id or run_id == NO_ID]
+        open_ended = [launch for launch in others if launch.code is None and launch.controller]
     except Exception as problem:
         log.debug("cannot look for other jobs in %s: %s", save_dir, problem)
         return
