@@ -6,10 +6,9 @@ import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
 
 from ttp.config import Config
 from ttp.launch import moved_ranks
@@ -20,7 +19,8 @@ def test_they_run_on_while_a_certificate_is_renewed(tmp_path: Path, monkeypatch:
     for name in ("CERT", "KEY", "CA"):
         monkeypatch.setenv(f"TTP_TLS_{name}", str(tmp_path / name))
     monkeypatch.setattr(moved_ranks, "ANSWER_S", 0.0)
-    moved = moved_ranks.MovedRanks(SimpleNamespace(), SimpleNamespace(wait_for_a_death=time.sleep))  # type: ignore[arg-type]
+    host: Any = SimpleNamespace(wait_for_a_death=time.sleep)
+    moved = moved_ranks.MovedRanks(SimpleNamespace(), host)
     job = Config(port=1)
     worker = subprocess.Popen(["sleep", "1"])
     moved._look_after({0: worker}, lambda: moved._offer(job, "127.0.0.1"))

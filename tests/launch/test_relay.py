@@ -261,10 +261,10 @@ class SlowController(OlderController):
 def test_a_rank_that_left_before_the_controller_answered_keeps_no_stream_open(relay: RelayServer) -> None:
     server, slow = grpc.server(ThreadPoolExecutor(2)), SlowController()
     rpc.add_ControllerServicer_to_server(slow, server)
-    at = SimpleNamespace(token="secret", port=server.add_insecure_port("127.0.0.1:0"))
+    at: Any = SimpleNamespace(token="secret", port=server.add_insecure_port("127.0.0.1:0"))
     server.start()
     with open_channel("127.0.0.1", relay.port) as channel, pytest.raises(grpc.RpcError) as late:
-        next(stub(channel).Attach(iter(()), timeout=0.3, metadata=Relayed(at, relay).metadata))  # type: ignore[arg-type]
+        next(stub(channel).Attach(iter(()), timeout=0.3, metadata=Relayed(at, relay).metadata))
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     slow.may.set()
     assert slow.ended.wait(5), "nobody needs the stream"

@@ -82,9 +82,14 @@ def test_losses_and_weights_are_those_of_the_plain_optimizer(nursery: Nursery, t
         assert (ours["losses"], ours["weights"]) == (plain["losses"], plain["weights"])
 
 
+imports_megatron = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of Megatron, at its import
+
+
+@imports_megatron
 def test_a_step_that_was_saved_before_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted job that loses a rank before its first update saves the step that it has loaded."""
-    pytest.importorskip("megatron.core")
     from ttp.adapters.megatron import replicated_checkpoint as saved
 
     monkeypatch.setattr(saved, "save_directory", lambda: tmp_path)
@@ -101,11 +106,11 @@ def test_a_step_that_was_saved_before_is_saved_again(tmp_path: Path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
+@imports_megatron
 def test_shards_of_a_failed_attempt_with_another_number_of_ranks_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the draft of that step would never become a checkpoint."""
-    pytest.importorskip("megatron.core")
     from ttp.adapters.megatron import replicated_checkpoint as saved
 
     own = SimpleNamespace(current_step=12, shard=1, placement=SimpleNamespace(shards=3), optimizer=None, held={})
