@@ -148,13 +148,9 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     host = config.host or socket.gethostname()
     try:
         bind = listening_address(config)
-    except ConfigError as problem:
-        print(f"ttp controller: {problem}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
-    address = target(host if bind == EVERYWHERE or is_loopback(bind) else bind, port)
-    journal = Journal(run_dir, (config.save_dir, config.fallback_dir), config.fallback_dir, address)
-    driver = Driver(patience_of(config, args), journal, host, port, HandlerRecovery)
-    try:
+        address = target(host if bind == EVERYWHERE or is_loopback(bind) else bind, port)
+        journal = Journal(run_dir, (config.save_dir, config.fallback_dir), config.fallback_dir, address)
+        driver = Driver(patience_of(config, args), journal, host, port, HandlerRecovery)
         server = await start_server(driver, config, port)
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)

@@ -28,7 +28,6 @@ NOT_ASKED = (
 )
 ENDS = {EXIT_TRAINED: "trained", EXIT_BAD_CONFIG: "wrong", EXIT_NOT_SAVED: "lost", EXIT_SAVED: "saved"}
 WORDS = ENDS | {EXIT_RUNNING: "running"}
-RUNS = ("live", "frozen")
 NO_END = (
     "the last launch has not recorded its end, and its controller does not answer here: it was killed, or it runs on "
     "other hosts, where `ttp status` shows it"
@@ -137,7 +136,7 @@ def _storage(place: Path) -> str:
 
 def _running(place: Path, launches: list[Launch]) -> Verdict | None:
     """Ask the controllers about a launch that has recorded no end. None: none answers, or no rank lives."""
-    from ttp.launch.other_jobs import refuses_to_say
+    from ttp.launch.other_jobs import LIVES, refuses_to_say
 
     if not launches or launches[-1].code is not None:
         return None
@@ -147,7 +146,7 @@ def _running(place: Path, launches: list[Launch]) -> Verdict | None:
                 now = client.status()
         except TtpError:
             continue
-        alive = [rank.version for rank in now.ranks if rank.state in RUNS]
+        alive = [rank.version for rank in now.ranks if rank.state in LIVES]
         if alive and now.run_id == launches[-1].run_id and _same(Path(now.save_dir), place):
             text = f"the job runs: {len(alive)} of {now.world_size} ranks live, the newest version is {max(alive)}"
             return Verdict(EXIT_RUNNING, text)

@@ -114,7 +114,8 @@ class Host:
             if self._too_early:  # the other job has ended meanwhile: no controller could be started before
                 self._too_early = False
                 forget_ring(self._run_dir)
-                write_token(self._run_dir, self.config.token)
+                if self.config.token:
+                    write_token(self._run_dir, self.config.token)
         except ConfigError as problem:
             if first_start:
                 raise

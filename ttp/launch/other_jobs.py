@@ -33,7 +33,8 @@ ENDING_S = 60.0
 """Seconds to wait for a job that saves or ends, for example because a scheduler has started the next job early."""
 _POLL_S = 0.5
 _TRAINS = frozenset({"waiting", "forming", "training"})
-_LIVES = frozenset({"live", "frozen"})
+LIVES = frozenset({"live", "frozen"})
+"""States of a rank, as `ttp status` names them, whose process is part of the job."""
 
 
 def refuse_shared(save_dir: Path, config: Config, run_id: str) -> None:
@@ -64,7 +65,7 @@ def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
     """Return the status of a launch's job if it trains, or does not end within ``ENDING_S``; None: it does not run."""
     until = time.monotonic() + ENDING_S
     told = False
-    while (status := status_of(launch, save_dir, config)) is not None:
+    while (status := _status(launch, save_dir, config)) is not None:
         if status.stage in _TRAINS or time.monotonic() >= until:
             return status
         if not told:
@@ -74,7 +75,7 @@ def _await_end(launch: Launch, save_dir: Path, config: Config) -> Any:
     return None
 
 
-def status_of(launch: Launch, save_dir: Path, config: Config) -> Any:
+def _status(launch: Launch, save_dir: Path, config: Config) -> Any:
     """Ask the controller that led a launch for its status; return None if its job does not run, or cannot be asked."""
     try:
         host, port = split(launch.controller)
@@ -104,7 +105,7 @@ def refuses_to_say(launch: Launch, config: Config) -> bool:
 def _runs(status: Any, launch: Launch, save_dir: Path) -> bool:
     """Return whether a status is that of the launch's job, and rank 0 of the job lives."""
     same = status.run_id == launch.run_id and Path(status.save_dir).resolve() == save_dir.resolve()
-    return same and any(each.rank == 0 and each.state in _LIVES for each in status.ranks)
+    return same and any(each.rank == 0 and each.state in LIVES for each in status.ranks)
 
 
 def _tokens(config: Config, port: int) -> list[str]:

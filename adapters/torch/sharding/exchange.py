@@ -11,7 +11,7 @@ from ttp.core.layout import Rank, compact_ranks
 from ttp.errors import ConfigError, DirectoryInUseError, UsageError
 
 _FINE = b"+"
-_KINDS: dict[bytes, type[ConfigError] | type[UsageError]] = {
+_KINDS: dict[bytes, type[ConfigError] | type[UsageError]] = {  # the first that fits: a subclass before its base
     b"d": DirectoryInUseError,
     b"c": ConfigError,
     b"u": UsageError,
