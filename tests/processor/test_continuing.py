@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,26 @@ def test_a_second_release_before_the_first_update_stops_the_clock_of_the_first(g
     goes_on.releasing = False
     goes_on.released(of_launch, "another incident")
     assert before is not None and before.finished.is_set() and goes_on._timer is not before
+    goes_on.releasing = False
+
+
+def test_a_collective_that_fails_while_the_rank_is_released_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, goes_on: Continuing
+) -> None:
+    """The training thread meets the error as soon as the clock has been started on the processor's thread."""
+    monkeypatch.setattr(continuing, "_continuing", goes_on)
+    monkeypatch.setattr(Continuing, "leave", lambda _self, why: pytest.fail(why))
+    failed = []
+
+    def start(_timer: threading.Timer) -> None:
+        with pytest.raises(RuntimeError, match="Connection closed by peer"), watched():
+            raise RuntimeError("Connection closed by peer")
+        failed.append(True)
+
+    monkeypatch.setattr(threading.Timer, "start", start)
+    of_launch: Any = SimpleNamespace(gate=Gate(), source=None)
+    goes_on.released(of_launch, "incident")
+    assert failed
     goes_on.releasing = False
 
 

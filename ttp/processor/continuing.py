@@ -256,9 +256,9 @@ class Continuing:
         """
         self._broken.clear()
         with self._switch:
+            self.releasing = True  # before ``runs``: a collective may fail meanwhile, see ``watched``
             self._start_clock(RankEnv.from_env().launch + 1)
             self._incident = incident
-            self.releasing = True
         processor.gate.halt()
         self._let_go(processor.source)
         self._broken.set()
