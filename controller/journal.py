@@ -195,6 +195,14 @@ class Journal:
             self._writer(place).put(incident, "".join(story.lines), True)
 
 
+@dataclass(slots=True)
+class _Batch:
+    """What a writer does at once: ``lines`` by incident, and whether to make them durable; jobs on the history."""
+
+    lines: dict[str, tuple[list[str], bool]] = field(default_factory=dict)
+    jobs: list[Callable[[], None]] = field(default_factory=list)
+
+
 class _Writer:
     """The thread that writes to one directory.
 
@@ -253,8 +261,8 @@ class _Writer:
             self._mounts = Mounts(self._place)
         refused: dict[str, str] = {}
         warned: set[str] = set()
-        while waiting := self._batch():
-            for incident, (lines, durable) in waiting.items():
+        while batch := self._batch():
+            for incident, (lines, durable) in batch.lines.items():
                 text = refused.pop(incident, "") + "".join(lines)
                 try:
                     self._mounts.check(self._place)
@@ -268,26 +276,29 @@ class _Writer:
                     if len(text) < REFUSED_MAX:
                         refused[incident] = text
                     self._refused(incident)
+            for job in batch.jobs:  # after the lines: each may wait for the disk, and the incident tells more
+                self._do(job)
 
-    def _batch(self) -> dict[str, tuple[list[str], bool]]:
-        """Return the lines queued since the last call, by incident, and whether to make them durable; empty at the end.
+    def _batch(self) -> _Batch | None:
+        """Return what was queued since the last call; None at the end.
 
-        Waits for a first line, then ``GATHER_S`` seconds for further lines, so that the answers of ten thousand ranks
+        Waits for a first item, then ``GATHER_S`` seconds for further ones, so that the answers of ten thousand ranks
         become a few writes.
         """
-        batch: dict[str, tuple[list[str], bool]] = {}
-        item = None if self._last else self._inbox.get()
-        if item is not None:
-            time.sleep(GATHER_S)
+        if self._last:
+            return None
+        batch = _Batch()
+        item = self._inbox.get()
+        time.sleep(GATHER_S if item is not None else 0)
         while item is not None:
             if callable(item):
-                self._do(item)
+                batch.jobs.append(item)
             else:
                 incident, text, durable = item
-                lines, one_is = batch.get(incident, ([], False))
+                lines, one_is = batch.lines.get(incident, ([], False))
                 lines.append(text)
-                batch[incident] = lines, durable or one_is
-            if batch and self._inbox.empty():
+                batch.lines[incident] = lines, durable or one_is
+            if self._inbox.empty():
                 return batch
             item = self._inbox.get()
         self._last = True

@@ -210,3 +210,20 @@ def test_a_launch_names_the_controller_that_leads_it(tmp_path: Path, taken_over:
         journal.close(60)
     (launch,) = read_launches(tmp_path)
     assert (launch.run_id, launch.controller) == ("job", "second:2" if taken_over else "first:1")
+
+
+def test_the_incident_is_written_before_the_history_of_launches(
+    teller: Teller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are made durable. If the controller is killed meanwhile, the incident's file is what tells the outcome."""
+    both_queued = threading.Event()
+    monkeypatch.setattr(module.time, "sleep", lambda _seconds: both_queued.wait())
+    written: list[str] = []
+    monkeypatch.setattr(module, "_append", lambda _folder, name, _data, _durable: written.append(name))
+    teller.save_dir.mkdir(parents=True)
+    teller.tell("opened")
+    teller.journal.launch_goes_on(str(teller.save_dir), Happening(2, 1.8e9, 50.0, "released", "one", "{}"))
+    teller.tell("released")
+    both_queued.set()
+    teller.finish()
+    assert written == ["one.jsonl", "launches.log"]

@@ -244,9 +244,6 @@ class _Lives:
         ]
         deadline = time.monotonic() + self._timeout_s
         codes = tuple(_ended(rank, deadline) for rank in ranks)
-        written = time.monotonic() + WRITTEN_S if EXIT_SAVED in codes else 0
-        while time.monotonic() < written and len(self.committed()) < life + 1:
-            time.sleep(0.02)  # the controller writes the end of the incident after the ranks have left
         stop_controllers(self._directory)
         return codes
 
@@ -317,11 +314,21 @@ def _ended(process: Process, deadline: float) -> int:
 
 
 def stop_controllers(run_dir: Path) -> None:
-    """Kill all processes whose ``TTP_RUN_DIR`` is inside ``run_dir``; controllers would end later by themselves."""
-    for process in psutil.process_iter(["environ"]):
+    """End all processes whose ``TTP_RUN_DIR`` is inside ``run_dir``; controllers would end later by themselves.
+
+    Controllers get ``WRITTEN_S`` seconds to write the end of their incident; other processes are killed at once.
+    """
+    of_job, controllers = [], []
+    for process in psutil.process_iter(["environ", "cmdline"]):
         if (process.info["environ"] or {}).get("TTP_RUN_DIR", "").startswith(str(run_dir)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+            of_job.append(process)
+            controllers += [process] if "ttp.controller" in (process.info["cmdline"] or []) else []
+    for process in of_job:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate() if process in controllers else process.kill()
+    for process in psutil.wait_procs(controllers, WRITTEN_S)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def at(phase: str) -> None:
