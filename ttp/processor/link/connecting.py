@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,8 @@ class ControllerLink:
     ) -> None:
         self._config, self._env, self._run_dir = config, env, run_dir
         self._put, self._joining, self._over = put, joining, over
+        self._lock = threading.Lock()  # other threads may still connect while ``finish`` is called
+        self._finished = False
         self._stream: Stream | None = None
         self._shortcut = Shortcut(config, env, run_dir)
         self._second = SecondStream(config.token, put, self._shortcut.port)
@@ -78,12 +81,16 @@ class ControllerLink:
                 else:
                     self._put(ev.Looked(self._sockets.heard_of(self._peers)))
             case act.ConnectAside() | act.SendAside() | act.CloseAside():
-                self._second.perform(action)
+                with self._lock:
+                    if not self._finished:
+                        self._second.perform(action)
 
     def finish(self, timeout_s: float) -> None:
-        """Send the queued reports, for at most ``timeout_s`` seconds, and close the stream."""
-        if self._stream is not None:
-            self._stream.finish(timeout_s=timeout_s)
+        """Send the queued reports, for at most ``timeout_s`` seconds, and close the stream. None is opened later."""
+        with self._lock:
+            self._finished, stream = True, self._stream
+        if stream is not None:
+            stream.finish(timeout_s=timeout_s)
         self._second.perform(act.CloseAside())
         self._shortcut.close()
 
@@ -118,13 +125,15 @@ class ControllerLink:
     def _open(self, address: str, within_s: float | None) -> None:
         """Open a stream to ``address`` (host:port), or else to the controller that the environment names."""
         assert self._config.port is not None
+        if self._finished:
+            return
         host, port = split(address) if address else (self._env.master_addr, self._config.port)
         if self._stream is not None:
             before, self._stream = self._stream, None
             before.abort()
         relay = self._shortcut.port()
         self._peers, self._relayed = (), relay is not None
-        self._stream = stream = Stream(
+        stream = Stream(
             host if relay is None else LOOPBACK,
             port if relay is None else relay,
             self._config.token,
@@ -134,6 +143,11 @@ class ControllerLink:
             within_s=within_s,
             to="" if relay is None else target(host, port),
         )
+        with self._lock:
+            if self._finished:
+                stream.abort()
+                return
+            self._stream = stream
         stream.start()
 
     def _on_up(self, host: str, port: int, *, relayed: bool) -> None:

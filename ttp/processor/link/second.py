@@ -69,11 +69,10 @@ class SecondStream:
                 within_s=action.within_s,
                 to="" if relay is None else action.address,
             )
+            if self._wanted != number:
+                stream.abort()
+                return
+            self._stream = stream
+            stream.start()
         except Exception as problem:
             put(ev.AsideDown(repr(problem)))
-            return
-        if self._wanted != number:
-            stream.abort()
-            return
-        self._stream = stream
-        stream.start()

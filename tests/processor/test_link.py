@@ -1,0 +1,80 @@
+"""The streams of a rank to its controllers: each is closed at the end, and the machine hears of each that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttp.config import Config, RankEnv
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.processor.joining import Joining
+from ttp.processor.link import connecting, second
+from ttp.processor.link.connecting import ControllerLink
+from ttp.processor.link.second import SecondStream
+
+
+class FakeStream:
+    """Notes what is done with it."""
+
+    made: list[FakeStream]
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.open = True
+        self.made.append(self)
+
+    def start(self) -> None:
+        """Begin to read."""
+
+    def abort(self) -> None:
+        self.open = False
+
+    def finish(self, timeout_s: float) -> None:
+        self.abort()
+
+
+class WithoutThread(FakeStream):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """Return the list of all streams that the link makes."""
+    found: list[FakeStream] = []
+    monkeypatch.setattr(FakeStream, "made", found, raising=False)
+    monkeypatch.setattr(connecting, "Stream", FakeStream)
+    monkeypatch.setattr(second, "Stream", FakeStream)
+    return found
+
+
+def link_of(tmp_path: Path, said: list[ev.Event]) -> ControllerLink:
+    config, env = Config(port=1, relay="off"), RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
+    return ControllerLink(config, env, tmp_path, said.append, Joining(config, env, lambda: None), over=lambda: False)
+
+
+@pytest.mark.parametrize("during", ["ensure_controller", "split", "Stream"])
+def test_a_rank_that_leaves_while_it_connects_keeps_no_stream(
+    during: str, made: list[FakeStream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = link_of(tmp_path, [])
+    step = getattr(connecting, during)
+
+    def left_meanwhile(*args: Any, **kwargs: Any) -> Any:
+        link.finish(timeout_s=0.0)
+        return None if during == "ensure_controller" else step(*args, **kwargs)
+
+    monkeypatch.setattr(connecting, during, left_meanwhile)
+    link.connect(act.Connect(start_controller=during == "ensure_controller", address="127.0.0.1:1"))
+    assert [stream for stream in made if stream.open] == []
+
+
+def test_a_second_stream_without_a_thread_is_said_to_be_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(second, "Stream", WithoutThread)
+    monkeypatch.setattr(second, "aside", lambda name, job: job())
+    said: list[ev.Event] = []
+    aside = SecondStream("", said.append, lambda: None)
+    aside.perform(act.ConnectAside("127.0.0.1:1", 1.0))
+    assert [type(event) for event in said] == [ev.AsideDown], "else the rank never asks another stand-in"
