@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,8 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
     decorated.
 
     ``KeyboardInterrupt`` and ``sys.exit(0)`` behave as without ttp. When ``train()`` returns, the decorator waits until
-    it has returned on every rank, so that a rank which dies in its last step can still be saved from the others.
+    it has returned on every rank, so that a rank which dies in its last step can still be saved from the others. A
+    process that ``train()`` has forked is not the rank: if it leaves ``train()``, it behaves as without ttp.
 
     Args:
         func: the training function; ``@ttp_to_persist`` and ``@ttp_to_persist(...)`` both work.
@@ -64,6 +66,7 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
 
 
 def _run(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exit_on_bad_config: bool) -> Any:
+    pid = os.getpid()
     try:
         while True:
             try:
@@ -72,7 +75,7 @@ def _run(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
                 pass
             _begin_again()
     except (ConfigError, RefusedError) as problem:
-        if not exit_on_bad_config:
+        if not exit_on_bad_config or os.getpid() != pid:  # a forked child is not the rank
             raise
         _leave_misconfigured(problem)
 
@@ -83,7 +86,7 @@ def _run_once(
     current = session.current()
     if current.in_train:
         return train(*args, **kwargs)
-    known, current.in_train = current.adapter, True
+    known, current.in_train, pid = current.adapter, True, os.getpid()
     try:
         if not current.enabled:
             return train(*args, **kwargs)
@@ -91,7 +94,7 @@ def _run_once(
             goes_on.enter()
         return _protected(current, train, args, kwargs)
     except UsageError as problem:
-        if not (exit_on_bad_config and current.enabled):
+        if not (exit_on_bad_config and current.enabled and os.getpid() == pid):
             raise
         traceback.print_exc()  # the traceback shows the call that has to be changed
         _leave_misconfigured(problem)

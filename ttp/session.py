@@ -256,13 +256,13 @@ class Session:
 
     def restore(self) -> int:
         """See ``ttp.restore``."""
-        from ttp.store.choice import checkpoint_bytes, held_for
+        from ttp.store.choice import checkpoint_bytes, held_for, warn_of_lost_steps
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
         with held_for(self.save_dir).reading():
             found, chosen = self._find()
-            self._say_what_is_lost(found.candidates, chosen)
+            warn_of_lost_steps(found.candidates, chosen)
             checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
             version = self._load(checkpoint, chosen, verified=chosen in found.verified) if chosen.name else Version(0)
         if chosen.name:
@@ -302,18 +302,6 @@ class Session:
     def fallback_dir(self) -> Path | None:
         """The directory of checkpoints that is used when ``save_dir`` fails; None: there is none."""
         return Path(self.config.fallback_dir) if self.config.fallback_dir else None
-
-    @staticmethod
-    def _say_what_is_lost(found: tuple[Candidate, ...], chosen: Candidate) -> None:
-        """Warn that other ranks lack the newest checkpoint that this rank found, so the job goes back further."""
-        if found and found[0].version > chosen.version:
-            log.warning(
-                "this rank could restore step %s, but another rank could not (its log says why): the job goes back to "
-                "step %s. The steps between them are trained again; to avoid that, stop now and repair the newer "
-                "checkpoint, or make it visible to all hosts",
-                found[0].version,
-                chosen.version,
-            )
 
     def _place(self) -> tuple[int, int]:
         """Return the rank and the world size from the processor or the launcher's environment."""
@@ -398,3 +386,12 @@ def reset() -> None:
     """Forget the session; the next ``train()`` of this process begins anew."""
     global _session
     _session = None
+
+
+def _forget_rank() -> None:
+    """Forget the processor in a forked child, which is not the rank: it must not report, and nobody would answer it."""
+    if _session is not None:
+        _session.processor = None
+
+
+os.register_at_fork(after_in_child=_forget_rank)

@@ -111,3 +111,19 @@ def test_a_newcomer_tries_again_until_the_device_of_the_dead_is_free(
     if again:
         goes_on.await_launcher()  # waits for nobody: it is the same rank of the same launch
     goes_on.runs = False
+
+
+def test_a_forked_child_that_leaves_train_ends_neither_itself_nor_the_clock_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch, goes_on: Continuing
+) -> None:
+    goes_on.runs, goes_on.state.way = True, "kept"
+    left: list[str] = []
+    monkeypatch.setattr(goes_on, "leave", left.append)
+    monkeypatch.setattr(continuing, "_continuing", goes_on)
+    with watched():
+        monkeypatch.setattr(os, "getpid", lambda: 1)  # as after os.fork()
+    assert goes_on.runs
+    with pytest.raises(ValueError, match="of the child"), watched():
+        monkeypatch.setattr(os, "getpid", lambda: 2)
+        raise ValueError("of the child")
+    assert left == []

@@ -12,6 +12,7 @@ import pytest
 
 from tests.controller.conftest import Controller
 from tests.waiting import until
+from ttp.store.history import read_word
 
 PROGRAM = """
 import os, signal, sys
@@ -31,20 +32,25 @@ signal.pause()
 """
 
 
+def rank_1(controller: Controller, tmp_path: Path) -> dict[str, str]:
+    """Return the environment of the second rank of two."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "TTP_PORT": str(controller.port),
+        "TTP_RUN_DIR": str(tmp_path / "run"),
+        "TTP_SAVE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+
+
 def test_the_controller_sees_the_death_while_the_child_lives(tmp_path: Path) -> None:
     controller = Controller(tmp_path)
     try:
         controller.rank(0, run_id="none", save_dir=str(tmp_path))
-        env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "TTP_PORT": str(controller.port),
-            "TTP_RUN_DIR": str(tmp_path / "run"),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
         command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, env=rank_1(controller, tmp_path), stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             child = int(process.stdout.readline())
             until(lambda: controller.status().stage == "training")
@@ -137,3 +143,74 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_the_child_keeps_what_has_come_under_the_number_of_an_old_stream() -> None:
     done = subprocess.run([sys.executable, "-c", REUSED], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "7"
+
+
+RETURNS = """
+import os, sys, time
+import ttp
+from pathlib import Path
+from tests.processor.fake_source import FakeSource
+from ttp import session
+from ttp.config import RankEnv
+from ttp.core.layout import Layout
+from ttp.errors import UsageError
+
+@ttp.ttp_to_persist
+def train():
+    env = RankEnv.from_env()
+    session.current().start_processor(env, Layout.data_parallel(env.world_size), FakeSource(), Path(sys.argv[1]))
+    child = os.fork()
+    if not child:
+        {end}
+    for _ in range(2000):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, 9)
+    print(os.waitstatus_to_exitcode(status) if pid else "the child does not end", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+
+os._exit(train())
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("return 7", "7"), ("sys.exit(0)", "0"), ("raise ValueError", "1"), ("raise UsageError", "1")],
+)
+def test_a_child_that_leaves_train_is_not_the_rank(end: str, code: str, tmp_path: Path) -> None:
+    """It ends as without ttp: it neither waits for the job nor says that it has failed or is misconfigured."""
+    controller = Controller(tmp_path)
+    try:
+        controller.rank(0, run_id="none", save_dir=str(tmp_path))
+        command = [sys.executable, "-W", "ignore", "-c", RETURNS.format(end=end), str(tmp_path)]
+        at = rank_1(controller, tmp_path)
+        with subprocess.Popen(command, env=at, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None and process.stdout is not None
+            assert process.stdout.readline().strip() == code
+            until(lambda: controller.status().stage == "training")
+            assert controller.status().incidents_total == 0
+            process.stdin.close()
+        assert read_word(tmp_path) is None
+    finally:
+        controller.close()
+
+
+MINDIO = """
+import os
+from ttp.compat.mindio.rank import THIS
+
+THIS._participant = THIS
+child = os.fork()
+if not child:
+    os._exit(THIS.running)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), THIS.running)
+"""
+
+
+def test_a_child_is_no_rank_in_programs_for_mindio() -> None:
+    done = subprocess.run([sys.executable, "-c", MINDIO], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["0", "True"]

@@ -365,22 +365,22 @@ def able(layout: Layout, source: StateSource) -> Continuing | None:
 def watched() -> Iterator[None]:
     """Wrap a call of train(): a rank that goes on and meets an error before its first update leaves with 75.
 
-    This holds for every error, because it may come from something that is different in a fresh process.
+    This holds for every error, which a fresh process may not meet, but not for a forked child: that is not the rank.
     """
-    goes_on = _continuing
+    goes_on, pid = _continuing, os.getpid()
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as problem:
-        left = isinstance(problem, SystemExit) and problem.code in (None, 0)
+        left = os.getpid() != pid or (isinstance(problem, SystemExit) and problem.code in (None, 0))
         if goes_on is not None and goes_on.runs and not (goes_on.releasing or left):
             if goes_on.tries_again(problem):
                 raise TrainAgain from None
             log.error("train() was called again, and raised", exc_info=True)
             goes_on.leave(f"train() was called again, and raised {describe(problem)}")
         raise
-    if goes_on is not None and goes_on.runs and not goes_on.releasing:
+    if goes_on is not None and goes_on.runs and not goes_on.releasing and os.getpid() == pid:
         if not goes_on.state.way:
             goes_on.leave("train() was called again, and has ended without restoring anything")
         goes_on.over()  # no update was left to make

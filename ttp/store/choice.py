@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from ttp.store.held import Held
 from ttp.store.manifest import MANIFEST, load_with_digest, manifest_digest
 from ttp.store.share import NOTHING, WHOLE, Share, everything
 from ttp.store.verify import verify_checkpoint
+
+log = logging.getLogger("ttp.store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +188,15 @@ def checkpoint_bytes(checkpoint: Path) -> int:
         return sum(piece.size for piece in load_with_digest(checkpoint)[0].pieces)
     except CheckpointError:
         return 0
+
+
+def warn_of_lost_steps(found: tuple[Candidate, ...], chosen: Candidate) -> None:
+    """Warn that other ranks lack the newest checkpoint that this rank found, so the job goes back further."""
+    if found and found[0].version > chosen.version:
+        log.warning(
+            "this rank could restore step %s, but another rank could not (its log says why): the job goes back to "
+            "step %s. The steps between them are trained again; to avoid that, stop now and repair the newer "
+            "checkpoint, or make it visible to all hosts",
+            found[0].version,
+            chosen.version,
+        )

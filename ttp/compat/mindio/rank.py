@@ -205,8 +205,13 @@ class ThisRank:
                 self._leaving = False
             self._participant = None
 
+    def forget(self) -> None:
+        """Forget the job in a forked child, which is not the rank."""
+        self._participant = None
+
 
 THIS = ThisRank()
+os.register_at_fork(after_in_child=THIS.forget)
 
 
 def replica_set(rank: int, info: Mapping[str, Any]) -> ReplicaSet:
