@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,26 @@ from ttp.core.messages import Save, SaverOrder
 from ttp.core.rank.events import Event, PiecesWritten, WriteFailed
 from ttp.processor.saver import Saver
 
+PATIENCE_S = 60.0
 
-def save(source: FakeSource, save_dir: Path) -> Event | None:
-    """Save version 2 of a job of one rank, and return the saver's report."""
-    saver = Saver(
+
+def saver_of(source: FakeSource, save_dir: Path, put: Callable[[Event], None] = lambda _: None) -> Saver:
+    """Return the saver of a job of one rank, whose state has version 2."""
+    return Saver(
         Config(), RankEnv(0, 1, 0, "127.0.0.1", "job", 0), Layout.data_parallel(1), source, save_dir, None,
-        version=lambda: Version(2), wait_pages=lambda _: True, put=lambda _: None, wrote=lambda _: None,
+        version=lambda: Version(2), wait_pages=lambda _: True, put=put, wrote=lambda _: None,
         look_again=lambda: None,
     )  # fmt: skip
+
+
+def order_of(generation: int) -> Save:
     order = SaverOrder(Rank(0), (Shard("s0"),), How.AS_IS, (), False)
-    return saver._save(Save(Rank(0), 1, "i", 1, Version(2), ".draft", order), threading.Event())
+    return Save(Rank(0), 1, "i", generation, Version(2), ".draft", order)
+
+
+def save(source: FakeSource, save_dir: Path) -> Event | None:
+    """Save version 2, and return the saver's report."""
+    return saver_of(source, save_dir)._save(order_of(1), threading.Event())
 
 
 class Refusing(FakeSource):
@@ -64,3 +76,38 @@ def test_a_directory_that_is_made_at_the_failure_has_its_name_for_good(
     monkeypatch.setattr("ttp.store.durable.sync_directory", lambda path: synced.append(Path(path)))
     assert isinstance(save(FakeSource(), save_dir), PiecesWritten)
     assert sorted(synced) == ([] if there else [tmp_path, tmp_path / "job"])
+
+
+class HangsAtFirst(FakeSource):
+    """A state whose first save hangs in the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = threading.Event()
+
+    def write_pieces(self, **order: Any) -> list[Any]:
+        if order["generation"] == 1:
+            self.ends.wait(PATIENCE_S)
+        return super().write_pieces(**order)
+
+
+def test_a_save_that_hangs_does_not_keep_the_next_one_which_was_ordered_before_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, late = HangsAtFirst(), list[threading.Thread]()
+    said: queue.Queue[Event] = queue.Queue()
+
+    def start_later(thread: threading.Thread) -> None:
+        late.append(thread)
+
+    saver = saver_of(source, tmp_path, said.put)
+    with monkeypatch.context() as slow:
+        slow.setattr(threading.Thread, "start", start_later)
+        saver.save(order_of(1))
+    saver.cancel()
+    saver.save(order_of(2))
+    late[0].start()
+    report = said.get(timeout=PATIENCE_S / 2)
+    source.ends.set()
+    saver.close()
+    assert isinstance(report, PiecesWritten) and report.generation == 2

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.waiting import until
 from ttp.processor.serial_worker import SerialWorker
 
 
@@ -29,3 +30,21 @@ def test_two_first_jobs_at_once_have_one_thread(monkeypatch: pytest.MonkeyPatch)
     assert done.wait(60)
     assert len(started) == 1
     worker.close()
+
+
+def test_a_job_that_has_not_begun_yet_makes_the_worker_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    late: list[threading.Thread] = []
+
+    def start_later(thread: threading.Thread) -> None:
+        late.append(thread)
+
+    worker = SerialWorker("ttp-test")
+    with monkeypatch.context() as slow:
+        slow.setattr(threading.Thread, "start", start_later)
+        worker.submit(lambda: None)
+    assert worker.busy
+    late[0].start()
+    until(lambda: not worker.busy)
+    worker.close()
+    late[0].join(60)
+    assert not worker.busy

@@ -23,8 +23,7 @@ class SerialWorker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._busy = threading.Event()
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # any thread submits jobs: held for as long as a thread takes to start
 
@@ -36,7 +35,7 @@ class SerialWorker:
         """
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=_run, args=(self._jobs, self._busy), name=self._name, daemon=True)
+                thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
             self._jobs.put(job)
@@ -52,25 +51,25 @@ class SerialWorker:
 
     @property
     def busy(self) -> bool:
-        """True while a job is running."""
-        return self._busy.is_set()
+        """True while a job runs or waits to be run."""
+        return self._thread is not None and self._jobs.unfinished_tasks > 0
 
     def leave_behind(self) -> None:
-        """Abandon the running job. Later jobs run on a new thread."""
+        """Abandon the jobs submitted so far. Later jobs run on a new thread."""
         with self._lock:
             self._jobs.put(None)
-            self._jobs, self._busy, self._thread = queue.SimpleQueue(), threading.Event(), None
+            self._jobs, self._thread = queue.Queue(), None
 
     def close(self) -> None:
         """Accept no more jobs. The thread ends after the jobs submitted so far."""
         self._jobs.put(None)
 
 
-def _run(jobs: queue.SimpleQueue[Callable[[], None] | None], busy: threading.Event) -> None:
+def _run(jobs: queue.Queue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
-        busy.set()
         try:
             job()
         except BaseException:
             log.exception("a background job of the processor failed")
-        busy.clear()
+        jobs.task_done()
+    jobs.task_done()
