@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.processor.fake_source import FakeSource
+from tests.waiting import until
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.decide import How
@@ -275,3 +277,33 @@ def test_where_no_thread_can_be_started_training_goes_on(tmp_path: Path, monkeyp
     made.gate.close()
     made.end_update()  # which a controller waits for: it will do without this rank
     made.close()
+
+
+def test_an_error_at_every_turn_uses_up_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = alone(FakeSource(), tmp_path)
+    turns: list[float] = []
+
+    def fails(event: object, now: float) -> list[act.Action]:
+        turns.append(now)
+        raise AssertionError("a turn that always fails")
+
+    monkeypatch.setattr(processor._machine, "on_event", fails)
+    monkeypatch.setattr(processor._machine, "deadline", lambda: 0.0)
+    owner = threading.Thread(target=processor._run)
+    owner.start()
+    until(lambda: turns and time.monotonic() > turns[0] + 0.3)
+    processor._closed = True
+    owner.join(PATIENCE_S)
+    assert 1 < len(turns) < 20
+
+
+def test_a_state_that_was_read_before_the_gate_closed_is_no_answer(tmp_path: Path) -> None:
+    """The training thread has ended an update under the closed gate, and tells so after a thaw and another freeze."""
+    processor = alone(FakeSource(), tmp_path)
+    processor._inspector.on_quiet(asked=True)
+    assert processor._inspector.wait_done(PATIENCE_S)
+    processor.begin_update()
+    processor._try(act.CloseGate())
+    assert [quiet.phase for quiet in answers(processor)] == [m.Phase.UPDATING]
+    processor.end_update()
+    assert [(quiet.phase, quiet.version) for quiet in answers(processor)] == [(m.Phase.IDLE, 1)]

@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from ttp.core.rank import actions as act
 from ttp.launch.leases import Leases
 from ttp.processor.serial_worker import SerialWorker
 
@@ -33,13 +34,12 @@ class OwnLease:
         """Note that no processor runs in this process, and that it needs no lease. Waits for the directory."""
         self._leases.disarm(self._pid)
 
-    def hold(self, until: float) -> None:
-        """Ask not to be stopped before ``until``, in seconds of ``time.monotonic()``."""
-        self.writer.submit(lambda: self._leases.grant(self._pid, until))
-
-    def drop(self) -> None:
-        """Tell the launcher that it may stop this process."""
-        self.writer.submit(lambda: self._leases.revoke(self._pid))
+    def perform(self, action: act.HoldLease | act.DropLease) -> None:
+        """Ask the launcher not to stop this process before a time, or tell it that it may. Does not wait."""
+        if isinstance(action, act.HoldLease):
+            self.writer.submit(lambda: self._leases.grant(self._pid, action.until))
+        else:
+            self.writer.submit(lambda: self._leases.revoke(self._pid))
 
     def close(self) -> None:
         """Remove the lease when the process leaves the job in good order. Waits at most ``LEASE_S`` seconds."""

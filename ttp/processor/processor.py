@@ -270,6 +270,7 @@ class Processor:
     # ------------------------------------------------------------------------------------------------ the owner thread
 
     def _run(self) -> None:
+        failed = 0
         while not (self._closed or self._machine.gone):
             try:
                 event = self._next_event()
@@ -281,6 +282,10 @@ class Processor:
                     self._try(action)
             except Exception:  # whatever happens here, training goes on
                 log.exception("an error in the processor of this rank; training is not affected")
+                failed = min(failed + 1, 7)
+                time.sleep(0.01 * 2**failed)  # 20 ms to 1.28 s: the error may come at every turn, which takes no time
+            else:
+                failed = 0
 
     def _try(self, action: act.Action) -> None:
         """Carry out an action. If it fails, the actions after it are still carried out."""
@@ -321,16 +326,10 @@ class Processor:
                 self._inspector.thaw()
             case act.Redo(version):
                 self._inspector.redo(version)
-            case act.StartSave(save):
-                self._saver.save(save)
-            case act.CancelSave():
-                self._saver.cancel()
-            case act.StartCommit(commit):
-                self._saver.commit(commit)
-            case act.HoldLease(until):
-                self._lease.hold(until)
-            case act.DropLease():
-                self._lease.drop()
+            case act.StartSave() | act.CancelSave() | act.StartCommit():
+                self._saver.perform(action)
+            case act.HoldLease() | act.DropLease():
+                self._lease.perform(action)
             case act.NoteRing():
                 self._lease.writer.submit(lambda: self._link.note(action, self._machine.incarnation))
             case act.Joined(incarnation, first, joins, guest):

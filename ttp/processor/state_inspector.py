@@ -157,8 +157,11 @@ class StateInspector:
         """Inspect and report the state, on the device too. No update runs on the host.
 
         If the gate's state differs from ``state`` after the inspection, nothing is reported: a rank that has come to
-        the gate with its gradient meanwhile must not be taken for one that hangs elsewhere.
+        the gate with its gradient meanwhile must not be taken for one that hangs elsewhere. Nor is anything reported of
+        an open gate: it may close later, in the middle of an update.
         """
+        if not self._gate.closed:
+            return
         if state.near and not state.parked:
             self._came.wait(COMES_S)
         if self._moved_on(state):
