@@ -7,11 +7,13 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ttp.launch import worker_watch
 from ttp.launch.deaths import DeathWatch, describe_exit, exit_code
 from ttp.launch.worker_watch import WorkerWatch
 
@@ -121,3 +123,32 @@ def test_watch_goes_on_with_the_next_group(watch: WorkerWatch, children: list[Ch
     watch.watch({5: children[1], 6: children[2]}, notes)
     children[2].kill()
     assert notes.heard.get(timeout=LONG_S)[0] == 6
+
+
+class FailsForRank0(Notes):
+    def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
+        if not rank:
+            raise ValueError("the channel is closed")
+        super().exited(rank, pid, reason)
+
+
+def test_watch_goes_on_after_an_error(
+    watch: WorkerWatch, children: list[Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, wait, failed = FailsForRank0(), DeathWatch.wait, threading.Event()
+
+    def fails_once(self: DeathWatch, timeout_s: float) -> dict[int, int]:
+        if not failed.is_set():
+            failed.set()
+            raise OSError("a system call failed")
+        return wait(self, timeout_s)
+
+    monkeypatch.setattr(worker_watch, "AFTER_ERROR_S", 0.0)
+    monkeypatch.setattr(DeathWatch, "wait", fails_once)
+    assert failed.wait(LONG_S)
+    for child in children:
+        child.kill()
+        child.wait()
+    watch.watch(dict(enumerate(children)), notes)
+    assert [notes.heard.get(timeout=LONG_S)[0] for _ in range(2)] == [1, 2]
+    assert watch.died.is_set()

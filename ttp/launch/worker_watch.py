@@ -18,6 +18,9 @@ logger = logging.getLogger("ttp.launch")
 TURN_S = 0.2
 """Seconds within which the thread notices new workers. It reports deaths in between then."""
 
+AFTER_ERROR_S = 1.0
+"""Seconds until the thread goes on after an error, which may come again at once."""
+
 
 class Reporter(Protocol):
     """Receives reports of deaths. Must neither block nor raise."""
@@ -84,14 +87,17 @@ class WorkerWatch:
                         self._tell(reporter, rank, workers[rank].pid, code)
             except Exception:
                 logger.exception("cannot watch the workers; the controller will notice their deaths later")
-                return
+                self._over.wait(AFTER_ERROR_S)
         watch.close()
 
     def _tell(self, reporter: Reporter, rank: int, pid: int, code: int) -> None:
         if code in ORDERLY_EXITS or self.expects(pid):
             return
         reason = describe_exit(code, self._oom.explain(pid) if code in SIGKILLED else "")
-        reporter.exited(rank, pid, reason, code)
+        try:
+            reporter.exited(rank, pid, reason, code)
+        except Exception:
+            logger.exception("cannot report the death of rank %d; the controller will notice it later", rank)
         logger.warning("rank %d (pid %d): %s", rank, pid, reason)
 
 
