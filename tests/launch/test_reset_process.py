@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.waiting import until
+from ttp.launch.reset_process import ResetProcess, Training, main
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -185,6 +186,35 @@ def test_how_it_ends(host: Host, how: signal.Signals | None, code: int) -> None:
     assert found == code and "reset.json" not in log
 
 
+def test_a_signal_while_the_ranks_are_started_again_leaves_none_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that waits for a missing one would hold its device."""
+    again, started = Training.again, list[Training]()
+    before = {how: signal.getsignal(how) for how in (signal.SIGTERM, signal.SIGUSR2)}
+    ranks = [subprocess.Popen(["sleep", "600"], cwd=tmp_path) for _ in range(2)]
+
+    def told_to_end(training: Training) -> Training:
+        os.kill(os.getpid(), signal.SIGTERM)
+        started.append(again(training))
+        return started[-1]
+
+    def statuses(_: ResetProcess) -> dict[int, str]:
+        return {5: "unrecovered" if any(rank.poll() is None for rank in ranks) else "recovered"}
+
+    monkeypatch.setattr(Training, "again", told_to_end)
+    monkeypatch.setattr(ResetProcess, "_statuses", statuses)
+    try:
+        assert main(["-p", *(str(rank.pid) for rank in ranks), "--every", "0.01"]) == 0
+        assert len(started) == 2 and all(training.process.is_running() for training in started)
+    finally:
+        for how, handler in before.items():
+            signal.signal(how, handler)
+        for each in [*ranks, *(training.child for training in started if training.child is not None)]:
+            each.kill()
+            each.wait()
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -199,10 +229,10 @@ def test_how_it_ends(host: Host, how: signal.Signals | None, code: int) -> None:
 def test_bad_usage(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ttp.cli.main import main
+    from ttp.cli.main import main as ttp
 
     monkeypatch.delenv("RANK_ID", raising=False)
     with subprocess.Popen(["sleep", "60"], env={}) as process:
-        assert main(["reset-process", *(str(process.pid) if flag == "PID" else flag for flag in flags)]) == 64
+        assert ttp(["reset-process", *(str(process.pid) if flag == "PID" else flag for flag in flags)]) == 64
         process.kill()
     assert text in capsys.readouterr().err

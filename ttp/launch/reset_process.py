@@ -15,17 +15,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import queue
 import signal
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
+from ttp.inbox import Inbox
 from ttp.launch.preparation import EXIT_FAILED
 
 logger = logging.getLogger("ttp.launch")
@@ -36,14 +37,6 @@ NEW_LOG = "newlog"
 """File in a process's working directory for its output after a restart."""
 TIME_MAX_S = 3000
 LAUNCH = "TORCHELASTIC_RESTART_COUNT"
-
-
-class _Ended(BaseException):
-    """A signal (SIGTERM or SIGUSR2) has reported that the training is over; ``code`` is the exit code."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,22 +242,16 @@ def main(argv: list[str]) -> int:
     if given.mode == "elastic" and not given.with_rank:
         raise ConfigError("-m elastic needs -r: reset.json names broken ranks by their RANK_ID")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    told: Inbox[int] = Inbox()  # read between two looks: a signal must not leave only some of the ranks started
     for how, code in ((signal.SIGTERM, EXIT_TRAINED), (signal.SIGUSR2, EXIT_FAILED)):
-        signal.signal(how, lambda *_, code=code: _end(code))
-    try:
-        trainings = [Training.of(pid, given.with_rank) for pid in dict.fromkeys(given.pids)]
-        seconds = {"faulty_s": given.faulty_after, "healthy_s": max(given.time, given.faulty_after)}
-        managed = ResetProcess(trainings, given.reset_json, elastic=given.mode == "elastic", **seconds)
-        while (ended := managed.look()) is None:
-            time.sleep(given.every)
-        return ended
-    except _Ended as told:
-        return told.code
-
-
-def _end(code: int) -> NoReturn:
-    """Leave ``main``'s loop from a signal handler."""
-    raise _Ended(code)
+        signal.signal(how, lambda *_, code=code: told.put(code))
+    trainings = [Training.of(pid, given.with_rank) for pid in dict.fromkeys(given.pids)]
+    seconds = {"faulty_s": given.faulty_after, "healthy_s": max(given.time, given.faulty_after)}
+    managed = ResetProcess(trainings, given.reset_json, elastic=given.mode == "elastic", **seconds)
+    while (ended := managed.look()) is None:
+        with contextlib.suppress(queue.Empty):
+            return told.get(timeout=given.every)
+    return ended
 
 
 def _parser() -> argparse.ArgumentParser:
