@@ -13,6 +13,7 @@ import pytest
 
 from tests.wire.certificates import Authority
 from ttp.config import Config
+from ttp.wire import https
 from ttp.wire.https import server_context
 
 
@@ -62,3 +63,32 @@ def test_a_revoked_certificate_resumes_no_session(tmp_path: Path) -> None:
         client.maximum_version = ssl.TLSVersion.TLSv1_2
         with pytest.raises(OSError):
             greeted(port, client)
+
+
+def test_files_that_are_replaced_while_they_are_read_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path)
+    context = server_context(Config.from_env(authority.sign("localhost")), client_certificates=False)
+    assert context is not None
+    read, failed = https._context, list[Config]()
+
+    def replaced_at_first(config: Config, client_certificates: bool) -> ssl.SSLContext:
+        if not failed:
+            failed.append(config)
+            raise ssl.SSLError("the key is not that of the certificate")
+        return read(config, client_certificates)
+
+    monkeypatch.setattr(https, "_context", replaced_at_first)
+    client = ssl.create_default_context(cafile=str(authority.certificate))
+    with greeting(context) as port:
+        first = certificate(port, client)
+        authority.sign("localhost")
+        assert certificate(port, client) == first and failed
+        assert certificate(port, client) != first
+
+
+def certificate(port: int, client: ssl.SSLContext) -> bytes | None:
+    with client.wrap_socket(socket.create_connection(("127.0.0.1", port), 20), server_hostname="localhost") as secured:
+        assert secured.recv(5) == b"hello"
+        return secured.getpeercert(binary_form=True)

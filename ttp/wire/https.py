@@ -6,11 +6,15 @@ at every connection, and use renewed ones. A problem with a renewed file is logg
 
 from __future__ import annotations
 
+import logging
 import ssl
 from typing import Any
 
 from ttp.config import Config
+from ttp.errors import ConfigError
 from ttp.wire import tls
+
+log = logging.getLogger("ttp.wire")
 
 
 def server_context(config: Config, *, client_certificates: bool = True) -> ssl.SSLContext | None:
@@ -28,13 +32,17 @@ def server_context(config: Config, *, client_certificates: bool = True) -> ssl.S
         return None
     made = _context(config, client_certificates)
     renewals = tls.Renewals(config, mine)
-    newest = [made]
+    newest, due = [made], [False]
 
     def greeted(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
         """Make a new connection use the present files. The ssl module calls this at a client's first message."""
-        if renewals.renewed() is not None:
-            newest[0] = _context(config, client_certificates)
-            newest[0].sni_callback = greeted
+        due[0] = renewals.renewed() is not None or due[0]
+        if due[0]:
+            try:
+                newest[0], due[0] = _context(config, client_certificates), False
+                newest[0].sni_callback = greeted
+            except (ssl.SSLError, OSError, ConfigError) as problem:  # the files are just being replaced once more
+                log.warning("the renewed certificate is used later, it cannot be read now: %s", problem)
         connection.context = newest[0]
 
     made.sni_callback = greeted
