@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from grpc import insecure_channel
 
 from tests.processor.copying_rank import ME, OTHER, held, kept, never, piece
 from tests.wire.certificates import Authority
@@ -18,7 +20,9 @@ from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError, brin
 from ttp.processor.copies.transfer import Receiver, Sender, SendError
 from ttp.processor.source import Cancelled
 from ttp.wire import tls
+from ttp.wire.channel import metadata
 from ttp.wire.v1 import buddy_pb2 as pb
+from ttp.wire.v1 import buddy_pb2_grpc as rpc
 
 
 @pytest.fixture
@@ -178,6 +182,35 @@ def test_copies_travel_encrypted_from_who_is_not_revoked(
         thief.close()
         sender.close()
         receiver.close()
+
+
+class LongCopy:
+    """Stands for the lock of a receiver that is busy with one copy while others come."""
+
+    def __init__(self) -> None:
+        self.waiting, self.over = threading.Semaphore(0), threading.Event()
+
+    def __enter__(self) -> None:
+        self.waiting.release()
+        self.over.wait(60)
+
+    def __exit__(self, *_: object) -> None:
+        """Let the next copy in."""
+
+
+def test_a_page_does_not_wait_for_the_copies_of_a_larger_host(receiver: Receiver) -> None:
+    """Each of its eight ranks has the same buddy."""
+    receiver._one_copy = taking = LongCopy()  # type: ignore[assignment]
+    receiver.keep = lambda _: ""
+    with insecure_channel(f"127.0.0.1:{receiver.port}") as channel:
+        buddy, said = rpc.BuddyStub(channel), metadata("secret")
+        copies = [buddy.Store.future(iter([pb.StoreRequest()]), metadata=said) for _ in range(8)]
+        assert all(taking.waiting.acquire(timeout=60) for _ in range(4))
+        try:
+            assert not buddy.Keep(pb.KeepRequest(run_id="job"), metadata=said, timeout=10).refused
+        finally:
+            taking.over.set()
+        assert all(isinstance(copy.exception(60), Exception) for copy in copies)
 
 
 def test_a_copy_that_is_given_up_leaves_nothing(sender: Sender, receiver: Receiver, store: CopyStore) -> None:

@@ -36,8 +36,10 @@ log = logging.getLogger("ttp.processor")
 SEND_S = 600.0
 """Seconds after which sending a copy is given up."""
 MESSAGE_BYTES_MAX = PAGE_BYTES_MAX + (1 << 20)
-THREADS = 4
-"""Threads of the server: it receives pages while it receives a copy. Copies are received one after the other."""
+THREADS = 64
+"""Largest number of threads of the server; they are made when they are needed. Copies are received one after the other,
+and each that waits for its turn has a thread. Pages do not wait for copies unless so many ranks have one buddy.
+"""
 FILES_MAX = 10_000
 CLOSE_S = 1.0
 
