@@ -16,6 +16,7 @@ from ttp.processor.link.stream import Stream
 LEAVES = """
 import ctypes
 import logging
+import signal
 import sys
 import threading
 from tests.processor.fake_source import FakeSource
@@ -26,9 +27,13 @@ from ttp.processor import exiting
 from ttp.processor.processor import Processor
 
 exiting.EXIT_S = 0.2
+if "handler" in sys.argv:
+    signal.signal(signal.SIGALRM, print)
 logging.basicConfig()
 if "driver" in sys.argv:
-    FakeSource.close = lambda self: ctypes.PyDLL(None).sleep(600)  # keeps the lock, as a call into CUDA may
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    FakeSource.close = lambda self: libc.pthread_mutex_lock(mutex)  # keeps the lock, as a call into CUDA may
 env = RankEnv(0, 1, 0, "127.0.0.1", "none", 0)
 processor = Processor(Config(port=1), env, Layout.data_parallel(1), FakeSource(), "/nowhere")
 logging.warning("the last line that it takes")
@@ -53,8 +58,11 @@ def test_a_log_on_storage_that_hangs_keeps_no_rank(tmp_path: Path) -> None:
         assert done.returncode == 75
 
 
-def test_a_driver_that_keeps_the_interpreter_lock_keeps_no_rank() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVES, "driver"], stderr=subprocess.PIPE, timeout=60, check=False)
+@pytest.mark.parametrize("handler", ["handler", "none"])
+def test_a_driver_that_keeps_the_interpreter_lock_keeps_no_rank(handler: str) -> None:
+    """Even if the program has a handler of its own for the signal that ends such a process."""
+    command = [sys.executable, "-c", LEAVES, "driver", handler]
+    done = subprocess.run(command, stderr=subprocess.PIPE, timeout=60, check=False)
     assert done.returncode == -signal.SIGALRM, done.stderr
 
 

@@ -79,6 +79,33 @@ def test_without_a_controller_the_signal_ends_the_process_as_without_ttp(handler
     assert done.returncode == code, done.stderr
 
 
+ARRIVES = """
+import signal, sys
+from ttp.processor.liveness.signals import Preemption
+preemption, set_wakeup_fd = Preemption(print), signal.set_wakeup_fd
+def arrives_before(fd, **how):
+    signal.raise_signal(signal.SIGTERM)
+    return set_wakeup_fd(fd, **how)
+def arrives_after(fd, **how):
+    before = set_wakeup_fd(fd, **how)
+    signal.raise_signal(signal.SIGTERM)
+    return before
+if sys.argv[1] == "install":
+    signal.set_wakeup_fd = arrives_before
+    preemption.install()
+else:
+    preemption.install()
+    signal.set_wakeup_fd = arrives_after
+    preemption.uninstall()
+"""
+
+
+@pytest.mark.parametrize("during", ["install", "uninstall"])
+def test_a_signal_that_arrives_while_the_handler_changes_is_not_swallowed(during: str) -> None:
+    command = [sys.executable, "-c", ARRIVES, during]
+    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGTERM
+
+
 FORKING = """
 import os, signal, time
 from ttp.processor.liveness.signals import Preemption

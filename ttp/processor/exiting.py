@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ttp.errors import EXIT_BAD_CONFIG
 from ttp.processor.last_words import leave_word
+from ttp.processor.liveness.signals import set_default
 
 log = logging.getLogger("ttp.processor")
 
@@ -34,6 +35,7 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
     with contextlib.suppress(RuntimeError):  # no thread can be started: the signal below remains
         last_resort.start()
     with contextlib.suppress(OSError, ValueError):  # a driver that hangs may keep the interpreter lock
+        set_default(signal.SIGALRM)  # a handler of the program would need that lock
         signal.setitimer(signal.ITIMER_REAL, 2 * EXIT_S)
     log.warning("%s", text)
     try:

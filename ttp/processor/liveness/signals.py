@@ -28,6 +28,11 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 _installed: weakref.WeakSet[Preemption] = weakref.WeakSet()
 
 
+def set_default(signum: signal.Signals) -> None:
+    """Give a signal its default action, on any thread: Python allows that to the main thread only."""
+    ctypes.PyDLL(None).signal(int(signum), ctypes.c_void_p(0))
+
+
 def _forget_in_child() -> None:
     for preemption in tuple(_installed):
         preemption.forget()
@@ -62,8 +67,8 @@ class Preemption:
             return
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
-        self._previous = signal.signal(signal.SIGTERM, self._handle)
         self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._previous = signal.signal(signal.SIGTERM, self._handle)  # last: alone it would swallow the signal
         self._installed = True
         _installed.add(self)
         threading.Thread(target=self._listen, name="ttp-signals", daemon=True).start()
@@ -74,9 +79,9 @@ class Preemption:
             return
         self._installed = False
         _installed.discard(self)
+        signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
         with contextlib.suppress(ValueError, OSError):
             signal.set_wakeup_fd(self._previous_fd)
-        signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
         with contextlib.suppress(OSError):
             os.close(self._write_fd)
 
@@ -110,7 +115,5 @@ class Preemption:
             pass
         if self._installed and self._previous is signal.SIG_DFL:
             log.error("no controller can order a save after SIGTERM: this process ends as it would without ttp")
-            ctypes.CDLL(None).signal(
-                int(signal.SIGTERM), ctypes.c_void_p(0)
-            )  # Python allows it to the main thread only
+            set_default(signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
