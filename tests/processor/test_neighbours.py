@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.making import making
+from tests.processor.fake_source import FakeSource
 from tests.processor.sentinel_owner import Owner
 from tests.waiting import until
+from ttp.config import Config, RankEnv
 from ttp.processor.liveness import peer_watcher as subject
 from ttp.processor.liveness.futex import DIED, WAITERS
+from ttp.processor.liveness.host_services import HostServices
 from ttp.processor.liveness.peer_watcher import PeerWatcher
-from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, pack_header, sentinel_name, word_at
-from ttp.processor.liveness.sentinel_reader import REASON
+from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, Seat, pack_header, sentinel_name, word_at
+from ttp.processor.liveness.sentinel_reader import REASON, SentinelReader, State, look
 
 LONG_S = 20.0
 ME, INCARNATION = 1, 7
@@ -209,3 +212,30 @@ def test_whatever_fails_is_one_line_in_the_log(
     ring.ring._thread.join(LONG_S)
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG and "a defect" in record.getMessage()
+
+
+def test_a_rank_that_cannot_watch_its_neighbours_still_leaves_in_good_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its neighbours would report its death."""
+
+    def no_thread(_: PeerWatcher) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(PeerWatcher, "start", no_thread)
+    env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
+    host = HostServices(Config(port=1), env, tmp_path, nonce="n", died=lambda *_: None)
+    with pytest.raises(RuntimeError):
+        host.begin(FakeSource(), INCARNATION)
+    assert host.pages is not None
+    page_dir = host.pages.path
+    seen = until(lambda: shown(page_dir))
+    host.leave()
+    assert seen.state() is State.LEFT
+    seen.close()
+    host.close()
+
+
+def shown(page_dir: Path) -> SentinelReader | None:
+    found = look(page_dir, 0, Seat.NEIGHBOUR)
+    return None if isinstance(found, str) else found

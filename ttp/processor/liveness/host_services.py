@@ -75,10 +75,10 @@ class HostServices:
         path = self.pages.path
         source.on_welcome(Rank(rank), incarnation, path)
         sentinel = Sentinel(path, rank, self._nonce, incarnation)
-        neighbours = PeerWatcher(path, rank, incarnation, self._died)
-        neighbours.start()
-        self._stack.callback(neighbours.close)
         self._stack.callback(sentinel.close)
+        neighbours = PeerWatcher(path, rank, incarnation, self._died)
+        self._stack.callback(neighbours.close)
+        neighbours.start()
         self._kept = KeptPages(path, rank, incarnation)
         self._stack.callback(self._kept.close)
         if self._config.mirror:
