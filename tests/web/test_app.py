@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,49 @@ def test_a_controller_that_does_not_answer_is_said(tmp_path: Path) -> None:
             running.cancel()
 
     assert json.loads(asyncio.run(run()).text)["error"] == "nobody is there"
+
+
+class Hanging(Incidents):
+    """Incidents on a storage that hangs."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.works = threading.Event()
+
+    def ended(self) -> str:
+        self.works.wait(60)
+        return ""
+
+    def read(self, name: str) -> None:
+        self.works.wait(60)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_storage_that_hangs_keeps_nobody_from_the_status(lost: bool, tmp_path: Path) -> None:
+    """Whoever asks for an incident waits, and there may be more of them than threads."""
+    files = Hanging()
+
+    def ask() -> Any:
+        if lost:
+            raise ConfigError("nobody is there")
+        return status("training", "llll", save_dir=str(tmp_path)), "here:1", None
+
+    async def run() -> tuple[Answer, Answer]:
+        looks = Looks(ask, files)
+        app, running = make_app(looks, "secret"), asyncio.create_task(looks.run())
+        waiting = [asyncio.create_task(get(app, "/api/v1/incidents/one", BEARER)) for _ in range(50)]
+        await asyncio.sleep(0)
+        try:
+            answers = asyncio.gather(get(app, "/", BEARER), get(app, "/api/v1/status", BEARER))
+            return await asyncio.wait_for(answers, 30)
+        finally:
+            files.works.set()
+            await asyncio.gather(*waiting)
+            running.cancel()
+
+    page, shown = asyncio.run(run())
+    assert page.code == 200
+    assert json.loads(shown.text)["error"] == ("nobody is there" if lost else "")
 
 
 def test_nobody_is_asked_while_nobody_watches() -> None:

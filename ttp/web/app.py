@@ -197,7 +197,7 @@ class _Pages:
 
     async def incidents(self, request: Request) -> Response:
         """Send the list of incidents as JSON, newest first."""
-        await asyncio.to_thread(self._looks.incidents.look)
+        await self._looks.read(self._looks.incidents.look)
         return JSONResponse(self._listed)
 
     async def incident(self, request: Request) -> Response:
@@ -214,7 +214,7 @@ class _Pages:
             return None if found is None else tell(found)
 
         try:
-            text = await asyncio.to_thread(read)
+            text = await self._looks.read(read)
         except TtpError as problem:
             return JSONResponse({"error": str(problem)}, 500)
         if text is None:

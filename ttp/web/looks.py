@@ -1,6 +1,7 @@
 """Observe a job for all open pages: one request to the controller at a time, and none while no page is open.
 
-Two tasks read the status and the incident files, each in threads, so that the status is shown even if storage hangs.
+Two tasks read the status and the incident files, on different threads, so that the status is shown even if the storage
+hangs.
 Polling takes at most a twentieth of the controller's time.
 """
 
@@ -13,8 +14,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ttp.cli.connection import Client, find
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
@@ -23,6 +25,8 @@ from ttp.errors import TtpError
 from ttp.store.history import read_launches
 from ttp.web.view import TEXT_MAX, Pace, tell, view
 from ttp.wire.v1 import controller_pb2 as pb
+
+T = TypeVar("T")
 
 log = logging.getLogger("ttp.web")
 
@@ -36,6 +40,10 @@ LATE_S = 3.0
 
 Heartbeats are a second apart.
 """
+FILE_THREADS = 4
+"""Threads that read files of the job. They are not those that ask the controller, because the storage may hang."""
+ENDED_S = 1.0
+"""Seconds that the storage may take to tell how a job has ended whose controller does not answer."""
 LISTED_MAX = 100
 """Largest number of incidents in the list; the newest are listed."""
 
@@ -191,6 +199,12 @@ class Looks:
         self._view: dict[str, Any] = {"error": "", "ended": "", "stage": "", "incident": None}
         self._said = ""
         self._progress = Progress()
+        self._threads = ThreadPoolExecutor(FILE_THREADS, "ttp-web-files")
+        self._ended: asyncio.Future[str] | None = None
+
+    async def read(self, job: Callable[[], T]) -> T:
+        """Return the result of a function that reads files of the job. It takes as long as the storage hangs."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, job)
 
     def want(self) -> None:
         """Keep polling for the next ``IDLE_S`` seconds, because a page is open."""
@@ -236,7 +250,7 @@ class Looks:
             if str(problem) != self._said:
                 log.warning("%s", problem)
             self._said = str(problem)
-            self._view |= {"error": str(problem), "ended": await asyncio.to_thread(self.incidents.ended)}
+            self._view |= {"error": str(problem), "ended": await self._recorded_end()}
         else:
             self.status, self._said = now, ""
             self.incidents.belong_to(now.save_dir, run_dir)
@@ -244,8 +258,15 @@ class Looks:
             self._view = {**view(now, self.incidents.newest, pace), "controller": controller}
         await self._publish()
 
+    async def _recorded_end(self) -> str:
+        """Return ``Incidents.ended``; empty if that takes longer than ``ENDED_S``, as the storage may hang."""
+        if self._ended is None or self._ended.done():
+            self._ended = asyncio.ensure_future(self.read(self.incidents.ended))
+        await asyncio.wait({self._ended}, timeout=ENDED_S)
+        return self._ended.result() if self._ended.done() else ""
+
     async def _look_at_files(self) -> None:
-        if await asyncio.to_thread(self.incidents.look):
+        if await self.read(self.incidents.look):
             if self.status is not None and not self._view["error"]:
                 self._view |= {"incident": view(self.status, self.incidents.newest)["incident"]}
             await self._publish()
