@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import time
@@ -157,8 +156,8 @@ def test_the_controller_and_the_writer_die_before_it_is_durable(
     (first,) = writers(job)
     first.kill()
     first.wait()
-    controller = json.loads(job.ttp("status", "--json").stdout)["controller"]["pid"]
-    os.kill(controller, signal.SIGKILL)
+    (controller,) = processes("ttp.controller", job.directory / "run")
+    controller.kill()
     wait_until(lambda: len(writers(job)) == 1 and held(job).is_served(), job)
     bad_disk.rules()
     assert job.wait(TIMEOUT_S - 30) == 0 and versions(job) == [5], job.story()
@@ -180,17 +179,20 @@ def test_nobody_leaves_with_75_before_it_is_durable(job: Job, bad_disk: BadDisk)
     assert versions(job) == [5] and job.committed() == [5], job.story()
 
 
-def named(process: psutil.Process, module: str) -> bool:
+def named(process: psutil.Process, word: str) -> bool:
     try:
-        return module in process.cmdline()
+        return word in process.cmdline()
     except psutil.Error:
         return False
 
 
 def writers(job: Job) -> list[psutil.Process]:
     """Return the processes that copy the checkpoint to the storage."""
-    mine = str(held(job).root)
-    return [p for p in psutil.process_iter() if named(p, "ttp.launch.shadow") and named(p, mine)]
+    return processes("ttp.launch.shadow", held(job).root)
+
+
+def processes(module: str, argument: object) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter() if named(p, module) and named(p, str(argument))]
 
 
 @pytest.mark.slow

@@ -103,4 +103,6 @@ def test_survivors_obey_sigterm(job: Any) -> None:
     running.until(lambda: all(len(running.of("step").get(r, [])) >= 2 for r in (0, 1)))
     running.workers[0].terminate()
     assert running.wait() == [2, 2]
-    assert set(running.of("save")) == {1}  # who was asked to end is only asked to save where nobody else can
+    made = {rank: notes[-1]["step"] for rank, notes in running.of("step").items()}
+    only_there = made[0] > made[1]  # who was asked to end is only asked to save where nobody else can
+    assert set(running.of("save")) == {0 if only_there else 1}, running.story()

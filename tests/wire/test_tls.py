@@ -14,6 +14,7 @@ import pytest
 from tests.controller.conftest import Controller
 from tests.ports import free_port
 from tests.test_legacy import PROGRAM
+from tests.waiting import until
 from tests.wire.certificates import NAME, Authority
 from ttp.errors import ConfigError
 from ttp.wire import tls
@@ -289,7 +290,7 @@ def test_a_controller_shows_a_certificate_that_was_renewed_and_keeps_it_when_the
         assert controller.status().stage == "waiting", "a connection of before"
         Path(settings["TTP_TLS_CERT"]).write_text("no certificate")
         assert _shown(controller.port) == second
-        assert "the renewed certificate cannot be used" in controller.output()
+        until(lambda: "the renewed certificate cannot be used" in controller.output(), story=controller.output)
         authority.sign(file="long-running")
         assert _shown(controller.port) not in (first, second)
     finally:
