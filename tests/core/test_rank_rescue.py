@@ -260,6 +260,13 @@ def test_an_update_is_saved_when_it_is_made() -> None:
     assert saves(rank) is How.AS_IS
 
 
+def test_the_last_update_of_the_training_is_saved_too() -> None:
+    """The training thread may have left train() before the new state was inspected."""
+    rank = frozen()
+    rank.save(8, how=How.REDO)
+    assert rank.quiet(8, m.Phase.DONE, parked=False).startswith("StartSave")
+
+
 @pytest.mark.parametrize("how", ["it hangs", "it is torn"])
 def test_an_update_that_comes_to_nothing_is_said(how: str) -> None:
     rank = frozen()

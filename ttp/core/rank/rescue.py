@@ -217,7 +217,7 @@ class RankRescue:
         """Return whether the redo is over, successfully or not; start the save after a success."""
         order = self._order
         assert isinstance(order, m.Save)
-        if quiet.version == order.version and quiet.phase is m.Phase.IDLE:
+        if quiet.version == order.version and quiet.phase in (m.Phase.IDLE, m.Phase.DONE):  # DONE: it was the last one
             self._redo_until = None
             self._outbox.do(act.StartSave(_as_it_is(order)))
         elif quiet.phase in (m.Phase.IDLE, m.Phase.UPDATING):
