@@ -22,6 +22,7 @@ from ttp.launch.leases import Leases
 from ttp.processor import state_inspector
 from ttp.processor.import_list import AFTER_UPDATES
 from ttp.processor.processor import Processor
+from ttp.processor.state_inspector import Seen
 
 PATIENCE_S = 60.0
 
@@ -307,3 +308,30 @@ def test_a_state_that_was_read_before_the_gate_closed_is_no_answer(tmp_path: Pat
     assert [quiet.phase for quiet in answers(processor)] == [m.Phase.UPDATING]
     processor.end_update()
     assert [(quiet.phase, quiet.version) for quiet in answers(processor)] == [(m.Phase.IDLE, 1)]
+
+
+class SlowToInspect(FakeSource):
+    """A source whose first inspection takes until ``seen``."""
+
+    def __init__(self) -> None:
+        self.looking, self.seen, self.count = threading.Event(), threading.Event(), 0
+
+    def inspect(self, version: Version) -> Seen:
+        self.count += 1
+        self.looking.set()
+        assert self.seen.wait(PATIENCE_S)
+        return (), (f"inspection {self.count}",)
+
+
+def test_an_inspection_that_ends_after_a_thaw_is_not_the_answer_to_the_next_freeze(tmp_path: Path) -> None:
+    """The state has changed in between, perhaps back to the same version by a repair."""
+    source = SlowToInspect()
+    processor = alone(source, tmp_path)
+    processor._try(act.CloseGate())
+    assert source.looking.wait(PATIENCE_S)
+    processor._try(act.OpenGate())
+    source.seen.set()
+    assert answers(processor) == []
+    processor._try(act.CloseGate())
+    (quiet,) = answers(processor)
+    assert quiet.bad == ("inspection 2",)

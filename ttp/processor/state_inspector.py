@@ -84,7 +84,7 @@ class StateInspector:
         self._came = threading.Event()  # the training thread has come to the gate since it was closed
         self._patience_s = DEVICE_PATIENCE_S
         self._enough = threading.Event()  # set to end the thread that follows a device
-        self._seen: tuple[tuple[Version, m.Phase], Seen] | None = None
+        self._seen: tuple[tuple[int, Version, m.Phase], Seen] | None = None
         self._said: tuple[GateState, Version, m.Phase] | None = None
 
     def freeze(self, *, hurry: bool = False) -> None:
@@ -169,7 +169,7 @@ class StateInspector:
         began = time.monotonic()
         version = self._device_version(state)
         phase = m.Phase.TORN if version is None else state.phase
-        digests, bad = self._inspected(version, phase)
+        digests, bad = self._inspected(state.closure, version, phase)
         behind = version is not None and version < state.version
         hold = self._hold
         hold_dir, in_memory = ("", Version(0)) if hold is None else self._asked(lambda: hold(digests), NOT_HELD)
@@ -218,13 +218,17 @@ class StateInspector:
             return state.version
         return self._asked(lambda: self._source.device_version(state.version, self._patience_s), None)
 
-    def _inspected(self, version: Version | None, phase: m.Phase) -> Seen:
-        """Return the result of the adapter's inspection, made once per version and phase while the gate is closed."""
+    def _inspected(self, closure: int, version: Version | None, phase: m.Phase) -> Seen:
+        """Return the result of the adapter's inspection, made once per version and phase while the gate is closed.
+
+        An inspection may end after its closure, when the training thread changes the state: its result is used no more.
+        """
         if version is None or phase is m.Phase.TORN:
             return NOTHING_SEEN
-        if self._seen is None or self._seen[0] != (version, phase):
-            self._seen = (version, phase), self._asked(lambda: self._source.inspect(version), NOTHING_SEEN)
-        return self._seen[1]
+        key, seen = (closure, version, phase), self._seen
+        if seen is None or seen[0] != key:
+            self._seen = seen = key, self._asked(lambda: self._source.inspect(version), NOTHING_SEEN)
+        return seen[1]
 
     @staticmethod
     def _asked(question: Callable[[], T], otherwise: T) -> T:
