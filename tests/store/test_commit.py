@@ -80,6 +80,16 @@ def test_a_newer_incarnation_is_not_overruled(world: World) -> None:
     assert world.commit(world.order(12), run_id="another job")[0] == path
 
 
+@pytest.mark.parametrize("how", ["changed", "gone"])
+def test_a_damaged_one_of_a_newer_incarnation_is_replaced(world: World, how: str) -> None:
+    """A job that starts again under the same run id counts from 1, and makes again what it could not restore."""
+    path = world.make(12, "second", incarnation=5)
+    damaged = next(path.glob("*.distcp"))
+    flip(damaged) if how == "changed" else damaged.unlink()
+    world.write_draft(12)
+    assert world.commit(world.order(12))[0] == path and world.holds(path, 12, "first")
+
+
 def test_old_checkpoints_go_only_after_the_new_one_is_there(world: World) -> None:
     for version in (2, 4, 6, 8):
         world.make(version)
@@ -87,6 +97,16 @@ def test_old_checkpoints_go_only_after_the_new_one_is_there(world: World) -> Non
     assert [e.version for e in scan(world.save_dir)] == [10, 8, 6, 4, 2], "nobody waits for that"
     assert len(tidy(world.save_dir, 2, path.name, verified=False)) == 3
     assert [e.version for e in scan(world.save_dir)] == [10, 8]
+
+
+def test_the_log_names_old_checkpoints_and_counts_the_rest(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    for version in (2, 4, 6):
+        path = world.make(version)
+    (world.save_dir / ".draft-step_1-removed@0").mkdir()
+    caplog.set_level("INFO", logger="ttp.store")
+    assert len(tidy(world.save_dir, 2, path.name, verified=False)) == 2
+    assert "removed old checkpoints: tft_saved_checkpoints-step_2" in caplog.text
+    assert ".draft" not in caplog.text and caplog.text.rstrip().endswith("had left: 1")
 
 
 @pytest.mark.parametrize("keep", [1, 2])

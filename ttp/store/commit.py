@@ -104,8 +104,11 @@ def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool, disk: Disk |
     except (OSError, CheckpointError, RecursionError) as problem:
         _log.warning("old files in %s could not be removed: %s", save_dir, str(problem))
         return []
-    if removed:
-        _log.info("removed %s", ", ".join(removed))
+    left = [name for name in removed if names.is_draft(name)]
+    if old := [name for name in removed if name not in left]:
+        _log.info("removed old checkpoints: %s", ", ".join(old))
+    if left:
+        _log.info("removed directories that interrupted saves or removals had left: %d", len(left))
     return removed
 
 
@@ -254,8 +257,15 @@ class _Job:
                 self._supersede(claim)
 
     def _check_not_fenced(self) -> None:
+        """Refuse to replace a checkpoint of a later incarnation, unless that is damaged.
+
+        Incarnations of one run id do not always grow: a job that is started again with the same id, after its
+        controllers have ended, counts anew. It makes this version again only if it could not restore the checkpoint.
+        """
         there = self._there()
-        if there and there.run_id == self.run_id and there.incarnation > self.order.incarnation:
+        if there is None or there.run_id != self.run_id or there.incarnation <= self.order.incarnation:
+            return
+        if next(verify.piece_problems(self.final, there), None) is None:
             raise CheckpointError(
                 f"version {self.order.version} was committed by incarnation {there.incarnation} of this job;"
                 f" this is incarnation {self.order.incarnation}, which is over"
