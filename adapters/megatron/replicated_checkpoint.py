@@ -44,7 +44,8 @@ log = logging.getLogger("ttp.adapters.megatron")
 DRAFT = "_tmp"
 LATEST = "latest_checkpointed_iteration.txt"
 COMMON = "common"
-_ITERATION = re.compile(r"iter_(\d{7,})")
+REPLACED = ".replaced."
+_ITERATION = re.compile(r"iter_(\d{7,})(?:\.replaced\.\d+)?")
 _SHARD = re.compile(r"shard_(\d+)_of_(\d+)")
 
 
@@ -96,6 +97,8 @@ class SaveHandler:
         for path in place.glob("shard_*"):
             if not path.stem.endswith(f"_of_{own.placement.shards}"):
                 path.unlink(missing_ok=True)  # left by an earlier attempt, in a job with another number of shards
+        for path in place.glob(f".shard_{own.shard}_of_*"):
+            path.unlink(missing_ok=True)  # left by a rank that died while it wrote this shard
         if own.shard == 0:
             _write(place / f"{COMMON}.pt", self._common(step, model, own, scheduler))
         _write(place / f"shard_{own.shard}_of_{own.placement.shards}.pt", _shard_state(step, own))
@@ -134,13 +137,12 @@ def rename_save_result(args: Any, *, step: int | None = None) -> int:
     if step is None:
         step = args if isinstance(args, int) else replicated(args[2]).current_step
     draft, final = _iteration_dir(root, step, draft=True), _iteration_dir(root, step)
-    if final.exists() and not draft.exists():
-        return 0  # renamed by an earlier call
     try:
-        _check_whole(draft, _model_places(), quick=True)
-        _set_aside(final)
-        draft.rename(final)
-        sync_directory(root)
+        if draft.exists() or not final.exists():  # else renamed by an earlier call
+            _check_whole(draft, _model_places(), quick=True)
+            _set_aside(final)
+            draft.rename(final)
+            sync_directory(root)
         write_durably(root / LATEST, str(step).encode())
     except (OSError, CheckpointError) as problem:
         log.error("the draft of step %s cannot be renamed to its final name: %s", step, problem)
@@ -149,10 +151,25 @@ def rename_save_result(args: Any, *, step: int | None = None) -> int:
 
 
 def _set_aside(older: Path) -> None:
-    """Rename an older checkpoint of the same step: a restarted job that loses a rank at once saves that step again."""
+    """Rename an older checkpoint of the same step: a restarted job that loses a rank at once saves that step again.
+
+    A crash before the next rename leaves it under this name, from which ``_checkpoint`` then loads it.
+    """
     if older.exists():
-        others = (older.with_name(f"{older.name}.replaced.{number}") for number in itertools.count(1))
-        older.rename(next(other for other in others if not other.exists()))
+        older.rename(older.with_name(f"{older.name}{REPLACED}{len(_replaced(older)) + 1}"))
+
+
+def _replaced(final: Path) -> list[Path]:
+    """Return the replaced checkpoints of a step, the oldest first."""
+    others = (final.with_name(f"{final.name}{REPLACED}{number}") for number in itertools.count(1))
+    return list(itertools.takewhile(Path.exists, others))
+
+
+def _checkpoint(root: Path, step: int) -> Path:
+    """Return the checkpoint of a step: the last replaced one if a crash has cut its replacement off."""
+    final = _iteration_dir(root, step)
+    replaced = _replaced(final)
+    return final if final.exists() or not replaced else replaced[-1]
 
 
 def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None, *_: Any, **__: Any) -> int:
@@ -171,7 +188,7 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None,
     step = _agree(root)
     if step == 0:
         return 0
-    place = _place(_iteration_dir(root, step))
+    place = _place(_checkpoint(root, step))
     shards = [_read(path) for path in sorted(place.glob("shard_*.pt"))]
     _put_back(own, shards, place)
     common = _read(place / f"{COMMON}.pt")
@@ -337,11 +354,11 @@ def _agree(root: Path) -> int:
 
 
 def _newest_whole(root: Path, bound: int) -> int:
-    steps = sorted((int(m[1]) for path in root.glob("iter_*") if (m := _ITERATION.fullmatch(path.name))), reverse=True)
-    for step in steps:
+    steps = {int(m[1]) for path in root.glob("iter_*") if (m := _ITERATION.fullmatch(path.name))}
+    for step in sorted(steps, reverse=True):
         if step < bound:
             try:
-                _check_whole(_iteration_dir(root, step))
+                _check_whole(_checkpoint(root, step))
             except (OSError, CheckpointError) as problem:
                 log.warning("a checkpoint is skipped: %s", problem)
             else:

@@ -105,6 +105,44 @@ def test_a_step_that_was_saved_before_is_saved_again(tmp_path: Path, monkeypatch
 
 
 @imports_megatron
+@pytest.mark.parametrize("at", ["between", "after"])
+def test_a_crash_in_the_renames_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """Between them the step's checkpoint has no name of its own; after them Megatron's file names the one before."""
+    from ttp.adapters.megatron import replicated_checkpoint as saved
+
+    monkeypatch.setattr(saved, "save_directory", lambda: tmp_path)
+    monkeypatch.setattr(saved, "_model_places", lambda: 1)
+
+    def draft() -> None:
+        place = tmp_path / "iter_0000012_tmp" / "mp_rank_00"
+        place.mkdir(parents=True)
+        for name in ("common.pt", "shard_0_of_1.pt"):
+            saved._write(place / name, {})
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*_: Any) -> None:
+        raise Crash
+
+    draft()
+    assert saved.rename_save_result(12) == 0
+    draft()
+    (tmp_path / saved.LATEST).unlink()
+    set_aside = saved._set_aside
+    with monkeypatch.context() as broken:
+        if at == "between":
+            broken.setattr(saved, "_set_aside", lambda path: crash(set_aside(path)))
+        else:
+            broken.setattr(saved, "write_durably", crash)
+        with pytest.raises(Crash):
+            saved.rename_save_result(12)
+    assert saved._newest_whole(tmp_path, 100) == 12 and saved._checkpoint(tmp_path, 12).is_dir()
+    assert saved.rename_save_result(12) == 0  # by another rank, or the same one later
+    assert (tmp_path / saved.LATEST).read_text() == "12" and saved._checkpoint(tmp_path, 12).name == "iter_0000012"
+
+
+@imports_megatron
 def test_shards_of_a_failed_attempt_with_another_number_of_ranks_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +157,7 @@ def test_shards_of_a_failed_attempt_with_another_number_of_ranks_are_removed(
     place.mkdir(parents=True)
     for name in ("shard_0_of_2.pt", "shard_0_of_3.pt"):
         saved._write(place / name, {})
+    (place / ".shard_1_of_3.pt.77").write_bytes(b"a rank died while it wrote this")
     assert saved.SaveHandler()(1, [0, 1, 2], (12, None, None, None)) == 0
     left = {f"shard_{number}_of_3.{kind}" for number in (0, 1) for kind in ("pt", "json")}
     assert {path.name for path in place.iterdir()} == left
