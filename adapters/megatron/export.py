@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ttp.errors import CheckpointError, UsageError
+from ttp.store.durable import write_durably
 from ttp.store.manifest import Manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -44,9 +45,12 @@ def offer_to_megatron(checkpoint: str | Path, load_dir: str | Path, *, ckpt_form
         )
     target.mkdir(parents=True, exist_ok=True)
     link = target / f"iter_{version:07d}"
-    fresh, tracker = (target / f".{name}.{os.getpid()}" for name in (link.name, TRACKER))
-    fresh.symlink_to(source, target_is_directory=True)
-    fresh.replace(link)
-    tracker.write_text(str(version))
-    tracker.replace(target / TRACKER)
+    fresh = target / f".{link.name}.{os.getpid()}"
+    fresh.unlink(missing_ok=True)  # left by a process of the same pid, in another container
+    try:
+        fresh.symlink_to(source, target_is_directory=True)
+        fresh.replace(link)
+    finally:
+        fresh.unlink(missing_ok=True)
+    write_durably(target / TRACKER, str(version).encode())
     return link

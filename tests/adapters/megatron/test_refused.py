@@ -4,6 +4,7 @@ for.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,23 @@ def test_a_checkpoint_is_offered_by_links(tmp_path: Path) -> None:
         link.name,
         "latest_checkpointed_iteration.txt",
     ]
+
+
+def test_what_a_crash_of_a_process_of_the_same_pid_has_left_does_not_matter(tmp_path: Path) -> None:
+    """Containers that share a directory use the same few pids."""
+    saved, load = checkpoint(tmp_path / "tft_saved_checkpoints-step_12", "common.pt"), tmp_path / "load"
+    load.mkdir()
+    (load / f".iter_0000012.{os.getpid()}").symlink_to(tmp_path / "another")
+    link = offer_to_megatron(saved, load)
+    assert {path.name for path in load.iterdir()} == {link.name, "latest_checkpointed_iteration.txt"}
+
+
+def test_a_name_that_is_taken_leaves_no_temporary_file(tmp_path: Path) -> None:
+    saved, load = checkpoint(tmp_path / "tft_saved_checkpoints-step_12", "common.pt"), tmp_path / "load"
+    (load / "iter_0000012").mkdir(parents=True)  # Megatron's own
+    with pytest.raises(OSError, match="iter_0000012"):
+        offer_to_megatron(saved, load)
+    assert [path.name for path in load.iterdir()] == ["iter_0000012"]
 
 
 def test_what_megatron_cannot_read_is_not_offered(tmp_path: Path) -> None:
