@@ -205,6 +205,8 @@ class HandlerRecovery(ProgramRecovery):
     def _wants_pause(self, notice: Notice, incident: bool) -> str:
         if incident:
             return "a rescue is going on"
+        if self._switching.held:  # its script would be given up, and nobody would end it
+            return "all ranks stand still for a hot switch"
         if not self._pausing.paused:
             self._mailbox.take(NoticeKind.STRATEGY)
             self._runner.begin(self._pausing.pause(notice), self._job.term, self._state.now)
