@@ -1,8 +1,9 @@
 """Breaks and makes the connections of process groups: sockets for gloo, communicators for NCCL.
 
 - *gloo.* A rank that waits in a collective waits for data from sockets, so these are shut down. The sockets of a group
-  are found as those that did not exist before the group was made. Listening sockets are left open: gloo ends the
-  process if one is shut down.
+  are found as those that did not exist before the group was made, and have a time limit for sending, as gloo sets it:
+  another thread of the program may connect to something at the same time. Listening sockets are left open: gloo ends
+  the process if one is shut down.
 - *NCCL.* Communicators are aborted all at once, each on a thread of its own: if ranks aborted them one after the other,
   in different orders, they could wait for each other. ``ABORT_S`` limits the time, because torch's own limit is the
   timeout of the group. After an abort the device runs the work that is queued behind the collective, on incomplete
@@ -109,7 +110,8 @@ class Gloo:
         try:
             yield
         finally:
-            self._sockets |= {found for found in _sockets() - before if _connected(found)}
+            made = {found for found in _sockets() - before if _connected(found)}
+            self._sockets |= {found for found in made if _limits_sending(found)} or made
 
     def forget(self) -> None:
         """Forget all connections, because their backends are not used any more."""
@@ -253,6 +255,13 @@ def _sockets() -> set[Socket]:
             if stat.S_ISSOCK(seen.st_mode):
                 found.add((descriptor, seen.st_ino))
     return found
+
+
+def _limits_sending(known: Socket) -> bool:
+    """Return whether a time limit for sending was set for the socket."""
+    with contextlib.suppress(OSError), second(known[0]) as found:
+        return any(found.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16))
+    return False
 
 
 def _connected(known: Socket, *, shut_down: bool = False) -> bool:

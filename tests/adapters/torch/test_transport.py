@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -118,6 +120,37 @@ def test_a_group_that_is_made_meanwhile_does_not_disturb_who_lets_go(monkeypatch
     monkeypatch.setattr(transport, "_connected", connected)
     gloo.let_go([])
     assert sorted(shut) == [(1, 1), (2, 2)]
+
+
+def test_a_connection_of_another_thread_is_not_shut_down() -> None:
+    """The program may connect to something, such as the storage of its data, while a group is made."""
+    gloo, limit = transport.Gloo(), struct.pack("ll", 1800, 0)  # as gloo sets it to the group's timeout
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with gloo.noting():
+            ours, own = (socket.create_connection(server.getsockname()) for _ in range(2))
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            peers = [server.accept()[0] for _ in range(2)]
+        gloo.let_go([])
+        with ours, own, peers[0], peers[1]:
+            assert ours.recv(1) == b""
+            peers[1].sendall(b"x")
+            assert own.recv(1) == b"x"
+
+
+def test_gloo_limits_sending() -> None:
+    """Else its sockets could not be told from those of other threads."""
+    gloo, store, made = transport.Gloo(), _dist.HashStore(), []
+
+    def make(rank: int) -> None:
+        made.append(_dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=PATIENCE_S)))
+
+    ranks = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    with gloo.noting():
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    assert len(made) == len(gloo._sockets) == 2 and all(map(transport._limits_sending, gloo._sockets))
 
 
 class TestExchange:
