@@ -196,6 +196,8 @@ class TtpAgent(LocalElasticAgent):
         unsaved = any(worker.poll() == EXIT_NOT_SAVED for worker in workers.values())
         if unsaved and self._remaining_restarts and self._host.is_final():
             self._remaining_restarts = 0
+        if not wrong and self._host.starts_in_vain(self.exit_codes()):
+            self._remaining_restarts = 0
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Let workers save, then stop them: after an operator's signal, a change of hosts (no signal), or an error."""

@@ -8,21 +8,22 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
-from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, ConfigError, TtpError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, ConfigError, TtpError
 from ttp.launch.again import Again
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.dead_pages import DeadPages
+from ttp.launch.early_failures import EarlyFailures
 from ttp.launch.fault_report import FaultReporter
 from ttp.launch.hold import FIRST_LEASE_S, Hold, HoldDecision, WorkersNow
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
-from ttp.launch.ring import forget_ring, job_is_busy, places
+from ttp.launch.ring import forget_ring, job_is_busy, places, reigning
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.shadow import Shadows
 from ttp.launch.token_file import forget_token, is_of_another_job, write_token
@@ -65,6 +66,7 @@ class Host:
         self._reporter: FaultReporter | None = None
         self._address = ""
         self._relay: RelayServer | None = None
+        self._early = EarlyFailures()
         self.warm = WarmStarter(config, run_dir)
         self.again = Again(run_dir)
         self.shadows = Shadows(run_dir)
@@ -105,6 +107,7 @@ class Host:
         """
         self._leases.sweep()
         self.again.clear()
+        self._early.begins(time.monotonic())
         first_start, self._address = not self._address, address
         self._keep_relay(world_size, here)
         try:
@@ -217,6 +220,22 @@ class Host:
             logger.error("the job is not started again: %s", answer.text)
         return answer is not None and bool(answer.final)
 
+    def starts_in_vain(self, codes: Collection[int]) -> bool:
+        """Return whether a launch that has failed is the last of several in a row in which not all ranks had joined.
+
+        Args:
+            codes: exit codes of the ranks of this host.
+        """
+        found = reigning(self._places(), self.config.token) if self._address else None
+        self._early.failed(time.monotonic(), None if found is None else found[1], codes)
+        if self._early.enough:
+            logger.error(
+                "the job is not started again: no progress: launch %d in a row has failed before all ranks had joined "
+                "the job; starting again does not help until the cause is removed, which the output of the ranks names",
+                self._early.in_a_row,
+            )
+        return self._early.enough
+
     def is_drained(self) -> bool:
         """Return whether an operator has drained this host, so that its launcher has to start no ranks again."""
         answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
@@ -236,13 +255,15 @@ class Host:
 
         Returns:
             The exit code of the whole job if a controller answers within ``ASK_S``, else ``code``. It is 70 instead of
-            75 if a checkpoint in memory could not be copied to the storage.
+            75 if a checkpoint in memory could not be copied to the storage, and 70 if the job was started in vain.
         """
         self.warm.close()
         self._watch.close()
         self._sentinels.close()
         if self._reporter is not None:
             self._reporter.close()
+        if self._early.enough and code not in (EXIT_TRAINED, EXIT_BAD_CONFIG):
+            code = EXIT_NOT_SAVED
         try:
             if self._keeps and several_nodes:
                 self._wait_for_other_nodes()

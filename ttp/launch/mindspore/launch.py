@@ -150,6 +150,8 @@ class _Starts:
                 break
             if left and EXIT_NOT_SAVED in self.codes and self._host.is_final():
                 break
+            if self._host.starts_in_vain(self.codes):
+                break
             if left and not self._laid_out_again():
                 break
             if left:

@@ -1,0 +1,81 @@
+"""A script that ends before its ranks have joined the job is started three times, not for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ttp.launch.early_failures import EARLY_S, EarlyFailures
+from ttp.wire.v1 import controller_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Job
+
+Start = Callable[..., "Job"]
+
+NOBODY = pb.GetStatusResponse(stage="waiting")
+BROKEN = """
+import os, sys
+from pathlib import Path
+
+import ttp
+
+Path(sys.argv[1], "launches").open("a").write(os.environ["TORCHELASTIC_RESTART_COUNT"])
+import no_such_module
+"""
+
+
+def some(incarnation: int) -> pb.GetStatusResponse:
+    return pb.GetStatusResponse(stage="forming", world_size=4, incarnation=incarnation)
+
+
+def formed(incarnation: int) -> pb.GetStatusResponse:
+    return pb.GetStatusResponse(stage="waiting", world_size=4, incarnation=incarnation)
+
+
+@pytest.mark.parametrize(
+    ("launches", "in_a_row"),
+    [
+        ([NOBODY, NOBODY, NOBODY], 3),
+        ([NOBODY, some(1), some(1)], 3),
+        ([NOBODY, some(1), formed(1)], 0),
+        ([formed(1), formed(1), some(2), formed(1)], 3),  # launches after the first one in which nobody has joined
+        ([formed(1), formed(2), formed(3)], 0),
+        ([NOBODY, None, NOBODY, NOBODY], 3),
+    ],
+)
+def test_launches_in_which_not_all_ranks_have_joined_are_counted(
+    launches: list[pb.GetStatusResponse | None], in_a_row: int
+) -> None:
+    failures = EarlyFailures()
+    for number, status in enumerate(launches):
+        assert not failures.enough
+        failures.begins(1000.0 * number)
+        failures.failed(1000.0 * number + 1, status, [1, -15])
+    assert failures.in_a_row == in_a_row and failures.enough == (in_a_row == 3)
+
+
+@pytest.mark.parametrize(("lasts_s", "codes"), [(EARLY_S + 1, [1]), (1, [75, 1]), (1, [70])])
+def test_a_launch_that_may_have_trained_does_not_count(lasts_s: float, codes: list[int]) -> None:
+    failures = EarlyFailures()
+    for _ in range(3):
+        failures.begins(100.0)
+        failures.failed(100.0 + lasts_s, NOBODY, codes)
+    assert failures.in_a_row == 0
+
+
+@pytest.mark.parametrize("restarts", ["8", "1"])
+def test_a_script_that_cannot_be_imported(start: Start, tmp_path: Path, restarts: str) -> None:
+    script = tmp_path / "broken_worker.py"
+    script.write_text(BROKEN)
+    job = start("ttp-run", ["--nproc-per-node", "1", "--max-restarts", restarts], str(script))
+    code = job.finish()
+    if restarts == "1":
+        assert (code, (job.out / "launches").read_text()) == (1, "01")
+        return
+    assert (code, (job.out / "launches").read_text()) == (70, "012"), job.log
+    assert "no progress: launch 3 in a row has failed before all ranks had joined the job" in job.log
+    assert "No module named 'no_such_module'" in job.log

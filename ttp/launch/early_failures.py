@@ -1,0 +1,52 @@
+"""Counts launches in a row that failed before the job had formed: a broken script must not be started for ever.
+
+The controller counts launches that bring no new version, but only those in which all ranks have joined it. A script
+that cannot be imported, or does not find its data, ends before that. So each launcher counts such launches itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ttp.core.controller.job_verdict import FRUITLESS_MAX
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
+
+EARLY_S = 120.0
+"""A launch that lasts longer does not count: the program may train without ttp, which nobody can see from outside."""
+
+
+class EarlyFailures:
+    """Counts the launches of one launcher. Times are in seconds of ``time.monotonic()``."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        """Launches that failed early, without another one in between."""
+        self._began_s = 0.0
+        self._formed = 0  # incarnation of the last launch that formed
+
+    @property
+    def enough(self) -> bool:
+        """Whether the job must not be started again."""
+        return self.in_a_row >= FRUITLESS_MAX
+
+    def begins(self, now_s: float) -> None:
+        """Note that the workers of a launch are being started."""
+        self._began_s = now_s
+
+    def failed(self, now_s: float, status: Any, codes: Collection[int]) -> None:
+        """Note that a launch has failed.
+
+        Args:
+            now_s: the time.
+            status: ``GetStatusResponse`` of the job's controller; None: no controller answers, and nothing is known.
+            codes: exit codes of the ranks of this host.
+        """
+        if status is None:
+            return
+        formed = status.world_size > 0 and status.stage != "forming" and status.incarnation != self._formed
+        if formed:
+            self._formed = status.incarnation
+        released = {EXIT_SAVED, EXIT_NOT_SAVED}.intersection(codes)
+        early = not (formed or released) and now_s - self._began_s < EARLY_S
+        self.in_a_row = self.in_a_row + 1 if early else 0
