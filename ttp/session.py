@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +24,7 @@ from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
 from ttp.processor import continuing
 from ttp.processor.faults import describe, is_collective_error
-from ttp.processor.last_words import write_error_file
+from ttp.processor.last_words import log_error, write_error_file
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
@@ -204,8 +203,7 @@ class Session:
         assert self.processor is not None
         self._reported = True
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
-        detail = "".join(traceback.format_exception(problem))
-        log.error("rank %s: %s\n%s", self.processor.env.rank, describe(problem), detail)
+        detail = log_error(self.processor.env.rank, problem)
         write_error_file(problem)
         text = f"rank {self.processor.env.rank} raised {describe(problem)}"
         wrong = isinstance(problem, (ConfigError, UsageError))  # a restart would not help

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 _COLLECTIVE = re.compile(
     r"gloo|nccl|hccl|mccl|ProcessGroup|Connection (closed|reset) by peer|connectFullMesh|DistStoreError|"
@@ -10,6 +11,7 @@ _COLLECTIVE = re.compile(
     r"the barrier before the update broke",
     re.IGNORECASE,
 )
+_LIBRARIES = ("torch", "ttp")
 _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
 
 
@@ -30,6 +32,17 @@ def describe(problem: BaseException) -> str:
     kind, said = type(problem).__name__, _text(problem)
     text = f"{kind}: {said}".splitlines()[0] if said else kind
     return text if len(text) <= 500 else text[:497] + "..."
+
+
+def called_torch_at(problem: BaseException) -> str:
+    """Return the line of the program (``train.py:57``) whose call of torch has raised; empty: torch has not raised."""
+    found, within, trace = "", "", problem.__traceback__
+    while trace is not None:
+        within = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        if within not in _LIBRARIES:
+            found = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found if within in _LIBRARIES else ""
 
 
 def _text(problem: BaseException) -> str:

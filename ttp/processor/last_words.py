@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 import traceback
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, DirectoryInUseError
 from ttp.launch.rank_names import in_torchruns_names
-from ttp.processor.faults import describe
+from ttp.processor.faults import called_torch_at, describe, is_collective_error
+
+log = logging.getLogger("ttp")
 
 _asked_dir = ""
 """The save_dir that the program has named last, even if it could not be used."""
@@ -38,6 +41,30 @@ def leave_word(why: object) -> None:
         told = in_torchruns_names(os.environ)
         text = f"rank {told.get('RANK', '?')} exited with {EXIT_BAD_CONFIG}: {why}"
         history.leave_word(as_path(directory), told.get("TORCHELASTIC_RUN_ID", "none"), text)
+
+
+def log_error(rank: int, problem: BaseException) -> str:
+    """Log an exception of ``train()`` and return its traceback.
+
+    A failed collective is one line: when a rank dies, all others raise one, and their tracebacks would hide the reason.
+
+    Args:
+        rank: this rank.
+        problem: the exception.
+    """
+    detail = "".join(traceback.format_exception(problem))
+    line = called_torch_at(problem) if is_collective_error(problem) else ""
+    if line:
+        log.error(
+            "rank %s: a collective failed at %s, as it does when another rank is lost: %s (`ttp incidents DIR --last "
+            "--detail` shows the traceback)",
+            rank,
+            line,
+            describe(problem),
+        )
+    else:
+        log.error("rank %s: %s\n%s", rank, describe(problem), detail)
+    return detail
 
 
 def write_error_file(problem: BaseException) -> None:
