@@ -257,7 +257,8 @@ class TorchSource(Standing):
         assert self.post_step is not None
         job = self.post_step.job_state(version)
         job.extra["constant"] = self._extra.capture_constant()
-        job.extra[FROZEN] = frozen(self._names, self._optimizer)
+        toggled = () if self._attachment is None else self._attachment.toggled
+        job.extra[FROZEN] = frozen(self._names, self._optimizer, toggled)
         return replace(job, ddp_buckets=self._bucket_layout(version))
 
     def _bucket_layout(self, version: Version) -> Layouts | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.loop.closures import Closure, closure_of, evaluates_first, with_closure
-from ttp.adapters.torch.loop.misuse import graph_task, refuse_capture, refuse_in_step
+from ttp.adapters.torch.loop.misuse import graph_task, refuse_capture, refuse_in_step, warn_of_unheard
 from ttp.adapters.torch.loop.no_sync import NoSync
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.stepping import Stepping
@@ -106,6 +106,7 @@ class Bracket:
         "_ended",
         "_evaluating",
         "_fence",
+        "_heard",
         "_left",
         "_mark",
         "_no_sync",
@@ -122,6 +123,7 @@ class Bracket:
         "_version",
         "_way_back",
         "redoable",
+        "toggled",
     )
 
     def __init__(
@@ -149,11 +151,14 @@ class Bracket:
         self._between = False  # training is between steps of an update now, or in a closure that a step evaluates
         self._way_back = False  # training can go back to the version before the step that evaluates a closure
         self._turns, self._untouched = turns, untouched
+        self.toggled: Collection[int] = () if untouched is None else untouched.toggled
+        """Identities of parameters whose ``requires_grad`` the loop changes to and fro, as far as known."""
         self._numbers: dict[int, int] = {}  # number of each optimizer, by its identity
         self._number = 0  # number of the optimizer that steps now, or stepped last
         self._opened = False  # that optimizer may write
         self._left = False  # an exception left the last update half made, and no other update has begun since
         self._again = False  # no new gradient has come since then: the next step repeats that update
+        self._heard = False  # a backward pass was seen, or its absence was reported
         self._closures = 0  # number of closures that are running
         self._ended = 0  # number of versions that this process has finished
         self._mark = 0
@@ -211,6 +216,9 @@ class Bracket:
             self._take_turn(self._numbers[id(optimizer)])
         closure = closure_of(args, kwargs) if kwargs or len(args) > 1 else None
         if closure is None:
+            if not self._heard:
+                self._heard = True
+                warn_of_unheard(optimizer)
             self._open(redoable=True)
             self._stepping.entered()
             return None

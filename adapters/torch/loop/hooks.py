@@ -169,7 +169,7 @@ class Attachment(Bracket):
             return  # a CUDA graph is being captured: hooks run once now, and not in its replays
         if self._stepping.depth:
             self._look_for_exception()
-        self._again = False
+        self._again, self._heard = False, True
         self._pass()
         if not self._turns.simple:
             self._turns.backward()

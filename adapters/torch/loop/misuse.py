@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.errors import UsageError
+
+log = logging.getLogger("ttp.adapters.torch")
 
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 """Returns the number of the backward pass that runs on this thread; -1 if none runs, or if torch cannot tell."""
@@ -123,3 +127,15 @@ def _held_by(thing: Any) -> Iterator[Any]:
             yield from value
         elif type(value) is dict:
             yield from value.values()
+
+
+def warn_of_unheard(optimizer: Optimizer) -> None:
+    """Warn, on rank 0 of several, if there are gradients at a first step before which no backward pass was seen."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or dist.get_rank() > 0:
+        return
+    if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        log.warning(
+            "optimizer.step() is called with gradients that no backward pass of autograd has made, as far as ttp sees. "
+            "If a rank dies after its gradients were exchanged and before it calls optimizer.step(), its extra_state "
+            "and its random streams begin anew; see docs/support.md"
+        )

@@ -4,10 +4,13 @@ Loops around sharpness-aware optimizers do this (SAM: ``first_step()`` moves the
 taken). No hook reports it, and a checkpoint made in between would hold weights of no version. So the weights are
 compared in a few iterations after the first one, in which layers may still initialise themselves; and in all
 iterations if an optimizer has a ``first_step()`` and a ``second_step()``.
+
+In the same iterations it is noted which parameters are frozen and trained again within an iteration (a GAN's networks).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,13 +37,17 @@ class Untouched:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], on_host: Callable[[Tensor], bool]) -> None:
-        every = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
-        self._parameters = [p for p in every if not is_distributed(p)]
+        self._every = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        self._parameters = [p for p in self._every if p.requires_grad and not is_distributed(p)]
         small = [p for p in self._parameters if on_host(p) and 0 < p.nbytes <= _COPIED_BYTES_MAX]
         self._small = sorted(small, key=lambda p: p.nbytes)[:_COPIED]
         self._always = any(hasattr(each, "first_step") and hasattr(each, "second_step") for each in optimizers)
         self._steps = 0
         self._mark: _Mark | None = None
+        self._trained = [p.requires_grad for p in self._every]
+        self._changes: Counter[int] = Counter()
+        self.toggled: set[int] = set()
+        """Identities of the parameters whose ``requires_grad`` the loop changes to and fro."""
 
     def stepped(self) -> bool:
         """Note that a step has changed the weights.
@@ -50,6 +57,7 @@ class Untouched:
         """
         self._mark = None
         self._steps += 1
+        self._look_at_freezing()
         return self._always or self._steps <= _STEPS_WATCHED[-1]
 
     def backward(self) -> None:
@@ -58,6 +66,7 @@ class Untouched:
         Raises:
             UsageError: the weights have changed since the last backward pass, with no step in between.
         """
+        self._look_at_freezing()
         if self._steps not in _STEPS_WATCHED and not self._always:
             return
         mark = self._look()
@@ -69,6 +78,14 @@ class Untouched:
                 "second_step(). A loop that changes weights itself has to do so in the step() of an optimizer"
             )
         self._mark = mark
+
+    def _look_at_freezing(self) -> None:
+        now = [p.requires_grad for p in self._every]
+        if now != self._trained:
+            changed = (id(p) for p, one, other in zip(self._every, now, self._trained, strict=True) if one != other)
+            self._changes.update(changed)
+            self._trained = now
+            self.toggled.update(each for each, count in self._changes.items() if count > 1)
 
     @torch.no_grad()
     def _look(self) -> _Mark:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -105,9 +105,15 @@ def groups_with(
     return found
 
 
-def frozen(names: ModelNames, optimizer: Optimizer) -> list[str]:
-    """Return the names of the parameters of ``optimizer`` that have ``requires_grad=False`` now."""
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def frozen(names: ModelNames, optimizer: Optimizer, toggled: Collection[int] = ()) -> list[str]:
+    """Return the names of the parameters of ``optimizer`` that have ``requires_grad=False`` now.
+
+    Args:
+        names: names of the model.
+        optimizer: the registered optimizer.
+        toggled: identities of parameters to leave out.
+    """
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}.difference(toggled)
     return [name for name, p in names.parameters.items() if id(p) in owned and not p.requires_grad]
 
 

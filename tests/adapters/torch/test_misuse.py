@@ -121,3 +121,37 @@ class TestGraphs:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert misuse.capturing()
+
+
+class TestGradientsWithoutABackwardPass:
+    @pytest.fixture(autouse=True)
+    def several_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        facts = {"is_available": True, "is_initialized": True, "get_world_size": 2, "get_rank": 0}
+        for name, fact in facts.items():
+            monkeypatch.setattr(torch.distributed, name, lambda fact=fact: fact)
+
+    def test_they_are_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        job = Job()
+        for _ in range(2):
+            for parameter in job.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            job.optimizer.step()
+        assert caplog.text.count("no backward pass of autograd has made") == 1
+
+    @pytest.mark.parametrize("first", ["a backward pass", "a closure", "LBFGS", "no gradient"])
+    def test_others_are_not(self, caplog: pytest.LogCaptureFixture, first: str) -> None:
+        job = Job(
+            lambda parameters: torch.optim.LBFGS(parameters, lr=0.1) if first == "LBFGS" else SGD(parameters, 0.1)
+        )
+
+        def closure() -> float:
+            job.optimizer.zero_grad()
+            job.backward()
+            return 1.0
+
+        if first == "a backward pass":
+            job.backward()
+        job.optimizer.step(closure if first in ("a closure", "LBFGS") else None)
+        job.backward()
+        job.optimizer.step(closure if first == "LBFGS" else None)
+        assert "backward pass of autograd" not in caplog.text

@@ -356,3 +356,17 @@ class TestWhatChangesAfterWrapping:
         fresh.adapter.load(path, 0, 1, protected=False)
         then, now = ("frozen", "trained") if frozen else ("trained", "frozen")
         assert f"2 parameters (1.bias, 1.weight) were {then} when it was saved and are {now} here" in caplog.text
+
+    def test_parameters_that_a_loop_freezes_in_turns_are_no_news(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Such as a GAN's: the saved moment does not say what the program has to do before it starts."""
+        job, fresh = Job(tmp_path).wrap(), Job(tmp_path).wrap()
+        for _ in range(2):
+            for trained in (True, False):
+                job.model[1].requires_grad_(trained)
+                job.step()
+        path = save(job.adapter, job.processor, 4)
+        caplog.set_level(logging.WARNING)
+        fresh.adapter.load(path, 0, 1, protected=False)
+        assert "requires_grad" not in caplog.text
