@@ -75,6 +75,7 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         self._launch = -1
         self._save_dir = ""
         self._run = f"ray-{secrets.token_hex(4)}"
+        self._before: dict[str, str | None] = {}  # variables of this process before the training
 
     # ------------------------------------------------------------------------------------------------- called by Ray
 
@@ -117,9 +118,16 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
         self._tell(ranks, "Ray drains its node")
 
     def after_controller_finish(self, result: Any) -> None:
-        """Stop ttp's controller after the training."""
+        """Stop ttp's controller after the training, so that nothing of its settings is left for the next one."""
         if self._keeper is not None:
             self._keeper.stop()
+            self._keeper = None
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before = {}
 
     # ------------------------------------------------------------------------------------------------------- private
 
@@ -130,7 +138,9 @@ class TtpCallback(WorkerGroupCallback, ControllerCallback):
             with hold_port() as port:
                 self._settings.setdefault("TTP_PORT", str(port.getsockname()[1]))
                 config = Config.from_env(self._settings)
-                os.environ.update({name: value for name, value in self._settings.items() if name != "TTP_PORT"})
+                ours = {name: value for name, value in self._settings.items() if name != "TTP_PORT"}
+                self._before = {name: os.environ.get(name) for name in ours}
+                os.environ.update(ours)
                 self._keeper = ControllerKeeper(config, config.resolved_run_dir())
         self._keeper.start(self._settings[CONTROLLER_ADDR])  # the controller may have ended after a finished launch
 

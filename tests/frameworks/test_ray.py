@@ -99,6 +99,23 @@ def test_each_group_of_workers_has_a_controller(tmp_path: Path, monkeypatch: pyt
     assert len(started) == 2 and len(set(started)) == 1
 
 
+def test_the_next_training_of_a_program_gets_nothing_of_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller's process inherits the variables of the program."""
+    from ttp.launch.controller_keeper import ControllerKeeper
+    from ttp.ray import TtpCallback
+
+    monkeypatch.setattr(ControllerKeeper, "start", lambda keeper, address: None)
+    monkeypatch.setenv("TTP_OT", "500")
+    before, group = dict(os.environ), OneWorker()
+    callback = TtpCallback({"TTP_RUN_DIR": str(tmp_path), "TTP_OT": "600", "TTP_METRICS_PORT": "9100"})
+    callback.after_worker_group_start(group)  # type: ignore[arg-type]
+    assert os.environ["TTP_OT"] == "600" and os.environ["TTP_METRICS_PORT"] == "9100"
+    callback.after_controller_finish(None)
+    assert dict(os.environ) == before
+
+
 def test_a_setting_of_something_else_is_refused() -> None:
     from ttp.ray import TtpCallback
 
