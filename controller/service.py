@@ -29,7 +29,7 @@ from ttp.core.controller import events as ce
 from ttp.core.controller.fault_targets import fault_targets
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.machine import ControllerMachine
-from ttp.core.layout import Rank, compact_ranks
+from ttp.core.layout import Rank, ranks_text
 from ttp.errors import EXIT_BAD_CONFIG
 from ttp.mindio.manager_service import SERVICE as MANAGER_SERVICE
 from ttp.mindio.manager_service import ManagerService
@@ -151,7 +151,7 @@ class ControllerService(rpc.ControllerServicer):
         pid_of = dict(zip(map(Rank, request.ranks), request.pids or (0,) * len(request.ranks), strict=True))
         if request.exit_code == EXIT_BAD_CONFIG and self._are_of_this_launch(pid_of):
             words = limits.text("reason", request.reason)
-            self._driver.feed(ce.RankWasWrong(f"ranks {compact_ranks(pid_of)} {words}"))
+            self._driver.feed(ce.RankWasWrong(f"{ranks_text(pid_of)} {words}"))
         meant = fault_targets(self._driver.machine.job, pid_of, request.host)
         if not meant.ranks:
             return pb.ReportFaultResponse(text=meant.problem or "nothing was done: give a rank or a host")
@@ -161,9 +161,7 @@ class ControllerService(rpc.ControllerServicer):
             members = self._driver.machine.job.members
             self._driver.feed(ce.HostsDrained(frozenset(members[rank].hello.host for rank in meant.ranks)))
         self._driver.add_evidence(meant.ranks, kind, reason, pids, pages, limits.text("seat", request.seat))
-        text = (
-            f"accused: rank {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
-        )
+        text = f"accused: {ranks_text(meant.ranks)}. The job saves its newest step and ends, to be started again"
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
 
     def _recovered(self, host: str) -> pb.ReportFaultResponse:

@@ -92,7 +92,7 @@ def test_what_becomes_of_the_others_when_a_rank_dies_is_shown() -> None:
     ranks = [pb.RankStatus(rank=r, state="live", can_continue=True) for r in range(3)]
     assert "when a rank dies the other ranks go on in their processes" in rendered(pb.GetStatusResponse(ranks=ranks))
     ranks[1].can_continue = False
-    assert "all are started again: ranks 1 cannot go on" in rendered(pb.GetStatusResponse(ranks=ranks))
+    assert "all are started again: rank 1 cannot go on" in rendered(pb.GetStatusResponse(ranks=ranks))
     assert "when a rank dies" not in rendered(pb.GetStatusResponse(ranks=ranks[1:2]))
 
 

@@ -246,8 +246,8 @@ def test_inspect_tells_people(ttp: Ttp, save_dir: SaveDir) -> None:
         "scalar",
         "held by ranks 0-3",
         "goes on with step 13",
-        "present for ranks 0,2; for ranks 2 from before the update in which they died",
-        "derived anew for ranks 1: there is no page of rank 1",
+        "present for ranks 0,2; for rank 2 from before the update in which they died",
+        "derived anew for rank 1: there is no page of rank 1",
     ):
         assert text in said.out, text
 

@@ -116,7 +116,7 @@ def test_a_faulty_host_is_reported_to_its_job(ttp: Ttp, start: Start) -> None:
     well = ttp("watch-node", *where, "--host", "left", "--", *shell("exit 0"))
     assert (well.code, well.err) == (0, "")
     bad = ttp("watch-node", *where, "--host", "left", "--drain", "--", *shell("echo the fan stands still; exit 2"))
-    assert bad.code == 2 and "left is faulty: the fan stands still" in bad.err and "accused: rank 0-1" in bad.err
+    assert bad.code == 2 and "left is faulty: the fan stands still" in bad.err and "accused: ranks 0-1" in bad.err
     back = ttp("report-fault", "--port", controller.port, "--host", "left", "--recovered")
     assert (back.code, back.out) == (0, "left may start ranks again\n")
     again = ttp("report-fault", "--port", controller.port, "--host", "left", "--recovered")
@@ -153,7 +153,7 @@ def test_a_host_of_unknown_health_stays_what_it_was(
     monkeypatch.setattr("ttp.cli.watch_node.time", SimpleNamespace(sleep=next_code))
     flags = ["--port", controller.port, "--host", "left", "--drain", "--strikes", 2]
     lines = ttp("watch-node", *flags, "--", *shell(f"echo bad; exit $(cat {code})")).err.splitlines()
-    expected = ["left is faulty: bad", "exited with 9", "accused: rank 0-1", "exited with 9", "left is healthy again"]
+    expected = ["left is faulty: bad", "exited with 9", "accused: ranks 0-1", "exited with 9", "left is healthy again"]
     assert len(lines) == len(expected) and all(map(str.__contains__, lines, expected)), lines
 
 

@@ -150,13 +150,11 @@ def test_reasons_are_for_people() -> None:
     assert isinstance(plan, Plan)
     assert plan.reason == (
         "version 7 is the newest that is whole in every shard "
-        "(ranks 1 at 7; ranks 0 at 8; ranks 2 torn after 7; rank 0 must undo)"
+        "(rank 1 at 7; rank 0 at 8; rank 2 torn after 7; rank 0 must undo)"
     )
     nothing = decide(hsdp, [o(1, 7), x(2, 7)])
     assert isinstance(nothing, NoPlan)
-    assert nothing.reason == (
-        "shard 'a' has no whole copy left: ranks 0 gave no answer, ranks 2 were stopped in mid-update"
-    )
+    assert nothing.reason == ("shard 'a' has no whole copy left: rank 0 gave no answer, rank 2 stopped in mid-update")
 
 
 def test_a_reason_does_not_grow_with_the_job() -> None:
@@ -202,7 +200,7 @@ def test_the_reason_says_how_many_steps_are_lost() -> None:
     assert isinstance(plan, Plan)
     assert plan.lost == 7
     assert plan.reason == (
-        "version 10 is the newest that is whole in every shard (ranks 1 at 17); from kept copies of a, b: "
+        "version 10 is the newest that is whole in every shard (rank 1 at 17); from kept copies of a, b: "
         "7 finished steps are lost"
     )
     level = decide(zero, [k(o(1, 10), ("a", 10))])
@@ -337,7 +335,7 @@ def test_a_hundred_thousand_ranks(shards: int) -> None:
         (2, {"m": (0, 0, 1)}, "names a rank twice"),
         (2, {"m": (0, 1, 2)}, "outside 0..1"),
         (2, {"m": (-1, 0, 1)}, "outside 0..1"),
-        (3, {"m": (0, 2)}, "ranks 1 hold no shard"),
+        (3, {"m": (0, 2)}, "no shard is held by rank 1"),
     ],
 )
 def test_an_impossible_layout_is_refused_in_words(world: int, groups: dict[str, tuple[int, ...]], text: str) -> None:

@@ -35,7 +35,7 @@ def test_the_majority_is_right_and_the_odd_one_is_named() -> None:
     assert made.savers == (Rank(1),)
     assert made.odd == (Rank(0),)
     assert made.disputed == ()
-    assert "the copies of ranks 0 differ from most others" in made.reason
+    assert "the copies of rank 0 differ from most others" in made.reason
 
 
 def test_two_that_differ_are_a_dispute_and_are_saved() -> None:
@@ -90,7 +90,7 @@ def test_what_is_bad_everywhere_is_saved_and_said() -> None:
 def test_no_plan_says_who_could_not_write() -> None:
     verdict = decide(ddp(2), [answer(0, can_save=False)])
     assert isinstance(verdict, NoPlan)
-    assert "ranks 1 gave no answer, ranks 0 could not write" in verdict.reason
+    assert "rank 1 gave no answer, rank 0 could not write" in verdict.reason
 
 
 ANSWERS = st.lists(st.tuples(st.sampled_from("abc "), st.integers(7, 8), st.booleans()), min_size=1, max_size=6)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.forked import ForkedJob
-from ttp.core.layout import compact_ranks
+from ttp.core.layout import ranks_text
 
 Bits = list[set[str]]
 """For every rank, what it held at each version, in any of its lives: the version and digests."""
@@ -211,9 +211,9 @@ class Row:
 
 
 def _refused(kind: str, hurt: dict[str, Any], events: list[dict[str, Any]]) -> str:
-    groups = [compact_ranks(group) for group in lost_shards(kind, set(hurt["ranks"]))]
+    groups = [ranks_text(group) for group in lost_shards(kind, set(hurt["ranks"]))]
     texts = [e.get("text", "") for e in events]
-    told = any(f"has no whole copy left: ranks {group} gave no answer" in text for group in groups for text in texts)
+    told = any(f"has no whole copy left: {group} gave no answer" in text for group in groups for text in texts)
     assert told, f"the reason is not said: {texts}"
     assert not any(e["kind"] == "committed" for e in events), "refused and saved"
     return "refused"

@@ -102,4 +102,4 @@ def test_torchs_own_has_no_copies_and_a_kill_is_refused_with_the_reason(make_job
     hurt = make_job(steps=16, max_restarts=0, env={"JOB_OPTIMIZER": "zero"}, faults=[kill(4, "backward", 2)])
     assert hurt.run(TIMEOUT_S - 30) == 70, hurt.story()
     (incident,) = hurt.incidents()
-    assert any("shard 'model-2' has no whole copy left: ranks 2 gave no answer" in e.get("text", "") for e in incident)
+    assert any("shard 'model-2' has no whole copy left: rank 2 gave no answer" in e.get("text", "") for e in incident)

@@ -49,7 +49,7 @@ def test_the_ranks_of_a_host_that_is_drained_are_moved_to_one_that_has_offered_i
     ("host", "why", "settings"),
     [
         ("b", "no standby host has offered to take its ranks", {"offers": False}),
-        ("b", "have no enable_arf", {"recover": False}),
+        ("b", "no enable_arf, or no handlers to rebuild", {"recover": False}),
         ("a", "rank 0 runs there, and the other ranks need its host", {}),
         ("c", "no rank was given", {}),
     ],

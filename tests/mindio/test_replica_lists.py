@@ -92,9 +92,9 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
     pair, other = ReplicaSet((Rank(0), Rank(1)), 2), ReplicaSet((Rank(1), Rank(2)), 2)
     alone = ReplicaSet((Rank(2),), 1)
     for said, text in (
-        ({0: [pair], 1: [pair]}, "ranks 2 have not declared"),
+        ({0: [pair], 1: [pair]}, "no replica sets were declared by rank 2"),
         ({0: [pair], 1: [pair, pair], 2: [alone]}, "rank 0 declares 1 types"),
-        ({0: [pair], 1: [pair], 2: [other]}, "rank 2 declares a set with ranks 1, which declare others"),
+        ({0: [pair], 1: [pair], 2: [other]}, "rank 2 declares a set with rank 1, and these declare others"),
         ({0: [pair], 1: [ReplicaSet(pair.ranks, 1)], 2: [alone]}, "rank 1 says that ranks 0-1 hold 1 copies"),
     ):
         with pytest.raises(ConfigError, match=text):

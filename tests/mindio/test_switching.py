@@ -113,7 +113,7 @@ def test_a_newcomer_is_a_guest_until_it_has_a_seat() -> None:
     [
         ({}, "no rank was given"),
         ({9: 1}, "no rank 9 trains here"),
-        ({1: 1, 3: 1}, "what ranks 1,3 hold is on no other rank"),
+        ({1: 1, 3: 1}, "the state of ranks 1,3 is on no other rank"),
         ({0: 1, 1: 1, 2: 1, 3: 1}, "is on no other rank"),
     ],
 )
@@ -127,7 +127,10 @@ def test_ranks_that_cannot_be_moved(faults: dict[int, int], why: str) -> None:
 
 def test_programs_that_cannot_go_on_with_newcomers() -> None:
     this = world(recover=False, knocks=False)
-    assert "ranks 0-3 have no enable_arf" in this.answer and not this.machine.job.moving
+    assert (
+        "no enable_arf, or no handlers to rebuild and repair, on ranks 0-3" in this.answer
+        and not this.machine.job.moving
+    )
 
 
 def test_said_twice_it_is_the_same_and_of_others_it_is_refused() -> None:
@@ -135,7 +138,7 @@ def test_said_twice_it_is_the_same_and_of_others_it_is_refused() -> None:
     this.say(NoticeKind.HOT_SWITCH, {1: 1})
     assert this.answer == ""
     this.say(NoticeKind.HOT_SWITCH, {2: 1})
-    assert "ranks 1 are being moved already" in this.answer and this.machine.job.moving == {1}
+    assert "the move of rank 1 has begun already" in this.answer and this.machine.job.moving == {1}
     this.knock(1)
     this.say(NoticeKind.HOT_SWITCH, {2: 1})
     assert "a rescue is going on" in this.answer
@@ -151,6 +154,21 @@ def test_during_an_incident_or_a_pause_it_is_refused() -> None:
     this.dies(2)
     this.say(NoticeKind.HOT_SWITCH, {1: 1})
     assert "a rescue is going on" in this.answer
+
+
+def test_while_ranks_are_brought_to_a_stand_still_a_pause_is_refused() -> None:
+    """A pause would give up the script that stands still, and the switch would stay held after the pause."""
+    this = world({(Kind.HOLD, 2): "hang"})
+    assert this.kinds() == ["hold"] and this.machine.incident is None
+    this.say(NoticeKind.PAUSE_TRAIN)
+    assert "stand still for a hot switch" in this.answer
+    stream, _ = this.guests.pop(1)
+    this.event(StreamEnded(ConnectionId(stream)))
+    this.after(PATIENCE.rescue_s)
+    this.pump(this._take())
+    stayed(this)
+    program: Any = this.machine._rescue.program
+    assert not program._switching.held and not program._pausing.paused
 
 
 def test_migration_that_nobody_has_prepared_is_refused() -> None:

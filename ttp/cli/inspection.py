@@ -12,7 +12,7 @@ import typer
 
 from ttp.cli.directories import CheckpointOrDir, checkpoint_meant
 from ttp.cli.output import Json, count_text, print_json, say, screen, size_text, table, when_text
-from ttp.core.layout import compact_ranks
+from ttp.core.layout import ranks_text
 from ttp.core.messages import Piece
 from ttp.store.manifest import Manifest
 
@@ -183,7 +183,7 @@ def _tell(path: Path, m: Manifest, everything: bool) -> None:
         ("plan", m.reason),
         ("incident", m.incident),
         ("job", f"run {m.run_id}, incarnation {m.incarnation}, {count_text(m.world_size, 'rank')}, {m.framework}"),
-        *(("shard", f"{shard}, held by ranks {compact_ranks(ranks)}") for shard, ranks in m.groups.items()),
+        *(("shard", f"{shard}, held by {ranks_text(ranks)}") for shard, ranks in m.groups.items()),
         ("rank-local", _rank_local_text(m)),
         ("written", f"{when_text(m.created_unix_s)} by ttp {m.ttp_version}, {size_text(m.size)}"),
         *(("extra", f"{name} = {value}") for name, value in m.extra.items()),
@@ -197,13 +197,13 @@ def _tell(path: Path, m: Manifest, everything: bool) -> None:
 
 def _rank_local_text(m: Manifest) -> str:
     local = rank_local(m)
-    parts = [f"present for ranks {compact_ranks(local.present)}"] if local.present else []
+    parts = [f"present for {ranks_text(local.present)}"] if local.present else []
     if local.provisional:
-        parts.append(f"for ranks {compact_ranks(local.provisional)} from before the update in which they died")
+        parts.append(f"for {ranks_text(local.provisional)} from before the update in which they died")
     by_reason: dict[str, list[int]] = {}
     for rank, why in local.rederived.items():
         by_reason.setdefault(why, []).append(rank)
-    return "; ".join([*parts, *(f"derived anew for ranks {compact_ranks(r)}: {why}" for why, r in by_reason.items())])
+    return "; ".join([*parts, *(f"derived anew for {ranks_text(r)}: {why}" for why, r in by_reason.items())])
 
 
 def _tell_pieces(m: Manifest) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ttp.cli.connection import Address, Client, Port, Token, UnreachableError, Where, connected, find
 from ttp.cli.output import Json, count_text, duration_text, print_json, screen, shown, table, when_text
-from ttp.core.layout import compact_ranks
+from ttp.core.layout import compact_ranks, ranks_text
 
 if TYPE_CHECKING:
     from ttp.wire.v1 import controller_pb2 as pb
@@ -146,9 +146,7 @@ def _survivors_line(now: pb.GetStatusResponse) -> Text:
     """Return a line that says what the other ranks do when a rank dies: they go on only if all ranks can."""
     cannot = [rank.rank for rank in now.ranks if rank.state == "live" and not rank.can_continue]
     if cannot:
-        return Text(
-            f"when a rank dies all are started again: ranks {compact_ranks(cannot)} cannot go on (their logs say why)"
-        )
+        return Text(f"when a rank dies all are started again: {ranks_text(cannot)} cannot go on (their logs say why)")
     return Text("when a rank dies the other ranks go on in their processes")
 
 
@@ -169,7 +167,7 @@ def _job_line(now: pb.GetStatusResponse) -> Text:
 
 
 def _group_lines(now: pb.GetStatusResponse) -> list[Text]:
-    lines = [shown(f"shard {g.name}: ranks {compact_ranks(g.ranks)}") for g in now.groups[:GROUPS_SHOWN_MAX]]
+    lines = [shown(f"shard {g.name}: {ranks_text(g.ranks)}") for g in now.groups[:GROUPS_SHOWN_MAX]]
     if len(now.groups) > GROUPS_SHOWN_MAX:
         lines.append(Text(f"and {len(now.groups) - GROUPS_SHOWN_MAX} more shards (--json lists them)"))
     return lines

@@ -110,7 +110,7 @@ def _plan(f: Facts) -> str:
     savers, hows = f.get("savers"), f.get("how")
     shards = [f"rank {rank} writes {shard}" for shard, rank in savers.items()] if isinstance(savers, dict) else []
     if isinstance(savers, list):
-        shards = [f"the handlers of ranks {compact_ranks(savers)} save"]
+        shards = [f"the handlers of {ranks_text(savers)} save"]
     first = [f"{how} {shard}" for shard, how in hows.items()] if isinstance(hows, dict) else []
     parts = [f"version {f.get('version')}: {_listed(shards)}", *([f"after {_listed(first)}"] if first else [])]
     return f"{', '.join(parts)}. {f.get('reason', '')}"
@@ -146,7 +146,7 @@ def _released(facts: Facts) -> str:
 
 def _closed(f: Facts) -> str:
     left = f.get("left_behind")
-    return f"ranks {compact_ranks(left)} did not leave in time" if isinstance(left, list) and left else "all have left"
+    return f"{ranks_text(left)} did not leave in time" if isinstance(left, list) and left else "all have left"
 
 
 def _nothing_new(f: Facts) -> str:
@@ -154,7 +154,7 @@ def _nothing_new(f: Facts) -> str:
 
 
 def _round(f: Facts) -> str:
-    where = f"on ranks {compact_ranks(f.get('ranks') or ())}, version {f.get('version')}"
+    where = f"on {ranks_text(f.get('ranks') or ())}, version {f.get('version')}"
     return f"{f.get('round')} handlers {where}{_of_purpose(f)}"
 
 
@@ -164,11 +164,11 @@ def _of_purpose(f: Facts) -> str:
 
 def _round_over(f: Facts) -> str:
     failed, lost = f.get("failed"), f.get("lost")
-    parts = [f"done on ranks {compact_ranks(f.get('done') or ())}" if f.get("done") else "done nowhere"]
+    parts = [f"done on {ranks_text(f.get('done') or ())}" if f.get("done") else "done nowhere"]
     if isinstance(failed, dict) and failed:
         parts.append(f"failed: {_listed([f'rank {rank}: {_cut(str(text))}' for rank, text in failed.items()])}")
     if lost:
-        parts.append(f"lost: ranks {compact_ranks(lost)}")
+        parts.append(f"lost: {ranks_text(lost)}")
     return f"{f.get('round')}: {'; '.join(parts)}"
 
 

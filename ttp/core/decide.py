@@ -41,7 +41,7 @@ from itertools import islice
 from types import MappingProxyType
 
 from ttp.core import placement, stripes
-from ttp.core.layout import Layout, Rank, Shard, Version, compact_ranks
+from ttp.core.layout import Layout, Rank, Shard, Version, ranks_text
 from ttp.core.replica_vote import Verdict, judge
 
 NO_DIGESTS: Mapping[Shard, str] = MappingProxyType({})
@@ -337,17 +337,17 @@ def _reason(
     seen: defaultdict[str, list[int]] = defaultdict(list)
     for rank, answer in by_rank.items():
         seen[f"torn after {answer.version}" if answer.torn else f"at {answer.version}"].append(rank)
-    states = "; ".join(f"ranks {compact_ranks(ranks)} {state}" for state, ranks in sorted(seen.items()))
+    states = "; ".join(f"{ranks_text(ranks)} {state}" for state, ranks in sorted(seen.items()))
     chores = dict.fromkeys((a.rank, a.how) for a in assignments if a.how in (How.REDO, How.UNDO))
     extra = [*(f"rank {rank} must {how.value}" for rank, how in chores), *_cut_story(assignments)]
     if verdict.odd_ranks:
-        extra.append(f"the copies of ranks {compact_ranks(verdict.odd_ranks)} differ from most others")
+        extra.append(f"the copies of {ranks_text(verdict.odd_ranks)} differ from most others")
     if disputed:
         extra.append(f"replicas of {', '.join(disputed[:SHARDS_SHOWN])} differ and no majority tells which is right")
     bad = [r for r, answer in by_rank.items() if answer.bad]
     if bad:
         used = [a.rank for a in assignments if a.rank in bad]
-        extra.append(f"NaN or Inf on ranks {compact_ranks(bad)}" + (", saved as it is" if used else ", not used"))
+        extra.append(f"NaN or Inf on {ranks_text(bad)}" + (", saved as it is" if used else ", not used"))
     return f"version {version} is the newest that is whole in every shard ({'; '.join([states, *extra])})"
 
 
@@ -380,11 +380,11 @@ def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
     gone = [r for r in ranks if r not in by_rank]
     parts = []
     if gone:
-        parts.append(f"ranks {compact_ranks(gone)} gave no answer")
+        parts.append(f"{ranks_text(gone)} gave no answer")
     if torn:
-        parts.append(f"ranks {compact_ranks(torn)} were stopped in mid-update")
+        parts.append(f"{ranks_text(torn)} stopped in mid-update")
     if failed:
-        parts.append(f"ranks {compact_ranks(failed)} could not write")
+        parts.append(f"{ranks_text(failed)} could not write")
     return ", ".join(parts)
 
 

@@ -115,7 +115,7 @@ def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
         held.update(ranks)
     if len(held) != world_size:
         idle = islice((rank for rank in range(world_size) if rank not in held), _SHOWN_MAX)
-        raise ConfigError(f"ranks {compact_ranks(idle)} hold no shard ({world_size - len(held)} in all)")
+        raise ConfigError(f"no shard is held by {ranks_text(idle)} ({world_size - len(held)} in all)")
 
 
 def compact_ranks(ranks: Iterable[int]) -> str:

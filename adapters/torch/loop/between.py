@@ -78,7 +78,7 @@ class BetweenSteps:
         elif self.turns.interleaved and self.preimage is not None and not self._told:
             self._told = True
             log.info(
-                "the loop makes a backward pass between the optimizer steps of an iteration: %.1f MB are copied in "
+                "the loop makes a backward pass between the optimizer steps of an iteration: %s bytes are copied in "
                 "every iteration, so that the last version can be saved if a rank is lost between these steps",
-                self.preimage.nbytes / 1e6,
+                f"{self.preimage.nbytes:,}",
             )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ttp.core.layout import Rank, compact_ranks
+from ttp.core.layout import Rank, ranks_text
 from ttp.errors import ConfigError, DirectoryInUseError, UsageError
 
 _FINE = b"+"
@@ -59,7 +59,7 @@ def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
     if refused:
         first = said[refused[0]]
         alike = [rank for rank in refused if said[rank] == first]
-        where = "" if len(alike) == len(said) else f"rank {compact_ranks(alike)}: "
+        where = "" if len(alike) == len(said) else f"{ranks_text(alike)}: "
         raise _KINDS[first[:1]](where + first[1:].decode()) from refusal
     return [one[1:] for one in said]
 

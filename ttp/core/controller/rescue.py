@@ -26,7 +26,7 @@ from ttp.core.controller.retries import Retries
 from ttp.core.controller.saving import Saving
 from ttp.core.controller.shadow import Shadow
 from ttp.core.decide import NoPlan, Plan
-from ttp.core.layout import Rank, Version, compact_ranks
+from ttp.core.layout import Rank, Version, ranks_text
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 
@@ -187,7 +187,7 @@ class Rescue:
         news = self._freezing.take(incident, ranks, answer, now)
         if news and self._planner.improves(incident, answer):
             self._shadow.leave(incident)
-            incident.enter(Stage.FREEZING, f"a newer version has come from ranks {compact_ranks(news)}")
+            incident.enter(Stage.FREEZING, f"a newer version has come from {ranks_text(news)}")
             incident.committer = None
 
     # ----------------------------------------------------------------------------------------------------------- time

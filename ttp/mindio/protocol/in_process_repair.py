@@ -15,7 +15,7 @@ from dataclasses import replace
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.program_recovery import Ending, Outcome
 from ttp.core.decide import NoPlan
-from ttp.core.layout import Rank, Version, compact_ranks
+from ttp.core.layout import Rank, Version, ranks_text
 from ttp.mindio.protocol.messages import Act, Ailment, RepairWay, RoundKind, Transfer
 from ttp.mindio.protocol.repair_state import RepairState
 from ttp.mindio.protocol.replica_lists import Replicas, sources
@@ -69,7 +69,7 @@ def repair_in_process(state: RepairState, incident: Incident) -> Script:
         problem = yield from _repair(state, incident, version, transfers, lacking)
         if problem:
             return _failed(problem)
-    return (yield from _resume(state, incident, version, f"repaired ranks {compact_ranks(lacking) or 'none'}"))
+    return (yield from _resume(state, incident, version, f"repaired {ranks_text(lacking) if lacking else 'no rank'}"))
 
 
 def _rebuild(state: RepairState) -> Part:
@@ -126,7 +126,7 @@ def _load(state: RepairState, incident: Incident) -> Script:
     """Let all ranks load the last checkpoint."""
     unable = [rank for rank in state.live if not state.said[rank].load_repair]
     if unable:
-        return _failed(f"ranks {compact_ranks(unable)} cannot load a checkpoint in the running process")
+        return _failed(f"{ranks_text(unable)} cannot load a checkpoint in the running process")
     acts: dict[Rank, Act] = {}
     for rank in state.live:
         high = _lost_memory(state, rank) and rank not in state.low

@@ -17,7 +17,7 @@ from ttp.core.controller.continuing import SEAT_READY, SEAT_S
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.program_recovery import Ending, Outcome
 from ttp.core.decide import NoPlan
-from ttp.core.layout import Rank, Version, compact_ranks
+from ttp.core.layout import Rank, Version, ranks_text
 from ttp.mindio.protocol.in_process_repair import halt, repair_in_process
 from ttp.mindio.protocol.messages import RoundKind
 from ttp.mindio.protocol.repair_state import REPAIRABLE, RepairState
@@ -152,7 +152,7 @@ def _replace(state: RepairState, incident: Incident) -> Script:
         if gone or state.job.broken & state.job.live:
             return _failed(f"rank {min(gone or state.job.broken)} was lost meanwhile, or cannot continue")
         if state.now >= (state.until or 0.0):
-            return _failed(f"no new processes have replaced ranks {compact_ranks(late)} in time")
+            return _failed(f"no new processes have replaced {ranks_text(late)} in time")
         yield Pause(state.until or 0.0)
     if not way.ok or state.job.broken or state.job.live != everybody:
         return _failed(way.words or "a rank was lost meanwhile")

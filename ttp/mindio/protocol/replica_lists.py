@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ttp.core.layout import Layout, Rank, Shard, compact_ranks
+from ttp.core.layout import Layout, Rank, Shard, compact_ranks, ranks_text
 from ttp.errors import ConfigError
 from ttp.mindio.protocol.messages import ReplicaSet, Transfer, TypeRanks
 
@@ -80,11 +80,11 @@ def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replic
     said = _spoken_for(world_size, said)
     silent = [rank for rank in range(world_size) if not said.get(Rank(rank))]
     if silent:
-        raise ConfigError(f"ranks {compact_ranks(silent)} have not declared their replica sets")
+        raise ConfigError(f"no replica sets were declared by {ranks_text(silent)}")
     count = len(said[Rank(0)])
     odd = [rank for rank in range(world_size) if len(said[Rank(rank)]) != count]
     if odd or count > TYPES_MAX:
-        raise ConfigError(f"rank 0 declares {count} types of state, ranks {compact_ranks(odd)} another number")
+        raise ConfigError(f"rank 0 declares {count} types of state, {ranks_text(odd)} another number")
     return Replicas(world_size, tuple(_one_type(index, world_size, said) for index in range(count)))
 
 
@@ -115,7 +115,7 @@ def _one_type(index: int, world_size: int, said: Mapping[Rank, Sequence[ReplicaS
             taken = [r for r in mine.ranks if r in known]
             if taken:
                 raise ConfigError(
-                    f"type {index}: rank {rank} declares a set with ranks {compact_ranks(taken)}, which declare others"
+                    f"type {index}: rank {rank} declares a set with {ranks_text(taken)}, and these declare others"
                 )
             sets.append(mine)
             known.update(dict.fromkeys(mine.ranks, mine))

@@ -24,7 +24,7 @@ from ttp.core.controller.fault_targets import fault_targets
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.membership import Guest
 from ttp.core.controller.program_recovery import Ending, Outcome
-from ttp.core.layout import Rank, Version, compact_ranks
+from ttp.core.layout import Rank, Version, compact_ranks, ranks_text
 from ttp.errors import EXIT_TRAINED
 from ttp.mindio.protocol.handshake import Handshake, ManagerMailbox
 from ttp.mindio.protocol.in_process_repair import repair_in_process
@@ -162,14 +162,14 @@ class Switching:
         found = {
             "no rank was given": not ranks,
             f"no rank {compact_ranks(strangers)} trains here": bool(strangers),
-            f"ranks {compact_ranks(self.moving)} are being moved already: send stop switch first": bool(self.moving),
-            f"ranks {compact_ranks(unable)} have no enable_arf, or no handlers to rebuild and repair": bool(unable),
+            f"the move of {ranks_text(self.moving)} has begun already: send stop switch first": bool(self.moving),
+            f"no enable_arf, or no handlers to rebuild and repair, on {ranks_text(unable)}": bool(unable),
         }
         if any(found.values()):
             return next(text for text, holds in found.items() if holds)
         if isinstance(state.replicas, str):
             return state.replicas
-        return "" if self._is_held(ranks, others) else f"what ranks {compact_ranks(ranks)} hold is on no other rank"
+        return "" if self._is_held(ranks, others) else f"the state of {ranks_text(ranks)} is on no other rank"
 
     def _is_held(self, ranks: Collection[Rank], others: set[Rank]) -> bool:
         """Return whether the ranks ``others`` hold copies of the whole state of ``ranks``."""
@@ -216,10 +216,10 @@ class Switching:
             self.give_up(problem or GONE)
             return (yield from self.go_on())
         self.stands = True
-        ranks = compact_ranks(self.moving)
-        text = f"the manager moves ranks {ranks} to other hosts"
+        ranks = ranks_text(self.moving)
+        text = f"the manager moves {ranks} to other hosts"
         if self._drains:
-            text = f"{self._drains} is drained, and ranks {ranks} are moved to {self._place}"
+            text = f"{self._drains} is drained, which moves {ranks} to {self._place}"
         for rank in sorted(self.moving):
             self._blame(rank, m.FaultKind.OUTSIDE, text, self._state.now)
         return Ending(Outcome.RESUMED, Version(0), text)
