@@ -22,7 +22,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from ttp import session
 from ttp.adapters.megatron.optimizers import unchained
 from ttp.adapters.megatron.rank_state import samples_after
+from ttp.adapters.megatron.replicated_loading import put_back, put_fixed
 from ttp.adapters.megatron.replicated_optimizer import ReplicatedOptimizer
 from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.errors import CheckpointError, ConfigError, UsageError
@@ -190,9 +191,9 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None,
         return 0
     place = _place(_checkpoint(root, step))
     shards = [_read(path) for path in sorted(place.glob("shard_*.pt"))]
-    _put_back(own, shards, place)
+    put_back(own, shards, place)
     common = _read(place / f"{COMMON}.pt")
-    _put_fixed(model, common["fixed"])
+    put_fixed(model, common["fixed"])
     if opt_param_scheduler is not None and common["scheduler"] is not None:
         opt_param_scheduler.load_state_dict(common["scheduler"])
     if own.grad_scaler and common["scaler"]:
@@ -371,47 +372,3 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as problem:
         raise CheckpointError(f"{path} cannot be read: {problem}") from None
-
-
-def _put_back(own: ReplicatedOptimizer, shards: Sequence[dict[str, Any]], place: Path) -> None:
-    weights: dict[str, Tensor] = {name: value for shard in shards for name, value in shard["weights"].items()}
-    here = own.trained
-    if weights.keys() != here.keys() or any(weights[n].shape != p.shape for n, p in here.items()):
-        odd = sorted(weights.keys() ^ here.keys()) or [n for n, p in here.items() if weights[n].shape != p.shape]
-        raise CheckpointError(
-            f"{place} belongs to another model: these names are missing or have another shape: {', '.join(odd[:5])}"
-        )
-    states = {name: value for shard in shards for name, value in shard["state"].items()}
-    with torch.no_grad():
-        for name, parameter in here.items():
-            parameter.copy_(weights[name])
-        for name, (_, main) in own.held.items():
-            main.copy_(weights[name])
-            own.optimizer.state[main] = {k: _at(v, main) for k, v in states[name].items()}
-    if own.optimizer is None:
-        return
-    for number, group in enumerate(own.optimizer.param_groups):
-        group.update(_group(number, shards))
-
-
-def _at(value: Any, main: Tensor) -> Any:
-    return value.to(main.device) if isinstance(value, Tensor) and value.dim() else value
-
-
-def _group(number: int, shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a group's hyperparameters, from the shard with the highest count of steps.
-
-    A fused optimizer does not count steps in a group that is empty on its rank.
-    """
-    versions = [shard["groups"][number] for shard in shards if number < len(shard["groups"])]
-    counted = [v for v in versions if "step" in v]
-    merged = dict(max(counted, key=lambda v: float(v["step"])) if counted else versions[0] if versions else {})
-    return {k: _at(v, v) if isinstance(v, Tensor) else v for k, v in merged.items()}
-
-
-def _put_fixed(model: Any, saved: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for number, chunk in enumerate(model if isinstance(model, (list, tuple)) else [model]):
-            for name, value in (*chunk.named_parameters(), *chunk.named_buffers()):
-                if f"{number}.{name}" in saved:
-                    value.copy_(saved[f"{number}.{name}"])
