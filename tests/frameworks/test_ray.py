@@ -108,9 +108,10 @@ def test_the_next_training_of_a_program_gets_nothing_of_the_last_one(
 
     monkeypatch.setattr(ControllerKeeper, "start", lambda keeper, address: None)
     monkeypatch.setenv("TTP_OT", "500")
-    before, group = dict(os.environ), OneWorker()
+    group: Any = OneWorker()
+    before = dict(os.environ)
     callback = TtpCallback({"TTP_RUN_DIR": str(tmp_path), "TTP_OT": "600", "TTP_METRICS_PORT": "9100"})
-    callback.after_worker_group_start(group)  # type: ignore[arg-type]
+    callback.after_worker_group_start(group)
     assert os.environ["TTP_OT"] == "600" and os.environ["TTP_METRICS_PORT"] == "9100"
     callback.after_controller_finish(None)
     assert dict(os.environ) == before
