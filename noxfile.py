@@ -174,4 +174,4 @@ def tests(session: nox.Session) -> None:
     """Run all tests except the slow campaigns."""
     session.install(TORCH)
     session.install("-e", ".[torch,test]")
-    session.run("python", "-m", "pytest", "-n", "3", "--dist", "loadgroup", "--reruns", "1", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "4", "--dist", "loadgroup", "--reruns", "1", *session.posargs)
