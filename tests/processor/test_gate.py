@@ -6,6 +6,7 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -114,6 +115,31 @@ def test_an_update_that_comes_between_two_steps_under_a_closed_gate_is_told() ->
     assert quiet == [Phase.TORN]
     gate.revive(Version(0))
     assert gate.state().phase is Phase.IDLE
+
+
+class Terminated(threading.Event):
+    """Lets a signal handler of the program raise in the thread that waits for this event."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self.meanwhile = meanwhile
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.meanwhile()
+        raise SystemExit(143)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("way", ["begin_update", "stand_aside"])
+def test_whoever_leaves_the_gate_by_an_exception_stands_there_no_more(way: str, ordered: bool) -> None:
+    """Otherwise an update would be ordered that nobody makes."""
+    gate = Gate()
+    gate.close()
+    gate._opened = Terminated(gate.admit if ordered else lambda: None)
+    with pytest.raises(SystemExit):
+        getattr(gate, way)()
+    assert gate.state() == GateState(Version(0), Phase.IDLE, parked=False)
+    assert not gate.admit()
 
 
 def test_states_of_two_closures_differ() -> None:

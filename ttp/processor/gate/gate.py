@@ -126,9 +126,7 @@ class Gate:
                     return
                 self._parked = True
                 self._opened.clear()
-            self._on_quiet()
-            self._opened.wait()
-            self._parked = False
+            self._stand()
 
     def stand_aside(self) -> bool:
         """Wait at the gate while it is closed. This rank has its final gradient; other ranks may not have theirs yet.
@@ -147,8 +145,18 @@ class Gate:
                     return self._admitted
                 self._parked = True
                 self._opened.clear()
+            self._stand()
+
+    def _stand(self) -> None:
+        """Stand at the closed gate until it opens, or an update is ordered."""
+        try:
             self._on_quiet()
             self._opened.wait()
+        except BaseException:  # of a signal handler of the program: the thread leaves, and makes no ordered update
+            with self._lock:
+                self._admitted = False
+            raise
+        finally:
             self._parked = False
 
     def nearby(self, wake: Callable[[], None] = _nothing) -> contextlib.AbstractContextManager[None]:
