@@ -28,39 +28,17 @@ def _read(text: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
 
 MUTANTS = dict(_read((HERE / "mutants.txt").read_text()))
 
-SUITES: dict[str, list[str]] = {
-    "tables": [
-        "test_decide.py",
-        "test_silence.py",
-        "test_replica_vote.py",
-        "test_stripes.py",
-        "test_buddies.py",
-        "test_relay.py",
-        "test_route.py",
-        "test_admission.py",
-        "test_controller_machine.py",
-        "test_controller_wide.py",
-        "test_false_alarms.py",
-        "test_job_end.py",
-        "test_mirrors.py",
-        "test_other_directory.py",
-        "test_restoring.py",
-        "test_standbys.py",
-        "test_takeover.py",
-        "test_stand_in.py",
-        "test_continuing.py",
-        "test_indirect_probe.py",
-        "test_processor_machine.py",
-        "test_rank_rescue.py",
-        "test_hang_lives.py",
-        "test_hangs.py",
-        "test_model_counts.py",
-        "../processor/test_gate.py",
-        "../processor/test_freeze_answers.py",
-    ],
-    "model": ["test_model_check.py", "test_model_keep.py"],
-    "simulation": ["test_simulated_faults.py", "test_simulation.py"],
-}
+def _suites() -> dict[str, list[str]]:
+    """Return the test files of each suite: those that explore worlds, those that simulate jobs, and all others."""
+    files = sorted(path.name for path in HERE.glob("test_*.py") if path.name != "test_mutants.py")
+    model = [name for name in files if name.startswith("test_model_")]
+    simulation = [name for name in files if name.startswith("test_simulat")]
+    tables = [name for name in files if name not in (*model, *simulation)]
+    gate = ["../processor/test_gate.py", "../processor/test_freeze_answers.py"]
+    return {"tables": [*tables, *gate], "model": model, "simulation": simulation}
+
+
+SUITES = _suites()
 
 
 def mutate(name: str) -> None:
