@@ -78,3 +78,20 @@ def test_a_second_stream_without_a_thread_is_said_to_be_down(monkeypatch: pytest
     aside = SecondStream("", said.append, lambda: None)
     aside.perform(act.ConnectAside("127.0.0.1:1", 1.0))
     assert [type(event) for event in said] == [ev.AsideDown], "else the rank never asks another stand-in"
+
+
+def test_a_second_stream_is_closed_even_if_no_thread_can_be_started(
+    made: list[FakeStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a rank could not leave the job in good order."""
+
+    def no_thread(name: str, job: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    aside = SecondStream("", lambda _: None, lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "aside", lambda name, job: job())
+        aside.perform(act.ConnectAside("127.0.0.1:1", 1.0))
+    monkeypatch.setattr(second, "aside", no_thread)
+    aside.perform(act.CloseAside())
+    assert [stream.open for stream in made] == [False]

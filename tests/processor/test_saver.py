@@ -111,3 +111,14 @@ def test_a_save_that_hangs_does_not_keep_the_next_one_which_was_ordered_before_i
     source.ends.set()
     saver.close()
     assert isinstance(report, PiecesWritten) and report.generation == 2
+
+
+def test_a_restore_does_not_fail_because_no_thread_can_remove_old_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    saver = saver_of(FakeSource(), tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    saver.tidy(tmp_path, 1, "newest", verified=True)

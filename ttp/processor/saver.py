@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -107,7 +108,8 @@ class Saver:
         def remove() -> None:
             tidy(directory, keep, newest, verified=verified)
 
-        self._tidying.submit(remove)
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the next commit removes them
+            self._tidying.submit(remove)
 
     def close(self) -> None:
         """Take no more orders."""

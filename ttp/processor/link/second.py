@@ -49,7 +49,10 @@ class SecondStream:
         self._wanted = next(self._numbers)
         before, self._stream = self._stream, None
         if before is not None:
-            aside("ttp-connect", before.abort)
+            try:
+                aside("ttp-connect", before.abort)
+            except RuntimeError:  # no thread can be started
+                before.abort()
 
     def _open(self, action: act.ConnectAside, number: int) -> None:
         def put(event: ev.AsideEvent) -> None:
