@@ -191,9 +191,14 @@ class Session:
         if self.processor is None:
             return
         self._go_on(problem)
+        preemption = self._preemption
+        if preemption is not None:
+            preemption.alone = True  # a scheduler signals the ranks, and so does their launcher
         if not self._reported:
             self.report(problem)
         self._go_on(problem)
+        if preemption is not None:
+            preemption.alone = False
         log.error("no controller has ordered a save after this error: it is raised as it would be without ttp")
         self.processor.close()
         self.processor = None

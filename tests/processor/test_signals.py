@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+from tests.controller.conftest import Controller
 from ttp.processor.liveness.signals import Preemption
 
 HANGING = """
@@ -77,6 +79,68 @@ def test_without_a_controller_the_signal_ends_the_process_as_without_ttp(handler
     command = [sys.executable, "-c", ALONE, handler]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
+
+
+TWICE = """
+import signal, sys, time
+from pathlib import Path
+import ttp
+from tests.processor.fake_source import FakeSource
+from ttp import session
+from ttp.config import RankEnv
+from ttp.core.layout import Layout
+from ttp.core.messages import Piece
+from ttp.store.digest import HashingFile
+
+class Slow(FakeSource):
+    def write_pieces(self, *, order, draft, **_):
+        print("saving", flush=True)
+        sys.stdin.readline()
+        file = HashingFile(draft / "piece")
+        file.write(b"state")
+        return [Piece("piece", *file.sync_and_close(), "shard", shard, order.rank) for shard in order.shards]
+
+@ttp.ttp_to_persist
+def train():
+    env = RankEnv.from_env()
+    rank = session.current().start_processor(env, Layout.data_parallel(1), Slow(), Path(sys.argv[1]))
+    rank.begin_update()
+    rank.end_update()
+    print("training", flush=True)
+    while True:
+        time.sleep(1)
+
+def told(*_):
+    print("told to end", flush=True)
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, told)
+train()
+"""
+
+
+def test_a_second_signal_does_not_end_a_rank_that_saves(tmp_path: Path) -> None:
+    """A scheduler signals the ranks, and so does their launcher; the handler of the program raises each time."""
+    controller = Controller(tmp_path)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+        "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(controller.port),
+        "TTP_RUN_DIR": str(tmp_path / "run"), "PYTHONPATH": str(Path(__file__).parents[2]),
+    }  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-c", TWICE, str(tmp_path)]
+    try:
+        with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None and process.stdout is not None
+            assert process.stdout.readline() == "training\n"
+            process.send_signal(signal.SIGTERM)
+            assert {process.stdout.readline(), process.stdout.readline()} == {"told to end\n", "saving\n"}
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.wait(60) == 75
+    finally:
+        controller.close()
 
 
 ARRIVES = """

@@ -56,6 +56,8 @@ class Preemption:
         self._previous: Handler = None
         self._previous_fd = -1
         self._installed = False
+        self.alone = False
+        """True while a handler of the program is not called: it might raise in a thread that waits for the rescue."""
 
     def install(self) -> None:
         """Install the handler. Off the main thread that is impossible, which is logged."""
@@ -92,8 +94,8 @@ class Preemption:
             os.close(self._read_fd)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        """Replace the default action of SIGTERM. The user's handler still runs."""
-        if callable(self._previous):
+        """Replace the default action of SIGTERM. The user's handler still runs, unless ``alone``."""
+        if callable(self._previous) and not self.alone:
             self._previous(signum, frame)
 
     def _listen(self) -> None:
