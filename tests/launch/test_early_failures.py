@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.launch.conftest import OF_MINDSPORE
 from ttp.launch.early_failures import EARLY_S, EarlyFailures
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -78,4 +79,13 @@ def test_a_script_that_cannot_be_imported(start: Start, tmp_path: Path, restarts
         return
     assert (code, (job.out / "launches").read_text()) == (70, "012"), job.log
     assert "no progress: launch 3 in a row has failed before all ranks had joined the job" in job.log
+    assert "No module named 'no_such_module'" in job.log
+
+
+def test_a_script_of_mindspore_that_cannot_be_imported(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "broken_worker.py"
+    script.write_text("import no_such_module")
+    job = start(OF_MINDSPORE, ["--worker_num=1", "--local_worker_num=1", "--max-restarts=8"], str(script))
+    assert (job.finish(), job.log.count("the job is started again")) == (70, 2), job.log
+    assert "launch 3 in a row has failed before all ranks had joined" in job.log
     assert "No module named 'no_such_module'" in job.log
