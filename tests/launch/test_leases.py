@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ttp.errors import ConfigError
-from ttp.launch.leases import Leases
+from ttp.launch.leases import Leases, write_whole
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import read_token, write_token
 
@@ -35,6 +35,25 @@ def test_arm_and_grant_are_seen_by_others(leases: Leases, tmp_path: Path) -> Non
     other = Leases(tmp_path / "run")
     assert other.armed() == {10}
     assert other.deadlines() == {10: 1234.5678901234567}
+
+
+def test_two_processes_may_write_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks of a host note there where the checkpoint in memory is."""
+    path, write_text = tmp_path / "run" / "held", Path.write_text
+    theirs = (
+        f"from pathlib import Path; from ttp.launch.leases import write_whole; write_whole(Path({str(path)!r}), 'x')"
+    )
+
+    def meanwhile(draft: Path, text: str) -> int:
+        written = write_text(draft, text)
+        subprocess.run([sys.executable, "-c", theirs], check=True)
+        return written
+
+    monkeypatch.setattr(Path, "write_text", meanwhile)
+    write_whole(path, "x")
+    assert (path.read_text(), caplog.text) == ("x", "")
 
 
 def test_the_end_of_a_program_is_seen_until_its_number_is_used_again(leases: Leases, tmp_path: Path) -> None:

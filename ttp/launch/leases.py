@@ -97,7 +97,7 @@ def entries(directory: Path) -> list[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a draft and rename it, so that readers see the whole text or none. Never raises; logs a failure."""
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # several processes may write the same file
     try:
         make_private(path.parent)
         draft.write_text(text)
