@@ -12,6 +12,7 @@ _COLLECTIVE = re.compile(
     re.IGNORECASE,
 )
 _LIBRARIES = ("torch", "ttp")
+_SIGNED = re.compile(r"gloo/transport|ProcessGroup(Gloo|NCCL)|NCCL error")  # by torch's C++ code
 _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
 
 
@@ -42,7 +43,7 @@ def called_torch_at(problem: BaseException) -> str:
         if within not in _LIBRARIES:
             found = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found if within in _LIBRARIES else ""
+    return found if within in _LIBRARIES or _SIGNED.search(_text(problem)) else ""
 
 
 def _text(problem: BaseException) -> str:
