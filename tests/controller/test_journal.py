@@ -217,7 +217,7 @@ def test_the_incident_is_written_before_the_history_of_launches(
 ) -> None:
     """Both are made durable. If the controller is killed meanwhile, the incident's file is what tells the outcome."""
     both_queued = threading.Event()
-    monkeypatch.setattr(module.time, "sleep", lambda _seconds: both_queued.wait())
+    monkeypatch.setattr("ttp.controller.journal.time.sleep", lambda _seconds: both_queued.wait())
     written: list[str] = []
     monkeypatch.setattr(module, "_append", lambda _folder, name, _data, _durable: written.append(name))
     teller.save_dir.mkdir(parents=True)

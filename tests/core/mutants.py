@@ -28,6 +28,7 @@ def _read(text: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
 
 MUTANTS = dict(_read((HERE / "mutants.txt").read_text()))
 
+
 def _suites() -> dict[str, list[str]]:
     """Return the test files of each suite: those that explore worlds, those that simulate jobs, and all others."""
     files = sorted(path.name for path in HERE.glob("test_*.py") if path.name != "test_mutants.py")
