@@ -30,8 +30,26 @@ class Parked(Exception):  # noqa: N818 - not an error
     """Raised where the training thread would block at the closed gate."""
 
 
+class VirtualGate(Gate):
+    """The real gate, but no thread can block at it in virtual time: ``Parked`` is raised instead."""
+
+    __slots__ = ()
+
+    def __init__(self, on_quiet: Callable[[], None], opened: Callable[[], None]) -> None:
+        super().__init__(on_quiet)
+        self._opened = cast("object", Turnstile(opened))  # type: ignore[assignment]
+
+    def _stand(self) -> None:
+        self._on_quiet()
+        raise Parked  # the thread stands there until it is resumed
+
+    def passed(self) -> None:
+        """Note that the training thread, which stood at the gate, has been resumed."""
+        self._parked = False
+
+
 class Turnstile:
-    """Replaces the ``threading.Event`` on which the gate blocks, because no thread can block in virtual time."""
+    """Replaces the ``threading.Event`` of the gate: it only calls back when the gate opens."""
 
     __slots__ = ("_opened",)
 
@@ -44,10 +62,6 @@ class Turnstile:
     def set(self) -> None:
         """Call back, because the gate has opened."""
         self._opened()
-
-    def wait(self) -> None:
-        """Raise ``Parked`` where the training thread would block."""
-        raise Parked
 
 
 class Trainer:
@@ -81,8 +95,7 @@ class Trainer:
     )  # fmt: skip
 
     def __init__(self, rank: SimRank) -> None:
-        self.gate = Gate(rank.on_quiet)
-        self.gate._opened = cast("object", Turnstile(self._gate_opened))  # type: ignore[assignment]
+        self.gate = VirtualGate(rank.on_quiet, self._gate_opened)
         self.shards: dict[Shard, Words] = {}
         self._order: list[Shard] = []
         self.random = self._live_random = 0
@@ -299,7 +312,8 @@ class Trainer:
                 self._parked = True
                 self._world.reached("parked", self._rank)
                 yield None
-                self._parked = self.gate._parked = False
+                self._parked = False
+                self.gate.passed()
 
     def _pass_gate(self) -> Thread:
         yield from self._at_gate(self.gate.begin_update)
