@@ -66,6 +66,7 @@ class Job:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
         self.log = self.directory / "launcher.log"
+        self.log.touch()
         self.processes = [self.launch(index) for index in range(len(self.nodes))]
         return self
 

@@ -101,7 +101,7 @@ def test_a_relay_in_the_launcher_is_lost_while_training(make_job: Callable[..., 
     if how is signal.SIGKILL:
         launcher.wait()
     else:
-        until(lambda: job.log.read_text().count("does not answer any more") == 2, TIMEOUT_S / 4)
+        until(lambda: job.log.read_text().count("has stopped answering") == 2, TIMEOUT_S / 4)
     reached = max(value for _, kind, value in job.notes(0) if kind == "version")
     job.wait_for_version(reached + 3, rank=3)  # three steps of all ranks without it
     victim = next(p for p in psutil.process_iter(["environ"]) if of_rank(p.info["environ"] or {}, job, 3))
