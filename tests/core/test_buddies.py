@@ -158,6 +158,21 @@ def test_a_lost_rank_comes_back_from_the_copies() -> None:
     assert incident is not None and incident.outcome == "saved version 10 from kept copies; 7 finished steps are lost"
 
 
+def test_a_death_that_changes_nothing_of_the_plan_does_not_hide_what_is_lost() -> None:
+    talk = Hosts()
+    talk.accuse(3, m.FaultKind.EXITED)
+    talk.keeps(2)
+    talk.keeps(1, (1, 10), (3, 10))
+    assert "[plan] Save:0,1" in talk.keeps(0, (0, 10), (2, 10))
+    assert "[plan]" in talk.accuse(2, m.FaultKind.EXITED)
+    assert talk.facts("plan")["reason"].endswith("from kept copies of s0, s1, s2, s3: 7 finished steps are lost")
+    talk.saved(0, generation=1)
+    assert "[commit] Commit:0" in talk.saved(1, generation=1)
+    talk.committed(0, generation=1)
+    incident = talk.machine.incident
+    assert incident is not None and incident.outcome == "saved version 10 from kept copies; 7 finished steps are lost"
+
+
 @pytest.mark.parametrize("first", [0, 1], ids=["seen before it was dropped", "said before"])
 def test_a_copy_that_its_owner_has_dropped_is_not_asked_for(first: int) -> None:
     talk = Hosts()

@@ -263,7 +263,7 @@ def _plan(
     reason = _reason(version, assignments, by_rank, verdict, disputed)
     brought = any(a.how is How.KEPT for a in assignments)
     lost = max(0, max(a.version for a in by_rank.values()) - version) if brought else 0
-    return Plan(version, assignments, reason + _lost_story(assignments, lost), disputed, verdict.odd_ranks, lost)
+    return Plan(version, assignments, reason + lost_story(assignments, lost), disputed, verdict.odd_ranks, lost)
 
 
 def _why_not(
@@ -358,7 +358,8 @@ def _cut_story(assignments: tuple[Assignment, ...]) -> list[str]:
     return [f"{shard} in {count} parts" for shard, count in cut.items()]
 
 
-def _lost_story(assignments: tuple[Assignment, ...], lost: int) -> str:
+def lost_story(assignments: tuple[Assignment, ...], lost: int) -> str:
+    """Return what is to be added to the reason of a plan that saves kept copies; empty: it saves none."""
     brought = [a.shard for a in assignments if a.how is How.KEPT]
     if not brought:
         return ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ttp.core import messages as m
 from ttp.core import stripes
 from ttp.core.controller.evidence import EvidenceBook
-from ttp.core.decide import Plan
+from ttp.core.decide import Assignment, How, Plan, lost_story
 from ttp.core.layout import Layout, Rank, Shard, Version
 
 OVER = float("-inf")
@@ -311,6 +311,21 @@ class Incident:
             return {}
         orders = [task.order for task in self.tasks]
         return {shard: self.plan.version for order in orders for shard in (*order.shards, *order.kept)}
+
+    def with_all_orders(self, plan: Plan, lost: int) -> Plan:
+        """Return the newest plan with everything that was ordered before, too.
+
+        Args:
+            plan: the newest plan; it lacks what was ordered before.
+            lost: finished steps that an earlier plan of its version loses, because it saves kept copies.
+        """
+        listed = [Assignment(s, t.order.rank, t.order.how) for t in self.tasks for s in t.order.shards]
+        listed += [Assignment(s, t.order.rank, How.KEPT) for t in self.tasks for s in t.order.kept]
+        assignments = tuple(sorted(listed, key=lambda a: a.shard))
+        if not lost or any(a.how is How.KEPT for a in plan.assignments):
+            return replace(plan, assignments=assignments)
+        reason = plan.reason + lost_story(assignments, lost)
+        return replace(plan, assignments=assignments, reason=reason, lost=lost)
 
     def forget_parts(self, wanted: Mapping[Shard, int]) -> None:
         """Forget the pieces of shards that were cut into another number of parts than ``wanted`` says."""

@@ -18,7 +18,7 @@ from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.page_collectors import PAGES_S, PageCollectors
-from ttp.core.decide import Assignment, How, Plan
+from ttp.core.decide import How, Plan
 from ttp.core.layout import Rank, Shard, Version
 
 GENERATIONS_PER_TERM = 1 << 16
@@ -65,6 +65,7 @@ class Saving:
         parts = (stripes.parse(assignment.shard) for assignment in plan.assignments)
         incident.forget_parts({part.shard: part.count for part in parts})
         incident.enter(Stage.SAVING, plan.reason)
+        lost = incident.plan.lost if incident.plan is not None and incident.plan.version == plan.version else 0
         incident.plan, incident.dropped = plan, []
         incident.planned_at = now
         incident.generation = self.next_generation(incident)
@@ -77,14 +78,14 @@ class Saving:
             task = Task(order, incident.generation)
             incident.tasks.append(task)
             incident.pending[order.rank] = task
-        incident.plan = replace(plan, assignments=_assignments(incident))
+        incident.plan = plan = incident.with_all_orders(plan, lost)
         self._outbox.record(
             "plan",
             version=plan.version,
             generation=incident.generation,
             reason=plan.reason,
-            savers={a.shard: a.rank for a in incident.plan.assignments},
-            how={a.shard: a.how.value for a in incident.plan.assignments if a.how is not How.AS_IS},
+            savers={a.shard: a.rank for a in plan.assignments},
+            how={a.shard: a.how.value for a in plan.assignments if a.how is not How.AS_IS},
             draft=incident.draft,
             directory=incident.directory,
             disputed=list(plan.disputed),
@@ -384,12 +385,6 @@ def _merge(old: m.SaverOrder, new: m.SaverOrder) -> m.SaverOrder:
         job_state=old.job_state or new.job_state,
         kept=tuple(sorted({*old.kept, *new.kept})),
     )
-
-
-def _assignments(incident: Incident) -> tuple[Assignment, ...]:
-    listed = [Assignment(s, t.order.rank, t.order.how) for t in incident.tasks for s in t.order.shards]
-    listed += [Assignment(s, t.order.rank, How.KEPT) for t in incident.tasks for s in t.order.kept]
-    return tuple(sorted(listed, key=lambda a: a.shard))
 
 
 def _by_rank(task: Task) -> tuple[Rank, int]:
