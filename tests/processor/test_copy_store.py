@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from grpc import insecure_channel
@@ -200,7 +201,8 @@ class LongCopy:
 
 def test_a_page_does_not_wait_for_the_copies_of_a_larger_host(receiver: Receiver) -> None:
     """Each of its eight ranks has the same buddy."""
-    receiver._one_copy = taking = LongCopy()  # type: ignore[assignment]
+    taking: Any = LongCopy()
+    receiver._one_copy = taking
     receiver.keep = lambda _: ""
     with insecure_channel(f"127.0.0.1:{receiver.port}") as channel:
         buddy, said = rpc.BuddyStub(channel), metadata("secret")

@@ -8,8 +8,9 @@ The thread is a generator that yields the seconds until its next move, or ``None
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from ttp.core import messages as m
 from ttp.core.layout import Shard, Version
@@ -37,7 +38,7 @@ class VirtualGate(Gate):
 
     def __init__(self, on_quiet: Callable[[], None], opened: Callable[[], None]) -> None:
         super().__init__(on_quiet)
-        self._opened = cast("object", Turnstile(opened))  # type: ignore[assignment]
+        self._opened = Turnstile(opened)
 
     def _stand(self) -> None:
         self._on_quiet()
@@ -48,16 +49,12 @@ class VirtualGate(Gate):
         self._parked = False
 
 
-class Turnstile:
-    """Replaces the ``threading.Event`` of the gate: it only calls back when the gate opens."""
-
-    __slots__ = ("_opened",)
+class Turnstile(threading.Event):
+    """The event that the gate sets when it opens, for which no thread waits here: it calls back."""
 
     def __init__(self, opened: Callable[[], None]) -> None:
+        super().__init__()
         self._opened = opened
-
-    def clear(self) -> None:
-        """Do nothing: there is no state to reset."""
 
     def set(self) -> None:
         """Call back, because the gate has opened."""
