@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from ttp.testing.kit import Kill, Report, Row
+from ttp.testing.kit import Kill, Report, Row, stop_controllers
 
 KILLED = Kill("backward", rank=1)
 
@@ -30,3 +35,24 @@ def test_a_difference_is_told() -> None:
     with pytest.raises(AssertionError, match="rank 0: model differs"):
         report.check()
     Report(report.rows, (), "").check()
+
+
+ENDS = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: print("written"))
+print("runs", flush=True)
+signal.pause()
+"""
+
+
+def test_a_controller_may_write_the_end_of_its_incident_before_it_ends(tmp_path: Path) -> None:
+    """All other processes of the job are killed."""
+    env = os.environ | {"TTP_RUN_DIR": str(tmp_path / "run0")}
+    job = [
+        subprocess.Popen([sys.executable, "-c", ENDS, name], env=env, stdout=subprocess.PIPE)
+        for name in ("ttp.controller", "a rank")
+    ]
+    for process in job:
+        assert process.stdout is not None and process.stdout.readline() == b"runs\n"
+    stop_controllers(tmp_path)
+    assert [process.communicate(timeout=60)[0] for process in job] == [b"written\n", b""]

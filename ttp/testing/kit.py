@@ -318,14 +318,16 @@ def stop_controllers(run_dir: Path) -> None:
 
     Controllers get ``WRITTEN_S`` seconds to write the end of their incident; other processes are killed at once.
     """
-    of_job, controllers = [], []
+    controllers = []
     for process in psutil.process_iter(["environ", "cmdline"]):
-        if (process.info["environ"] or {}).get("TTP_RUN_DIR", "").startswith(str(run_dir)):
-            of_job.append(process)
-            controllers += [process] if "ttp.controller" in (process.info["cmdline"] or []) else []
-    for process in of_job:
+        if not (process.info["environ"] or {}).get("TTP_RUN_DIR", "").startswith(str(run_dir)):
+            continue
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate() if process in controllers else process.kill()
+            if "ttp.controller" in (process.info["cmdline"] or []):
+                process.terminate()
+                controllers.append(process)
+            else:
+                process.kill()
     for process in psutil.wait_procs(controllers, WRITTEN_S)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
