@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -292,10 +291,10 @@ def test_an_error_at_every_turn_uses_up_no_core(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(processor._machine, "deadline", lambda: 0.0)
     owner = threading.Thread(target=processor._run)
     owner.start()
-    until(lambda: turns and time.monotonic() > turns[0] + 0.3)
+    until(lambda: len(turns) > 3)
     processor._closed = True
     owner.join(PATIENCE_S)
-    assert 1 < len(turns) < 20
+    assert turns[3] - turns[0] >= 0.02 + 0.04 + 0.08, turns
 
 
 def test_a_state_that_was_read_before_the_gate_closed_is_no_answer(tmp_path: Path) -> None:
