@@ -1,8 +1,7 @@
 """Observe a job for all open pages: one request to the controller at a time, and none while no page is open.
 
 Two tasks read the status and the incident files, on different threads, so that the status is shown even if the storage
-hangs.
-Polling takes at most a twentieth of the controller's time.
+hangs. Polling takes at most a twentieth of the controller's time.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def server_context(config: Config, *, client_certificates: bool = True) -> ssl.S
             try:
                 newest[0], due[0] = _context(config, client_certificates), False
                 newest[0].sni_callback = greeted
-            except (ssl.SSLError, OSError, ConfigError) as problem:  # the files are just being replaced once more
+            except (OSError, ConfigError) as problem:  # the files are just being replaced once more
                 log.warning("the renewed certificate is used later, it cannot be read now: %s", problem)
         connection.context = newest[0]
 
