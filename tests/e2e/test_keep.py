@@ -209,7 +209,7 @@ def test_where_the_others_leave_nothing_stays_that_was_started_beside_their_save
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
 def test_a_program_is_tried_beforehand_without_any_death(make_job: MakeJob, unbroken: Unbroken) -> None:
-    job = make_job(ranks=2, steps=60, max_restarts=0, flags=KEEP, env={"JOB_STEP_S": "0.05"}).start()
+    job = make_job(ranks=2, steps=60, max_restarts=0, flags=KEEP, env={"JOB_STEP_S": "0.1"}).start()
     job.wait_for_version(5)
     tried = job.ttp("save", "--again", "--token", job.token())
     assert tried.returncode == 0 and "all ranks go on from it" in tried.stdout, tried.stdout + tried.stderr

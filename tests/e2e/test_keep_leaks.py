@@ -142,7 +142,8 @@ def test_old_connections_are_all_that_stays(make_job: Callable[..., Job], times:
         assert not after[name].threads - before[name].threads, name
         assert after[name].kib - before[name].kib < 8192, name
     assert files(job) == files_before
-    assert len(set(counted(job, "threads")[2:])) == 1
+    threads = counted(job, "threads")[2:]
+    assert min(threads[-3:]) == min(threads), threads  # one that is about to end may be counted
     objects = counted(job, "objects")[2:]
     assert objects[-1] - objects[0] <= OBJECTS_EACH * times, objects
 
