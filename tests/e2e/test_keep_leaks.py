@@ -62,16 +62,18 @@ def look(pid: int) -> Held:
 
 
 def settled(job: Job, wanted: Counter[str], threads: Counter[str]) -> None:
-    """Wait until rank 0 holds exactly these descriptors, and no more threads than these and gloo's.
+    """Wait until rank 0 holds these descriptors, and besides gloo's no more than these threads, give or take one each.
 
-    On a busy machine or a slow disk a file may be open in each look, and a thread may be about to end.
+    A rank has a thread for removing old checkpoints, and the page of another rank open, only once it needs them. What
+    was left each time that ranks go on would be more than one.
     """
     rank_0 = met(job)[0]
 
     def difference() -> dict[str, Counter[str]]:
         now = held(rank_0)
-        others = Counter({name: n for name, n in (now.threads - threads).items() if name not in GLOO})
-        return {"more": now.descriptors - wanted, "less": wanted - now.descriptors, "threads": others}
+        threads_more = Counter({name: n for name, n in (now.threads - threads).items() if name not in GLOO})
+        found = {"more": now.descriptors - wanted, "less": wanted - now.descriptors, "threads": threads_more}
+        return {how: Counter({name: n for name, n in counts.items() if n > 1}) for how, counts in found.items()}
 
     until(lambda: not any(difference().values()), story=lambda: f"{difference()}\n{job.story()}")
 
@@ -115,7 +117,7 @@ def newest(job: Job) -> tuple[int, int]:
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("ttp")
-@pytest.mark.parametrize(("times", "every"), [(5, 3), pytest.param(50, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("times", "every"), [(6, 2), pytest.param(50, 5, marks=pytest.mark.slow)])
 def test_old_connections_are_all_that_stays(make_job: Callable[..., Job], times: int, every: int) -> None:
     """Ranks go on ``times`` times; one in ``every`` is after a death, the others are on request."""
     env = {"TTP_CONTINUE_MAX": "1000", "JOB_STEP_S": "0.02", "JOB_COUNT": "1"}
