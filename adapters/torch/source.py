@@ -17,7 +17,7 @@ from ttp.adapters.torch.device.host_values import HostValues
 from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.image import decode
+from ttp.adapters.torch.local_state.image import decode, object_digests
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
@@ -84,6 +84,7 @@ class TorchSource(Standing):
     ) -> None:
         self._model, self._names, self._extra = model, names, extra
         super().__init__(optimizer, capture, devices)
+        self.digests = object_digests if extra.changing else None
         self.host_values = HostValues(lambda: unwrap_optimizer(self._optimizer).state, self.on_host)
         self._copier: HostCopier | None = None
         self._copying = threading.Lock()

@@ -1,4 +1,7 @@
-"""A GAN as PyTorch's own examples write one: two networks in DistributedDataParallel, two optimizers, D then G."""
+"""A GAN as PyTorch's own examples write one: two networks in DistributedDataParallel, two optimizers, D then G.
+
+The generator has an average as in BigGAN, which is no module.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,37 @@ def real_images(step: int) -> Tensor:
     return torch.sin(torch.randn(BATCH, 1, generator=source) * torch.arange(WIDTH))
 
 
+class Average:
+    def __init__(self, network: nn.Module, decay: float = 0.9) -> None:
+        self.source, self.decay = dict(network.named_parameters()), decay
+        self.target = {name: value.detach().clone() for name, value in self.source.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, value in self.source.items():
+            self.target[name].lerp_(value, 1 - self.decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"target": self.target}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.target = state["target"]
+
+
 @ttp.ttp_to_persist  # ttp
 def train(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
     torch.manual_seed(1)
     net_g, net_d = DistributedDataParallel(generator()), DistributedDataParallel(discriminator())
     optimizer_d = torch.optim.Adam(net_d.parameters(), lr=2e-3, betas=(0.5, 0.999))
     optimizer_g = torch.optim.Adam(net_g.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    average_g = Average(net_g)
     criterion = nn.BCEWithLogitsLoss()
     torch.manual_seed(100 + dist.get_rank())
     ttp.wrap_optimizer(  # ttp
-        [optimizer_d, optimizer_g], model=nn.ModuleDict({"d": net_d, "g": net_g}), save_dir=save_dir
+        [optimizer_d, optimizer_g],
+        model=nn.ModuleDict({"d": net_d, "g": net_g}),
+        save_dir=save_dir,
+        extra_state={"average": average_g},
     )
     start = ttp.restore()  # ttp
 
@@ -56,8 +80,11 @@ def train(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dic
         loss_g = criterion(net_d(fake), torch.ones(BATCH))
         loss_g.backward()
         optimizer_g.step()
+        average_g.update()
+        ttp.step_done()  # ttp
         report(step, loss_real.item() + loss_fake.item() + loss_g.item())
-    return {"D": net_d, "G": net_g, "optimizer of D": optimizer_d, "optimizer of G": optimizer_g}
+    ended: dict[str, Any] = {"D": net_d, "G": net_g, "average of G": average_g}
+    return ended | {"optimizer of D": optimizer_d, "optimizer of G": optimizer_g}
 
 
 main = train

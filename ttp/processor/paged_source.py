@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ttp.core.layout import Rank, Version
-from ttp.processor.local_state.local_piece import Pages, collect
+from ttp.processor.local_state.local_piece import Digests, Pages, collect
 from ttp.processor.local_state.pages import PageWriter
 from ttp.processor.source import Cancelled, StateSource
 
@@ -46,6 +46,7 @@ class PagedSource(StateSource):
         self._processor: Processor | None = None
         self._page_dir: Path | None = None
         self._incarnation = 0
+        self.digests: Digests | None = None  # looks into an image; None: its objects are not looked at
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""
@@ -79,7 +80,7 @@ class PagedSource(StateSource):
         """Return the pages of these ranks, as they were at ``version``."""
         if self._page_dir is None:
             return Pages({}, (), dict.fromkeys(ranks, "this host has no rank-local pages"))
-        return collect(self._page_dir, ranks, version, self._incarnation)
+        return collect(self._page_dir, ranks, version, self._incarnation, self.digests)
 
     def wrote(self, count: int) -> None:
         """Count bytes that were written: the storage may be slow, but it does not hang."""

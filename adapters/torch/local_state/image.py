@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import xxhash
 from torch import Tensor
 
 from ttp.adapters.torch.local_state.buffers import BufferInfo, decode_buffer
@@ -86,7 +87,44 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
     return None if image is None else decode(image)
 
 
+def object_digests(data: bytes) -> dict[str, str]:
+    """Return a digest of the state of each object of ``extra_state`` in an image; none if the bytes are no image.
+
+    Equal states have equal digests on all ranks.
+    """
+    try:
+        image = _parse(memoryview(data))
+    except _UNREADABLE:
+        return {}
+    digests = {}
+    for name, section in image.extra.items():
+        digest = xxhash.xxh3_128(section)
+        for part in image.apart.get(name, ()):
+            digest.update(part)
+        digests[name] = digest.hexdigest()
+    return digests
+
+
 def _decode(data: bytes) -> LocalState:
+    image = _parse(memoryview(data))
+    extra = {name: bytes(section) for name, section in image.extra.items()}
+    for name, parts in image.apart.items():
+        extra[name] = encode(decode_values(extra[name], [bytes(part) for part in parts]))
+    buffers = {info.name: decode_buffer(info, bytes(section)) for info, section in image.buffers}
+    return LocalState(bytes(image.rng), buffers, extra)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Where everything is in an image."""
+
+    rng: memoryview
+    extra: dict[str, memoryview]
+    apart: dict[str, list[memoryview]]
+    buffers: list[tuple[BufferInfo, memoryview]]
+
+
+def _parse(data: memoryview) -> _Parts:
     magic, extra_count, description_size = _HEADER.unpack_from(data)
     if magic not in (_MAGIC, _MAGIC_APART):
         raise ValueError(f"they begin with {magic!r}")
@@ -99,29 +137,30 @@ def _decode(data: bytes) -> LocalState:
     rng_size, *extra_sizes = struct.unpack_from(f"<{1 + extra_count}Q", data, at)
     at += 8 * (1 + extra_count)
     rng, at = _take(data, at, rng_size)
-    extra: dict[str, bytes] = {}
+    extra: dict[str, memoryview] = {}
     for name, size in zip(names, extra_sizes, strict=True):
         section, at = _take(data, at, size)
         if section:
             extra[name] = section
-    buffers: dict[str, Tensor] = {}
+    buffers: list[tuple[BufferInfo, memoryview]] = []
     for name, dtype, shape in description["buffers"]:
         info = BufferInfo(str(name), str(dtype), tuple(int(extent) for extent in shape))
         section, at = _take(data, at, info.size)
-        buffers[info.name] = decode_buffer(info, section)
+        buffers.append((info, section))
+    apart: dict[str, list[memoryview]] = {}
     for name, sizes in zip(names, description.get("apart", ()), strict=False):
         parts = []
         for size in sizes:
             part, at = _take(data, at, size)
             parts.append(part)
         if parts and name in extra:
-            extra[name] = encode(decode_values(extra[name], parts))
+            apart[name] = parts
     if at != len(data):
         raise ValueError(f"{len(data) - at} bytes too many")
-    return LocalState(rng, buffers, extra)
+    return _Parts(rng, extra, apart, buffers)
 
 
-def _take(data: bytes, at: int, size: int) -> tuple[bytes, int]:
+def _take(data: memoryview, at: int, size: int) -> tuple[memoryview, int]:
     if size < 0 or at + size > len(data):
         raise ValueError(f"their header announces at least {at + size} bytes")
     return data[at : at + size], at + size

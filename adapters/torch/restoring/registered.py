@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.image import read_local_state
+from ttp.adapters.torch.local_state.image import LocalState, read_local_state
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError
@@ -37,7 +38,7 @@ from ttp.core.rank.kept_state import Origin, givers, why_not_adopted
 from ttp.core.restore_choice import agree
 from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.errors import RestoreError, TtpError
-from ttp.processor.local_state.local_piece import is_provisional, ranks_kept, why_lost
+from ttp.processor.local_state.local_piece import is_provisional, lender, objects_kept, ranks_kept, why_lost
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
 
@@ -47,9 +48,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.torch")
 
 _BEHIND = (
-    "rank %d died in the update to version %d, so its extra_state (%s) was captured before that update: changes that "
-    "the loop makes there after optimizer.step() are one update behind on this rank"
+    "rank {} died in the update to version {}, so its extra_state ({}) was captured before that update: changes that "
+    "the loop makes there after optimizer.step() are one update behind"
 )
+_OF_A_PEER = "restored version %d of extra_state[%r] of rank %d from rank %d: %s"
 
 TRANSFER_BYTES = 100 << 20
 """Ranks on one host send states to each other only if the checkpoint has at least this many bytes. A smaller one, which
@@ -251,29 +253,52 @@ class Restoring(abc.ABC):
             return []
         constant = restored.job.extra.get("constant", {})
         same_world = self._same_places(manifest, world_size)
-        local = read_local_state(checkpoint, manifest.pieces, rank if same_world else 0)
+        owner = rank if same_world else 0
+        local = read_local_state(checkpoint, manifest.pieces, owner)
+        peers = self._from_peers(checkpoint, manifest, owner, local)
         if local is None:
             reseed(restored.version, self._number(rank, world_size))
-            notes = self._extra.restore(constant)
+            notes = self._extra.restore({**constant, **peers})
             why = why_lost(manifest.pieces, rank) if same_world else "this job has another layout or number of ranks"
             return [
                 *notes,
-                f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed",
+                f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed"
+                + "".join(f", and extra_state[{name!r}] is that of all ranks that saved theirs" for name in peers),
             ]
+        behind = sorted(local.extra.keys() - peers) if is_provisional(manifest.pieces, owner) else []
+        notes = [_BEHIND.format(owner, restored.version, ", ".join(map(repr, behind)))] if behind else []
+        extra = {**constant, **local.extra, **peers}
         if same_world:
-            if local.extra and is_provisional(manifest.pieces, rank):
-                log.warning(_BEHIND, rank, restored.version, ", ".join(map(repr, sorted(local.extra))))
-            return self._capture.restore(
-                type(local)(rng=local.rng, buffers=local.buffers, extra={**constant, **local.extra})
-            )
+            return notes + self._capture.restore(replace(local, extra=extra))
         reseed(restored.version, self._number(rank, world_size))
-        notes = self._extra.restore({**constant, **local.extra})
         return [
             *notes,
+            *self._extra.restore(extra),
             f"{manifest.world_size} ranks saved it and {world_size} restore it"
             + (", in another layout" if world_size == manifest.world_size else "")
             + ": extra_state is that of rank 0, random streams are derived from each rank's seed",
         ]
+
+    def _from_peers(
+        self, checkpoint: Path, manifest: Manifest, rank: int, local: LocalState | None
+    ) -> dict[str, bytes]:
+        """Return the objects of ``extra_state`` that a rank which died gets from another rank, by name; see ``lender``.
+
+        An average of the weights, for example, is equal on all replicas.
+        """
+        pieces = manifest.pieces
+        if local is not None and not is_provisional(pieces, rank):
+            return {}
+        lenders = {n: giver for n in objects_kept(pieces) if (giver := lender(pieces, n, rank)) is not None}
+        why = "they were equal before the update" if local is not None else "it is equal on all ranks that saved theirs"
+        states = {giver: read_local_state(checkpoint, pieces, giver) for giver in {*lenders.values()}}
+        found: dict[str, bytes] = {}
+        for name, giver in lenders.items():
+            state = states[giver]
+            if state is not None and name in state.extra:
+                log.info(_OF_A_PEER, manifest.version, name, rank, giver, why)
+                found[name] = state.extra[name]
+        return found
 
     def _number(self, rank: int, world_size: int) -> int:
         """Return the number that ``reseed`` mixes into the seed of a rank, so that ranks with equal seeds differ.

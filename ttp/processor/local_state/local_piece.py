@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.processor.local_state.mirror import read_page_or_kept
+from ttp.processor.local_state.page_reader import read_page
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.json_text import parse_json
 from ttp.store.piece_file import write_piece
@@ -21,6 +22,13 @@ from ttp.store.plain_file import read_plain
 log = logging.getLogger("ttp.processor")
 
 LOCAL_KIND = "rank_local"
+
+Change = tuple[str, str]
+"""Digests of an object's state before and after an update. ``before`` is empty if it is unknown, and ``after`` if the
+rank died in the update."""
+
+Digests = Callable[[bytes], Mapping[str, str]]
+"""Returns a digest of the state of each object in an image, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +39,29 @@ class Pages:
         data: the image of each rank that has a page of the wanted version.
         provisional: ranks that died before they had finished the version; their pages hold the state before the update.
         missing: why a rank has no page.
+        changes: how the update has changed each object, by name and rank.
     """
 
     data: dict[Rank, bytes]
     provisional: tuple[Rank, ...]
     missing: dict[Rank, str]
+    changes: Mapping[str, Mapping[Rank, Change]] = field(default_factory=dict)
 
 
-def collect(page_dir: Path, ranks: Iterable[Rank], version: int, incarnation: int) -> Pages:
-    """Read the pages of these ranks, alive or dead, of this host or kept for another one."""
+def collect(
+    page_dir: Path, ranks: Iterable[Rank], version: int, incarnation: int, digests: Digests | None = None
+) -> Pages:
+    """Read the pages of these ranks, alive or dead, of this host or kept for another one.
+
+    Args:
+        page_dir: directory of the job on this host.
+        ranks: the ranks whose pages to read.
+        version: the version to read.
+        incarnation: launch of the job.
+        digests: looks into an image; None: the changes of objects are not recorded.
+    """
     data: dict[Rank, bytes] = {}
+    changes: dict[str, dict[Rank, Change]] = {}
     provisional: list[Rank] = []
     missing: dict[Rank, str] = {}
     for rank in ranks:
@@ -52,7 +73,12 @@ def collect(page_dir: Path, ranks: Iterable[Rank], version: int, incarnation: in
         data[rank] = page.data
         if not page.final:
             provisional.append(rank)
-    return Pages(data, tuple(provisional), missing)
+        if digests is not None:
+            early = read_page(page_dir, rank, version, incarnation, early=True) if page.final else page
+            before = {} if isinstance(early, str) else digests(early.data)
+            for name, digest in digests(page.data).items():
+                changes.setdefault(name, {})[rank] = before.get(name, ""), digest if page.final else ""
+    return Pages(data, tuple(provisional), missing, changes)
 
 
 def write_local_piece(draft: Path, file: str, pages: Pages, writer: Rank) -> Piece:
@@ -65,6 +91,7 @@ def write_local_piece(draft: Path, file: str, pages: Pages, writer: Rank) -> Pie
         "ranks": sorted(pages.data),
         "provisional": sorted(pages.provisional),
         "missing": {str(rank): why for rank, why in sorted(pages.missing.items())},
+        "changes": {name: _by_change(of_ranks) for name, of_ranks in pages.changes.items()},
     }
     data = encode({int(rank): image for rank, image in pages.data.items()})
     return write_piece(draft, file, data, LOCAL_KIND, writer, json.dumps(table))
@@ -93,6 +120,27 @@ def is_provisional(pieces: Sequence[Piece], rank: int) -> bool:
     return any(piece.kind == LOCAL_KIND and rank in _listed(piece, "provisional", list, []) for piece in pieces)
 
 
+def lender(pieces: Sequence[Piece], name: str, rank: int) -> int | None:
+    """Return a rank whose state of the object ``name`` is that of ``rank`` too, which has none from after the update.
+
+    The ranks whose state was equal to that of ``rank`` before the update tell what the update has made of it, if they
+    all agree. If the state of ``rank`` was not saved at all, all ranks are asked.
+
+    Returns:
+        The rank; None: there is no such rank, or they disagree.
+    """
+    changes = _changes(pieces, name)
+    own = next((before for before, _, ranks in changes if rank in ranks), None)
+    fitting = [(after, ranks) for before, after, ranks in changes if after and own in (None, before)]
+    agree = len({after for after, _ in fitting}) == 1
+    return min(rank for _, ranks in fitting for rank in ranks) if agree else None
+
+
+def objects_kept(pieces: Sequence[Piece]) -> list[str]:
+    """Return the names of the objects whose changes are in these pieces."""
+    return sorted({name for p in pieces if p.kind == LOCAL_KIND for name in _listed(p, "changes", dict, {})})
+
+
 def ranks_kept(pieces: Sequence[Piece]) -> list[int]:
     """Return the ranks whose state is in these pieces."""
     kept = [rank for p in pieces if p.kind == LOCAL_KIND for rank in _listed(p, "ranks", list, [])]
@@ -112,6 +160,26 @@ def why_lost(pieces: Sequence[Piece], rank: int) -> str:
         if str(rank) in missing:
             return str(missing[str(rank)])
     return "no rank of its host was left to save it"
+
+
+def _by_change(of_ranks: Mapping[Rank, Change]) -> list[list[Any]]:
+    """Return ``[before, after, ranks]`` for each change, so that ranks with equal states cost little room."""
+    ranks: dict[Change, list[int]] = {}
+    for rank, change in sorted(of_ranks.items()):
+        ranks.setdefault(change, []).append(int(rank))
+    return [[*change, those] for change, those in ranks.items()]
+
+
+def _changes(pieces: Sequence[Piece], name: str) -> list[tuple[str, str, list[int]]]:
+    """Return what ``_by_change`` made, from all pieces; what is not of this form is left out."""
+    found = []
+    for piece in pieces:
+        entries = _listed(piece, "changes", dict, {}).get(name) if piece.kind == LOCAL_KIND else None
+        for entry in entries if isinstance(entries, list) else ():
+            match entry:
+                case [str(before), str(after), [*ranks]] if ranks and all(isinstance(rank, int) for rank in ranks):
+                    found.append((before, after, ranks))
+    return found
 
 
 def _listed(piece: Piece, name: str, kind: type, absent: Any) -> Any:

@@ -46,8 +46,15 @@ class Page:
     data: bytes
 
 
-def read_page(page_dir: Path, rank: int, version: int, incarnation: int) -> Page | str:
+def read_page(page_dir: Path, rank: int, version: int, incarnation: int, *, early: bool = False) -> Page | str:
     """Read what ``rank`` stored for ``version``, whether the rank lives or not.
+
+    Args:
+        page_dir: directory of the job on this host.
+        rank: the rank whose page to read.
+        version: the version to read.
+        incarnation: launch of the job.
+        early: True: read the state that was written before the update, even if a newer one has been written since.
 
     Returns:
         The newest whole page of that version, or a text that says why there is none: no file, a file that another user
@@ -58,7 +65,7 @@ def read_page(page_dir: Path, rank: int, version: int, incarnation: int) -> Page
         with open_directory(page_dir) as directory:
             fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | SAFE_OPEN, dir_fd=directory)
             try:
-                return _Reader(fd, rank, incarnation).read(version)
+                return _Reader(fd, rank, incarnation, early).read(version)
             finally:
                 os.close(fd)
     except FileNotFoundError:
@@ -100,6 +107,7 @@ class _Body:
     version: int
     incarnation: int
     writes: int
+    early: bool
     final: bool
     references: tuple[tuple[int, int, int], ...]
     small: bytes
@@ -110,6 +118,7 @@ class _Reader:
     fd: int
     rank: int
     incarnation: int
+    early: bool = False  # only what was written before an update is wanted
     size: int = 0
     reasons: list[str] = field(default_factory=list)
 
@@ -147,7 +156,7 @@ class _Reader:
         if others or not bodies:
             self.reasons.append("versions held: " + (", ".join(map(str, others)) or "none"))
         for body in sorted(bodies, key=lambda b: -b.writes):
-            if body.version == version:
+            if body.version == version and (body.early or not self.early):
                 try:
                     return self._complete(body)
                 except _BadPageError as problem:
@@ -188,8 +197,9 @@ class _Reader:
         if owner != self.rank or table_end + small != len(data):
             raise _BadPageError("is garbled: its rank or its lengths do not fit")
         references = tuple(REFERENCE.iter_unpack(data[PREFIX.size : table_end]))
-        final = bool(flags & 1 or sequence & FINISHED)
-        return _Body(slot, sequence, version, incarnation, writes, final, references, data[table_end:])
+        early = not flags & 1
+        final = not early or bool(sequence & FINISHED)
+        return _Body(slot, sequence, version, incarnation, writes, early, final, references, data[table_end:])
 
     def _complete(self, body: _Body) -> Page:
         if sum(length for _, length, _ in body.references) > self.size:

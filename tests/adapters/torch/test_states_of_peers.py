@@ -1,0 +1,165 @@
+"""``extra_state`` of a rank that died before it could save it comes from ranks that had an equal one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters.torch.checkpoints import Net
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.layout import Layout, Rank
+from ttp.core.messages import Piece
+from ttp.processor.local_state.local_piece import LOCAL_KIND, lender, objects_kept
+from ttp.store.manifest import Manifest
+
+SMALL, LARGE = 4, 1 << 15
+"""Numbers of values. Arrays of 64 KiB and more are kept apart from the rest of an image."""
+
+
+class Average:
+    """An average that is no module; all its values are equal."""
+
+    def __init__(self, size: int, value: float) -> None:
+        self.values = torch.full((size,), value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+class Job:
+    """Ranks in one process, whose update changes an average from ``before`` to ``after``. Rank 0 saves."""
+
+    def __init__(self, root: Path, size: int = SMALL, world_size: int = 3) -> None:
+        self.size, self.pages, self.world_size = size, root / "pages", world_size
+        self.processor: Any = StubProcessor(root / "checkpoints", layout=Layout.data_parallel(world_size))
+        self.adapters: list[TorchAdapter] = []
+
+    def rank(self, before: float, after: float | None) -> None:
+        """Let the next rank write its page, and die in the update if there is no ``after``."""
+        average = Average(self.size, before)
+        adapter = made(average)
+        adapter.source.on_welcome(Rank(len(self.adapters)), INCARNATION, self.pages)
+        if not self.adapters:
+            adapter.attach(self.processor)
+        adapter.capture.capture(0, final=False)
+        if after is not None:
+            average.values.fill_(after)
+            adapter.capture.capture(0, final=True)
+        self.adapters.append(adapter)
+
+    def save(self) -> Path:
+        ranks = [Rank(rank) for rank in range(self.world_size)]
+        there = len(self.adapters)
+        return save(self.adapters[0], self.processor, 0, pages=tuple(ranks[:there]), missing=tuple(ranks[there:]))
+
+
+def made(average: Average) -> TorchAdapter:
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TorchAdapter(optimizer, model=model, scheduler=None, extra_state={"ema": average}, scaler=None)
+
+
+def restored(path: Path, rank: int, size: int = SMALL, world_size: int = 3) -> float:
+    """Return the average that a rank has after it has loaded the checkpoint; -1: it keeps its initial one."""
+    average = Average(size, -1)
+    made(average).load(path, rank, world_size, protected=False)
+    (value,) = {*average.values.tolist()}
+    return float(value)
+
+
+@pytest.mark.supports("EMA")
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_rank_that_died_in_its_update_gets_the_average_of_ranks_that_had_the_same(tmp_path: Path, size: int) -> None:
+    job = Job(tmp_path, size)
+    job.rank(1, 2)
+    job.rank(1, None)
+    job.rank(5, 6)
+    path = job.save()
+    assert [restored(path, rank, size) for rank in range(3)] == [2, 2, 6]
+
+
+def test_it_stays_behind_where_others_disagree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    job.rank(1, 2)
+    job.rank(1, None)
+    job.rank(1, 3)
+    path = job.save()
+    assert restored(path, 1) == 1
+    assert "rank 1 died in the update to version 0" in caplog.text and "one update behind" in caplog.text
+
+
+def test_a_state_that_the_update_did_not_change_is_not_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path, world_size=2)
+    job.rank(1, 1)
+    job.rank(1, None)
+    path = job.save()
+    assert restored(path, 1, world_size=2) == 1 and "behind" not in caplog.text
+
+
+def test_a_rank_whose_host_was_lost_gets_what_all_others_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    job.rank(1, 2)
+    job.rank(1, 2)
+    path = job.save()
+    assert restored(path, 2) == 2
+    assert "extra_state['ema'] was not saved" not in caplog.text and "no rank-local state of rank 2" in caplog.text
+
+
+def test_it_begins_anew_where_others_disagree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    job.rank(1, 2)
+    job.rank(1, 3)
+    path = job.save()
+    assert restored(path, 2) == -1 and "extra_state['ema'] was not saved: it keeps its initial state" in caplog.text
+
+
+def test_ranks_with_equal_states_share_an_entry_in_the_manifest(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.rank(1, 2)
+    job.rank(1, 2)
+    job.rank(1, None)
+    pieces = Manifest.load(job.save()).pieces
+    (table,) = (json.loads(piece.table) for piece in pieces if piece.kind == LOCAL_KIND)
+    (both, dead) = table["changes"]["ema"]
+    assert both[2] == [0, 1] and dead[2] == [2] and dead[:2] == [both[0], ""]
+    assert objects_kept(pieces) == ["ema"]
+
+
+def pieces(*tables: Any) -> list[Piece]:
+    return [Piece("local", 1, "", LOCAL_KIND, "", Rank(0), json.dumps({"changes": table})) for table in tables]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank", "expected"),
+    [
+        ([["a", "b", [0]], ["a", "", [1]]], 1, 0),
+        ([["a", "b", [0]], ["c", "", [1]]], 1, None),  # it was another state before
+        ([["", "b", [0]], ["a", "", [1]]], 1, None),  # whether it was the same is unknown
+        ([["a", "b", [0]], ["a", "c", [2]], ["a", "", [1]]], 1, None),  # they disagree
+        ([["a", "", [0]], ["a", "", [1]]], 1, None),  # all died
+        ([["a", "b", [2, 0]]], 1, 0),  # the state of rank 1 was not saved
+        ([["a", "b", [0]], ["", "b", [2]]], 1, 0),
+        ([["a", "b", [0]], ["a", "c", [2]]], 1, None),
+        ([["a", "b", []], ["a", "b", ["0"]], ["a", 1, [0]], "ab", None], 1, None),  # not of the form that is written
+        ("ab", 1, None),
+    ],
+)
+def test_who_lends(changes: Any, rank: int, expected: int | None) -> None:
+    assert lender(pieces({"x": changes}), "x", rank) == expected
+    if isinstance(changes, list):
+        assert lender(pieces(*({"x": [change]} for change in changes)), "x", rank) == expected
+
+
+def test_tables_of_other_forms_name_no_objects() -> None:
+    wrong: Iterable[Any] = ([], "x", None, 5)
+    assert objects_kept(pieces(*wrong)) == [] and lender(pieces(*wrong), "x", 1) is None
