@@ -17,10 +17,12 @@ import psutil
 import pytest
 
 from tests.controller.conftest import Controller, hello
+from tests.core.talk import answers
 from tests.making import making
 from tests.waiting import until
 from ttp.core import messages as m
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout_messages import TellLayout
 from ttp.wire.channel import MESSAGE_BYTES_MAX, metadata, open_channel
 from ttp.wire.convert import order_from_wire, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
@@ -115,7 +117,7 @@ class Peer:
         self.channel = open_channel("127.0.0.1", controller.port)
         self.outbox: Any = queue.SimpleQueue()
         attach: Any = self.channel.stream_stream("/ttp.wire.v1.Controller/Attach", None, pb.ControllerOrder.FromString)
-        self.call = attach(iter(self.outbox.get, None), metadata=metadata(token), timeout=60)
+        self.call = attach(iter(self.outbox.get, None), metadata=metadata(token), timeout=120)
 
     def __enter__(self) -> Peer:
         return self
@@ -223,10 +225,12 @@ def test_a_message_above_the_limit_is_refused(controller: Controller) -> None:
 def test_a_rank_that_never_reads_is_dropped(start_small: Callable[[], Controller]) -> None:
     """It repeats its hello without reading the answers, of which at most some thousands are queued."""
     alone = start_small()
-    greeting = report_to_wire(hello(0)).SerializeToString()
+    greeting, layout = hello(0), Layout.data_parallel(2)
+    told = answers(TellLayout(Rank(0), layout.digest), layout)
+    said = [report_to_wire(report).SerializeToString() for report in (greeting, *told)]
     with Peer(alone, token="") as peer:
-        for _ in range(60_000):
-            peer.outbox.put(greeting)
+        for report in [*said, *said[:1] * 60_000]:
+            peer.outbox.put(report)
         until(lambda: "does not read its orders" in alone.output(), timeout_s=120)
     assert alone.status().stage in ("forming", "waiting")
 

@@ -33,7 +33,7 @@ from ttp.adapters.torch.saving.piece_index import items_of, left_out_of
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
-from ttp.processor.local_state.local_piece import LOCAL_KIND, not_kept, why_lost
+from ttp.processor.local_state.local_piece import LOCAL_KIND, lender, not_kept, objects_kept, why_lost
 from ttp.processor.local_state.page_reader import Page, read_page
 from ttp.processor.local_state.pages import PageWriter
 from ttp.store.encoding import encode
@@ -154,6 +154,12 @@ def test_any_json_as_a_table(table: Any) -> None:
         except CheckpointError as problem:
             assert "f" in str(problem)
     assert len(not_kept(pieces, 2)) <= 2 and why_lost(pieces, 0)
+    for name in objects_kept(pieces):
+        lender(pieces, name, 0)
+
+
+def test_a_reason_that_is_empty_is_none() -> None:
+    assert "was left" in why_lost([Piece("f", 1, "d", LOCAL_KIND, "", Rank(0), '{"missing": {"0": ""}}')], 0)
 
 
 def test_values_and_tensors_are_read_from_files_only(tmp_path: Path) -> None:

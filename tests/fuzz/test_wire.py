@@ -140,6 +140,16 @@ def test_no_sequence_of_reports_stops_the_controller(script: list[Any]) -> None:
         assert len(subject.job.members) <= WORLD_SIZE_MAX
 
 
+def test_a_fault_without_a_reason_has_a_cause() -> None:
+    subject = machine()
+    for connection, greeting in zip(HONEST, GREETINGS, strict=True):
+        subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), 0.0)
+    report = parsed(pb.RankReport(fault=pb.Fault(kind=pb.FAULT_KIND_LOST)))
+    assert report is not None
+    check(subject.on_event(Received(HONEST[0], report), 0.0))
+    assert subject.incident is not None and subject.incident.cause == "lost"
+
+
 def presumes(report: m.Report, incarnation: int) -> bool:
     """Return whether the hello claims to be of the next launch, or of the job under another controller."""
     if not isinstance(report, m.Hello):

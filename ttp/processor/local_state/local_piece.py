@@ -157,8 +157,8 @@ def why_lost(pieces: Sequence[Piece], rank: int) -> str:
     """Return why the state of ``rank`` is not in these pieces."""
     for piece in pieces:
         missing = _listed(piece, "missing", dict, {}) if piece.kind == LOCAL_KIND else {}
-        if str(rank) in missing:
-            return str(missing[str(rank)])
+        if why := missing.get(str(rank)):
+            return str(why)
     return "no rank of its host was left to save it"
 
 
