@@ -126,6 +126,7 @@ class FaultReports:
         subject = self._job.members.get(report.subject)
         if subject is None or (report.nonce and report.nonce != subject.hello.nonce):
             return
+        report = replace(report, text=report.text or report.kind.value)
         if report.subject == report.rank:
             self._job.mark_failed(report.subject, report.text)
             if report.wrong:

@@ -82,7 +82,6 @@ class Rescue:
         """Take evidence of a fault. The first evidence opens an incident."""
         if self._job.ended and self.incident is None:
             return
-        text = text or kind.value  # programs that report faults may give no reason
         incident = self.incident or self._open(now, text)
         host = self._job.members[subject].hello.host if subject in self._job.members else ""
         evidence = Evidence(subject, kind, text, now, host, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
