@@ -95,6 +95,24 @@ def test_what_was_written_provisionally_and_holds_is_final_where_it_stands(direc
     assert not writer.finish(9)
 
 
+@pytest.mark.parametrize("calls", range(20))
+def test_a_state_that_becomes_final_while_it_is_read_is_read(
+    directory: Path, writer: PageWriter, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that took it for torn would take the older state of that version, of the micro-batch before."""
+    for micro_batch in range(2):
+        writer.write(7, False, [b"micro-batch %d" % micro_batch])
+    read_at, left = os.pread, iter(range(calls))
+
+    def pread(*where: int) -> bytes:
+        if next(left, None) is None:
+            writer.finish(7)
+        return read_at(*where)
+
+    monkeypatch.setattr(os, "pread", pread)
+    assert data_of(directory, 7) == b"micro-batch 1"
+
+
 def test_it_grows_and_keeps_what_it_had(directory: Path, writer: PageWriter) -> None:
     writer.write(1, True, [b"small"])
     for version, size in ((2, 10_000), (3, 1_000_000)):
