@@ -17,7 +17,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, without_optimizer
-from ttp.adapters.torch.loop.followers import Followers, unowned
+from ttp.adapters.torch.loop.followers import Followers, untrained
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.loop.post_step_state import PostStepState, listed
 from ttp.adapters.torch.loop.repeating import Repeating
@@ -107,8 +107,8 @@ class TorchAdapter(Restoring):
         self._processor: Processor | None = None
         self._looked = False  # whether the optimizers were checked for state that cannot be saved
         self._followers: Followers | None = None
-        self._following: list[Tensor] = []  # parameters in no optimizer that the program changes after updates
-        self._source.may_follow = lambda: self._followers is not None
+        self._following: dict[str, Tensor] = {}  # parameters that no optimizer trains and pre-images copy
+        self._source.may_follow = lambda: self._followers is not None and not self._followers.all_small
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._resumed = False
@@ -174,9 +174,11 @@ class TorchAdapter(Restoring):
         for note in self._extra.notes() if processor.env.world_size > 1 else ():
             log.warning("%s", note)
         ddps = ddps_of(self._model)
-        others = {} if gathering(self._model) else unowned(self._names.parameters, [self._optimizer, *self._given])
+        others = {} if gathering(self._model) else untrained(self._names.parameters, [self._optimizer, *self._given])
         post_step = self._post_step = source.post_step = self._make_post_step(bool(others))
-        self._followers = Followers(self._model, others, source.on_host, self._followed) if others else None
+        if others:
+            self._followers = Followers(self._model, others, source.on_host, self._followed)
+            self._followed(self._followers.small)
         self._buckets = source.buckets = LayoutWatch(ddps, self._names)
         self._trial = self._make_trial(processor, sharding)
         source.exchanges = is_sharded(self._optimizer)
@@ -219,15 +221,13 @@ class TorchAdapter(Restoring):
 
     def _make_preimage(self, optimizer: Optimizer, *, reserve: bool = True) -> PreImage:
         modules, runtimes = self._extra.modules.values(), self._source.runtimes
-        return PreImage(optimizer, modules, runtimes, followers=self._following, reserve=reserve)
+        return PreImage(optimizer, modules, runtimes, followers=self._following.values(), reserve=reserve)
 
-    def _followed(self, names: Sequence[str]) -> None:
-        """Record parameters in no optimizer that the program changed after an update: pre-images copy them too."""
-        assert self._post_step is not None
-        self._post_step.followed()
-        known = set(map(id, self._following))
-        found = (self._names.parameters[name] for name in names)
-        self._following += [parameter for parameter in found if id(parameter) not in known]
+    def _followed(self, names: Sequence[str], after: bool = False) -> None:
+        """Let pre-images copy parameters that the program changes itself; ``after``: it does so after an update."""
+        self._following.update({name: self._names.parameters[name] for name in names})
+        if after and self._post_step is not None:
+            self._post_step.followed()
 
     def _make_trial(self, processor: Processor, sharding: Sharding) -> Trial:
         trial = Trial(members_of(self._optimizer), self._model, self._names, self._source.everything)

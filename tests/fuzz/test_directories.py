@@ -272,7 +272,8 @@ def test_damage_anywhere(damage: list[tuple[int, str, str]]) -> None:
     shutil.rmtree(save_dir)
     shutil.copytree(undamaged(), save_dir)
     made = {version: save_dir / checkpoint_name(Version(version)) for version in VERSIONS}
-    good, sized = ({version: of(path) for version, path in made.items()} for of in (contents, sizes))
+    good = {version: contents(path) for version, path in made.items()}
+    sized = {version: sizes(path) for version, path in made.items()}
     for version, name, how in damage:
         hurt(made[version] / name, how)
     left = {version: contents(path) for version, path in made.items()}

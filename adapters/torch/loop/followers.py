@@ -1,9 +1,10 @@
-"""Finds parameters that are in no optimizer and that the program changes itself: a teacher, a target network.
+"""Finds parameters that no optimizer trains and that the program changes itself: a teacher, a target network.
 
-A change right after ``optimizer.step()`` belongs to the version, as an average of the weights does. A change in the
-forward pass, as some momentum encoders make it, does not: a checkpoint from the middle of an iteration would hold the
-change already, and the resumed run would make it once more. No hook reports such changes, so these parameters are
-compared during the first updates. Changes before the first update are ignored: layers may still initialise themselves.
+A change right after ``optimizer.step()`` belongs to the version, as an average of the weights does. So does a change
+inside of a version: after one of its steps, before another one or ``step_done()``. A change in the forward pass, as
+some momentum encoders make it, does not: a checkpoint from the middle of an iteration would hold the change already,
+and the resumed run would make it once more. No hook reports such changes, so these parameters are compared during the
+first updates. Changes before the first update are ignored: layers may still initialise themselves.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ _COPIED_BYTES_MAX = 1 << 18
 _LISTED_MAX = 3
 
 
-def unowned(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return the parameters that are in none of the optimizers, by name."""
-    owned = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-    return {name: p for name, p in parameters.items() if id(p) not in owned}
+def untrained(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return the parameters that are in none of the optimizers, or frozen, by name."""
+    given = (p for each in optimizers for group in each.param_groups for p in group["params"])
+    trained = {id(p) for p in given if p.requires_grad}
+    return {name: p for name, p in parameters.items() if id(p) not in trained}
 
 
 class Followers:
-    """Compares parameters that are in no optimizer during the first updates. For the training thread.
+    """Compares parameters that no optimizer trains during the first updates. For the training thread.
 
     Args:
         model: the registered model; its next forward pass ends the post-step of an update.
-        parameters: the parameters that are in no optimizer, by name.
+        parameters: the parameters that no optimizer trains, by name.
         on_host: returns whether a tensor is on the host: only there can its values be compared without waiting for a
             device.
-        found: called with the names of parameters that changed between an update and the next forward pass.
+        found: called with the names of parameters that changed inside of a version, or after an update and before the
+            next forward pass; and with whether it was after the update.
     """
 
     def __init__(
@@ -46,19 +49,25 @@ class Followers:
         model: nn.Module,
         parameters: Mapping[str, Tensor],
         on_host: Callable[[Tensor], bool],
-        found: Callable[[list[str]], None],
+        found: Callable[[list[str], bool], None],
     ) -> None:
         self._named = {name: p for name, p in parameters.items() if not is_distributed(p)}
         self._found = found
-        self._copied: list[str] = []
+        self.small: list[str] = []
+        """The names of small parameters on the host, whose values are compared."""
         room = _COPIED_BYTES_MAX
         for name, parameter in sorted(self._named.items(), key=lambda item: item[1].nbytes):
             if on_host(parameter) and (room := room - parameter.nbytes) >= 0:
-                self._copied.append(name)
+                self.small.append(name)
         self._updates = 0
         self._mark: dict[str, Any] | None = None  # the parameters at the last look; None: they are not compared now
         self._entered = False  # a forward pass has begun since the last update
         self._handles = [each.register_forward_pre_hook(Hook(self._forward)) for each in _called(model)]
+
+    @property
+    def all_small(self) -> bool:
+        """Whether all the parameters are small ones."""
+        return len(self.small) == len(self._named)
 
     def updated(self) -> bool:
         """Note that an update is finished.
@@ -66,6 +75,8 @@ class Followers:
         Returns:
             Whether to call this method after the next update too.
         """
+        if moved := self._moved():
+            self._found(moved, False)
         self._updates += 1
         if self._updates > _UPDATES_WATCHED:
             self.close()
@@ -81,11 +92,11 @@ class Followers:
         """
         moved = self._moved()
         if moved and not self._entered:  # no forward pass was seen, so the change may have been made before it
-            self._found(moved)
+            self._found(moved, True)
         elif moved:
             more = f" and {len(moved) - _LISTED_MAX} more" if len(moved) > _LISTED_MAX else ""
             raise UsageError(
-                f"{', '.join(moved[:_LISTED_MAX])}{more} are in no optimizer, and the program changes them between the "
+                f"the program changes {', '.join(moved[:_LISTED_MAX])}{more}, which no optimizer trains, between the "
                 "beginning of a forward pass and optimizer.step(): a checkpoint made there would hold weights of no "
                 "version, and a resumed run would change them once more. Change them right after optimizer.step(), as "
                 "averages of the weights are (a momentum encoder, a target network)"
@@ -103,7 +114,7 @@ class Followers:
         if module.training and torch.is_grad_enabled():
             self._entered = True
             if moved := self._moved():  # changed after the update, or after one that the gradient scaler has skipped
-                self._found(moved)
+                self._found(moved, True)
 
     def _moved(self) -> list[str]:
         """Return the names of the parameters that changed since the last call."""
@@ -116,7 +127,7 @@ class Followers:
     @torch.no_grad()
     def _look(self) -> dict[str, Any]:
         found: dict[str, Any] = {name: (p._version, p.data_ptr()) for name, p in self._named.items()}
-        return found | {name: (*found[name], self._named[name].detach().clone()) for name in self._copied}
+        return found | {name: (*found[name], self._named[name].detach().clone()) for name in self.small}
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -1,9 +1,10 @@
 """Copies the state before an update and keeps the copy until the next one (``undo="preimage"``).
 
 Just before the first write of each update, ``PreImage`` copies parameters, the optimizer's tensors, registered
-averages, and parameters that follow the weights as an average does (``followers.py``). Every update uses the same
-memory for its copies, so they take as much memory as the state once more. Numbers and lists in the optimizer's state
-are copied too. ``PostStepState`` keeps the hyperparameters of a version; the pages keep buffers and random streams.
+averages, and parameters that follow the weights, or are so small that they may (``followers.py``). Every update uses
+the same memory for its copies, so they take as much memory as the state once more. Numbers and lists in the optimizer's
+state are copied too. ``PostStepState`` keeps the hyperparameters of a version; the pages keep buffers and random
+streams.
 
 To undo an update, the checkpoint is written from these copies. The live tensors are not changed: a frozen rank's state
 must stand still, the controller may repeat the order or send one for the newer version, and after a false alarm the
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +79,7 @@ class PreImage:
         optimizer: the optimizer whose parameters and state are copied; may be a ``CombinedOptimizer``.
         modules: averages of the weights that belong to the version.
         runtimes: the devices of the state; empty: the state is on the host.
-        followers: parameters that follow the weights and are in no optimizer; the list may grow.
+        followers: parameters that no optimizer trains and that may follow the weights; there may be more later.
         reserve: True to allocate the memory for all parameters now, so that a job with too little memory fails at once.
     """
 
@@ -88,7 +89,7 @@ class PreImage:
         modules: Iterable[nn.Module] = (),
         runtimes: Sequence[Runtime] = (),
         *,
-        followers: Sequence[Tensor] = (),
+        followers: Collection[Tensor] = (),
         reserve: bool = True,
     ) -> None:
         self._members = members_of(optimizer)
@@ -142,6 +143,7 @@ class PreImage:
                 self._copy_member(number, member, image, copies)
         if modules and not image.modules:
             self._copy_modules(image, copies)
+        self._copy_followers(image, copies)
         _carry_out(copies)
         image.serial = self._serial
         if image is not newest:
@@ -164,9 +166,14 @@ class PreImage:
 
     def _copy_modules(self, image: Image, copies: _Copies) -> None:
         live = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
-        for position, tensor in enumerate([*live, *self._followers]):
+        for position, tensor in enumerate(live):
             image.copies[id(tensor)] = self._copy(tensor, ("module", position), copies)
         image.modules = True
+
+    def _copy_followers(self, image: Image, copies: _Copies) -> None:
+        for position, tensor in enumerate(self._followers):
+            if id(tensor) not in image.copies:  # else it was copied before, or is a frozen parameter of an optimizer
+                image.copies[id(tensor)] = self._copy(tensor, ("follower", position), copies)
 
     def _copy(self, value: Any, place: _Place, copies: _Copies) -> Any:
         if isinstance(value, Tensor):

@@ -52,7 +52,7 @@ class Standing(PagedSource):
         self.preimage: PreImage | None = None
         self.between: BetweenSteps | None = None
         self.may_follow: Callable[[], bool] = lambda: False
-        """Returns True while ``Followers`` still watches: copies may lack parameters that follow the weights."""
+        """Returns True while ``Followers`` watches large parameters: copies may lack some that follow the weights."""
         self.base = Version(0)
         """The version from which this rank has started."""
         self.stream_barrier: StreamBarrier | None = None
@@ -171,6 +171,8 @@ class Standing(PagedSource):
             return False
         if state.phase is Phase.TORN:
             preimage.wait(COPIES_S)
+            if self.between is not None and not self.between.turns.simple and self.may_follow():
+                return False  # parameters may have followed a step inside of the version
             return preimage.version == state.version
         finished = self.finished.finished_version()  # the device's version; the host may be ahead of it
         whole = not self.on_device or self.begun.finished_version() <= finished

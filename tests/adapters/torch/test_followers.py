@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.adapters.torch.going_on import Program, assert_goes_on_with_its_bits, data, net, plainly
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from ttp.adapters.torch.loop import followers
 from ttp.core.decide import How
 from ttp.errors import UsageError
 from ttp.processor import paged_source
@@ -110,9 +111,11 @@ def test_they_come_back(tmp_path: Path) -> None:
 
 
 @supports("parameters that no optimizer has")
-@pytest.mark.parametrize("move", WAYS)
-def test_they_are_gone_back_with(tmp_path: Path, move: Any) -> None:
-    """With ``undo="preimage"`` the copy of a version includes them, after ttp has seen which are moved."""
+@pytest.mark.parametrize(("move", "small"), [*((way, True) for way in WAYS), (in_place, False), (replaced, False)])
+def test_they_are_gone_back_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, move: Any, small: bool) -> None:
+    """With ``undo="preimage"`` the copy of a version includes small ones, and others that ttp has seen to move."""
+    if not small:
+        monkeypatch.setattr(followers, "_COPIED_BYTES_MAX", 0)
 
     def made() -> Job:
         torch.manual_seed(3)
@@ -124,7 +127,7 @@ def test_they_are_gone_back_with(tmp_path: Path, move: Any) -> None:
     for _ in range(7):
         job.step(job.model.follow)  # type: ignore[arg-type]
         states.append({name: value.clone() for name, value in job.model.state_dict().items()})
-        settled = job.adapter._followers is None
+        settled = small or job.adapter._followers is None
         assert source.has_preimage is settled, "a copy may lack those that are not known yet"
     saved = save(job.adapter, job.adapter._source._processor, 6, How.UNDO)  # type: ignore[arg-type]
     other = made()
@@ -135,13 +138,60 @@ def test_they_are_gone_back_with(tmp_path: Path, move: Any) -> None:
 
 
 @supports("parameters that no optimizer has")
+@pytest.mark.parametrize("finished", [0, 1, 3])
+@pytest.mark.parametrize("done", [True, False], ids=["step_done", "in turns"])
+def test_between_two_steps_they_are_gone_back_with(tmp_path: Path, done: bool, finished: int) -> None:
+    """A target network follows the critic, and a rank dies in the backward pass of the actor."""
+
+    def made() -> tuple[Teacher, nn.Module, list[Any], Any]:
+        torch.manual_seed(3)
+        model, actor = Teacher(in_place, inside=False), net()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model.student, actor)]
+        both = nn.ModuleDict({"critic": model, "actor": actor})
+        return model, actor, optimizers, Program(both, optimizers, lambda _number: None).register()
+
+    model, actor, (of_critic, of_actor), adapter = made()
+    processor = StubProcessor(tmp_path)
+    join(adapter, processor, tmp_path / "pages")
+    if done:
+        adapter.step_done()
+    for _ in range(finished):
+        plainly(model, of_critic, after=model.follow)(0)
+        plainly(actor, of_actor)(0)
+        if done:
+            adapter.step_done()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    plainly(model, of_critic, after=model.follow)(0)
+    actor(data()).square().mean().backward()
+    processor.gate.close()
+    saved = save(adapter, processor, finished, How.UNDO)
+    model, _, _, adapter = made()
+    assert adapter.load(saved, 0, 1, protected=False) == finished
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+
+
+@supports("parameters that no optimizer has")
 @pytest.mark.parametrize("move", WAYS)
 def test_in_the_forward_pass_they_are_refused(tmp_path: Path, move: Any) -> None:
     model = Teacher(move, inside=True)
     job = Job(tmp_path, model, model.student)
     job.step()
-    with pytest.raises(UsageError, match=r"teacher\.0\.weight, .* and \d more are in no optimizer, and .* after optim"):
+    with pytest.raises(UsageError, match=r"teacher\.0\.weight, .* and \d more, which .* trains, .* after optim"):
         job.step()
+
+
+@supports("parameters that no optimizer has")
+@pytest.mark.parametrize("move", WAYS)
+def test_frozen_ones_that_an_optimizer_has_are_watched_too(tmp_path: Path, move: Any) -> None:
+    """MoCo's authors give all parameters to the optimizer."""
+    model = Teacher(move, inside=True)
+    job = Job(tmp_path / "inside", model, model)
+    job.step()
+    with pytest.raises(UsageError, match="no optimizer trains"):
+        job.step()
+    model = Teacher(move, inside=False)
+    job = Job(tmp_path / "behind", model, model)
+    assert [job.step(model.follow) for _ in range(4)] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
@@ -152,7 +202,7 @@ def test_of_a_container_the_parts_are_called(tmp_path: Path, container: Any) -> 
     if container is nn.Sequential:  # which has a forward pass, and nobody calls it: as if it were behind the step
         assert job.step(forward=model)
         return
-    with pytest.raises(UsageError, match="are in no optimizer"):
+    with pytest.raises(UsageError, match="no optimizer trains"):
         job.step(forward=model)
 
 
