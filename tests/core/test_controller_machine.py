@@ -230,6 +230,19 @@ def test_a_rank_that_does_not_answer_is_done_without() -> None:
     assert talk.frozen(2, 7) == "[retracted] [answer]"
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_last_copy_is_waited_for_longer(comes: bool) -> None:
+    """Its host, or the controller's, may be overloaded."""
+    talk = Talk(grid(1, 2))
+    talk.lost(0)
+    talk.after(1)
+    assert talk.after(5) == "[evidence] [waits]"
+    if comes:
+        assert "[plan] Save:1" in talk.frozen(1, 7)
+    else:
+        assert "Release(70):1" in talk.after(5)
+
+
 def test_a_rank_in_a_long_update_is_waited_for_longer() -> None:
     talk = Talk()
     talk.lost(0)

@@ -89,7 +89,14 @@ class Planner:
             return "a newer version that a rank has finished may become whole"
         if self._job.in_doubt:
             return "a lost or silent rank may come back and complete a version"
+        if self._unheard(incident) and incident.waits("answers", self._timeouts.answer_s, now):
+            return "a connected rank that has not answered yet may complete a version"
         return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
+
+    def _unheard(self, incident: Incident) -> bool:
+        """Return whether a connected rank has not answered in time. Its host, or this controller's, may be overloaded."""
+        silent = incident.evidence.against(m.FaultKind.SILENT)
+        return any(rank in self._job.live and rank not in incident.answers for rank in silent)
 
     def _grows(self, incident: Incident, plan: Plan, now: float) -> bool:
         """Return whether a version newer than the plan's, which a connected rank has finished, may soon be complete.
