@@ -94,7 +94,7 @@ class Planner:
         return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
 
     def _unheard(self, incident: Incident) -> bool:
-        """Return whether a connected rank has not answered in time. Its host, or this controller's, may be overloaded."""
+        """Return whether a connected rank has not answered in time: its host or this controller's may be overloaded."""
         silent = incident.evidence.against(m.FaultKind.SILENT)
         return any(rank in self._job.live and rank not in incident.answers for rank in silent)
 
