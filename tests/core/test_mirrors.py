@@ -85,6 +85,23 @@ def test_it_comes_before_the_commit_though_after_the_plan() -> None:
     assert talk.orders(m.Commit)[0].missing_pages == ()
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_commit_waits_a_moment_for_the_launcher_of_a_host_without_ranks(comes: bool) -> None:
+    talk = Wide(grid(1, 4))
+    talk.accuse(2, m.FaultKind.EXITED)
+    talk.lost(3)
+    talk.frozen_all()
+    assert "Commit" not in talk.saved(0)
+    if comes:
+        talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(2), page(3))))
+        (late,) = talk.orders(m.Save)
+        talk.saved(late.rank, late.generation)
+    else:
+        talk.after(1)
+    (commit,) = talk.orders(m.Commit)
+    assert commit.missing_pages == (() if comes else (2, 3))
+
+
 @pytest.mark.parametrize("wrong", [page(1), page(2, incarnation=9), page(99)], ids=["lives", "incarnation", "nobody"])
 def test_nobody_else_is_inherited_from(wrong: Mirror) -> None:
     talk = Wide(grid(1, 4))

@@ -11,7 +11,7 @@ from ttp.core.controller.mirrors import Mirrors
 from ttp.core.layout import Rank
 
 PAGES_S = 1.0
-"""Seconds that a commit waits for hosts of which no rank has answered yet, because only they have their pages."""
+"""Seconds that a commit waits for hosts of which no rank has answered, because only they have their pages."""
 STRAGGLERS_MAX = 64
 """If more ranks than this have not answered, a commit does not wait for their pages."""
 
@@ -65,10 +65,15 @@ class PageCollectors:
         return pages
 
     def lack_a_host(self, incident: Incident) -> bool:
-        """Return whether no rank of some host has answered yet; False if more than ``STRAGGLERS_MAX`` have not."""
-        if not 0 < len(incident.waiting) <= STRAGGLERS_MAX:
+        """Return whether pages of some host may still come; False if more than ``STRAGGLERS_MAX`` ranks are awaited.
+
+        No rank of it has answered yet; or it is unknown whether its last rank lives, whose launcher may hand them over.
+        """
+        collected = {rank for task in incident.tasks for rank in task.order.pages}
+        awaited = incident.waiting | (self._job.suspects.keys() - collected)
+        if not 0 < len(awaited) <= STRAGGLERS_MAX:
             return False
-        hosts = {self._job.members[rank].hello.host for rank in incident.waiting}
+        hosts = {self._job.members[rank].hello.host for rank in awaited}
         able = {self._job.members[rank].hello.host for rank in incident.answers if incident.able(rank)}
         return not hosts <= able
 
