@@ -181,6 +181,7 @@ def undone(directory: Path) -> dict[str, Any]:
     spoil(job)
     preimage: Any = job.adapter.source.preimage
     held = {id(p) for p in job.training.optimizer.parameters_of(job.training.optimizer.shard)}
+    held |= set(map(id, job.training.model.frozen.parameters()))  # they are small, and a loop may move them
     path = job.save(steps - 1, {"model-0": 0, "model-1": 3, "common": 2}, How.UNDO)
     fresh = Job(directory / "fresh undo", replicated(2)).restored(path)
     return {
