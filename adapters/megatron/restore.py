@@ -7,6 +7,7 @@ communicated or unpickled.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -209,11 +210,17 @@ def _install(inner: Inner, states: dict[Tensor, dict[str, Tensor]], saved: Seque
 
 
 def _install_groups(live: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give each live param group the saved hyperparameters of its match, or of the saved group at its position."""
+    """Give each live param group the saved hyperparameters of its match, or of the saved group at its position.
+
+    Several groups may have one identity, with other rates (``--decoupled-lr``): they match in their order.
+    """
     counted = max((group["step"] for group in groups if "step" in group), default=None)
+    seen: Counter[tuple[Any, ...]] = Counter()
     for number, group in enumerate(live):
-        match = [other for other in groups if _identity(other) == _identity(group)]
-        chosen = match[0] if match else groups[number] if number < len(groups) else {}
+        identity = _identity(group)
+        match = [other for other in groups if _identity(other) == identity]
+        chosen = match[min(seen[identity], len(match) - 1)] if match else groups[number] if number < len(groups) else {}
+        seen[identity] += 1
         group.update({key: value for key, value in chosen.items() if key != "params"})
         if counted is not None:  # a fused optimizer does not count steps in groups that are empty on a rank
             group["step"] = counted

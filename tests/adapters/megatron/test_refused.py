@@ -19,6 +19,7 @@ from ttp.adapters.megatron.geometry import Geometry
 from ttp.adapters.megatron.optimizers import _refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import Progress
+from ttp.adapters.megatron.restore import _install_groups
 from ttp.core.layout import Layout, Version
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.manifest import Manifest
@@ -156,6 +157,18 @@ def test_all_param_groups_have_one_count_of_updates() -> None:
     assert with_counts(plain) == [{"groups": [{"lr": 1}], "step": 8.0}, {"groups": [{"lr": 2}], "step": 8.0}]
     fresh: list[dict[str, Any]] = [{"groups": [{"lr": 1}], "step": None}]
     assert with_counts(fresh) == fresh
+
+
+def test_param_groups_that_differ_in_their_rates_only_come_back_in_their_order() -> None:
+    """``--decoupled-lr``: Megatron marks the group of the output layer by nothing but its rates."""
+    same = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    saved = [{**same, "max_lr": 1e-3}, {**same, "wd_mult": 0.0, "max_lr": 1e-3}, {**same, "max_lr": 5e-5}]
+    live: list[dict[str, Any]] = [{**group, "max_lr": 0.0, "params": []} for group in saved]
+    _install_groups(live, saved)
+    assert [group["max_lr"] for group in live] == [1e-3, 1e-3, 5e-5]
+    more: list[dict[str, Any]] = [{**same, "max_lr": 0.0} for _ in range(3)]
+    _install_groups(more, saved)
+    assert [group["max_lr"] for group in more] == [1e-3, 5e-5, 5e-5]
 
 
 def test_a_parameter_without_a_place_in_checkpoints_is_refused() -> None:
