@@ -159,6 +159,11 @@ class Incident:
         return self.evidence.cause
 
     @property
+    def collected(self) -> set[Rank]:
+        """The ranks whose pages some rank was ordered to add."""
+        return {rank for task in self.tasks for rank in task.order.pages}
+
+    @property
     def faulty(self) -> bool:
         """True if evidence of a fault stands, i.e. was not withdrawn."""
         return bool(self.evidence.kinds)

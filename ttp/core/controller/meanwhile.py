@@ -40,8 +40,7 @@ class Meanwhile:
         self._saves_for = job if going else None
         if last is not None and last.path and self._made != (last.saved, last.path):
             self._made_for, self._made = _of(job), (last.saved, last.path)
-            pages = {rank for task in last.tasks for rank in task.order.pages}
-            self._whose = {job.members[rank].hello.nonce for rank in pages if rank in job.members}
+            self._whose = {job.members[rank].hello.nonce for rank in last.collected if rank in job.members}
 
     def saves(self, job: Membership) -> bool:
         """Return whether all connected ranks of this job are frozen for a checkpoint that the stand-in is making."""

@@ -40,7 +40,7 @@ class PageCollectors:
         Returns:
             For each collector the ranks whose pages it adds.
         """
-        collected = {rank for task in incident.tasks for rank in task.order.pages}
+        collected = incident.collected
         by_host: defaultdict[str, list[Rank]] = defaultdict(list)
         for rank, member in sorted(self._job.members.items()):
             by_host[member.hello.host].append(rank)
@@ -69,8 +69,7 @@ class PageCollectors:
 
         No rank of it has answered yet; or it is unknown whether its last rank lives, whose launcher may hand them over.
         """
-        collected = {rank for task in incident.tasks for rank in task.order.pages}
-        awaited = incident.waiting | (self._job.suspects.keys() - collected)
+        awaited = incident.waiting | (self._job.suspects.keys() - incident.collected)
         if not 0 < len(awaited) <= STRAGGLERS_MAX:
             return False
         hosts = {self._job.members[rank].hello.host for rank in awaited}

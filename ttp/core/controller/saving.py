@@ -307,7 +307,7 @@ class Saving:
 
     def _send_commit(self, incident: Incident) -> None:
         assert incident.plan is not None and incident.committer is not None and self._job.layout is not None
-        collected = {r for task in incident.tasks for r in task.order.pages}
+        collected = incident.collected
         self._outbox.record("commit", rank=incident.committer, generation=incident.generation)
         self._outbox.send_to(
             incident.committer,
