@@ -84,7 +84,6 @@ class TorchSource(Standing):
     ) -> None:
         self._model, self._names, self._extra = model, names, extra
         super().__init__(optimizer, capture, devices)
-        self.digests = object_digests if extra.changing else None
         self.host_values = HostValues(lambda: unwrap_optimizer(self._optimizer).state, self.on_host)
         self._copier: HostCopier | None = None
         self._copying = threading.Lock()
@@ -179,7 +178,8 @@ class TorchSource(Standing):
                 log.warning(_POST_STEP_OPEN, version)
         if order.shards:
             self._check_stands(version, image)
-        pages = self.read_pages(order.pages or (order.rank,), version)
+        digests = object_digests if order.pages and self._extra.changing else None
+        pages = self.read_pages(order.pages or (order.rank,), version, digests)
         # A rank that stopped before its update to this version can add its pages, but has no schedule of this version.
         job = self._job_state(version) if order.shards or order.job_state else None
         state = self._state(pages, job, image, order.shards) if job is not None and order.shards else {}

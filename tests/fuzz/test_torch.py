@@ -155,7 +155,7 @@ def test_any_json_as_a_table(table: Any) -> None:
             assert "f" in str(problem)
     assert len(not_kept(pieces, 2)) <= 2 and why_lost(pieces, 0)
     for name in objects_kept(pieces):
-        lender(pieces, name, 0)
+        lender(pieces, name, 0, (0, 1))
 
 
 def test_a_reason_that_is_empty_is_none() -> None:

@@ -46,7 +46,6 @@ class PagedSource(StateSource):
         self._processor: Processor | None = None
         self._page_dir: Path | None = None
         self._incarnation = 0
-        self.digests: Digests | None = None  # looks into an image; None: its objects are not looked at
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""
@@ -76,11 +75,11 @@ class PagedSource(StateSource):
             self.wrote(1)  # this wait must not look like hanging storage
             time.sleep(_POLL_S)
 
-    def read_pages(self, ranks: Sequence[Rank], version: Version) -> Pages:
-        """Return the pages of these ranks, as they were at ``version``."""
+    def read_pages(self, ranks: Sequence[Rank], version: Version, digests: Digests | None = None) -> Pages:
+        """Return the pages of these ranks, as they were at ``version``; for ``digests`` see ``collect``."""
         if self._page_dir is None:
             return Pages({}, (), dict.fromkeys(ranks, "this host has no rank-local pages"))
-        return collect(self._page_dir, ranks, version, self._incarnation, self.digests)
+        return collect(self._page_dir, ranks, version, self._incarnation, digests)
 
     def wrote(self, count: int) -> None:
         """Count bytes that were written: the storage may be slow, but it does not hang."""

@@ -263,7 +263,7 @@ class Restoring(abc.ABC):
             return [
                 *notes,
                 f"no rank-local state of rank {rank} was saved ({why}): its random streams are derived from its seed"
-                + "".join(f", and extra_state[{name!r}] is that of all ranks that saved theirs" for name in peers),
+                + "".join(f", and extra_state[{name!r}] is that of the replicas that saved theirs" for name in peers),
             ]
         behind = sorted(local.extra.keys() - peers) if is_provisional(manifest.pieces, owner) else []
         notes = [_BEHIND.format(owner, restored.version, ", ".join(map(repr, behind)))] if behind else []
@@ -282,15 +282,18 @@ class Restoring(abc.ABC):
     def _from_peers(
         self, checkpoint: Path, manifest: Manifest, rank: int, local: LocalState | None
     ) -> dict[str, bytes]:
-        """Return the objects of ``extra_state`` that a rank which died gets from another rank, by name; see ``lender``.
+        """Return the objects of ``extra_state`` that a rank which died gets from a replica, by name; see ``lender``.
 
         An average of the weights, for example, is equal on all replicas.
         """
         pieces = manifest.pieces
         if local is not None and not is_provisional(pieces, rank):
             return {}
-        lenders = {n: giver for n in objects_kept(pieces) if (giver := lender(pieces, n, rank)) is not None}
-        why = "they were equal before the update" if local is not None else "it is equal on all ranks that saved theirs"
+        held = {shard for shard, ranks in manifest.groups.items() if rank in ranks}
+        replicas = set(range(manifest.world_size)).intersection(*(manifest.groups[shard] for shard in held))
+        givers = {name: lender(pieces, name, rank, replicas) for name in objects_kept(pieces)}
+        lenders = {name: giver for name, giver in givers.items() if giver is not None}
+        why = "they were equal before the update" if local is not None else "it is equal on all replicas that saved it"
         states = {giver: read_local_state(checkpoint, pieces, giver) for giver in {*lenders.values()}}
         found: dict[str, bytes] = {}
         for name, giver in lenders.items():

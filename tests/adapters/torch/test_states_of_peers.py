@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tests.adapters.torch.checkpoints import Net
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.core.layout import Layout, Rank
+from ttp.core.layout import Layout, Rank, Shard
 from ttp.core.messages import Piece
 from ttp.processor.local_state.local_piece import LOCAL_KIND, lender, objects_kept
 from ttp.store.manifest import Manifest
@@ -123,6 +124,18 @@ def test_it_begins_anew_where_others_disagree(tmp_path: Path, caplog: pytest.Log
     assert restored(path, 2) == -1 and "extra_state['ema'] was not saved: it keeps its initial state" in caplog.text
 
 
+def test_ranks_of_other_shards_are_not_asked(tmp_path: Path) -> None:
+    """An average may be sharded as the weights are."""
+    job = Job(tmp_path)
+    job.rank(1, 2)
+    job.rank(1, 2)
+    path = job.save()
+    manifest, adapter = Manifest.load(path), made(Average(SMALL, -1))
+    sharded = replace(manifest, groups={Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2),)})
+    assert adapter._from_peers(path, manifest, 2, None).keys() == {"ema"}
+    assert adapter._from_peers(path, sharded, 2, None) == {}
+
+
 def test_ranks_with_equal_states_share_an_entry_in_the_manifest(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.rank(1, 2)
@@ -152,14 +165,18 @@ def pieces(*tables: Any) -> list[Piece]:
         ([["a", "b", [0]], ["a", "c", [2]]], 1, None),
         ([["a", "b", []], ["a", "b", ["0"]], ["a", 1, [0]], "ab", None], 1, None),  # not of the form that is written
         ("ab", 1, None),
+        ([["a", "b", [8]], ["a", "", [1]]], 1, None),  # it holds another shard
+        ([["a", "b", [8, 2]]], 1, 2),
+        ([["a", "b", [8]], ["a", "c", [2]], ["a", "", [1]]], 1, 2),
     ],
 )
 def test_who_lends(changes: Any, rank: int, expected: int | None) -> None:
-    assert lender(pieces({"x": changes}), "x", rank) == expected
+    replicas = (0, 1, 2)
+    assert lender(pieces({"x": changes}), "x", rank, replicas) == expected
     if isinstance(changes, list):
-        assert lender(pieces(*({"x": [change]} for change in changes)), "x", rank) == expected
+        assert lender(pieces(*({"x": [change]} for change in changes)), "x", rank, replicas) == expected
 
 
 def test_tables_of_other_forms_name_no_objects() -> None:
     wrong: Iterable[Any] = ([], "x", None, 5)
-    assert objects_kept(pieces(*wrong)) == [] and lender(pieces(*wrong), "x", 1) is None
+    assert objects_kept(pieces(*wrong)) == [] and lender(pieces(*wrong), "x", 1, (0, 1)) is None

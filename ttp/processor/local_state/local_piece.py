@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,20 +120,26 @@ def is_provisional(pieces: Sequence[Piece], rank: int) -> bool:
     return any(piece.kind == LOCAL_KIND and rank in _listed(piece, "provisional", list, []) for piece in pieces)
 
 
-def lender(pieces: Sequence[Piece], name: str, rank: int) -> int | None:
-    """Return a rank whose state of the object ``name`` is that of ``rank`` too, which has none from after the update.
+def lender(pieces: Sequence[Piece], name: str, rank: int, replicas: Collection[int]) -> int | None:
+    """Return a replica whose state of the object ``name`` is right for ``rank`` too, which saved none after the update.
 
-    The ranks whose state was equal to that of ``rank`` before the update tell what the update has made of it, if they
-    all agree. If the state of ``rank`` was not saved at all, all ranks are asked.
+    The replicas whose state was equal to that of ``rank`` before the update tell what the update has made of it, if
+    they all agree. If the state of ``rank`` was not saved at all, all replicas are asked.
+
+    Args:
+        pieces: the pieces of the checkpoint.
+        name: name of the object.
+        rank: the rank without a state.
+        replicas: the ranks that hold the same shards as ``rank``: the state may be that of a shard.
 
     Returns:
-        The rank; None: there is no such rank, or they disagree.
+        The replica; None: there is none, or they disagree.
     """
     changes = _changes(pieces, name)
     own = next((before for before, _, ranks in changes if rank in ranks), None)
     fitting = [(after, ranks) for before, after, ranks in changes if after and own in (None, before)]
-    agree = len({after for after, _ in fitting}) == 1
-    return min(rank for _, ranks in fitting for rank in ranks) if agree else None
+    states = {other: after for after, ranks in fitting for other in ranks if other in replicas}
+    return min(states) if len({*states.values()}) == 1 else None
 
 
 def objects_kept(pieces: Sequence[Piece]) -> list[str]:
