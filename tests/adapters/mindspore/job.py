@@ -76,6 +76,7 @@ class Job:
         command = [str(MSRUN), f"--worker_num={self.workers}", f"--local_worker_num={self.workers}", "--join=False"]
         command += [f"--master_port={free_port()}", f"--log_dir={logs}", str(self.script), *self.arguments]
         env = self.environ() | {"MS_NODE_TIMEOUT": "600", "MS_CPU_COMM_OP_TIMEOUT": "600"}
+        env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))  # it starts ``python``
         subprocess.run(command, cwd=self.directory, env=env, check=True, timeout=timeout_s, start_new_session=True)
         deadline = time.monotonic() + timeout_s
         try:
