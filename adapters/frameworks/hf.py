@@ -229,6 +229,7 @@ class TtpCallback(TrainerCallback):
             "grad_norm": norm.item() if isinstance(norm, Tensor) else norm,
             "rate": self._rate.item() if isinstance(self._rate, Tensor) else self._rate,
             "flos": float(getattr(trainer, "current_flos", 0)),
+            "measured": _measured(trainer),
             "rng": b"".join(map(bytes, RngState().capture())) if draws else b"",
         }
 
@@ -266,6 +267,11 @@ class TtpCallback(TrainerCallback):
             setattr(trainer, name, value)
         if hasattr(trainer, "current_flos"):
             trainer.current_flos = (mine or mark)["flos"]
+        if mark.get("measured"):
+            state, rates = mark["measured"]
+            trainer.lr_scheduler.load_state_dict(state)
+            for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
         self._restore_callbacks(mark, control)
         complete_shards(found["directory"], trainer)
         if not mark["done"]:
@@ -309,6 +315,13 @@ class TtpCallback(TrainerCallback):
         loss = self._loss.to(trainer.args.device).clone()
         model, epoch = trainer.model_wrapped, trainer.state.epoch
         follow(loss, mark["grad_norm"], model, None, epoch, None, time.time(), **rate)
+
+
+def _measured(trainer: Any) -> list[Any] | None:
+    """Return the state and the rates of a scheduler that is stepped by evaluations, so after the version; else None."""
+    if "metrics" not in inspect.signature(trainer.lr_scheduler.step).parameters:
+        return None
+    return [trainer.lr_scheduler.state_dict(), [group["lr"] for group in trainer.optimizer.param_groups]]
 
 
 def resume_directory(trainer: Any) -> str | None:

@@ -1,6 +1,7 @@
 """The example's Trainer with evaluations, a best metric and a callback with a state; see ``ttp.testing.kit``.
 
 ``HF_SHARD``: ``fsdp1``, ``fsdp2``, ``hsdp`` (two replicas). ``HF_SCALER``: a scaler that skips steps.
+``HF_PLATEAU``: evaluations lower the learning rate.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         "metric_for_best_model": "loss",
         "learning_rate": 1e-3,
     }
+    if os.environ.get("HF_PLATEAU"):
+        plateau = {"patience": 0, "factor": 0.5, "threshold": 0.5}  # each evaluation but the first lowers the rate
+        settings |= {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": plateau, "eval_steps": 2}
     if shard := os.environ.get("HF_SHARD"):
         believe()
         settings |= {"fsdp": True, "fsdp_config": FSDP[shard]}

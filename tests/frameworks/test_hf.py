@@ -37,6 +37,14 @@ def test_it_is_killed_in_a_step_and_behind_it(scaler: str, kills: list[kit.Kill]
     found.check()
 
 
+def test_a_schedule_that_follows_evaluations(tmp_path: Path) -> None:
+    """An evaluation comes after its version, so a job that is killed in the next step has to keep the rate it set."""
+    kills = [kit.Kill("backward", rank=1, after=4), kit.Kill("on_evaluate", rank=0, after=2), kit.Kill("forward")]
+    found = kit.run(kit.Job(PROGRAM, kills, steps=14, env={"HF_PLATEAU": "1"}), tmp_path, start=ForkedPython)
+    print(found)
+    found.check()
+
+
 @pytest.mark.parametrize(
     ("shard", "kills"), [*quick(COPIES, 1, name="fsdp2"), *quick(COPIES, name="fsdp1"), *quick(COPIES, name="hsdp")]
 )
