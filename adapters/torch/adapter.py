@@ -16,7 +16,7 @@ from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
-from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, without_optimizer
+from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, tell_forgotten
 from ttp.adapters.torch.loop.followers import Followers, untrained
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.loop.post_step_state import PostStepState, listed
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_LISTED_MAX = 4
 _POLL_S = 5e-5
 """Seconds between two checks of the gate by a training thread that waits for it to open."""
 
@@ -98,7 +97,7 @@ class TorchAdapter(Restoring):
         self._names = ModelNames(model, self._optimizer)
         refuse_detached_schedule(self._given, self._schedulers)
         refuse_shared(members_of(self._optimizer), self._names)
-        _tell_forgotten(without_optimizer(self._optimizer, self._names))
+        tell_forgotten(self._optimizer, self._names)
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         averages = [t for module in self._extra.modules.values() for t in (*module.parameters(), *module.buffers())]
         devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
@@ -185,6 +184,7 @@ class TorchAdapter(Restoring):
         if self._undo is not None:
             source.preimage = self._make_preimage(unwrap_optimizer(self._optimizer))
         self._barrier = self._make_barrier(processor)
+        source.watch_swaps(sharding)
         takers = [taker for each in self._given for taker in turn_takers(each)]
         if is_sharded(self._optimizer):
             takers = [list(sharding.stepping)]
@@ -248,12 +248,16 @@ class TorchAdapter(Restoring):
         )
         self._between = between
         calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
+        if (swapped := self._source.swapped) is not None:
+            calls = calls._replace(before_backward=swapped.used, evaluating=swapped.evaluates)
         if (preimage := self._source.preimage) is not None:
             return calls._replace(before_update=preimage.take, before_turn=lambda *_: not preimage.broken)
         return calls._replace(before_turn=between.before_turn)
 
     def _before_gate(self) -> None:
         self._trial.before_update()
+        if (swapped := self._source.swapped) is not None:
+            swapped.used()
         if self._followers is not None:
             self._followers.at_gate()
         goes_on = None if self._processor is None else self._processor.goes_on
@@ -266,8 +270,8 @@ class TorchAdapter(Restoring):
                 runtime.mark(side=False).synchronize()
 
     def _updated(self) -> None:
-        if (between := self._between) is not None and not between.turns.simple:
-            between.after_update()
+        if not self._between.turns.simple:
+            self._between.after_update()
         if self._buckets.unsettled:
             self._buckets.update_finished()
         if self._trial.due:
@@ -276,6 +280,8 @@ class TorchAdapter(Restoring):
             self._followers = None
         if self._barrier is not None:
             self._barrier.updated()
+        if (swapped := self._source.swapped) is not None:
+            swapped.updated()
 
     def _after_end(self) -> None:
         if self._source.exchanges:
@@ -377,17 +383,6 @@ def _names(takers: Sequence[Sequence[Optimizer]]) -> list[str]:
 
 def _owners(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     return [owner for each in optimizers for owner in owners_of(each)]
-
-
-def _tell_forgotten(names: Sequence[str]) -> None:
-    if names:
-        listing = ", ".join(names[:_LISTED_MAX]) + (", ..." if len(names) > _LISTED_MAX else "")
-        log.warning(
-            "%d parameters require gradients but are in no optimizer that wrap_optimizer() was given (%s). Their "
-            "weights are saved, but no state of an optimizer that updates them: give wrap_optimizer() all optimizers",
-            len(names),
-            listing,
-        )
 
 
 def _schedulers(given: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.image import decode, object_digests
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
 from ttp.adapters.torch.saving.checkpoint import write_shard
@@ -33,6 +34,7 @@ from ttp.adapters.torch.saving.state import checkpoint_state, frozen, groups_wit
 from ttp.adapters.torch.saving.stripe_plan import Share
 from ttp.adapters.torch.sharding.data_parallel import Layouts, LayoutWatch
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.sharding.fsdp1 import flat_scopes
 from ttp.adapters.torch.sharding.names import ModelNames, module_tensors
 from ttp.adapters.torch.sharding.sharding import Sharding, state_of
 from ttp.core import stripes
@@ -93,6 +95,17 @@ class TorchSource(Standing):
         self.exchanges = False  # the optimizer's step() exchanges weights between ranks after the update is finished
         self.post_step: PostStepState | None = None
         self.buckets: LayoutWatch | None = None
+
+    def watch_swaps(self, sharding: Sharding) -> None:
+        """Notice from now on when the program puts other weights into the model.
+
+        FSDP1 moves its parameters in each forward pass itself: with it nothing is noticed.
+
+        Args:
+            sharding: how the state is sharded over the ranks.
+        """
+        if not list(flat_scopes(self._model)):
+            self.swapped = Swapped(sharding.stepping, self.runtimes)
 
     def connect(self, processor: Processor, attachment: Attachment, sharding: Sharding) -> None:
         """Take the processor and the attached hooks, and prepare for saves.
@@ -176,8 +189,9 @@ class TorchSource(Standing):
             self.wait_post_step(cancelled)
             if not self.post_step_done() and self.post_step is not None and not self.post_step.foreseen():
                 log.warning(_POST_STEP_OPEN, version)
+        evaluations = 0 if self.swapped is None else self.swapped.evaluations
         if order.shards:
-            self._check_stands(version, image)
+            self._check_stands(version, image, evaluations)
         digests = object_digests if order.pages and self._extra.changing else None
         pages = self.read_pages(order.pages or (order.rank,), version, digests)
         # A rank that stopped before its update to this version can add its pages, but has no schedule of this version.
@@ -186,7 +200,7 @@ class TorchSource(Standing):
         with all_or_nothing(draft) as pieces:
             for shard in order.shards:
                 pieces.append(self._write_shard(draft, shard, state, order, generation, cancelled))
-                self._check_stands(version, image)
+                self._check_stands(version, image, evaluations)
             if order.pages:
                 file = f"rank_local_{order.rank}_{generation}.msgpack"
                 pieces.append(write_local_piece(draft, file, pages, order.rank))
@@ -194,7 +208,7 @@ class TorchSource(Standing):
                 pieces.append(write_piece(draft, f"job_{generation}.msgpack", job.encode(), JOB_KIND, order.rank))
             sync_directory(draft)
             if order.shards:
-                self._check_stands(version, image)
+                self._check_stands(version, image, evaluations)
         return pieces
 
     def finalise(self, directory: Path, order: Commit) -> list[Piece]:
@@ -230,11 +244,16 @@ class TorchSource(Standing):
             raise CheckpointError('an update cannot be undone: wrap_optimizer() was not given undo="preimage"')
         return preimage.image(version)
 
-    def _check_stands(self, version: Version, image: Image | None) -> None:
+    def _check_stands(self, version: Version, image: Image | None, evaluations: int) -> None:
         """Check that the state is that of ``version``; called before the first byte is read and after the last one.
 
         A device that hangs in a collective goes on when its communicator is aborted: queued kernels then write results
-        that are computed from incomplete data.
+        that are computed from incomplete data. And an evaluation may put other weights into the model meanwhile.
+
+        Args:
+            version: the version to be saved.
+            image: the copy that is saved instead of the live state; None: the live state is saved.
+            evaluations: the value of ``Swapped.evaluations`` before the first byte was read.
 
         Raises:
             MovedError: the state is not, or no longer, that of ``version``.
@@ -251,6 +270,8 @@ class TorchSource(Standing):
             state = self._processor.gate.state()
             stands = state.version == version and state.phase in (Phase.IDLE, Phase.DONE)
             found = f"this rank holds version {state.version}, not {version} ({state.phase.value})"
+        if image is None and stands and self.swapped is not None and self.swapped.since(evaluations):
+            stands, found = False, "the program has put other weights into the model, such as averages to evaluate"
         if not stands:
             raise MovedError(f"the state is no longer that of version {version}: {found}")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import LOST, Talk, frozen_at_7
+from tests.core.talk import LOST, PATIENCE, Talk, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.controller import planning
 from ttp.core.controller.events import ConnectionId, StreamEnded
@@ -241,6 +241,28 @@ def test_the_last_copy_is_waited_for_longer(comes: bool) -> None:
         assert "[plan] Save:1" in talk.frozen(1, 7)
     else:
         assert "Release(70):1" in talk.after(5)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_that_evaluates_other_weights_is_waited_for_if_no_other_has_a_copy(comes: bool) -> None:
+    talk = Talk(grid(1, 2))
+    talk.fault(1)
+    talk.lost(1)
+    talk.frozen(0, 7, m.Phase.TORN, main_thread_blocked=True)
+    talk.after(5)  # rank 1 does not come back
+    assert talk.after(PATIENCE.whole_s - 1) == ""
+    if comes:
+        assert "[plan] Save:0" in talk.frozen(0, 7)
+    else:
+        assert "Release(70):0" in talk.after(2)
+
+
+def test_it_is_not_waited_for_if_another_rank_has_one() -> None:
+    talk = Talk(grid(1, 3))
+    talk.fault(2)
+    talk.lost(2)
+    talk.frozen(0, 7, m.Phase.TORN, main_thread_blocked=True)
+    assert "Save:1" in talk.frozen(1, 7)
 
 
 def test_a_rank_in_a_long_update_is_waited_for_longer() -> None:

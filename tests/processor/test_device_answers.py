@@ -34,7 +34,12 @@ class Device(FakeSource):
     def __init__(self, done: int | None) -> None:
         self.done = done
         self.held: int | None = None  # the version that it has all for
+        self.copies = False
         self.asked: list[float] = []
+
+    @property
+    def has_preimage(self) -> bool:
+        return self.copies
 
     def gradient_ready(self) -> bool:
         return self.held is not None
@@ -209,3 +214,17 @@ def test_a_save_of_what_the_device_holds_succeeds(rig: Callable[[int], Rig]) -> 
     order = SaverOrder(Rank(0), it.processor.layout.shards_of(Rank(0)), How.AS_IS, (), False)
     it.processor._saver.save(Save(Rank(0), 1, "i", 1, Version(2), ".draft", order))
     assert isinstance(it.said(), PiecesWritten)
+
+
+def test_other_weights_in_the_model_count_as_torn_until_they_are_gone(rig: Callable[[int], Rig]) -> None:
+    """An average that the program evaluates. The copies for undo may hold parts of it too."""
+    it = rig(3)
+    source: Any = it.source
+    source.other_weights, source.copies = lambda: True, True
+    it.looker.freeze(hurry=True)
+    first: Quiet = it.said()
+    assert (first.version, first.phase, first.has_preimage, first.digests) == (3, m.Phase.TORN, False, ())
+    assert it.silent(), "said once"
+    source.other_weights = lambda: False
+    then: Quiet = it.said()
+    assert (then.version, then.phase, then.has_preimage) == (3, m.Phase.IDLE, True)

@@ -1,4 +1,4 @@
-"""Programs of common styles with ttp's few lines: each is killed, in four phases with ``-m slow``, and ends with the
+"""Programs of common styles with ttp's few lines: each is killed, in all its phases with ``-m slow``, and ends with the
 bits of a run without a fault. The programs contain nothing for the test; see ``ttp.testing.kit``.
 """
 
@@ -24,7 +24,7 @@ PROGRAMS: dict[str, list[kit.Kill]] = {
     "gan": kills(2, 3, 3, 2),  # D and G make a step of two: in D's forward, in G's backward and step, between the two
     "titan_like": kills(1, 1, 1, 1),
     "nano_gpt": kills(1, 1, 1, 1),
-    "timm_like": kills(1, 1, 1, 1),
+    "timm_like": [*kills(1, 1, 1, 1), kit.Kill("evaluation", 1, 1)],  # the other one evaluates averages meanwhile
     "byol_like": kills(1, 1, 1, 3),  # the last behind the step that adds a param group
 }
 QUICK = {"titan_like": (1, 2), "nano_gpt": (0, 2), "timm_like": (1, 3), "byol_like": (1, 3)}

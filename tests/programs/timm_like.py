@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ttp
+from ttp.testing import kit
 
 CLASSES = 4
 
@@ -36,6 +38,20 @@ class ModelEma(nn.Module):
             average.lerp_(live, weight=1.0 - self.decay)
         for own, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             own.copy_(buffer)
+
+
+@contextlib.contextmanager
+def averaged(model: nn.Module, model_ema: ModelEma) -> Iterator[None]:
+    """Put the averages into the model, to evaluate them."""
+    trained = [p.detach().clone() for p in model.parameters()]
+    pairs = zip(model.parameters(), model_ema.module.parameters(), strict=True)
+    for parameter, average in pairs:
+        parameter.data.copy_(average)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(model.parameters(), trained, strict=True):
+            parameter.data.copy_(value)
 
 
 class CosineScheduler:
@@ -124,4 +140,10 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
             lr_scheduler.step_update(num_updates)
             report(num_updates - 1, loss.item())
         lr_scheduler.step(epoch + 1)
+        with averaged(model, model_ema), torch.no_grad():
+            model.eval()
+            top1 = (model(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
+            kit.at("evaluation")
+            dist.all_reduce(top1)
+            model.train()
     return {"model": ddp, "ema": model_ema, "optimizer": optimizer}

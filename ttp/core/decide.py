@@ -383,7 +383,7 @@ def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
     if gone:
         parts.append(f"{ranks_text(gone)} gave no answer")
     if torn:
-        parts.append(f"{ranks_text(torn)} stopped in mid-update")
+        parts.append(f"{ranks_text(torn)} stopped in mid-update or with other weights in the model")
     if failed:
         parts.append(f"{ranks_text(failed)} could not write")
     return ", ".join(parts)

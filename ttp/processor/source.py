@@ -57,6 +57,10 @@ class StateSource:
         """
         return False
 
+    def other_weights(self) -> bool:
+        """Return whether the program holds other weights in the model than those of training, as in an evaluation."""
+        return False
+
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """Inspect this copy of ``version``. Called while the state does not change, under the closed gate.
 

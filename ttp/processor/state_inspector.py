@@ -4,6 +4,8 @@ A device may be behind its frozen host: it may still work through its queue, or 
 dead, and the host cannot tell which. So the inspector waits for the device only while it makes progress. Then it
 reports the version that the device has finished, and later a newer one if the device goes on after all. The controller
 then makes its plan again. A save that has begun from the first plan checks the state after each piece, and fails.
+
+If the program has put other weights into the model, to evaluate them, the copy counts as torn until they are gone.
 """
 
 from __future__ import annotations
@@ -43,6 +45,11 @@ COMES_S = 1.0
 
 LOOK_S = 0.2
 """Seconds. If an inspection took longer than this, the next freeze is acknowledged before the state is inspected."""
+
+_SWAPPED = (
+    "version %s cannot be saved from this rank now: the program has put other weights into the model, such as averages "
+    "for an evaluation. The save waits a moment for the weights of training. Evaluate a copy of the model instead"
+)
 
 Seen = tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]
 """Digests of the shards, and names of tensors with NaN or Inf."""
@@ -168,7 +175,8 @@ class StateInspector:
             return
         began = time.monotonic()
         version = self._device_version(state)
-        phase = m.Phase.TORN if version is None else state.phase
+        swapped = version is not None and self._asked(self._source.other_weights, False)
+        phase = m.Phase.TORN if version is None or swapped else state.phase
         digests, bad = self._inspected(state.closure, version, phase)
         behind = version is not None and version < state.version
         hold = self._hold
@@ -179,7 +187,7 @@ class StateInspector:
             parked=state.parked,
             post_step_done=self._asked(self._source.post_step_done, False),
             has_gradient=(state.parked or behind) and self._asked(self._source.gradient_ready, False),
-            has_preimage=self._asked(lambda: self._source.has_preimage, False),
+            has_preimage=not swapped and self._asked(lambda: self._source.has_preimage, False),
             digests=digests,
             bad=bad,
             kept=self._held(),
@@ -190,17 +198,24 @@ class StateInspector:
         if not self._moved_on(state):
             self._said = state, quiet.version, phase
             self._put(Snapshot(state.closure, quiet))
-            if version != state.version:
-                self._follow(state, version)
+            if swapped:
+                log.warning(_SWAPPED, state.version)
+            if version != state.version or swapped:
+                self._follow(state, version, swapped)
 
-    def _follow(self, state: GateState, said: Version | None) -> None:
-        """Watch a device that is behind its host, and report again if it goes on: it may only be slow."""
+    def _follow(self, state: GateState, said: Version | None, swapped: bool) -> None:
+        """Report again when a device that is behind its host goes on, or when the weights of training are back."""
         self._enough.set()
         self._enough = enough = threading.Event()
 
+        def moves() -> bool:
+            if swapped:
+                return not self._asked(self._source.other_weights, True)
+            return self._asked(lambda: self._source.device_version(state.version, 0.0), said) != said
+
         def run() -> None:
             while not enough.wait(FOLLOW_S) and self._gate.state() == state:
-                if self._asked(lambda: self._source.device_version(state.version, 0.0), said) != said:
+                if moves():
                     self._submit(state)
                     return
 

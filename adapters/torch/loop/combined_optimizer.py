@@ -6,6 +6,7 @@ handles one optimizer only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import ConfigError
+
+log = logging.getLogger("ttp.adapters.torch")
 
 _LISTED_MAX = 3
 
@@ -101,10 +104,17 @@ def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
         )
 
 
-def without_optimizer(optimizer: Optimizer, names: ModelNames) -> list[str]:
-    """Return the names of parameters that require gradients but that ``optimizer`` does not update."""
+def tell_forgotten(optimizer: Optimizer, names: ModelNames) -> None:
+    """Log the names of parameters that require gradients but that ``optimizer`` does not update."""
     updated = {id(parameter) for parameter in _parameters(optimizer)}
-    return [name for name, p in names.parameters.items() if p.requires_grad and id(p) not in updated]
+    left = [name for name, p in names.parameters.items() if p.requires_grad and id(p) not in updated]
+    if left:
+        log.warning(
+            "%d parameters require gradients but are in no optimizer that wrap_optimizer() was given (%s). Their "
+            "weights are saved, but no state of an optimizer that updates them: give wrap_optimizer() all optimizers",
+            len(left),
+            ", ".join(left[:_LISTED_MAX]) + (", ..." if len(left) > _LISTED_MAX else ""),
+        )
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Any]:

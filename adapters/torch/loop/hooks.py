@@ -120,7 +120,7 @@ class Attachment(Bracket):
             self._handles.append(register(Hook(self._on_gradient)))
         for module in gathering(model):
             self._handles.append(module.register_forward_hook(Hook(self._on_output)))
-        if self._post_step.wants_forward:
+        if self._post_step.wants_forward or self._calls.evaluating is not Calls().evaluating:
             self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
 
     def __call__(self) -> None:
@@ -143,8 +143,11 @@ class Attachment(Bracket):
         learning = _learns()
         if learning:
             self._pass()
-        elif not self._reporter.activity:
-            self._reporter.activity, self._evaluating = EVALUATING, True
+        else:
+            if not self._reporter.activity:
+                self._reporter.activity, self._evaluating = EVALUATING, True
+            if not capturing():
+                self._calls.evaluating()
         try:
             self._post_step.forward_entered(module.training and learning)
         except Exception:
@@ -170,6 +173,7 @@ class Attachment(Bracket):
         if self._stepping.depth:
             self._look_for_exception()
         self._again, self._heard = False, True
+        self._calls.before_backward()
         self._pass()
         if not self._turns.simple:
             self._turns.backward()

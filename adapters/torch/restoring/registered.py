@@ -225,7 +225,7 @@ class Restoring(abc.ABC):
         for fence in (self._source.begun, self._source.finished):
             fence.record(restored.version)
         self._source.base = Version(restored.version)
-        self._source.forget_images()
+        self._source.forget()
         if protected:
             self._capture.capture(restored.version, final=True)
         return Version(restored.version)

@@ -14,6 +14,7 @@ from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
+from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.state import tensors_in
@@ -51,6 +52,7 @@ class Standing(PagedSource):
         self.reduced: Fence = make_fence(self.runtimes)  # has finished version n when the gradient for n is reduced
         self.preimage: PreImage | None = None
         self.between: BetweenSteps | None = None
+        self.swapped: Swapped | None = None
         self.may_follow: Callable[[], bool] = lambda: False
         """Returns True while ``Followers`` watches large parameters: copies may lack some that follow the weights."""
         self.base = Version(0)
@@ -178,11 +180,17 @@ class Standing(PagedSource):
         whole = not self.on_device or self.begun.finished_version() <= finished
         return whole and preimage.whole and preimage.version == finished - 1 and not self.may_follow()
 
-    def forget_images(self) -> None:
-        """Drop all copies. Call this when a restore has replaced the state."""
+    def other_weights(self) -> bool:
+        """See ``StateSource``."""
+        return self.swapped is not None and self.swapped.now()
+
+    def forget(self) -> None:
+        """Drop all copies, and what was noted of the weights. Call this when a restore has replaced the state."""
         for preimage in (self.preimage, self.between.preimage if self.between is not None else None):
             if preimage is not None:
                 preimage.forget()
+        if self.swapped is not None:
+            self.swapped.updated()
 
     @property
     def _preimage_now(self) -> PreImage | None:

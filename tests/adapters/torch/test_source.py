@@ -21,6 +21,7 @@ from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.device.accelerator import DeviceFence  # noqa: E402
 from ttp.adapters.torch.device.to_host import HostCopier  # noqa: E402
 from ttp.adapters.torch.loop.reporting import DeviceReporter  # noqa: E402
+from ttp.adapters.torch.loop.swapped import Swapped  # noqa: E402
 from ttp.adapters.torch.restoring.reader import read_values  # noqa: E402
 from ttp.adapters.torch.saving import standing  # noqa: E402
 from ttp.adapters.torch.saving.piece_index import items_of  # noqa: E402
@@ -154,6 +155,7 @@ class OnDevice:
         source.runtimes = [runtime]
         source.begun, source.finished, source.reduced = (DeviceFence(runtime) for _ in range(3))
         self.put()
+        source.swapped = Swapped([job.optimizer], [runtime])
         source._copier = HostCopier([runtime], buffer_bytes=256, pack_bytes=256)
         reporter: Any = DeviceReporter(job.processor, source)  # type: ignore[arg-type]
         job.adapter._attachment._reporter, job.adapter._attachment._fence = reporter, source.finished  # type: ignore

@@ -37,6 +37,8 @@ class ControllerTimeouts:
     """Time that ranks suspected of a hang have to reach the gate, while all ranks are frozen."""
     hope_s: float = 2.0
     """Time that running ranks have to supply what a newer consistent checkpoint lacks."""
+    whole_s: float = 30.0
+    """Time that running ranks without a whole copy have to get one again, if too few others have one."""
     quiet_s: float | None = 1.25
     """Silence of all ranks of a host after which the host is looked at: more than a heartbeat. None: never look."""
     doubt_s: float = 2.0

@@ -91,6 +91,9 @@ class Planner:
             return "a lost or silent rank may come back and complete a version"
         if self._unheard(incident) and incident.waits("answers", self._timeouts.answer_s, now):
             return "a connected rank that has not answered yet may complete a version"
+        torn = (r for r, a in incident.answers.items() if a.phase is m.Phase.TORN and a.main_thread_blocked)
+        if any(map(incident.able, torn)) and incident.waits("whole copies", self._timeouts.whole_s, now):
+            return "a rank that still runs, such as in an evaluation of other weights, may have a whole copy again"
         return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
 
     def _unheard(self, incident: Incident) -> bool:

@@ -1,0 +1,190 @@
+"""Detects that the model holds other weights than those that training made: averages, put in for an evaluation.
+
+ttp reads the weights in place. A program that evaluates an average of its weights often copies the average into the
+model and takes it out again afterwards. A checkpoint that is made meanwhile would contain the average as the weights.
+No hook reports such a swap. So a few bytes of the weights are noted twice in each step: when an update ends, and when
+the next backward pass begins, or the gate is reached without one. The weights of training are the ones or the others;
+any other value belongs to an evaluation.
+
+Some programs change weights between updates on purpose (they clip them, or average them over ranks). If that is seen
+during the first updates, nothing is compared from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.device.accelerator import Runtime, holder, poll
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+
+_UPDATES_LEARNED = 5
+_SAMPLES_MAX = 4
+_BYTES = 64
+_PATIENCE_S = 1.0
+_AFTER, _BEFORE, _EVALUATED, _NOW = range(2 * _UPDATES_LEARNED, 2 * _UPDATES_LEARNED + 4)
+"""Rows: after the last update, before the backward pass, in the last evaluation, and at a look. The rows before these
+hold what was noted in the first updates: after each of them, and before the next one."""
+
+
+class _Sample(NamedTuple):
+    """Some bytes of a parameter, and host memory for what they were.
+
+    Args:
+        parameter: returns the memory of the parameter on this rank.
+        live: the bytes.
+        address: the address of the parameter when ``live`` was made.
+        rows: host memory, page-locked if the parameter is on a device.
+        runtime: the device of the parameter; None: the host.
+    """
+
+    parameter: Callable[[], Tensor]
+    live: Tensor
+    address: int
+    rows: tuple[Tensor, ...]
+    runtime: Runtime | None
+
+    def moved(self) -> bool:
+        """Return whether the parameter has other memory now."""
+        return self.parameter().data_ptr() != self.address
+
+    def look(self) -> None:
+        """Read the bytes, past the work that is queued on the device.
+
+        Raises:
+            TimeoutError: they did not leave the device in time.
+        """
+        if self.runtime is None:
+            self.rows[_NOW].copy_(self.live)
+            return
+        with self.runtime.on_side():
+            self.rows[_NOW].copy_(self.live, non_blocking=True)
+        if not poll(self.runtime.mark(side=True).query, _PATIENCE_S):
+            raise TimeoutError(f"{_BYTES} bytes did not leave the device in {_PATIENCE_S:g} s")
+
+    def same(self, one: int, other: int) -> bool:
+        """Return whether two rows are equal."""
+        return torch.equal(self.rows[one], self.rows[other])
+
+
+class Swapped:
+    """Tells whether the model holds other weights than those of training.
+
+    Args:
+        optimizers: the optimizers that train the model.
+        runtimes: the devices of the model; empty: it is on the host. Memory is allocated here.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], runtimes: Sequence[Runtime]) -> None:
+        chosen = [memory for each in optimizers for memory in _chosen(each)][:_SAMPLES_MAX]
+        self._samples = [_sample(memory, runtimes) for memory in chosen]
+        self._after, self._before = _AFTER, _BEFORE
+        self._updates = -1  # the program may still load weights before the first one
+        self._used = True  # training has used the weights since the last update
+        self.evaluations = 0
+        """Number of forward passes without gradients so far."""
+        self.updated()
+        self._note(_BEFORE)
+
+    # --------------------------------------------------------------------------------------------- training thread
+
+    def updated(self) -> None:
+        """Note the weights that an update, or a restore, has made."""
+        self._after = self._updates if self._learns else _AFTER
+        self._note(self._after)
+        self._used = False
+
+    def used(self) -> None:
+        """Note the weights that training uses: a backward pass begins, or the next update."""
+        if not self._used:
+            self._before = _UPDATES_LEARNED + self._updates if self._learns else _BEFORE
+            self._note(self._before)
+            self._updates += 1
+            self._used = True
+
+    def evaluates(self) -> None:
+        """Note the weights that a forward pass without gradients uses."""
+        for sample in self._samples:
+            live = _bytes_of(sample.parameter()) if sample.moved() else sample.live
+            sample.rows[_EVALUATED].copy_(live, non_blocking=True)
+        self.evaluations += 1
+
+    @property
+    def _learns(self) -> bool:
+        return 0 <= self._updates < _UPDATES_LEARNED
+
+    def _note(self, row: int) -> None:
+        for number, sample in enumerate(self._samples):
+            if sample.moved():
+                memory = sample.parameter()
+                sample = sample._replace(live=_bytes_of(memory), address=memory.data_ptr())  # noqa: PLW2901
+                self._samples[number] = sample
+            sample.rows[row].copy_(sample.live, non_blocking=True)
+
+    # -------------------------------------------------------------------------------------------------- any thread
+
+    def now(self) -> bool:
+        """Return whether the model holds other weights now.
+
+        Raises:
+            TimeoutError: a device did not answer in time.
+        """
+        if self._changed_by_program():
+            return False
+        for sample in self._samples:
+            if sample.moved():
+                return True
+            sample.look()
+        return any(self._differs(sample, _NOW) for sample in self._samples)
+
+    def since(self, evaluations: int) -> bool:
+        """Return whether the model holds other weights, or did so in an evaluation after the first ``evaluations``."""
+        if self.now():
+            return True
+        seen = self.evaluations > evaluations and not self._changed_by_program()
+        return seen and any(self._differs(sample, _EVALUATED) for sample in self._samples)
+
+    def _differs(self, sample: _Sample, row: int) -> bool:
+        return not (sample.same(row, self._after) or sample.same(row, self._before))
+
+    def _changed_by_program(self) -> bool:
+        seen = range(min(self._updates, _UPDATES_LEARNED))
+        return any(not sample.same(n, _UPDATES_LEARNED + n) for sample in self._samples for n in seen)
+
+
+def _chosen(optimizer: Optimizer) -> Iterator[Callable[[], Tensor]]:
+    """Yield the last vector and the last matrix: unlike rows of an embedding, both change in almost every update."""
+    seen = set[bool]()
+    for parameter in reversed([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]):
+        memory = _memory_of(parameter)
+        mine = memory()
+        plain = type(mine) in (Tensor, nn.Parameter) and mine.layout is torch.strided and mine.device.type != "meta"
+        if plain and mine.numel() and mine.is_contiguous() and (mine.dim() > 1) not in seen:
+            seen.add(mine.dim() > 1)
+            yield memory
+
+
+def _memory_of(parameter: Tensor) -> Callable[[], Tensor]:
+    if is_distributed(parameter):
+        return lambda: parameter._local_tensor  # type: ignore[attr-defined]  # of a DTensor
+    return lambda: parameter
+
+
+def _sample(parameter: Callable[[], Tensor], runtimes: Sequence[Runtime]) -> _Sample:
+    memory = parameter()
+    live, runtime = _bytes_of(memory), holder(runtimes, memory)
+    size = (_NOW + 1) * live.numel()
+    rows = torch.empty(size, dtype=torch.uint8) if runtime is None else runtime.pinned(size)
+    return _Sample(parameter, live, memory.data_ptr(), torch.split(rows, live.numel()), runtime)
+
+
+def _bytes_of(memory: Tensor) -> Tensor:
+    """Return bytes from the middle of a tensor, without a copy."""
+    flat = memory.detach().view(-1)
+    count = min(flat.numel(), max(1, _BYTES // flat.element_size()))
+    begin = (flat.numel() - count) // 2
+    return flat[begin : begin + count].view(torch.uint8)

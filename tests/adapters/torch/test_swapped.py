@@ -1,0 +1,223 @@
+"""Weights that a program puts into the model for an evaluation are not saved as the weights of training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.adapters.torch.fake_device import Watching
+from tests.adapters.torch.fake_runtime import FakeRuntime
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.loop.swapped import Swapped
+from ttp.core.layout import Rank
+from ttp.processor.source import MovedError
+
+INPUT = torch.ones(2, 3)
+
+
+class Job:
+    """A training loop with an average of the weights; ``between`` is called after each update."""
+
+    def __init__(self, directory: Path, between: Callable[[Job], None] = lambda _: None, networks: int = 1) -> None:
+        self.networks = [nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)) for _ in range(networks)]
+        self.model = self.networks[0] if networks == 1 else nn.ModuleList(self.networks)
+        self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in self.networks]
+        self.averages = [torch.full_like(p, 0.5) for p in self.networks[0].parameters()]
+        self.adapter = TorchAdapter(self.optimizers, model=self.model, scheduler=None, extra_state=None, scaler=None)
+        self.between, self.processor = between, StubProcessor(directory)
+        self.directory, self.saves = directory, 0
+        self.adapter.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
+        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        for network, optimizer in zip(self.networks, self.optimizers, strict=True):
+            optimizer.zero_grad()
+            network(INPUT).sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.between(self)
+
+    @property
+    def parameters(self) -> list[Any]:
+        return list(self.networks[0].parameters())
+
+    @property
+    def swapped(self) -> bool:
+        return self.adapter.source.other_weights()
+
+    def save(self) -> Path:
+        """Save the present version, and go on."""
+        self.saves += 1
+        self.processor.save_dir = self.directory / str(self.saves)
+        try:
+            return save(self.adapter, self.processor, self.processor.gate.version)
+        finally:
+            self.processor.gate.open()
+
+
+def copied(job: Job) -> Callable[[], None]:
+    kept = [p.detach().clone() for p in job.parameters]
+    for parameter, average in zip(job.parameters, job.averages, strict=True):
+        parameter.data.copy_(average)
+
+    def back() -> None:
+        for parameter, old in zip(job.parameters, kept, strict=True):
+            parameter.data.copy_(old)
+
+    return back
+
+
+def pointed(job: Job) -> Callable[[], None]:
+    kept = [p.data for p in job.parameters]
+    for parameter, average in zip(job.parameters, job.averages, strict=True):
+        parameter.data = average
+
+    def back() -> None:
+        for parameter, old in zip(job.parameters, kept, strict=True):
+            parameter.data = old
+
+    return back
+
+
+def loaded(job: Job) -> Callable[[], None]:
+    kept = copy.deepcopy(job.networks[0].state_dict())
+    names = [name for name, _ in job.networks[0].named_parameters()]
+    job.networks[0].load_state_dict(dict(zip(names, job.averages, strict=True)))
+    return lambda: job.networks[0].load_state_dict(kept) and None
+
+
+@pytest.mark.supports("EMA")
+@pytest.mark.parametrize("swap", [copied, pointed, loaded])
+@pytest.mark.parametrize("networks", [1, 2])
+def test_other_weights_are_not_saved(swap: Any, networks: int, tmp_path: Path) -> None:
+    """With two networks the average is of the first, whose optimizer is not the last one."""
+    job = Job(tmp_path, networks=networks)
+    for number in range(8):
+        job.step()
+        assert not job.swapped
+        back = swap(job)
+        assert job.swapped, f"after update {number + 1}"
+        with pytest.raises(MovedError, match="has put other weights into the model, such as averages"):
+            job.save()
+        back()
+        assert not job.swapped
+    job.save()
+
+
+@pytest.mark.parametrize("swap", [copied, pointed])
+def test_an_evaluation_while_the_state_is_written_is_noticed_when_it_is_over(swap: Any, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.step()
+    source: Any = job.adapter.source
+    bring = source._to_host
+
+    def meanwhile(tensor: Tensor) -> Tensor:
+        back = swap(job)
+        with torch.no_grad():
+            job.model(INPUT)
+        back()
+        found: Tensor = bring(tensor)
+        return found
+
+    source._to_host = meanwhile
+    with pytest.raises(MovedError, match="has put other weights into the model"):
+        job.save()
+    source._to_host = bring
+    job.save()
+
+
+def test_an_evaluation_of_the_weights_themselves_is_no_swap(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.step()
+    with torch.no_grad():
+        job.model(INPUT)
+    assert not job.swapped
+    assert not job.adapter.source.swapped.since(0)  # type: ignore[union-attr]
+
+
+def clip(job: Job) -> None:
+    for parameter in job.parameters:
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def test_a_program_that_changes_weights_after_each_update_is_not_suspected(tmp_path: Path) -> None:
+    """It clips them, as in WGAN. One update tells."""
+    job = Job(tmp_path, between=clip)
+    job.step()
+    assert job.swapped, "nothing has shown yet that training goes on with these weights"
+    for _ in range(8):
+        job.step()
+        assert not job.swapped
+        job.save()
+
+
+def test_weights_that_are_changed_now_and_then_belong_to_training_from_the_next_backward_pass_on(
+    tmp_path: Path,
+) -> None:
+    """Averages over ranks after many steps of their own, for example."""
+    job = Job(tmp_path)
+    for _ in range(7):
+        job.step()
+    clip(job)
+    assert job.swapped
+    job.networks[0](INPUT).sum().backward()
+    assert not job.swapped
+    job.save()
+    copied(job)
+    assert job.swapped
+
+
+def test_loaded_weights_are_those_of_training_before_the_first_update_and_after_a_restore(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    clip(job)
+    job.step()
+    copied(job)
+    assert job.swapped
+    job.adapter.source.forget()  # as a restore does when it has loaded
+    assert not job.swapped
+
+
+def test_parameters_that_no_bytes_can_be_read_of_are_left_alone() -> None:
+    frozen, meta = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2, device="meta"))
+    crooked = nn.Parameter(torch.ones(4, 4).t()[::2])
+    swapped = Swapped([torch.optim.SGD([frozen, meta, crooked, nn.Parameter(torch.ones(0))])], ())
+    swapped.updated()
+    frozen.data.zero_()
+    assert not swapped.now()
+
+
+def test_on_a_device_the_bytes_are_those_that_the_device_has() -> None:
+    """The host has taken the averages out again, and the device has not even put them in."""
+    device: Any = FakeRuntime()
+    parameter = nn.Parameter(torch.ones(8))
+    device.device.put(parameter)
+    optimizer, average = torch.optim.SGD([parameter], lr=0.1, foreach=False), device.device.put(torch.zeros(8))
+    with Watching(device.device):
+        swapped = Swapped([optimizer], [device])
+        parameter.grad = device.device.put(torch.ones(8))
+        for _ in range(7):
+            swapped.used()
+            optimizer.step()
+            swapped.updated()
+        device.device.run()
+        with device.device.no_waiting():
+            assert not swapped.now()
+            kept = parameter.detach().clone()
+            device.device.run()
+            device.device.hang()
+            parameter.data.copy_(average)
+            assert not swapped.now(), "queued only"
+            device.device.release()
+            device.device.run()
+            assert swapped.now()
+            device.device.hang()
+            parameter.data.copy_(kept)
+            assert swapped.now(), "taken out on the host only"
+    assert not device.device.sins
