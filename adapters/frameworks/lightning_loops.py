@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.errors import UsageError
@@ -92,6 +93,9 @@ class Loops:
         self._streams = b"".join(RngState().capture())
         self._fit.load_state_dict(state)
         self._max_steps, self._epoch.max_steps = self._epoch.max_steps, -1  # else fit() may return before it begins
+        model = self._trainer.strategy.model
+        if not self._trainer.lightning_module.automatic_optimization and isinstance(model, DistributedDataParallel):
+            model.require_forward_param_sync = False  # then only the first forward pass of a run broadcasts buffers
 
     def reenter(self, should_stop: bool, start: EpochStart) -> None:
         """Make the loops continue after the last finished batch. Call it in ``on_train_start``.

@@ -1,8 +1,9 @@
 """A job of PyTorch Lightning.
 
-``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``workers`` (a loader that keeps its place), ``fsdp2`` and
-``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` and ``hsdp1`` (Lightning's strategy). In the first life
-rank 0 sends itself SIGTERM after ``PROGRAM_TERM`` steps, or raises after ``PROGRAM_RAISE``.
+``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``by_hand`` (one, and BatchNorm), ``workers`` (a loader
+that keeps its place), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` and ``hsdp1``
+(Lightning's strategy). In the first life rank 0 sends itself SIGTERM after ``PROGRAM_TERM`` steps, or raises after
+``PROGRAM_RAISE``.
 """
 
 from __future__ import annotations
@@ -60,6 +61,23 @@ class Plateau(Classifier):
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return [optimizer], [{"scheduler": plateau, "interval": "epoch", "monitor": "val"}]
+
+
+class ByHand(Classifier):
+    """A model that steps its optimizer itself, every second batch."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
 
 
 class Sharded(Classifier):
@@ -173,7 +191,15 @@ def strategy() -> Any:
 def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
-    kinds = {"manual": Gan, "plateau": Plateau, "fsdp2": Sharded, "hsdp": Sharded, "fsdp1": Sharded, "hsdp1": Sharded}
+    kinds = {
+        "manual": Gan,
+        "by_hand": ByHand,
+        "plateau": Plateau,
+        "fsdp2": Sharded,
+        "hsdp": Sharded,
+        "fsdp1": Sharded,
+        "hsdp1": Sharded,
+    }
     module: Any = kinds.get(KIND, Classifier)(steps)
     torch.manual_seed(100 + int(os.environ["RANK"]))
     watch = Watch(report)
@@ -189,7 +215,7 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         strategy=strategy(),
         max_steps=steps * (3 if KIND == "manual" else 1),
         accumulate_grad_batches=accumulate,
-        gradient_clip_val=None if KIND in ("manual", "fsdp1", "hsdp1") else 1.0,
+        gradient_clip_val=None if KIND in ("manual", "by_hand", "fsdp1", "hsdp1") else 1.0,
         val_check_interval=2 * accumulate,
         limit_val_batches=0 if KIND == "manual" else 2,
         callbacks=[*callbacks, ttp.lightning.TtpCallback(save_dir, buddy=KIND in ("fsdp1", "fsdp2"))],  # ttp
