@@ -17,6 +17,7 @@ from ttp.adapters.torch.device.host_values import HostValues
 from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.hyperparameters import plain_settings
 from ttp.adapters.torch.local_state.image import decode, object_digests
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.post_step_state import PostStepState
@@ -25,7 +26,7 @@ from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, UnlikeError, keep
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
-from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, JobState
+from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, SETTINGS, JobState
 from ttp.adapters.torch.saving.metadata import finalise
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.preimage import Image
@@ -281,6 +282,8 @@ class TorchSource(Standing):
         job.extra["constant"] = self._extra.capture_constant()
         toggled = () if self._attachment is None else self._attachment.toggled
         job.extra[FROZEN] = frozen(self._names, self._optimizer, toggled)
+        if self.sharding is not None and not self.sharding.flat_groups:
+            job.extra[SETTINGS] = plain_settings(self.post_step.param_groups(version, job))
         return replace(job, ddp_buckets=self._bucket_layout(version))
 
     def _bucket_layout(self, version: Version) -> Layouts | None:

@@ -86,6 +86,14 @@ class Hyperparameters:
         return [columns.groups() for columns in self.columns]
 
 
+def plain_settings(optimizers: Sequence[ParamGroups]) -> ParamGroups:
+    """Return the groups of all optimizers in one list, with only those values that are numbers, texts or tuples."""
+    kept = [
+        [(name, v) for name, v in group.items() if type(v) in PLAIN or _is_fixed(v)] for group in _chained(optimizers)
+    ]
+    return [dict(group) for group in kept]
+
+
 def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
     """Copy the groups of one optimizer; returns ``last`` itself if nothing has changed."""
     if last is not None and last.few is not None and _equal(groups, last.few):

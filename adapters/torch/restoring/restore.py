@@ -140,13 +140,16 @@ def _read(
     if short is not None:
         raise ValueError(f"{short.key} is the path of a container, not of a value")
     small = read_values(path, [item for item in items if _is_small(item, names)])
+    job, groups = read_job_state(path, manifest.pieces), small.get("optim", {}).get("param_groups", [])
     return _Saved(
         path=path,
         manifest=manifest,
-        job=read_job_state(path, manifest.pieces),
+        job=job,
         model=[item for item in items if item.path[0] == "model"],
         optimizer=[item for item in items if item.path[:2] == _STATE],
-        groups=groups_for(small.get("optim", {}).get("param_groups", []), names, optimizer, elsewhere),
+        groups=groups_for(
+            job.with_settings(small.get("optim", {}).get("param_groups", [])), names, optimizer, elsewhere
+        ),
         optimizer_kind=str(small.get("ttp", {}).get("optimizer", "")),
         extra_states=small.get("model", {}),
         left_out=left_out_of(manifest.pieces),

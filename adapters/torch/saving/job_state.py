@@ -15,6 +15,12 @@ from ttp.store.plain_file import read_plain
 JOB_KIND = "job"
 FROZEN = "frozen"
 """Key in ``JobState.extra`` of the names of the optimizer's parameters that had ``requires_grad=False``."""
+SETTINGS = "settings"
+"""Key in ``JobState.extra`` of the plain settings of all param groups, if these are the same on all ranks.
+
+Shards have param groups too. But a second copy of a shard may be from before the schedule's step, and the schedule from
+after it: the settings that belong to the schedule are those in the job state.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,18 @@ class JobState:
         if self.several is not None:
             return [Schedule(state, pending) for state, pending in self.several]
         return [] if self.scheduler is None else [Schedule(self.scheduler, self.scheduler_pending)]
+
+    def with_settings(self, groups: Any) -> Any:
+        """Return saved param groups with the settings that belong to the schedule; see ``SETTINGS``.
+
+        Args:
+            groups: a list of param groups; anything else is returned unchanged.
+        """
+        kept = self.extra.get(SETTINGS)
+        if not (isinstance(groups, list) and isinstance(kept, list) and len(kept) == len(groups)):
+            return groups
+        pairs = zip(groups, kept, strict=True)
+        return [group | {key: value for key, value in own.items() if key in group} for group, own in pairs]
 
     def encode(self) -> bytes:
         """Return the bytes of the file ``job_{generation}.msgpack``.
