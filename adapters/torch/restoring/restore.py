@@ -147,9 +147,7 @@ def _read(
         job=job,
         model=[item for item in items if item.path[0] == "model"],
         optimizer=[item for item in items if item.path[:2] == _STATE],
-        groups=groups_for(
-            job.with_settings(small.get("optim", {}).get("param_groups", [])), names, optimizer, elsewhere
-        ),
+        groups=groups_for(job.with_settings(groups), names, optimizer, elsewhere),
         optimizer_kind=str(small.get("ttp", {}).get("optimizer", "")),
         extra_states=small.get("model", {}),
         left_out=left_out_of(manifest.pieces),

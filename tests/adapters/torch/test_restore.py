@@ -17,15 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join, leave
-from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.restoring.restore import restore_into
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.core.decide import How
-from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Commit, SaverOrder
 from ttp.errors import CheckpointError
-from ttp.store.manifest import Manifest
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -204,40 +198,6 @@ def test_the_schedule_goes_on_where_it_was(tmp_path: Path, name: str, steps: int
         train(one, two, three, 3)
     assert facts(other, again) == facts(model, optimizer)
     assert resumed.get_last_lr() == scheduler.get_last_lr()
-
-
-def test_a_copy_from_before_the_schedules_step_gets_the_rates_that_belong_to_the_schedule(tmp_path: Path) -> None:
-    """The shard may come from a second copy, made right after the update, and the schedule from a live rank."""
-
-    def made() -> Any:
-        model, optimizer = fresh(seed=3)
-        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-    model, optimizer, scheduler = made()
-    adapter = TorchAdapter(optimizer, model=model, scheduler=scheduler, extra_state=None, scaler=None)
-    processor = StubProcessor(tmp_path / "c")
-    join(adapter, processor, tmp_path / "pages")
-    draft = processor.save_dir / ".draft-step_2-x"
-    draft.mkdir(parents=True)
-
-    def written(shards: tuple[Shard, ...], pages: tuple[Rank, ...]) -> list[Any]:
-        order = SaverOrder(Rank(0), shards, How.AS_IS, pages, not shards)
-        write: Any = adapter.source.write_pieces
-        return list(write(order=order, version=2, draft=draft, generation=1, cancelled=lambda: False))
-
-    train(model, optimizer, scheduler, 1)
-    train(model, optimizer, None, 1)
-    pieces = written(processor.layout.shards_of(Rank(0)), ())
-    scheduler.step()
-    pieces += written((), (Rank(0),))
-    order = Commit(Rank(0), 1, "x", 1, Version(2), INCARNATION, draft.name, "", "", 3, tuple(pieces), ())
-    path = commit(adapter.source, processor, order)
-    leave(adapter)
-    other, again, resumed = made()
-    manifest = Manifest.load(path)
-    assert restore_into(path, manifest, model=other, optimizer=again, scheduler=resumed).notes == ()
-    assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
-    assert resumed.get_last_lr() == scheduler.get_last_lr() == [0.001 / 4, 0.01 / 4]
 
 
 def scaler_with(**settings: Any) -> torch.amp.GradScaler:

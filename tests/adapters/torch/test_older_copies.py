@@ -1,0 +1,52 @@
+"""A second copy of a shard may be from an earlier moment of its version than the rest of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.adapters.torch.checkpoints import Net, adamw, train
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join, leave
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.restoring.restore import restore_into
+from ttp.core.decide import How
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.messages import Commit, SaverOrder
+from ttp.store.manifest import Manifest
+
+
+def test_a_copy_from_before_the_schedules_step_gets_the_rates_that_belong_to_the_schedule(tmp_path: Path) -> None:
+    """The shard may come from a second copy, made right after the update, and the schedule from a live rank."""
+
+    def made() -> Any:
+        model = Net()
+        optimizer = adamw(model)
+        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    model, optimizer, scheduler = made()
+    adapter = TorchAdapter(optimizer, model=model, scheduler=scheduler, extra_state=None, scaler=None)
+    processor = StubProcessor(tmp_path / "c")
+    join(adapter, processor, tmp_path / "pages")
+    draft = processor.save_dir / ".draft-step_2-x"
+    draft.mkdir(parents=True)
+
+    def written(shards: tuple[Shard, ...], pages: tuple[Rank, ...]) -> list[Any]:
+        order = SaverOrder(Rank(0), shards, How.AS_IS, pages, not shards)
+        write: Any = adapter.source.write_pieces
+        return list(write(order=order, version=2, draft=draft, generation=1, cancelled=lambda: False))
+
+    train(model, optimizer, scheduler, 1)
+    train(model, optimizer, None, 1)
+    pieces = written(processor.layout.shards_of(Rank(0)), ())
+    scheduler.step()
+    pieces += written((), (Rank(0),))
+    order = Commit(Rank(0), 1, "x", 1, Version(2), INCARNATION, draft.name, "", "", 3, tuple(pieces), ())
+    path = commit(adapter.source, processor, order)
+    leave(adapter)
+    other, again, resumed = made()
+    manifest = Manifest.load(path)
+    assert restore_into(path, manifest, model=other, optimizer=again, scheduler=resumed).notes == ()
+    assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    assert resumed.get_last_lr() == scheduler.get_last_lr() == [0.001 / 4, 0.01 / 4]
