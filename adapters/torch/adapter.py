@@ -31,7 +31,7 @@ from ttp.adapters.torch.loop.unwrap_optimizer import (
     turn_takers,
     unwrap_optimizer,
 )
-from ttp.adapters.torch.restoring.kept import Kept
+from ttp.adapters.torch.restoring.kept import Kept, begin_in_first_mode
 from ttp.adapters.torch.restoring.registered import Restoring
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.trial import Trial, try_before_training
@@ -87,6 +87,8 @@ class TorchAdapter(Restoring):
         shard_of: Callable[[str], str] | None = None,
         buddy: bool = False,
     ) -> None:
+        goes_on = current()
+        begin_in_first_mode(model, again=goes_on is not None and goes_on.runs)
         self._given = _distinct(optimizer)
         self._optimizer = combined(_owners(self._given))
         self._model, self._schedulers, self._scaler = model, _schedulers(scheduler), scaler

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.buffers import overlaps
@@ -130,6 +131,24 @@ def _refuse_shared(tensors: Sequence[Tensor]) -> None:
         if memory in seen and tensor.numel():
             raise UnlikeError("two tensors share their memory")
         seen.add(memory)
+
+
+_modes: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def begin_in_first_mode(model: nn.Module, again: bool) -> None:
+    """Put modules that the program has made outside of ``train()`` into the mode in which they were first registered.
+
+    A new process would begin in that mode; the failure may have come in an evaluation, after ``model.eval()``.
+
+    Args:
+        model: the model that is being registered.
+        again: whether this process has gone on after a failure, and calls ``train()`` once more.
+    """
+    for module in model.modules():
+        if again and module in _modes:
+            module.training = _modes[module]
+        _modes[module] = module.training
 
 
 # --------------------------------------------------------------------------------------------------------- handing over

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.adapters.torch.stub_processor import StubProcessor, join, leave, save
 from tests.adapters.torch.worlds import run_world
 from tests.making import making
+from ttp.adapters.torch import adapter
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.restoring import registered, restore, transfer
 from ttp.adapters.torch.restoring.kept import Held, Kept, UnlikeError, hand_over, keep, values_of
@@ -369,3 +370,28 @@ def test_another_rank_gets_the_same(tmp_path: Path) -> None:
 def test_what_comes_with_other_bytes_is_not_used(tmp_path: Path) -> None:
     _, why = run_world(tmp_path, __name__, "sent_with_a_flipped_bit", 2)
     assert why == "the state that rank 0 sent was damaged on the way: its digest differs"
+
+
+def test_a_model_that_outlives_train_begins_in_its_first_mode_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank dies while the others evaluate, and train() is called again with the same model."""
+
+    class GoesOn:
+        runs = False
+
+    goes_on = GoesOn()
+    monkeypatch.setattr(adapter, "current", lambda: goes_on)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3).eval())
+
+    def registered() -> list[bool]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        TorchAdapter(optimizer, model=model, scheduler=None, extra_state=None, scaler=None)
+        return [module.training for module in model.modules()]
+
+    first = registered()
+    assert first == [True, True, True, False]
+    model.eval()
+    goes_on.runs = True
+    assert registered() == first
+    model.eval()
+    goes_on.runs = False
+    assert registered() == [False] * 4, "the program's own registration of the same model"
