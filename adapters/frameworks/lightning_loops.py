@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch.local_state.rng import RngState
@@ -106,6 +107,9 @@ class Loops:
         """
         trainer, fetcher = self._trainer, self._fit._data_fetcher
         self._epoch.max_steps, trainer.should_stop = self._max_steps, should_stop
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):  # it does its work when an epoch begins
+                callback.on_train_epoch_start(trainer)
         for loop in (self._fit, self._epoch, self._validation):
             loop._restarting = False
         batches = self._epoch.batch_progress

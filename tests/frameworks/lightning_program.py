@@ -1,9 +1,9 @@
 """A job of PyTorch Lightning.
 
-``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``by_hand`` (one, and BatchNorm), ``workers`` (a loader
-that keeps its place), ``fsdp2`` and ``hsdp`` (``fully_shard`` in ``configure_model``), ``fsdp1`` and ``hsdp1``
-(Lightning's strategy). In the first life rank 0 sends itself SIGTERM after ``PROGRAM_TERM`` steps, or raises after
-``PROGRAM_RAISE``.
+``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``by_hand`` (one, and BatchNorm), ``growing`` (larger
+batches from the second epoch on), ``workers`` (a loader that keeps its place), ``fsdp2`` and ``hsdp`` (``fully_shard``
+in ``configure_model``), ``fsdp1`` and ``hsdp1`` (Lightning's strategy). In the first life rank 0 sends itself SIGTERM
+after ``PROGRAM_TERM`` steps, or raises after ``PROGRAM_RAISE``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -208,6 +213,8 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
         stopping = EarlyStopping("val", patience=50)
         best = ModelCheckpoint(save_dir.parent / "models", monitor="val", save_top_k=1)
         callbacks += [OnExceptionCheckpoint(save_dir.parent / "raised"), stopping, best]
+    if KIND == "growing":
+        callbacks.append(GradientAccumulationScheduler({1: 2}))
     accumulate = 2 if KIND == "automatic" else 1
     trainer = Trainer(
         accelerator="cpu",

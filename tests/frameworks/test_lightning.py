@@ -42,6 +42,7 @@ KILLS = {
         kit.Kill("on_train_epoch_end", rank=1),
     ],
     "by_hand": [kit.Kill("forward", rank=1), kit.Kill("validation", rank=0), kit.Kill("on_train_epoch_end", rank=1)],
+    "growing": [kit.Kill("validation", rank=0, after=5), kit.Kill("forward", rank=1)],
     "hsdp": [kit.Kill("backward", rank=1), kit.Kill("in_step", rank=2), kit.Kill("on_train_batch_end", rank=0)],
     "fsdp2": [kit.Kill("backward", rank=1, after=3), kit.Kill("in_step", rank=0, after=3)],
     "fsdp1": [kit.Kill("backward", rank=1, after=3), kit.Kill("on_train_batch_end", rank=0, after=3)],
@@ -54,7 +55,7 @@ KILLS = {
 }
 
 
-QUICK = {"automatic": (1, 3, 4), "manual": (1,), "by_hand": (0,), "fsdp2": (1,), "workers": (1,)}
+QUICK = {"automatic": (1, 3, 4), "manual": (1,), "by_hand": (0,), "growing": (0,), "fsdp2": (1,), "workers": (1,)}
 """Those of them that run without ``-m slow``."""
 
 
