@@ -33,6 +33,7 @@ require("lightning", "lightning", TESTED)
 with names_of("lightning", TESTED):
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch import __version__ as _version
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.plugins import TorchCheckpointIO
     from lightning.pytorch.plugins.environments import SLURMEnvironment
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -136,17 +137,14 @@ class TtpCallback(Callback):
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             environment.auto_requeue = False
             log.warning("Lightning's own requeueing of SLURM jobs was switched off: requeue the job on exit code 75")
-        others = [each for each in trainer.callbacks if each is not self]
-        trainer.callbacks = [self, *others, _Last(self)]
+        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self), _Last(self)]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the job and restore."""
         _refuse_file(trainer.ckpt_path)
         begins_once("Lightning")
-        several = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
-        self._ends_with_batch = several or bool(
-            self._settings.get("buddy")
-        )  # a buddy copies the state when the version ends
+        by_hand, copies = not pl_module.automatic_optimization, bool(self._settings.get("buddy"))
+        self._ends_with_batch = copies or (by_hand and len(trainer.optimizers) > 1)  # buddies copy at its end
         self._state = state = LightningState(trainer)
         extra = self._extra if isinstance(self._extra, dict) or self._extra is None else {"extra_state": self._extra}
         api.wrap_optimizer(
@@ -242,20 +240,22 @@ def _ask_first(files: TtpCheckpointIO, strategy: Any) -> None:
 
 
 def _refuse(trainer: Trainer) -> None:
-    kind = type(trainer.strategy)
     if not isinstance(trainer.strategy, _STRATEGIES):
         names = ", ".join(each.__name__ for each in _STRATEGIES)
         raise ConfigError(
-            f"ttp.lightning supports the strategies {names}, and not {kind.__name__}: use one of these, or "
-            "ttp.wrap_optimizer() in your own loop"
+            f"ttp.lightning supports the strategies {names}, and not {type(trainer.strategy).__name__}: use one of "
+            "these, or ttp.wrap_optimizer() in your own loop"
         )
     for callback in trainer.callbacks:
-        if is_overridden("on_save_checkpoint", callback, Callback):
-            raise ConfigError(
-                f"{type(callback).__name__} saves its state in on_save_checkpoint(), which needs a whole checkpoint of "
-                "Lightning each time: implement state_dict() and load_state_dict() instead. Give an average of the "
-                "weights as extra_state= of TtpCallback"
-            )
+        why = "saves its state in on_save_checkpoint(), which needs a whole checkpoint of Lightning each time"
+        if isinstance(callback, StochasticWeightAveraging):
+            why = "makes another LR scheduler in mid-run, which ttp does not save"
+        elif not is_overridden("on_save_checkpoint", callback, Callback):
+            continue
+        raise ConfigError(
+            f"{type(callback).__name__} {why}: implement state_dict() and load_state_dict() instead. Give an average "
+            "of the weights as extra_state= of TtpCallback"
+        )
 
 
 def _refuse_file(path: Any) -> None:

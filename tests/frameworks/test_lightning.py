@@ -128,6 +128,7 @@ def model_and_data() -> tuple[Any, Any]:
 
 def test_what_cannot_be_protected_is_refused(make_trainer: Any, tmp_path: Path) -> None:
     from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     class Saves(Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
@@ -140,6 +141,8 @@ def test_what_cannot_be_protected_is_refused(make_trainer: Any, tmp_path: Path) 
         make_trainer().validate(model, data, ckpt_path="ttp://last")
     with pytest.raises(ConfigError, match="Saves saves its state in on_save_checkpoint"):
         make_trainer(Saves()).fit(model, data)
+    with pytest.raises(ConfigError, match="another LR scheduler in mid-run"):
+        make_trainer(StochasticWeightAveraging(0.1)).fit(model, data)
 
 
 def test_slurm_jobs_are_not_requeued_by_the_framework(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
