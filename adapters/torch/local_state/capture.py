@@ -67,7 +67,7 @@ class LocalCapture:
         self._module = module
         self._page = page
         devices = devices_of([*module.parameters(), *module.buffers()])
-        self._streams = RngState(devices if len(devices) > 1 else ())
+        self._streams = RngState(devices)
         self._rng: RngState | None = self._streams
         self._extra = extra or ExtraState()
         self._names = self._extra.changing

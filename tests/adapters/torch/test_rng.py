@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
+from ttp.adapters.torch.local_state import capture  # noqa: E402
 from ttp.adapters.torch.local_state import rng as torch_rng  # noqa: E402
 from ttp.adapters.torch.local_state.rng import RngState, _split, _torch_state  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
@@ -219,6 +220,18 @@ class TestDevice:
         assert RngState().restore(data) == []
         assert generators[1].state.tolist() == list(range(5, 21))
         assert generators[0].state.tolist() == list(range(16))
+
+    def test_the_model_may_be_on_another_one(
+        self, generators: list[Generator], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A program may name its device everywhere, and never call ``set_device``."""
+        monkeypatch.setattr(capture, "devices_of", lambda tensors: (torch.device("cuda", 0),))
+        streams = capture.LocalCapture(torch.nn.Linear(1, 1), runtimes=())._streams
+        generators[0].state += 5
+        data = captured(streams)
+        generators[0].state = torch.zeros(16, dtype=torch.uint8)
+        assert streams.restore(data) == []
+        assert [generator.state[0].item() for generator in generators] == [5, 0]
 
     def test_of_a_process_with_several_devices_each(self, generators: list[Generator]) -> None:
         streams = RngState([torch.device("cuda", 0), torch.device("cuda", 1)])
