@@ -13,7 +13,7 @@ during the first updates, nothing is compared from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,46 +29,55 @@ _PATIENCE_S = 1.0
 _AFTER, _BEFORE, _EVALUATED, _NOW = range(2 * _UPDATES_LEARNED, 2 * _UPDATES_LEARNED + 4)
 """Rows: after the last update, before the backward pass, in the last evaluation, and at a look. The rows before these
 hold what was noted in the first updates: after each of them, and before the next one."""
+_ROWS = _NOW + 1
 
 
 class _Sample(NamedTuple):
-    """Some bytes of a parameter, and host memory for what they were.
+    """Some bytes of a parameter, and what they were.
 
     Args:
         parameter: returns the memory of the parameter on this rank.
-        live: the bytes.
-        address: the address of the parameter when ``live`` was made.
-        rows: host memory, page-locked if the parameter is on a device.
+        address: the address of the parameter when the sample was made.
+        live: the bytes; those of a device as a tensor, as all of it that follows.
+        rows: what the bytes were: ``bytes``, or page-locked memory for those of a device.
         runtime: the device of the parameter; None: the host.
     """
 
     parameter: Callable[[], Tensor]
-    live: Tensor
     address: int
-    rows: tuple[Tensor, ...]
+    live: Any
+    rows: list[Any]
     runtime: Runtime | None
 
     def moved(self) -> bool:
         """Return whether the parameter has other memory now."""
         return self.parameter().data_ptr() != self.address
 
+    def note(self, row: int) -> None:
+        """Keep the bytes in a row. For the training thread; those of a device arrive in the order of its work."""
+        if self.runtime is None:
+            self.rows[row] = bytes(self.live)
+        else:
+            self.rows[row].copy_(self.live, non_blocking=True)
+
     def look(self) -> None:
-        """Read the bytes, past the work that is queued on the device.
+        """Keep the present bytes in the row ``_NOW``, past the work that is queued on a device.
 
         Raises:
             TimeoutError: they did not leave the device in time.
         """
         if self.runtime is None:
-            self.rows[_NOW].copy_(self.live)
+            self.note(_NOW)
             return
         with self.runtime.on_side():
-            self.rows[_NOW].copy_(self.live, non_blocking=True)
+            self.note(_NOW)
         if not poll(self.runtime.mark(side=True).query, _PATIENCE_S):
             raise TimeoutError(f"{_BYTES} bytes did not leave the device in {_PATIENCE_S:g} s")
 
     def same(self, one: int, other: int) -> bool:
         """Return whether two rows are equal."""
-        return torch.equal(self.rows[one], self.rows[other])
+        a, b = self.rows[one], self.rows[other]
+        return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 class Swapped:
@@ -109,8 +118,7 @@ class Swapped:
     def evaluates(self) -> None:
         """Note the weights that a forward pass without gradients uses."""
         for sample in self._samples:
-            live = _bytes_of(sample.parameter()) if sample.moved() else sample.live
-            sample.rows[_EVALUATED].copy_(live, non_blocking=True)
+            (_again(sample) if sample.moved() else sample).note(_EVALUATED)
         self.evaluations += 1
 
     @property
@@ -120,10 +128,8 @@ class Swapped:
     def _note(self, row: int) -> None:
         for number, sample in enumerate(self._samples):
             if sample.moved():
-                memory = sample.parameter()
-                sample = sample._replace(live=_bytes_of(memory), address=memory.data_ptr())  # noqa: PLW2901
-                self._samples[number] = sample
-            sample.rows[row].copy_(sample.live, non_blocking=True)
+                self._samples[number] = _again(sample)
+            self._samples[number].note(row)
 
     # -------------------------------------------------------------------------------------------------- any thread
 
@@ -176,10 +182,18 @@ def _memory_of(parameter: Tensor) -> Callable[[], Tensor]:
 
 def _sample(parameter: Callable[[], Tensor], runtimes: Sequence[Runtime]) -> _Sample:
     memory = parameter()
-    live, runtime = _bytes_of(memory), holder(runtimes, memory)
-    size = (_NOW + 1) * live.numel()
-    rows = torch.empty(size, dtype=torch.uint8) if runtime is None else runtime.pinned(size)
-    return _Sample(parameter, live, memory.data_ptr(), torch.split(rows, live.numel()), runtime)
+    runtime, count = holder(runtimes, memory), _bytes_of(memory).numel()
+    rows: list[Any] = [b""] * _ROWS
+    if runtime is not None:
+        rows = list(torch.split(runtime.pinned(_ROWS * count), count))
+    return _again(_Sample(parameter, 0, None, rows, runtime))
+
+
+def _again(sample: _Sample) -> _Sample:
+    """Return the sample with the memory that the parameter has now."""
+    memory = sample.parameter()
+    live = _bytes_of(memory)
+    return sample._replace(address=memory.data_ptr(), live=live if sample.runtime is not None else live.numpy().data)
 
 
 def _bytes_of(memory: Tensor) -> Tensor:
