@@ -16,12 +16,15 @@ ToHost = Callable[[Tensor], Tensor]
 """Returns a tensor's content on the host: the tensor itself if it is on the host, else a copy, whose memory the caller
 may free."""
 _PLAIN = (bool, int, float, str, type(None))
+_OF_MODULES = {"model": 2, "extra": 3}
+"""Least number of steps in the path of a module's value, by the first step."""
 
 
 def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
     """Yield every value of a nested state as ``(path, positions of int keys in the path, value)``.
 
-    Mappings are always flattened, lists only if they hold a tensor or another flattened container, tuples never.
+    Mappings are always flattened, lists only if they hold a tensor or another flattened container, tuples never. Other
+    than in stock torch, an empty mapping in the extra state of a module is a value: its module has to get it back.
     """
     for key, value in list(state.items()):
         yield from _visit((str(key),), (0,) if type(key) is int else (), value)
@@ -29,6 +32,8 @@ def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[StatePath, tuple[int, ...
 
 def _visit(path: StatePath, int_keys: tuple[int, ...], value: Any) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
     if isinstance(value, Mapping):
+        if not value and len(path) >= _OF_MODULES.get(str(path[0]), len(path) + 1):
+            yield path, int_keys, {}
         for key, inner in list(value.items()):
             yield from _visit((*path, str(key)), (*int_keys, len(path)) if type(key) is int else int_keys, inner)
     elif _is_leaf(value):

@@ -350,6 +350,16 @@ def test_expanded_buffers_and_extra_states(tmp_path: Path) -> None:
     assert other.seen == (1, "x")
 
 
+@pytest.mark.parametrize("seen", [{}, [{}], {"a": {}, "b": 1}])
+def test_an_empty_dict_in_an_extra_state_comes_back(seen: Any, tmp_path: Path) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    model, other = Counting(5.0), Counting(1.0)
+    model.seen, other.seen = seen, "mine"
+    manifest = write_checkpoint(tmp_path / "c", model, sgd(model.parameters()), JobState(version=1))
+    restore_into(tmp_path / "c", manifest, model=other, optimizer=sgd(other.parameters()))
+    assert other.seen == seen
+
+
 def test_an_extra_state_that_could_not_be_stored_is_noted_and_left_alone(tmp_path: Path) -> None:
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     model, other = Counting(5.0), Counting(1.0)
