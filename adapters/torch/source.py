@@ -106,7 +106,7 @@ class TorchSource(Standing):
             sharding: how the state is sharded over the ranks.
         """
         if not list(flat_scopes(self._model)):
-            self.swapped = Swapped(sharding.stepping, self.runtimes)
+            self.swapped = Swapped(sharding.stepping, self._names.parameters, self.runtimes)
 
     def connect(self, processor: Processor, attachment: Attachment, sharding: Sharding) -> None:
         """Take the processor and the attached hooks, and prepare for saves.

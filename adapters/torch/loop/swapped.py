@@ -6,13 +6,16 @@ No hook reports such a swap. So a few bytes of the weights are noted twice in ea
 the next backward pass begins, or the gate is reached without one. The weights of training are the ones or the others;
 any other value belongs to an evaluation.
 
+The same is done with a frozen parameter: adapters such as LoRA are often merged into frozen weights for an evaluation.
+
 Some programs change weights between updates on purpose (they clip them, or average them over ranks). If that is seen
-during the first updates, nothing is compared from then on.
+during the first updates, those weights are not compared from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -85,12 +88,16 @@ class Swapped:
 
     Args:
         optimizers: the optimizers that train the model.
+        parameters: the model's parameters by name.
         runtimes: the devices of the model; empty: it is on the host. Memory is allocated here.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], runtimes: Sequence[Runtime]) -> None:
-        chosen = [memory for each in optimizers for memory in _chosen(each)][:_SAMPLES_MAX]
-        self._samples = [_sample(memory, runtimes) for memory in chosen]
+    def __init__(
+        self, optimizers: Iterable[Optimizer], parameters: Mapping[str, Tensor], runtimes: Sequence[Runtime]
+    ) -> None:
+        chosen = [parameter for each in optimizers for parameter in _chosen(each)][:_SAMPLES_MAX]
+        chosen += _beside(chosen, parameters)
+        self._samples = [_sample(_memory_of(parameter), runtimes) for parameter in chosen]
         self._after, self._before = _AFTER, _BEFORE
         self._updates = -1  # the program may still load weights before the first one
         self._used = True  # training has used the weights since the last update
@@ -139,39 +146,56 @@ class Swapped:
         Raises:
             TimeoutError: a device did not answer in time.
         """
-        if self._changed_by_program():
-            return False
-        for sample in self._samples:
-            if sample.moved():
-                return True
+        compared = [*self._compared()]
+        if any(sample.moved() for sample in compared):
+            return True
+        for sample in compared:
             sample.look()
-        return any(self._differs(sample, _NOW) for sample in self._samples)
+        return any(self._differs(sample, _NOW) for sample in compared)
 
     def since(self, evaluations: int) -> bool:
         """Return whether the model holds other weights, or did so in an evaluation after the first ``evaluations``."""
         if self.now():
             return True
-        seen = self.evaluations > evaluations and not self._changed_by_program()
-        return seen and any(self._differs(sample, _EVALUATED) for sample in self._samples)
+        return self.evaluations > evaluations and any(self._differs(each, _EVALUATED) for each in self._compared())
 
     def _differs(self, sample: _Sample, row: int) -> bool:
         return not (sample.same(row, self._after) or sample.same(row, self._before))
 
-    def _changed_by_program(self) -> bool:
+    def _compared(self) -> Iterator[_Sample]:
+        """Yield the samples that the program was not seen to change between updates."""
         seen = range(min(self._updates, _UPDATES_LEARNED))
-        return any(not sample.same(n, _UPDATES_LEARNED + n) for sample in self._samples for n in seen)
+        return (each for each in self._samples if all(each.same(n, _UPDATES_LEARNED + n) for n in seen))
 
 
-def _chosen(optimizer: Optimizer) -> Iterator[Callable[[], Tensor]]:
+def _chosen(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the last vector and the last matrix: unlike rows of an embedding, both change in almost every update."""
     seen = set[bool]()
     for parameter in reversed([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]):
-        memory = _memory_of(parameter)
-        mine = memory()
-        plain = type(mine) in (Tensor, nn.Parameter) and mine.layout is torch.strided and mine.device.type != "meta"
-        if plain and mine.numel() and mine.is_contiguous() and (mine.dim() > 1) not in seen:
-            seen.add(mine.dim() > 1)
-            yield memory
+        if _is_plain(parameter) and (parameter.dim() > 1) not in seen:
+            seen.add(parameter.dim() > 1)
+            yield parameter
+
+
+def _beside(chosen: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the frozen parameter that is nearest to a chosen matrix, as an adapted weight is to its adapter."""
+    trained = [name for name, p in parameters.items() if p.dim() > 1 and any(p is each for each in chosen)]
+    frozen = [name for name, p in parameters.items() if not p.requires_grad and p.dim() > 1 and _is_plain(p)]
+    pairs = [(_shared(one, other), other) for one in trained for other in frozen]
+    return [parameters[max(pairs)[1]]] if pairs else []
+
+
+def _shared(one: str, other: str) -> int:
+    """Return the number of modules that contain both parameters."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split("."), strict=False))
+    )
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    memory = _memory_of(parameter)()
+    plain = type(memory) in (Tensor, nn.Parameter) and memory.layout is torch.strided and memory.device.type != "meta"
+    return plain and memory.numel() > 0 and memory.is_contiguous()
 
 
 def _memory_of(parameter: Tensor) -> Callable[[], Tensor]:

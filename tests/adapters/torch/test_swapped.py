@@ -25,8 +25,18 @@ INPUT = torch.ones(2, 3)
 class Job:
     """A training loop with an average of the weights; ``between`` is called after each update."""
 
-    def __init__(self, directory: Path, between: Callable[[Job], None] = lambda _: None, networks: int = 1) -> None:
-        self.networks = [nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)) for _ in range(networks)]
+    def __init__(
+        self,
+        directory: Path,
+        between: Callable[[Job], None] = lambda _: None,
+        networks: int = 1,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.networks = (
+            [model]
+            if model is not None
+            else [nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)) for _ in range(networks)]
+        )
         self.model = self.networks[0] if networks == 1 else nn.ModuleList(self.networks)
         self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in self.networks]
         self.averages = [torch.full_like(p, 0.5) for p in self.networks[0].parameters()]
@@ -158,6 +168,46 @@ def test_a_program_that_changes_weights_after_each_update_is_not_suspected(tmp_p
         job.save()
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(3, 3).requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.ones(1, 3)), nn.Parameter(torch.ones(3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ (self.up @ self.down).t()  # type: ignore[no-any-return]  # of a module
+
+
+@pytest.mark.supports("LoRA")
+def test_adapters_that_are_merged_into_frozen_weights_are_noticed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), Adapted(), nn.Linear(3, 1).requires_grad_(False))
+    job = Job(tmp_path, model=model)
+    for _ in range(3):
+        job.step()
+    layer: Any = model[1]
+    delta = layer.up @ layer.down
+    layer.base.weight.data += delta
+    assert job.swapped
+    layer.base.weight.data -= delta
+    job.step()
+    assert not job.swapped, "also if the weights have not got all their bits back"
+
+
+def test_networks_that_are_clipped_do_not_hide_those_that_are_not(tmp_path: Path) -> None:
+    def clip_the_other(job: Job) -> None:
+        for parameter in job.networks[1].parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+
+    job = Job(tmp_path, between=clip_the_other, networks=2)
+    for _ in range(3):
+        job.step()
+    assert not job.swapped
+    copied(job)
+    assert job.swapped
+
+
 def test_weights_that_are_changed_now_and_then_belong_to_training_from_the_next_backward_pass_on(
     tmp_path: Path,
 ) -> None:
@@ -187,7 +237,7 @@ def test_loaded_weights_are_those_of_training_before_the_first_update_and_after_
 def test_parameters_that_no_bytes_can_be_read_of_are_left_alone() -> None:
     frozen, meta = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2, device="meta"))
     crooked = nn.Parameter(torch.ones(4, 4).t()[::2])
-    swapped = Swapped([torch.optim.SGD([frozen, meta, crooked, nn.Parameter(torch.ones(0))])], ())
+    swapped = Swapped([torch.optim.SGD([frozen, meta, crooked, nn.Parameter(torch.ones(0))])], {"frozen": frozen}, ())
     swapped.updated()
     frozen.data.zero_()
     assert not swapped.now()
@@ -200,7 +250,7 @@ def test_on_a_device_the_bytes_are_those_that_the_device_has() -> None:
     device.device.put(parameter)
     optimizer, average = torch.optim.SGD([parameter], lr=0.1, foreach=False), device.device.put(torch.zeros(8))
     with Watching(device.device):
-        swapped = Swapped([optimizer], [device])
+        swapped = Swapped([optimizer], {}, [device])
         parameter.grad = device.device.put(torch.ones(8))
         for _ in range(7):
             swapped.used()
