@@ -228,3 +228,16 @@ def test_other_weights_in_the_model_count_as_torn_until_they_are_gone(rig: Calla
     source.other_weights = lambda: False
     then: Quiet = it.said()
     assert (then.version, then.phase, then.has_preimage) == (3, m.Phase.IDLE, True)
+
+
+def test_between_the_steps_of_a_version_weights_differ_and_the_copies_are_still_good(rig: Callable[[int], Rig]) -> None:
+    """What is in the model then is not read: the rank is saved from the copies."""
+    it = rig(3)
+    source: Any = it.source
+    source.other_weights, source.copies = lambda: True, True
+    gate = it.processor.gate
+    gate.begin_update()
+    gate.stand_between()
+    it.looker.freeze(hurry=True)
+    found: Quiet = it.said()
+    assert (found.version, found.phase, found.has_preimage) == (3, m.Phase.TORN, True)

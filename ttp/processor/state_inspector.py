@@ -175,8 +175,9 @@ class StateInspector:
             return
         began = time.monotonic()
         version = self._device_version(state)
-        swapped = version is not None and self._asked(self._source.other_weights, False)
-        phase = m.Phase.TORN if version is None or swapped else state.phase
+        torn = version is None or state.phase is m.Phase.TORN
+        swapped = not torn and self._asked(self._source.other_weights, False)
+        phase = m.Phase.TORN if torn or swapped else state.phase
         digests, bad = self._inspected(state.closure, version, phase)
         behind = version is not None and version < state.version
         hold = self._hold
