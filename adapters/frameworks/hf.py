@@ -74,6 +74,7 @@ class TtpCallback(TrainerCallback):
         self._resumed: dict[str, Any] | None = None
         self._step, self._version, self._grew = 0, 0, False
         self._marks: list[dict[str, Any]] = []
+        self._lines: list[bytes] = []  # the log: each line is encoded once, as there may be tens of thousands
         self._loss: Any = torch.tensor(0.0)  # sum of the losses since the last line of the log
         self._carried: Tensor | None = None
         self._grad_norm: Any = None
@@ -85,7 +86,10 @@ class TtpCallback(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the Trainer on this rank: step, marks, sum of losses, log."""
         history = self._trainer.state.log_history
-        return {"step": self._step, "marks": self._marks, "loss": self._loss, "log": history}
+        if len(history) < len(self._lines):
+            self._lines = []
+        self._lines += map(encode, history[len(self._lines) :])
+        return {"step": self._step, "marks": self._marks, "loss": self._loss, "log": self._lines}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state for ``_resume``, which runs when the training begins."""

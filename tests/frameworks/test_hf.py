@@ -118,6 +118,30 @@ def test_the_trainer_alone_resumes_from_the_directory_that_was_made(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_line_of_the_log_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is read several times in a step, and the log of a long training has tens of thousands of lines."""
+    from ttp.adapters.frameworks import hf
+    from ttp.store.encoding import decode, encode
+
+    encoded: list[Any] = []
+
+    def noted(line: Any) -> bytes:
+        encoded.append(line)
+        return encode(line)
+
+    monkeypatch.setattr(hf, "encode", noted)
+    callback, history = hf.TtpCallback(), list[Any]()
+    callback._trainer = SimpleNamespace(state=SimpleNamespace(log_history=history))
+    for step in range(3):
+        history.append({"step": step})
+        for _ in range(2):
+            assert [*map(decode, callback.state_dict()["log"])] == history
+    assert encoded == history
+    callback._trainer.state.log_history = [{"step": 0}]
+    assert [*map(decode, callback.state_dict()["log"])] == [{"step": 0}]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_directory_that_cannot_be_completed_is_said_and_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
