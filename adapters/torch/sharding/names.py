@@ -33,7 +33,7 @@ class ModelNames:
         optimizer: its parameters are checked to have names; None: they are not checked.
 
     Raises:
-        ConfigError: the optimizer holds parameters that the model does not contain.
+        ConfigError: a module of the model is scripted, or the optimizer holds parameters that the model lacks.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -44,6 +44,12 @@ class ModelNames:
         self._extra_owners: dict[str, nn.Module] = {}
         self._canonical: dict[str, str] = {}
         self._by_identity: dict[int, str] = {}
+        for raw, _, module in _walk(model):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ConfigError(
+                    f"{raw[:-1] or 'the model'} is made by torch.jit.script() or torch.jit.trace(), and ttp cannot "
+                    "register hooks with such modules: train the module itself, or compile it with torch.compile()"
+                )
         self._record()
         if optimizer is not None:
             self._check(optimizer)

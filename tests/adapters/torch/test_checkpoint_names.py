@@ -140,3 +140,15 @@ def test_a_buffer_that_was_replaced_is_taken_as_it_is_now() -> None:
     names = ModelNames(model, torch.optim.SGD(model.parameters()))
     model.mask = torch.zeros(3)
     assert model_state(names, {})["mask"] is model.mask
+
+
+@pytest.mark.supports("scripted modules")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_scripted_module_is_refused(inside: bool) -> None:
+    scripted: Any = torch.jit.script(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), scripted) if inside else scripted
+    with pytest.raises(
+        ConfigError, match=("1" if inside else "the model") + r" is made by torch\.jit\.script\(\) or torch"
+    ):
+        ModelNames(model, None)
