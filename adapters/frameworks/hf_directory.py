@@ -51,7 +51,7 @@ def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
     current = session.current()
     place = Path(current.config.save_dir or save_dir).absolute()
     found = look_back(place, current.fallback_dir)
-    own = _newest_of_trainer(trainer.args.output_dir)
+    own = None if trainer.args.save_only_model else _newest_of_trainer(trainer.args.output_dir)
     if not found.candidates:
         return {"version": 0} if own is None else {"version": 0, "directory": str(own), "foreign": True}
     newest = found.candidates[0]

@@ -171,9 +171,28 @@ def test_a_checkpoint_in_the_fallback_directory_is_found_without_a_save_dir(
     write_checkpoint(tmp_path / "fallback" / "tft_saved_checkpoints-step_3", model, optimizer, JobState(version=3))
     current = SimpleNamespace(config=SimpleNamespace(save_dir=None), fallback_dir=tmp_path / "fallback")
     monkeypatch.setattr("ttp.session.current", lambda: current)
-    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path / "output")))
+    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path / "output"), save_only_model=False))
     with pytest.raises(CheckpointError, match="fallback/tft_saved_checkpoints-step_3 holds no state of a Trainer"):
         hf_directory.choose(trainer, tmp_path / "absent")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainers_own_checkpoints_of_the_model_alone_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer would resume from one with the optimizer and the schedule of a first step, and say nothing."""
+    from ttp.adapters.frameworks import hf_directory
+
+    own = tmp_path / "output" / "checkpoint-8"
+    own.mkdir(parents=True)
+    (own / "trainer_state.json").write_text("{}")
+    current = SimpleNamespace(config=SimpleNamespace(save_dir=None), fallback_dir=None)
+    monkeypatch.setattr("ttp.session.current", lambda: current)
+    args = SimpleNamespace(output_dir=str(tmp_path / "output"), save_only_model=False)
+    found = hf_directory.choose(SimpleNamespace(args=args), tmp_path / "absent")
+    assert found == {"version": 0, "directory": str(own), "foreign": True}
+    args.save_only_model = True
+    assert hf_directory.choose(SimpleNamespace(args=args), tmp_path / "absent") == {"version": 0}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -182,7 +201,7 @@ class TestRefused:
 
     @staticmethod
     def trainer(*callbacks: Any, **settings: Any) -> Any:
-        args = SimpleNamespace(process_index=0, world_size=1, output_dir="none", **settings)
+        args = SimpleNamespace(process_index=0, world_size=1, output_dir="none", save_only_model=False, **settings)
         return SimpleNamespace(args=args, callback_handler=SimpleNamespace(callbacks=callbacks))
 
     @pytest.mark.parametrize("setting", ["enable_jit_checkpoint", "auto_find_batch_size"])
