@@ -46,6 +46,13 @@ def test_who_does_not_belong_is_refused_in_words(change: dict[str, Any], code: s
     assert talk.machine.incident is None
 
 
+def test_a_stray_rank_of_another_job_does_not_end_a_living_job() -> None:
+    talk = Talk()
+    stray = replace(hello(1, talk.layout), run_id="b", nonce="b", incarnation=2, resume=True, version=Version(9))
+    assert talk.event(Received(ConnectionId(50), stray)) == "Refused(other_job):1 [refused]"
+    assert talk.machine.job.live == {0, 1, 2}
+
+
 @pytest.mark.parametrize(
     ("layout", "text"),
     [

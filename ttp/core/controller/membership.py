@@ -253,7 +253,7 @@ class Membership:
         if self.takes_seat(hello):
             return False
         if hello.incarnation:
-            return hello.incarnation > self.incarnation
+            return hello.incarnation > self.incarnation and (not self.live or hello.run_id == self.run_id)
         taken = self.members.get(hello.rank)
         if taken is not None and taken.hello.nonce == hello.nonce:
             return False
