@@ -16,6 +16,7 @@ import pytest
 
 from tests.launch.conftest import FRESH, OF_MINDSPORE
 from ttp.config import Config
+from ttp.errors import ConfigError
 from ttp.launch.mindspore import launch
 from ttp.launch.mindspore.flags import parse
 
@@ -153,6 +154,36 @@ def test_a_signal_repeated_while_ranks_are_stopped_loses_neither_processes_nor_c
     with signals.raised(), pytest.raises(launch.Interrupted):
         starts._start(0)
     assert starts.codes == [75]
+
+
+@pytest.mark.parametrize("fails", ["_number_of", "Processes"])
+def test_a_restart_that_cannot_begin_leaves_the_job_saved(
+    fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A name service that is away for a while, or a host without room for a process: 64 would end the job for good."""
+    (tmp_path / "train.py").touch()
+    job = parse(["--mindspore", *TWO, "--max-restarts=3", str(tmp_path / "train.py")], {})
+    warm = SimpleNamespace(hurry=lambda: None)
+    nothing = dict.fromkeys(("before_workers", "watch", "hold", "expect_stop"), lambda *_, **__: None)
+    host: Any = SimpleNamespace(**nothing, has_ended=lambda _: False, starts_in_vain=lambda _: False, warm=warm)
+    starts = launch._Starts(job, [], Config(), host, launch._Signals())
+
+    class Workers(Saved):
+        def start(self, *_: object) -> None:
+            if starts.codes and fails == "Processes":
+                raise ConfigError("no room for a process")
+
+        def codes(self) -> dict[int, int]:
+            return {0: -15 if starts.codes else 75}
+
+    def number_of(address: str, patience_s: float) -> str:
+        if starts.codes and fails == "_number_of":
+            raise ConfigError("no name service")
+        return address
+
+    monkeypatch.setattr(launch, "Processes", Workers)
+    monkeypatch.setattr(launch, "_number_of", number_of)
+    assert starts.run() == 75
 
 
 @pytest.mark.parametrize("nohup", [True, False])

@@ -142,8 +142,15 @@ class _Starts:
 
     def run(self) -> int:
         for launch in range(self._job.max_restarts + 1):
-            if self._start(launch):
-                return EXIT_TRAINED
+            before = self.codes
+            try:
+                if self._start(launch):
+                    return EXIT_TRAINED
+            except ConfigError as problem:
+                if not launch:
+                    raise
+                logger.error("the job is not started again here: %s", problem)
+                return verdict(before)  # of the launch that has ended, which may have saved the job
             left = self._job.max_restarts - launch
             if EXIT_BAD_CONFIG in self.codes:
                 logger.error("a rank exited with %d and its message says what to change", EXIT_BAD_CONFIG)
