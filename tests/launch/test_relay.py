@@ -27,6 +27,7 @@ from ttp.launch.relay import AUTO_RANKS, RELAYED, TO_KEY, RelayServer, relay_of,
 from ttp.processor.link.connecting import Shortcut
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.relay import PROTOCOL
+from ttp.wire.sockets import peers
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
@@ -193,6 +194,17 @@ def test_the_relay_says_how_long_it_has_heard_nothing_of_a_controller(
     until(lambda: look(controller, relay) is not None)
     silent_s = look(controller, relay)
     assert silent_s is not None and 0.0 <= silent_s < 60.0
+
+
+def test_orders_do_not_wait_for_the_name_service(
+    controller: Controller, relay: RelayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    welcomed = threading.Event()
+    monkeypatch.setattr("ttp.launch.relay.peers", lambda host, port: welcomed.wait() and peers(host, port))
+    rank_through(controller, relay, 0).expect(m.Welcome)
+    assert look(controller, relay) is None, "its address is not known yet"
+    welcomed.set()
+    until(lambda: look(controller, relay) is not None)
 
 
 def test_a_relay_that_is_stopped_is_left_and_one_that_goes_on_is_not(tmp_path: Path) -> None:

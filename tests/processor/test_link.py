@@ -95,3 +95,33 @@ def test_a_second_stream_is_closed_even_if_no_thread_can_be_started(
     monkeypatch.setattr(second, "aside", no_thread)
     aside.perform(act.CloseAside())
     assert [stream.open for stream in made] == [False]
+
+
+def test_orders_do_not_wait_for_the_name_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream's reader says that the stream is up, and then reads the first orders."""
+    ups: list[Any] = []
+    aside: list[Any] = []
+    asked: list[str] = []
+
+    def found(host: str, port: int) -> tuple[str, ...]:
+        asked.append(host)
+        return (f"ipv4:{host}:{port}",)
+
+    class Accepted(FakeStream):
+        def __init__(self, *args: object, on_up: Any, **more: object) -> None:
+            super().__init__(*args, **more)
+            ups.append(on_up)
+
+    monkeypatch.setattr(connecting, "Stream", Accepted)
+    monkeypatch.setattr(connecting, "aside", lambda name, job: aside.append(job))
+    monkeypatch.setattr(connecting, "peers", found)
+    said: list[ev.Event] = []
+    link = link_of(tmp_path, said)
+    link.connect(act.Connect(start_controller=False, address="slow:1"))
+    ups[0]()
+    assert (asked, [type(event) for event in said]) == ([], [ev.StreamUp])
+    link.connect(act.Connect(start_controller=False, address="next:1"))
+    ups[1]()
+    for look in reversed(aside):
+        look()
+    assert link._peers == ("ipv4:next:1",), "a late answer is about a stream that has ended"

@@ -317,7 +317,8 @@ class _Uplink:
             self._check_protocol()
             self._note(self._port)
             self._answered.set()
-            self._peers = peers(self._host, self._port)  # may take as long as the name service does
+            with contextlib.suppress(RuntimeError):  # no thread can be started: nobody stands in for this controller
+                threading.Thread(target=self._find, name="ttp-relay-find", daemon=True).start()
             for message in self._call:
                 self._pass_on(message)
         except grpc.RpcError as problem:
@@ -336,6 +337,10 @@ class _Uplink:
             local.orders.put(end)
         self._inbox.put(None)
         self._channel.close()
+
+    def _find(self) -> None:
+        """Find the addresses of the controller. May take as long as the name service does, and orders must not wait."""
+        self._peers = peers(self._host, self._port)
 
     def _check_protocol(self) -> None:
         """Wait until the controller accepts the stream, and compare the protocols.

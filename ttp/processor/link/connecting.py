@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -152,7 +153,16 @@ class ControllerLink:
 
     def _on_up(self, host: str, port: int, *, relayed: bool) -> None:
         self._put(ev.StreamUp())
-        self._peers = () if relayed else peers(host, port)  # may take as long as the name service does
+        stream = self._stream
+
+        def look() -> None:
+            found = peers(host, port)  # may take as long as the name service does, and the reader has orders to read
+            if self._stream is stream:
+                self._peers = found
+
+        if not relayed:
+            with contextlib.suppress(RuntimeError):  # no thread can be started: nobody stands in for this controller
+                aside("ttp-peers", look)
 
     def _on_down(self, reason: str, relay: int | None) -> None:
         if relay is not None:
