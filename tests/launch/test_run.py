@@ -9,7 +9,9 @@ import socket
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -18,9 +20,10 @@ import pytest
 from tests.launch.conftest import FRESH
 from tests.waiting import until
 from ttp.config import Config
+from ttp.errors import ConfigError
 from ttp.launch.preparation import settled
 from ttp.launch.presence import listens, probe
-from ttp.launch.run import _parse, run
+from ttp.launch.run import _parse, _TorchLaunch, run
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Job
@@ -211,3 +214,16 @@ def test_run_path_is_launched_too(start: Start, launcher: str, environ: dict[str
     job = start(launcher, ["--run-path"], "env_worker.py", "0")
     assert job.finish() == 0, job.log
     assert job.has("env-0")
+
+
+def test_a_restart_that_cannot_begin_leaves_the_job_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as after the loss of the first node's launcher, which passes the token on: 64 would end the job for good."""
+    launch = _TorchLaunch(["x.py"])
+
+    def torchrun(_: object) -> None:
+        launch._remember(SimpleNamespace(job_code=75, exit_codes=lambda: [75, -9]))
+        raise ConfigError("the first node has not passed on the token")
+
+    monkeypatch.setattr("torch.distributed.run.run", torchrun)
+    monkeypatch.setattr(launch, "_our_agent", lambda _: nullcontext())
+    assert launch.run(Config()) == 75

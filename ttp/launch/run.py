@@ -227,8 +227,10 @@ class _TorchLaunch:
         try:
             with self._our_agent(config):
                 record(torchrun)(self._arguments)
-        except ConfigError:
-            raise
+        except ConfigError as problem:
+            if self._agent is None or not self._agent.exit_codes():
+                raise
+            logger.error("the job is not started again here: %s", problem)
         except SignalException as problem:
             print(problem, file=sys.stderr)
             code = EXIT_FAILED if self._agent is None else int(self._agent.job_code)
