@@ -35,7 +35,7 @@ def _suites() -> dict[str, list[str]]:
     model = [name for name in files if name.startswith("test_model_")]
     simulation = [name for name in files if name.startswith("test_simulat")]
     tables = [name for name in files if name not in (*model, *simulation)]
-    gate = ["../processor/test_gate.py", "../processor/test_freeze_answers.py"]
+    gate = [f"../processor/test_{name}.py" for name in ("gate", "freeze_answers", "device_answers")]
     return {"tables": [*tables, *gate], "model": model, "simulation": simulation}
 
 
