@@ -58,6 +58,13 @@ def test_nobody_armed_is_stock_behaviour(launcher: str, start: Start, controller
     assert job.has("sigterm-2-0")
 
 
+def test_a_crash_of_programs_that_have_ended_is_no_failure(launcher: str, start: Start, controller: Controller) -> None:
+    """Libraries sometimes crash while they are unloaded. A restart would make all steps since the last save again."""
+    job = start(launcher, [*THREE, "--max-restarts=1"], "fake_worker.py", plan(crash="ended"))
+    assert job.finish() == 0
+    assert not job.has("pid-0-1") and "rank 1 had trained to its end when signal 11 killed it" in job.log
+
+
 def test_armed_without_lease_are_asked_with_sigterm(launcher: str, start: Start, controller: Controller) -> None:
     """Without a freeze from a controller, SIGTERM tells the ranks to save, and they get the time for it."""
     job = start(launcher, THREE, "fake_worker.py", plan(save_s=1, on_sigterm="save"))
