@@ -195,6 +195,7 @@ class FaultReporter:
             try:
                 self._around = tuple(self._places()) or self._around
                 self._stub(self._around[0])
+                self._forget_others()
                 reports = [report for report in reports if not self._went_round(report)]
             except Exception as problem:
                 logger.debug("cannot look for the controller: %s", problem)
@@ -204,6 +205,13 @@ class FaultReporter:
                 continue
             if report is not None:
                 reports.append(report)
+
+    def _forget_others(self) -> None:
+        """Close the connections to controllers that are in the ring no more: each would try to connect for ever."""
+        with self._lock:
+            gone = [self._channels.pop(place)[0] for place in self._channels.keys() - self._around]
+        for channel in gone:
+            channel.close()
 
     def _went_round(self, report: _Report) -> bool:
         """Send a report to all controllers. Returns True if no further attempt is due: accepted, or out of time."""
