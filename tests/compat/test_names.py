@@ -101,6 +101,20 @@ def test_a_programs_own_handler_may_say_any_kind_and_nonsense_is_unknown() -> No
     assert found == ["RS_UCE_CORRUPTED", "RS_UNKNOWN", "RS_UNKNOWN"]
 
 
+def test_a_pattern_whose_handler_raises_does_not_hide_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception of the training function is reported and raised, not the error of the program's handler."""
+    told = Told(monkeypatch)
+    tft.tft_register_exception_handler("ODD", "RS_RETRY", lambda text: text.split("=")[1])
+
+    @tft.tft_exception_handler
+    def train() -> None:
+        raise RuntimeError("ODD without a number")
+
+    with pytest.raises(RuntimeError, match="ODD without a number"):
+        train()
+    assert told.reports == [Ailment.FATAL]
+
+
 @pytest.mark.parametrize("text", ["ARF FINISH", "STEP FINISH", "out of luck"])
 def test_what_only_processes_say_that_join_a_running_job_is_an_error_like_any_other_in_others(
     monkeypatch: pytest.MonkeyPatch, text: str

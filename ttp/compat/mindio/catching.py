@@ -74,7 +74,11 @@ class Table:
         """Return the state to report for an exception with this text."""
         for pattern, handle in self.patterns.items():
             if pattern in text:
-                kind = handle(text)
+                try:
+                    kind = handle(text)
+                except Exception:  # the program's own error must not hide the one that has to be reported
+                    log.exception("the handler for %r raised: the fault counts as unknown", pattern)
+                    kind = OTHER
                 if kind not in self.states:
                     log.error("the handler for %r returned %r, which is not a known kind of fault", pattern, kind)
                     kind = OTHER
