@@ -243,6 +243,19 @@ def test_the_last_copy_is_waited_for_longer(comes: bool) -> None:
         assert "Release(70):1" in talk.after(5)
 
 
+def test_the_schedule_is_not_taken_from_a_rank_that_raised_before_its_schedules_step() -> None:
+    talk = Talk(grid(2, 2))
+    mine = next(ranks for ranks in talk.layout.groups.values() if 0 in ranks)
+    (other,) = (rank for rank in mine if rank != 0)
+    talk.fault(0)
+    talk.lost(other)
+    for rank in sorted({0, 1, 2, 3} - {other}):
+        talk.frozen(rank, 7, post_step_done=rank != 0, main_thread_blocked=True)
+    orders = {order.rank: order.order for order in talk.orders(m.Save)}
+    assert {rank: order.job_state for rank, order in orders.items() if order.shards}.pop(0) is False
+    assert sum(order.job_state for order in orders.values()) == 1
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_rank_that_evaluates_other_weights_is_waited_for_if_no_other_has_a_copy(comes: bool) -> None:
     talk = Talk(grid(1, 2))

@@ -352,3 +352,16 @@ def test_a_layout_knows_who_holds_what() -> None:
     assert zero.unreplicated() == ("a", "b")
     assert Layout.data_parallel(4).groups == {"model": (0, 1, 2, 3)}
     assert moe.digest != hsdp.digest
+
+
+def test_a_rank_that_will_never_make_its_post_step_is_chosen_last() -> None:
+    """Its loop was left between optimizer.step() and scheduler.step(). The other one is about to make that step."""
+    raised = Answer(Rank(0), Version(8), main_thread_blocked=True, post_step_done=False, unfinished=True)
+    running = Answer(Rank(1), Version(8), main_thread_blocked=True, post_step_done=False)
+    plan = decide(Layout.data_parallel(2), [raised, running])
+    assert isinstance(plan, Plan)
+    assert plan.savers == (1,)
+    finished = replace(raised, post_step_done=True, unfinished=False)
+    plan = decide(Layout.data_parallel(2), [finished, running])
+    assert isinstance(plan, Plan)
+    assert plan.savers == (0,)

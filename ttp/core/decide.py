@@ -81,6 +81,7 @@ class Answer:
         busy: the rank is writing already, and would have to begin again if it got more to write.
         stripes: the number of parts into which its shards may be cut; see ``ttp.core.stripes``.
         sizes: bytes of its shards that can be cut into parts; 0 or absent: unknown.
+        unfinished: the post-step is not done and never will be, because an exception has left the rank's loop.
     """
 
     rank: Rank
@@ -99,6 +100,7 @@ class Answer:
     busy: bool = False
     stripes: int = stripes.WHOLE
     sizes: Mapping[Shard, int] = field(default_factory=lambda: NO_SIZES)
+    unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,6 @@ def decide(
 
 Copies = Mapping[Shard, Sequence[Rank]]
 """For each shard the ranks whose copies may be used."""
-
 
 KeptCopies = Mapping[Shard, Mapping[Version, Sequence[Rank]]]
 """For each shard and version the ranks that can read a kept copy."""
@@ -307,10 +308,11 @@ def _assign(
         def how(rank: Rank) -> How:
             return How.KEPT if shard in brought else ways[rank][version]  # noqa: B023 - called in this round only
 
-        def cost(rank: Rank) -> tuple[bool, bool, bool, bool, float, float, int]:
+        def cost(rank: Rank) -> tuple[bool, bool, bool, bool, bool, float, float, int]:
             answer = by_rank[rank]
             return (
                 how(rank) is not How.AS_IS,
+                answer.unfinished,
                 answer.main_thread_blocked,
                 not answer.post_step_done,
                 answer.busy,
@@ -379,14 +381,12 @@ def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
     torn = [r for r in ranks if r in by_rank and by_rank[r].can_save]
     failed = [r for r in ranks if r in by_rank and not by_rank[r].can_save]
     gone = [r for r in ranks if r not in by_rank]
-    parts = []
-    if gone:
-        parts.append(f"{ranks_text(gone)} gave no answer")
-    if torn:
-        parts.append(f"{ranks_text(torn)} stopped in mid-update or with other weights in the model")
-    if failed:
-        parts.append(f"{ranks_text(failed)} could not write")
-    return ", ".join(parts)
+    said = {
+        "gave no answer": gone,
+        "stopped in mid-update or with other weights in the model": torn,
+        "could not write": failed,
+    }
+    return ", ".join(f"{ranks_text(found)} {what}" for what, found in said.items() if found)
 
 
 def _versions_seen(layout: Layout, ways: Mapping[Rank, Mapping[Version, How]], written: Mapping[Shard, Version]) -> str:

@@ -44,6 +44,7 @@ class _Sample(NamedTuple):
         live: the bytes; those of a device as a tensor, as all of it that follows.
         rows: what the bytes were: ``bytes``, or page-locked memory for those of a device.
         runtime: the device of the parameter; None: the host.
+        frozen: whether the parameter is not trained.
     """
 
     parameter: Callable[[], Tensor]
@@ -51,6 +52,7 @@ class _Sample(NamedTuple):
     live: Any
     rows: list[Any]
     runtime: Runtime | None
+    frozen: bool
 
     def moved(self) -> bool:
         """Return whether the parameter has other memory now."""
@@ -97,7 +99,7 @@ class Swapped:
     ) -> None:
         chosen = [parameter for each in optimizers for parameter in _chosen(each)][:_SAMPLES_MAX]
         chosen += _beside(chosen, parameters)
-        self._samples = [_sample(_memory_of(parameter), runtimes) for parameter in chosen]
+        self._samples = [_sample(parameter, runtimes) for parameter in chosen]
         self._after, self._before = _AFTER, _BEFORE
         self._updates = -1  # the program may still load weights before the first one
         self._used = True  # training has used the weights since the last update
@@ -163,9 +165,13 @@ class Swapped:
         return not (sample.same(row, self._after) or sample.same(row, self._before))
 
     def _compared(self) -> Iterator[_Sample]:
-        """Yield the samples that the program was not seen to change between updates."""
+        """Yield the samples that the program was not seen to change between updates.
+
+        A frozen parameter, which may be a momentum encoder, is compared once it has stood still after an update.
+        """
         seen = range(min(self._updates, _UPDATES_LEARNED))
-        return (each for each in self._samples if all(each.same(n, _UPDATES_LEARNED + n) for n in seen))
+        compared = (each for each in self._samples if seen or not each.frozen)
+        return (each for each in compared if all(each.same(n, _UPDATES_LEARNED + n) for n in seen))
 
 
 def _chosen(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -204,13 +210,13 @@ def _memory_of(parameter: Tensor) -> Callable[[], Tensor]:
     return lambda: parameter
 
 
-def _sample(parameter: Callable[[], Tensor], runtimes: Sequence[Runtime]) -> _Sample:
-    memory = parameter()
+def _sample(parameter: Tensor, runtimes: Sequence[Runtime]) -> _Sample:
+    memory = (here := _memory_of(parameter))()
     runtime, count = holder(runtimes, memory), _bytes_of(memory).numel()
     rows: list[Any] = [b""] * _ROWS
     if runtime is not None:
         rows = list(torch.split(runtime.pinned(_ROWS * count), count))
-    return _again(_Sample(parameter, 0, None, rows, runtime))
+    return _again(_Sample(here, 0, None, rows, runtime, not parameter.requires_grad))
 
 
 def _again(sample: _Sample) -> _Sample:

@@ -195,6 +195,20 @@ def test_adapters_that_are_merged_into_frozen_weights_are_noticed(tmp_path: Path
     assert not job.swapped, "also if the weights have not got all their bits back"
 
 
+def test_a_momentum_encoder_is_not_suspected(tmp_path: Path) -> None:
+    """It is frozen, and changed after each update."""
+    encoder = nn.Linear(3, 3).requires_grad_(False)
+
+    def follow(_: Job) -> None:
+        encoder.weight.data.mul_(0.9)
+
+    job = Job(tmp_path, between=follow, model=nn.Sequential(encoder, nn.Linear(3, 1)))
+    for _ in range(7):
+        job.step()
+        assert not job.swapped
+        job.save()
+
+
 def test_networks_that_are_clipped_do_not_hide_those_that_are_not(tmp_path: Path) -> None:
     def clip_the_other(job: Job) -> None:
         for parameter in job.networks[1].parameters():

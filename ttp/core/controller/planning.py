@@ -190,6 +190,7 @@ class Planner:
                 rank in pending,
                 member.hello.stripes,
                 sizes,
+                bool(member.broken) and not frozen.post_step_done,
             )
 
     def _kept(self, incident: Incident, rank: Rank, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:

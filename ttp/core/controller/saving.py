@@ -113,7 +113,8 @@ class Saving:
                 hows[assignment.rank] = assignment.how
         savers = {*shards, *kept}
         pages = self._pages.collectors(incident, savers)
-        first = None if any(t.order.job_state for t in incident.tasks) else min(savers, default=None)
+        whole = {r for r in savers if incident.answers[r].post_step_done or not self._job.members[r].broken}
+        first = None if any(t.order.job_state for t in incident.tasks) else min(whole or savers, default=None)
         orders = []
         for rank in sorted({*savers, *pages}):
             order = m.SaverOrder(
