@@ -195,6 +195,7 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None,
     common = _read(place / f"{COMMON}.pt")
     put_fixed(model, common["fixed"])
     if opt_param_scheduler is not None and common["scheduler"] is not None:
+        opt_param_scheduler.num_steps = 0  # load_state_dict() adds the saved steps to num_steps
         opt_param_scheduler.load_state_dict(common["scheduler"])
     if own.grad_scaler and common["scaler"]:
         own.grad_scaler.load_state_dict(common["scaler"])

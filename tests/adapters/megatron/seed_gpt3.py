@@ -45,6 +45,8 @@ def gpt3(shape: dict[str, Any], steps: int, life: int = 0, fault: dict[str, Any]
             os.kill(os.getpid(), signal.SIGKILL)
 
     _patch_step(framework_ttp, optimizer, hurt)
+    if life:
+        training.scheduler.step(increment=1)  # the program may have loaded another checkpoint before
     start = megatron_ttp.load_checkpoint(training.chunks, training.optimizer, training.scheduler)
 
     def train(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
