@@ -60,6 +60,7 @@ class Held:
     layout: Layout
     extra_states: ExtraStates
     rank_layout: Mapping[str, list[str]] = field(default_factory=dict)
+    flat_groups = True  # ranks have other param groups, or other parameters in them
 
     @property
     def stepping(self) -> tuple[Optimizer, ...]:

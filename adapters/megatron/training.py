@@ -12,6 +12,7 @@ import ttp
 from ttp.adapters.megatron.protect import protect
 from ttp.adapters.megatron.rank_state import TrackedStreams
 from ttp.adapters.torch.local_state.rng import RngState
+from ttp.errors import ConfigError
 
 
 def install(
@@ -36,6 +37,8 @@ def install(
         undo: see ``ttp.wrap_optimizer``.
         buddy: see ``protect``.
         training: the module to hook; None: ``megatron.training.training``.
+
+    ``setup_model_and_optimizer`` then raises ``ConfigError`` if Megatron has loaded a later iteration than ttp.
     """
     module: Any = training or importlib.import_module("megatron.training.training")
     streams = _Streams()
@@ -75,11 +78,22 @@ def _restoring(module: Any, save_dir: str | Path | None, streams: _Streams, **ho
         args = module.get_args()
         directory = save_dir or getattr(args, "save", None) or "checkpoints"
         protect(model, optimizer, scheduler, args, save_dir=directory, **how)
+        loaded = getattr(args, "iteration", 0)
         if ttp.restore():  # restores the counters in ``args`` too
+            _refuse_older(loaded, args.iteration, directory)
             streams.keep()
         return made
 
     return setup_model_and_optimizer
+
+
+def _refuse_older(loaded: int, restored: int, directory: str | Path) -> None:
+    if loaded > restored:
+        raise ConfigError(
+            f"Megatron has loaded iteration {loaded} (--load), but the newest checkpoint of ttp, in {directory}, is of "
+            f"iteration {restored}. To go on from {loaded}, move the directories step_* of ttp elsewhere; to go on "
+            f"from {restored}, start without --load"
+        )
 
 
 def _beginning_with(train: Callable[..., Any], streams: _Streams) -> Callable[..., Any]:

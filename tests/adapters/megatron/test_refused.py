@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import ttp
 from tests.adapters.torch.fake_device import FakeDevice, Watching
-from ttp.adapters.megatron import offer_to_megatron
+from ttp.adapters.megatron import offer_to_megatron, training
 from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Geometry
 from ttp.adapters.megatron.optimizers import _refuse_unknown, unchained, with_counts
@@ -188,3 +189,25 @@ def test_what_the_adapter_for_torch_asks_has_an_answer() -> None:
     adapter._attachment = adapter._barrier = None
     adapter._syncs = ParamSyncs([])
     adapter.detach()
+
+
+@pytest.mark.parametrize("loaded", [0, 5, 6])
+def test_an_older_checkpoint_of_ttp_does_not_replace_what_megatron_has_loaded(
+    loaded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = SimpleNamespace(iteration=loaded, save="kept")
+    module: Any = SimpleNamespace(setup_model_and_optimizer=lambda: ([], None, None), train=len, get_args=lambda: args)
+
+    def restore() -> int:
+        args.iteration = 5
+        return 5
+
+    monkeypatch.setattr(training, "protect", lambda *_, **__: None)
+    monkeypatch.setattr(ttp, "restore", restore)
+    monkeypatch.setattr(training._Streams, "keep", lambda _: None)
+    training.install(training=module)
+    if loaded <= 5:
+        assert module.setup_model_and_optimizer() == ([], None, None)
+        return
+    with pytest.raises(ConfigError, match=r"loaded iteration 6 .* in kept, is of iteration 5"):
+        module.setup_model_and_optimizer()
