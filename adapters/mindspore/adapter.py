@@ -290,15 +290,17 @@ class MindSporeAdapter:
         """Load the state that ``load``, the program's ``ckpt_load_fn``, returns. Returns the version of that state.
 
         Raises:
-            UsageError: the function did not return a dict with ``step_num``.
+            UsageError: the function did not return a dict with ``step_num`` and all parameters.
         """
         found = load()
-        values = found[0] if isinstance(found, tuple) else found
+        values, shared = found if isinstance(found, tuple) and len(found) == 2 else (found, False)
         if not isinstance(values, dict) or "step_num" not in values:
             raise UsageError(
                 "ckpt_load_fn() must return (parameters, remove_redundancy), where parameters is a dict with step_num"
             )
-        ms.load_param_into_net(self.network, values, strict_load=True)
+        absent, _ = ms.load_param_into_net(self.network, values, strict_load=True, remove_redundancy=bool(shared))
+        if absent and not shared:  # else other ranks have sent them
+            raise UsageError(f"ckpt_load_fn() must return all parameters of the network, and lacks {absent}")
         read = {name: int(values[name].asnumpy()) if name in values else 0 for name in ("epoch_num", "step_num")}
         self._memory.look()
         if self._preimage is not None:

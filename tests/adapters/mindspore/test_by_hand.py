@@ -222,6 +222,32 @@ def test_without_the_dataset_a_finished_epoch_is_not_trained_again(training: Tra
     assert (resumed.version, resumed.step, resumed.initial_epoch) == (step, step, step // STEPS_PER_EPOCH)
 
 
+def test_a_state_of_ckpt_load_fn_that_lacks_parameters_is_refused(training: Training) -> None:
+    """The parameters that it lacks would keep the values of a new network."""
+    state = {p.name: ms.Parameter(p.value(), name=p.name) for p in training.model.train_network.get_parameters()}
+    state["step_num"] = ms.Parameter(ms.Tensor(6, ms.int32), name="step_num")
+    lost = next(p.name for p in training.model.train_network.trainable_params())
+    del state[lost]
+    with pytest.raises(UsageError, match=lost):
+        resuming.restore(training.model, ckpt_load_fn=lambda: (state, False))
+
+
+def test_parameters_of_which_each_rank_saved_a_part_are_sent_by_mindspore(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``load()`` tells with its second value that the file lacks what other ranks have."""
+    told: list[Any] = []
+
+    def load_param_into_net(net: Any, state: Any, **settings: Any) -> Any:
+        told.append(settings["remove_redundancy"])
+        return ["sent by another rank"], []
+
+    monkeypatch.setattr(ms, "load_param_into_net", load_param_into_net)
+    state = {"step_num": ms.Parameter(ms.Tensor(6, ms.int32), name="step_num")}
+    resuming.restore(training.model, ckpt_load_fn=lambda: (state, True))
+    assert told == [True]
+
+
 def test_a_function_of_the_program_cannot_save_the_state_before_an_update(training: Training) -> None:
     """It would save the parameters after the update, as those of the step before."""
     training.optimizer.undo = "preimage"
