@@ -41,9 +41,10 @@ class _Sample(NamedTuple):
     Args:
         parameter: returns the memory of the parameter on this rank.
         address: the address of the parameter when the sample was made.
-        live: the bytes; those of a device as a tensor, as all of it that follows.
-        rows: what the bytes were: ``bytes``, or page-locked memory for those of a device.
+        live: the bytes; those of a device as a tensor.
+        rows: what the bytes were: ``bytes``, or memory of the device, which may be behind its host.
         runtime: the device of the parameter; None: the host.
+        pinned: page-locked memory for all rows of a device.
         frozen: whether the parameter is not trained.
     """
 
@@ -52,6 +53,7 @@ class _Sample(NamedTuple):
     live: Any
     rows: list[Any]
     runtime: Runtime | None
+    pinned: list[Tensor]
     frozen: bool
 
     def moved(self) -> bool:
@@ -59,30 +61,27 @@ class _Sample(NamedTuple):
         return self.parameter().data_ptr() != self.address
 
     def note(self, row: int) -> None:
-        """Keep the bytes in a row. For the training thread; those of a device arrive in the order of its work."""
+        """Keep the bytes in a row. For the training thread; on a device it is done in the order of its work."""
         if self.runtime is None:
             self.rows[row] = bytes(self.live)
         else:
-            self.rows[row].copy_(self.live, non_blocking=True)
+            self.rows[row].copy_(self.live)
 
-    def look(self) -> None:
-        """Keep the present bytes in the row ``_NOW``, past the work that is queued on a device.
+    def look(self) -> list[bytes]:
+        """Return all rows, the present bytes among them, past the work that is queued on a device.
 
         Raises:
             TimeoutError: they did not leave the device in time.
         """
         if self.runtime is None:
             self.note(_NOW)
-            return
+            return self.rows
         with self.runtime.on_side():
-            self.note(_NOW)
+            for to, row in zip(self.pinned, [*self.rows[:_NOW], self.live], strict=True):
+                to.copy_(row, non_blocking=True)
         if not poll(self.runtime.mark(side=True).query, _PATIENCE_S):
-            raise TimeoutError(f"{_BYTES} bytes did not leave the device in {_PATIENCE_S:g} s")
-
-    def same(self, one: int, other: int) -> bool:
-        """Return whether two rows are equal."""
-        a, b = self.rows[one], self.rows[other]
-        return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+            raise TimeoutError(f"some bytes of the weights did not leave the device in {_PATIENCE_S:g} s")
+        return [bytes(row.numpy().data) for row in self.pinned]
 
 
 class Swapped:
@@ -100,7 +99,6 @@ class Swapped:
         chosen = [parameter for each in optimizers for parameter in _chosen(each)][:_SAMPLES_MAX]
         chosen += _beside(chosen, parameters)
         self._samples = [_sample(parameter, runtimes) for parameter in chosen]
-        self._after, self._before = _AFTER, _BEFORE
         self._updates = -1  # the program may still load weights before the first one
         self._used = True  # training has used the weights since the last update
         self.evaluations = 0
@@ -112,15 +110,17 @@ class Swapped:
 
     def updated(self) -> None:
         """Note the weights that an update, or a restore, has made."""
-        self._after = self._updates if self._learns else _AFTER
-        self._note(self._after)
+        self._note(_AFTER)
+        if self._learns:
+            self._note(self._updates)
         self._used = False
 
     def used(self) -> None:
         """Note the weights that training uses: a backward pass begins, or the next update."""
         if not self._used:
-            self._before = _UPDATES_LEARNED + self._updates if self._learns else _BEFORE
-            self._note(self._before)
+            self._note(_BEFORE)
+            if self._learns:
+                self._note(_UPDATES_LEARNED + self._updates)
             self._updates += 1
             self._used = True
 
@@ -148,30 +148,26 @@ class Swapped:
         Raises:
             TimeoutError: a device did not answer in time.
         """
-        compared = [*self._compared()]
-        if any(sample.moved() for sample in compared):
-            return True
-        for sample in compared:
-            sample.look()
-        return any(self._differs(sample, _NOW) for sample in compared)
+        return self._holds_others(_NOW)
 
     def since(self, evaluations: int) -> bool:
         """Return whether the model holds other weights, or did so in an evaluation after the first ``evaluations``."""
-        if self.now():
-            return True
-        return self.evaluations > evaluations and any(self._differs(each, _EVALUATED) for each in self._compared())
+        return self.now() or (self.evaluations > evaluations and self._holds_others(_EVALUATED))
 
-    def _differs(self, sample: _Sample, row: int) -> bool:
-        return not (sample.same(row, self._after) or sample.same(row, self._before))
+    def _holds_others(self, row: int) -> bool:
+        for sample in self._samples:
+            rows = sample.look()
+            if self._is_compared(sample, rows) and (sample.moved() or rows[row] not in (rows[_AFTER], rows[_BEFORE])):
+                return True
+        return False
 
-    def _compared(self) -> Iterator[_Sample]:
-        """Yield the samples that the program was not seen to change between updates.
+    def _is_compared(self, sample: _Sample, rows: Sequence[bytes]) -> bool:
+        """Return whether the program was not seen to change these weights between updates.
 
         A frozen parameter, which may be a momentum encoder, is compared once it has stood still after an update.
         """
         seen = range(min(self._updates, _UPDATES_LEARNED))
-        compared = (each for each in self._samples if seen or not each.frozen)
-        return (each for each in compared if all(each.same(n, _UPDATES_LEARNED + n) for n in seen))
+        return bool(seen or not sample.frozen) and all(rows[n] == rows[_UPDATES_LEARNED + n] for n in seen)
 
 
 def _chosen(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -214,9 +210,11 @@ def _sample(parameter: Tensor, runtimes: Sequence[Runtime]) -> _Sample:
     memory = (here := _memory_of(parameter))()
     runtime, count = holder(runtimes, memory), _bytes_of(memory).numel()
     rows: list[Any] = [b""] * _ROWS
+    pinned: list[Tensor] = []
     if runtime is not None:
-        rows = list(torch.split(runtime.pinned(_ROWS * count), count))
-    return _again(_Sample(here, 0, None, rows, runtime, not parameter.requires_grad))
+        rows = list(torch.split(runtime.on_device(_ROWS * count).zero_(), count))
+        pinned = list(torch.split(runtime.pinned(_ROWS * count), count))
+    return _again(_Sample(here, 0, None, rows, runtime, pinned, not parameter.requires_grad))
 
 
 def _again(sample: _Sample) -> _Sample:

@@ -285,3 +285,24 @@ def test_on_a_device_the_bytes_are_those_that_the_device_has() -> None:
             parameter.data.copy_(kept)
             assert swapped.now(), "taken out on the host only"
     assert not device.device.sins
+
+
+def test_a_host_that_is_ahead_in_the_first_updates_suspects_nothing() -> None:
+    """The device hangs in the second step; what the host has queued to note since has not arrived."""
+    device: Any = FakeRuntime()
+    parameter = nn.Parameter(torch.ones(8))
+    device.device.put(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, foreach=False)
+    with Watching(device.device):
+        swapped = Swapped([optimizer], {}, [device])
+        parameter.grad = device.device.put(torch.ones(8))
+        for number in range(4):
+            swapped.used()
+            if number == 1:
+                device.device.run()
+                device.device.hang()
+            optimizer.step()
+            swapped.updated()
+            with device.device.no_waiting():
+                assert not swapped.now(), number
+    assert not device.device.sins
