@@ -88,10 +88,8 @@ class Hyperparameters:
 
 def plain_settings(optimizers: Sequence[ParamGroups]) -> ParamGroups:
     """Return the groups of all optimizers in one list, with only those values that are numbers, texts or tuples."""
-    kept = [
-        [(name, v) for name, v in group.items() if type(v) in PLAIN or _is_fixed(v)] for group in _chained(optimizers)
-    ]
-    return [dict(group) for group in kept]
+    groups = _chained(optimizers)
+    return [{name: v for name, v in group.items() if type(v) in PLAIN or _is_fixed(v)} for group in groups]
 
 
 def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:

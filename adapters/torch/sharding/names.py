@@ -44,12 +44,6 @@ class ModelNames:
         self._extra_owners: dict[str, nn.Module] = {}
         self._canonical: dict[str, str] = {}
         self._by_identity: dict[int, str] = {}
-        for raw, _, module in _walk(model):
-            if isinstance(module, torch.jit.ScriptModule):
-                raise ConfigError(
-                    f"{raw[:-1] or 'the model'} is made by torch.jit.script() or torch.jit.trace(), and ttp cannot "
-                    "register hooks with such modules: train the module itself, or compile it with torch.compile()"
-                )
         self._record()
         if optimizer is not None:
             self._check(optimizer)
@@ -105,6 +99,11 @@ class ModelNames:
         self.parameters.clear()
         self._by_identity.clear()
         for raw, name, owner in _walk(self._model):
+            if isinstance(owner, torch.jit.ScriptModule):
+                raise ConfigError(
+                    f"{raw[:-1] or 'the model'} is made by torch.jit.script() or torch.jit.trace(), and ttp cannot "
+                    "register hooks with such modules: train the module itself, or compile it with torch.compile()"
+                )
             for key, parameter in owner._parameters.items():
                 if parameter is not None:
                     self.parameters[name + key] = parameter

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-from ttp.adapters.torch.local_state import capture  # noqa: E402
+from ttp.adapters.torch.local_state import capture  # noqa: E402 - torch may be missing
 from ttp.adapters.torch.local_state import rng as torch_rng  # noqa: E402
 from ttp.adapters.torch.local_state.rng import RngState, _split, _torch_state  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402

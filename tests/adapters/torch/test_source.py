@@ -21,7 +21,7 @@ from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.device.accelerator import DeviceFence  # noqa: E402
 from ttp.adapters.torch.device.to_host import HostCopier  # noqa: E402
 from ttp.adapters.torch.loop.reporting import DeviceReporter  # noqa: E402
-from ttp.adapters.torch.loop.swapped import Swapped  # noqa: E402
+from ttp.adapters.torch.loop.swapped import Swapped  # noqa: E402 - torch may be missing
 from ttp.adapters.torch.restoring.reader import read_values  # noqa: E402
 from ttp.adapters.torch.saving import standing  # noqa: E402
 from ttp.adapters.torch.saving.piece_index import items_of  # noqa: E402

@@ -44,7 +44,8 @@ class Job:
         self.between, self.processor = between, StubProcessor(directory)
         self.directory, self.saves = directory, 0
         self.adapter.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
-        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        stands_for: Any = self.processor
+        self.adapter.attach(stands_for)
 
     def step(self) -> None:
         for network, optimizer in zip(self.networks, self.optimizers, strict=True):
@@ -149,7 +150,9 @@ def test_an_evaluation_of_the_weights_themselves_is_no_swap(tmp_path: Path) -> N
     with torch.no_grad():
         job.model(INPUT)
     assert not job.swapped
-    assert not job.adapter.source.swapped.since(0)  # type: ignore[union-attr]
+    swapped: Any = job.adapter.source.swapped
+    assert swapped.evaluations == 1
+    assert not swapped.since(0)
 
 
 def clip(job: Job) -> None:
@@ -177,7 +180,8 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Parameter(torch.ones(1, 3)), nn.Parameter(torch.ones(3, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ (self.up @ self.down).t()  # type: ignore[no-any-return]  # of a module
+        result: Tensor = self.base(x) + x @ (self.up @ self.down).t()
+        return result
 
 
 @pytest.mark.supports("LoRA")
