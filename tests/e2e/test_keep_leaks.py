@@ -23,6 +23,8 @@ TIMEOUT_S = 500
 GLOO = ("gloo_tcp_loop", "pt_gloo_runloop")
 GLOOS = Counter({"pipe": 2, "eventpoll": 1, "listens": 1})
 """Descriptors of a backend of gloo whose connections were broken."""
+TRAIN_AGAIN = "all ranks train again"
+"""What the launcher says after the first update of each rank."""
 OBJECTS_EACH = 20
 """Of Python, at most, for each time: those that stand for a backend and its store."""
 KIB_EACH = 2048
@@ -99,8 +101,9 @@ def places(job: Job) -> list[Path]:
 
 
 def go_on(job: Job, *, kill: bool) -> None:
-    """Make ranks go on once, after a death or on request; return when training goes on."""
+    """Make ranks go on once, after a death or on request; return when all of them train again."""
     launch, version = newest(job)
+    times = job.log.read_text().count(TRAIN_AGAIN)
     if kill:
         psutil.Process(met(job)[1]).kill()
     else:
@@ -108,6 +111,7 @@ def go_on(job: Job, *, kill: bool) -> None:
             request = pb.SaveNowRequest(reason="to count what is left", again=True)
             assert stub(channel).SaveNow(request, timeout=60, metadata=metadata(job.token())).saved, job.story()
     until(lambda: newest(job) >= (launch + 1, version + 2), story=job.story)
+    until(lambda: job.log.read_text().count(TRAIN_AGAIN) > times, story=job.story)  # else a death starts all anew
 
 
 def newest(job: Job) -> tuple[int, int]:
