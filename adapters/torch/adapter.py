@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -176,7 +178,7 @@ class TorchAdapter(Restoring):
             log.warning("%s", note)
         ddps = ddps_of(self._model)
         others = {} if gathering(self._model) else untrained(self._names.parameters, [self._optimizer, *self._given])
-        post_step = self._post_step = source.post_step = self._make_post_step(bool(others))
+        post_step = self._post_step = source.post_step = self._make_post_step()
         if others:
             self._followers = Followers(self._model, others, source.on_host, self._followed)
             self._followed(self._followers.small)
@@ -202,7 +204,7 @@ class TorchAdapter(Restoring):
             turns=turns,
             untouched=None if gathering(self._model) else Untouched(self._given, source.on_host),
             fence=source.finished,
-            version=lambda: gate.version,
+            version=partial(attrgetter("version"), gate),
             ddps=ddps,
             calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
         )
@@ -211,13 +213,12 @@ class TorchAdapter(Restoring):
         self.repeating = Repeating(self._model, self._given, scaler, self._capture, self._extra, layout, ddps)
         self._capture.capture(gate.version, final=True)
 
-    def _make_post_step(self, may_follow: bool) -> PostStepState:
+    def _make_post_step(self) -> PostStepState:
         return PostStepState(
             members_of(self._optimizer),
             scheduler=self._schedulers,
             scaler=self._scaler,
             averages=bool(self._extra.modules),
-            may_follow=may_follow,
             runtimes=self._source.runtimes if self._scaler is not None else (),
         )
 

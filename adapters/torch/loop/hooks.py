@@ -120,8 +120,7 @@ class Attachment(Bracket):
             self._handles.append(register(Hook(self._on_gradient)))
         for module in gathering(model):
             self._handles.append(module.register_forward_hook(Hook(self._on_output)))
-        if self._post_step.wants_forward or self._calls.evaluating is not Calls().evaluating:
-            self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
+        self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
 
     def __call__(self) -> None:
         """Remove all hooks."""

@@ -68,7 +68,6 @@ class PostStepState:
         scheduler: an LR scheduler (anything with ``step`` and ``state_dict``), or a list of them; None: none.
         scaler: a ``GradScaler``, or None.
         averages: whether averages of the weights (EMA) are part of the post-step.
-        may_follow: whether ``followed`` may be called later, which sets ``averages``.
         version: number of finished updates now.
         runtimes: the devices on which a scaler may have its numbers.
 
@@ -83,7 +82,6 @@ class PostStepState:
         scheduler: Any = None,
         scaler: Any = None,
         averages: bool = False,
-        may_follow: bool = False,
         version: int = 0,
         runtimes: Sequence[Runtime] = (),
     ) -> None:
@@ -91,7 +89,7 @@ class PostStepState:
         self._optimizers = tuple(optimizers)
         self._habits = tuple(map(Habit, listed(scheduler)))
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._averages, self._may_follow = averages, may_follow
+        self._averages = averages
         self._check()
         self._open = False  # scheduler steps and scaler updates that are made now belong to the last version
         self._entered = True  # since the last update a forward pass has begun, or the thread has come to the gate
@@ -99,11 +97,6 @@ class PostStepState:
         self._updates_expected = True  # scaler.update() was called in the last post-step
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
         self._snapshot = self._take(version)
-
-    @property
-    def wants_forward(self) -> bool:
-        """Whether ``forward_entered`` has to be called at each forward pass."""
-        return self._averages or self._may_follow or bool(self._habits) or self._scaler is not None
 
     # --------------------------------------------------------------------------------------------- training thread
 

@@ -15,8 +15,9 @@ during the first updates, those weights are not compared from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,52 +37,39 @@ _ROWS = _NOW + 1
 
 
 class _Sample(NamedTuple):
-    """Some bytes of a parameter, and what they were.
+    """Some bytes of a parameter.
 
     Args:
-        parameter: returns the memory of the parameter on this rank.
-        address: the address of the parameter when the sample was made.
-        live: the bytes; those of a device as a tensor.
-        rows: what the bytes were: ``bytes``, or memory of the device, which may be behind its host.
-        runtime: the device of the parameter; None: the host.
-        pinned: page-locked memory for all rows of a device.
+        memory: returns the memory of the parameter on this rank.
+        pointer: returns the address of that memory.
         frozen: whether the parameter is not trained.
+        runtime: the device of the parameter; None: the host.
+        zeros: what stands for the bytes while the memory has another form than at the start.
+        pinned: page-locked memory for all rows of a device.
     """
 
-    parameter: Callable[[], Tensor]
-    address: int
-    live: Any
-    rows: list[Any]
-    runtime: Runtime | None
-    pinned: list[Tensor]
+    memory: Callable[[], Tensor]
+    pointer: Callable[[], int]
     frozen: bool
+    runtime: Runtime | None
+    zeros: Tensor
+    pinned: list[Tensor]
 
-    def moved(self) -> bool:
-        """Return whether the parameter has other memory now."""
-        return self.parameter().data_ptr() != self.address
+    def live(self) -> Tensor:
+        """Return the bytes, without a copy."""
+        memory = self.memory()
+        if not _is_plain(memory) or memory.device != self.zeros.device:
+            return self.zeros
+        bytes_now = _bytes_of(memory)
+        return bytes_now if len(bytes_now) == len(self.zeros) else self.zeros
 
-    def note(self, row: int) -> None:
-        """Keep the bytes in a row. For the training thread; on a device it is done in the order of its work."""
-        if self.runtime is None:
-            self.rows[row] = bytes(self.live)
-        else:
-            self.rows[row].copy_(self.live)
 
-    def look(self) -> list[bytes]:
-        """Return all rows, the present bytes among them, past the work that is queued on a device.
+class _Places(NamedTuple):
+    """Where the bytes of all samples were found: addresses of the parameters, and the bytes of host and devices."""
 
-        Raises:
-            TimeoutError: they did not leave the device in time.
-        """
-        if self.runtime is None:
-            self.note(_NOW)
-            return self.rows
-        with self.runtime.on_side():
-            for to, row in zip(self.pinned, [*self.rows[:_NOW], self.live], strict=True):
-                to.copy_(row, non_blocking=True)
-        if not poll(self.runtime.mark(side=True).query, _PATIENCE_S):
-            raise TimeoutError(f"some bytes of the weights did not leave the device in {_PATIENCE_S:g} s")
-        return [bytes(row.numpy().data) for row in self.pinned]
+    addresses: list[int]
+    host: list[memoryview]
+    device: list[Tensor]
 
 
 class Swapped:
@@ -98,7 +86,13 @@ class Swapped:
     ) -> None:
         chosen = [parameter for each in optimizers for parameter in _chosen(each)][:_SAMPLES_MAX]
         chosen += _beside(chosen, parameters)
-        self._samples = [_sample(parameter, runtimes) for parameter in chosen]
+        samples = [_sample(parameter, runtimes) for parameter in chosen]
+        self._on_host = [sample for sample in samples if sample.runtime is None]
+        self._on_device = [sample for sample in samples if sample.runtime is not None]
+        self._pointers = [sample.pointer for sample in (*self._on_host, *self._on_device)]
+        self._host_rows: list[list[bytes]] = [[b""] * len(self._on_host)] * _ROWS
+        self._device_rows = _device_rows(self._on_device)
+        self._places = self._found()
         self._updates = -1  # the program may still load weights before the first one
         self._used = True  # training has used the weights since the last update
         self.evaluations = 0
@@ -111,7 +105,7 @@ class Swapped:
     def updated(self) -> None:
         """Note the weights that an update, or a restore, has made."""
         self._note(_AFTER)
-        if self._learns:
+        if 0 <= self._updates < _UPDATES_LEARNED:
             self._note(self._updates)
         self._used = False
 
@@ -119,26 +113,31 @@ class Swapped:
         """Note the weights that training uses: a backward pass begins, or the next update."""
         if not self._used:
             self._note(_BEFORE)
-            if self._learns:
+            if 0 <= self._updates < _UPDATES_LEARNED:
                 self._note(_UPDATES_LEARNED + self._updates)
             self._updates += 1
             self._used = True
 
     def evaluates(self) -> None:
-        """Note the weights that a forward pass without gradients uses."""
-        for sample in self._samples:
-            (_again(sample) if sample.moved() else sample).note(_EVALUATED)
+        """Note the weights that a forward pass without gradients uses. They may be in the model for this pass only."""
+        kept = self._places
+        self._note(_EVALUATED)
+        self._places = kept
         self.evaluations += 1
 
-    @property
-    def _learns(self) -> bool:
-        return 0 <= self._updates < _UPDATES_LEARNED
-
     def _note(self, row: int) -> None:
-        for number, sample in enumerate(self._samples):
-            if sample.moved():
-                self._samples[number] = _again(sample)
-            self._samples[number].note(row)
+        """Keep the bytes in a row; on a device it is done in the order of its work."""
+        if [pointer() for pointer in self._pointers] != self._places.addresses:
+            self._places = self._found()
+        _, host, device = self._places
+        self._host_rows[row] = [*map(bytes, host)]
+        if device:
+            torch._foreach_copy_(self._device_rows[row], device)
+
+    def _found(self) -> _Places:
+        host = [sample.live().numpy().data for sample in self._on_host]
+        device = [sample.live() for sample in self._on_device]
+        return _Places([pointer() for pointer in self._pointers], host, device)
 
     # -------------------------------------------------------------------------------------------------- any thread
 
@@ -155,11 +154,31 @@ class Swapped:
         return self.now() or (self.evaluations > evaluations and self._holds_others(_EVALUATED))
 
     def _holds_others(self, row: int) -> bool:
-        for sample in self._samples:
-            rows = sample.look()
-            if self._is_compared(sample, rows) and (sample.moved() or rows[row] not in (rows[_AFTER], rows[_BEFORE])):
+        addresses = self._places.addresses
+        samples = (*self._on_host, *self._on_device)
+        for sample, rows, address in zip(samples, self._looked_at(), addresses, strict=True):
+            moved = sample.pointer() != address
+            if self._is_compared(sample, rows) and (moved or rows[row] not in (rows[_AFTER], rows[_BEFORE])):
                 return True
         return False
+
+    def _looked_at(self) -> Iterator[Sequence[bytes]]:
+        """Yield all rows of each sample, the present bytes among them, past the work that is queued on a device.
+
+        Raises:
+            TimeoutError: they did not leave the device in time.
+        """
+        _, host, device = self._places
+        yield from zip(*self._host_rows[:_NOW], [*map(bytes, host)], strict=True)
+        for number, sample in enumerate(self._on_device):
+            assert sample.runtime is not None
+            with sample.runtime.on_side():
+                rows = [row[number] for row in self._device_rows[:_NOW]]
+                for to, row in zip(sample.pinned, [*rows, device[number]], strict=True):
+                    to.copy_(row, non_blocking=True)
+            if not poll(sample.runtime.mark(side=True).query, _PATIENCE_S):
+                raise TimeoutError(f"some bytes of the weights did not leave the device in {_PATIENCE_S:g} s")
+            yield [bytes(row.numpy().data) for row in sample.pinned]
 
     def _is_compared(self, sample: _Sample, rows: Sequence[bytes]) -> bool:
         """Return whether the program was not seen to change these weights between updates.
@@ -174,7 +193,7 @@ def _chosen(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the last vector and the last matrix: unlike rows of an embedding, both change in almost every update."""
     seen = set[bool]()
     for parameter in reversed([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]):
-        if _is_plain(parameter) and (parameter.dim() > 1) not in seen:
+        if _is_plain(_memory_of(parameter)) and (parameter.dim() > 1) not in seen:
             seen.add(parameter.dim() > 1)
             yield parameter
 
@@ -182,7 +201,8 @@ def _chosen(optimizer: Optimizer) -> Iterator[Tensor]:
 def _beside(chosen: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the frozen parameter that is nearest to a chosen matrix, as an adapted weight is to its adapter."""
     trained = [name for name, p in parameters.items() if p.dim() > 1 and any(p is each for each in chosen)]
-    frozen = [name for name, p in parameters.items() if not p.requires_grad and p.dim() > 1 and _is_plain(p)]
+    still = {name: p for name, p in parameters.items() if p.dim() > 1 and not p.requires_grad}
+    frozen = [name for name, p in still.items() if _is_plain(_memory_of(p))]
     pairs = [(_shared(one, other), other) for one in trained for other in frozen]
     return [parameters[max(pairs)[1]]] if pairs else []
 
@@ -194,34 +214,37 @@ def _shared(one: str, other: str) -> int:
     )
 
 
-def _is_plain(parameter: Tensor) -> bool:
-    memory = _memory_of(parameter)()
+def _is_plain(memory: Tensor) -> bool:
+    """Return whether bytes of the tensor can be read."""
     plain = type(memory) in (Tensor, nn.Parameter) and memory.layout is torch.strided and memory.device.type != "meta"
     return plain and memory.numel() > 0 and memory.is_contiguous()
 
 
-def _memory_of(parameter: Tensor) -> Callable[[], Tensor]:
-    if is_distributed(parameter):
-        return lambda: parameter._local_tensor  # type: ignore[attr-defined]  # of a DTensor
-    return lambda: parameter
+def _memory_of(parameter: Tensor) -> Tensor:
+    return parameter._local_tensor if is_distributed(parameter) else parameter  # type: ignore[attr-defined]  # a DTensor
+
+
+def _pointer(parameter: Tensor) -> int:
+    return _memory_of(parameter).data_ptr()
 
 
 def _sample(parameter: Tensor, runtimes: Sequence[Runtime]) -> _Sample:
-    memory = (here := _memory_of(parameter))()
-    runtime, count = holder(runtimes, memory), _bytes_of(memory).numel()
-    rows: list[Any] = [b""] * _ROWS
-    pinned: list[Tensor] = []
-    if runtime is not None:
-        rows = list(torch.split(runtime.on_device(_ROWS * count).zero_(), count))
-        pinned = list(torch.split(runtime.pinned(_ROWS * count), count))
-    return _again(_Sample(here, 0, None, rows, runtime, pinned, not parameter.requires_grad))
+    memory = _memory_of(parameter)
+    runtime, count = holder(runtimes, memory), len(_bytes_of(memory))
+    pointer: Callable[[], int] = partial(_pointer, parameter) if is_distributed(parameter) else parameter.data_ptr
+    zeros = torch.zeros(count, dtype=torch.uint8) if runtime is None else runtime.on_device(count).zero_()
+    pinned = [] if runtime is None else list(torch.split(runtime.pinned(_ROWS * count), count))
+    return _Sample(partial(_memory_of, parameter), pointer, not parameter.requires_grad, runtime, zeros, pinned)
 
 
-def _again(sample: _Sample) -> _Sample:
-    """Return the sample with the memory that the parameter has now."""
-    memory = sample.parameter()
-    live = _bytes_of(memory)
-    return sample._replace(address=memory.data_ptr(), live=live if sample.runtime is not None else live.numpy().data)
+def _device_rows(samples: Sequence[_Sample]) -> list[list[Tensor]]:
+    """Allocate memory for all rows, on the devices of the samples."""
+    each = [
+        torch.split(sample.runtime.on_device(_ROWS * len(sample.zeros)).zero_(), len(sample.zeros))
+        for sample in samples
+        if sample.runtime is not None
+    ]
+    return [[rows[number] for rows in each] for number in range(_ROWS)]
 
 
 def _bytes_of(memory: Tensor) -> Tensor:

@@ -183,7 +183,6 @@ class TestOtherLoops:
         loop = Loop()
         loop.update()
         assert loop.post_step.done()
-        assert not loop.post_step.wants_forward
         assert loop.state() == JobState(1)
 
     def test_averages_settle_with_the_next_forward_pass(self) -> None:

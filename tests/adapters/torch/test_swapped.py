@@ -310,3 +310,39 @@ def test_a_host_that_is_ahead_in_the_first_updates_suspects_nothing() -> None:
             with device.device.no_waiting():
                 assert not swapped.now(), number
     assert not device.device.sins
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda p: p.contiguous(memory_format=torch.channels_last),
+        lambda p: p.half(),
+        lambda p: torch.empty(0),
+        lambda p: p[::2],
+    ],
+)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_weights_that_take_another_form_stop_no_training(form: Callable[[Tensor], Tensor], on_device: bool) -> None:
+    """A model may change its memory format, and evaluations may run in another dtype."""
+    device: Any = FakeRuntime()
+    parameter = nn.Parameter(torch.arange(16.0).view(2, 2, 2, 2))
+    with Watching(device.device):
+        if on_device:
+            device.device.put(parameter)
+        swapped = Swapped([torch.optim.SGD([parameter], lr=0.1)], {}, [device])
+        kept = parameter.data
+        parameter.data = form(kept)
+        if on_device:
+            device.device.put(parameter)
+        swapped.evaluates()
+        swapped.now()
+        parameter.data = kept
+        swapped.used()
+        swapped.updated()
+        assert not swapped.now()
+        parameter.data = form(kept)
+        for _ in range(6):
+            swapped.used()
+            swapped.updated()
+        device.device.run()
+        assert not swapped.now()
