@@ -9,6 +9,7 @@ first updates. Changes before the first update are ignored: layers may still ini
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.hook import Hook
+from ttp.adapters.torch.loop.untouched import copied_bytes
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 from ttp.errors import UsageError
+
+log = logging.getLogger("ttp.adapters.torch")
 
 _UPDATES_WATCHED = 5
 _COPIED_BYTES_MAX = 1 << 18
@@ -122,19 +126,19 @@ class Followers:
         if before is None:
             return []
         now = self._mark = self._look()
-        return [name for name in self._named if not _same(now[name], before[name])]
+        return [name for name in self._named if now[name] != before[name]]
 
-    @torch.no_grad()
     def _look(self) -> dict[str, Any]:
-        found: dict[str, Any] = {name: (p._version, p.data_ptr()) for name, p in self._named.items()}
-        return found | {name: (*found[name], self._named[name].detach().clone()) for name in self.small}
+        try:
+            return {name: self._state(name) for name in self._named}
+        except Exception:
+            log.warning("parameters that no optimizer trains are not followed; training goes on", exc_info=True)
+            self._named, self.small = {}, []
+            return {}
 
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return one[:2] == other[:2] and all(
-        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-        for a, b in zip(one[2:], other[2:], strict=True)
-    )
+    def _state(self, name: str) -> tuple[Any, ...]:
+        parameter = self._named[name]
+        return parameter._version, parameter.data_ptr(), copied_bytes(parameter) if name in self.small else b""
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:

@@ -14,6 +14,7 @@ during the first updates, those weights are not compared from then on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -26,6 +27,12 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.device.accelerator import Runtime, holder, poll
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
 
+log = logging.getLogger("ttp.adapters.torch")
+
+_GIVEN_UP = (
+    "the weights could not be noted; training goes on, but if a rank fails while averages are in the model, for an "
+    "evaluation, these may be saved"
+)
 _UPDATES_LEARNED = 5
 _SAMPLES_MAX = 4
 _BYTES = 64
@@ -126,7 +133,15 @@ class Swapped:
         self.evaluations += 1
 
     def _note(self, row: int) -> None:
-        """Keep the bytes in a row; on a device it is done in the order of its work."""
+        """Keep the bytes in a row; on a device it is done in the order of its work. Never raises."""
+        try:
+            if self._pointers:
+                self._read(row)
+        except Exception:
+            log.warning(_GIVEN_UP, exc_info=True)
+            self._on_host, self._on_device, self._pointers, self._places = [], [], [], _Places([], [], [])
+
+    def _read(self, row: int) -> None:
         if [pointer() for pointer in self._pointers] != self._places.addresses:
             self._places = self._found()
         _, host, device = self._places

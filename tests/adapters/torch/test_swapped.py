@@ -15,7 +15,9 @@ from tests.adapters.torch.fake_device import Watching
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.loop.followers import Followers
 from ttp.adapters.torch.loop.swapped import Swapped
+from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.core.layout import Rank
 from ttp.processor.source import MovedError
 
@@ -250,6 +252,27 @@ def test_loaded_weights_are_those_of_training_before_the_first_update_and_after_
     assert job.swapped
     job.adapter.source.forget()  # as a restore does when it has loaded
     assert not job.swapped
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Swapped, "_found"), (Swapped, "_read"), (Followers, "_look"), (Untouched, "_look")]
+)
+def test_an_error_of_what_follows_the_loop_stops_no_training(
+    owner: type, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, model=nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("mine")
+
+    monkeypatch.setattr(owner, method, fail)
+    for _ in range(3):
+        job.step()
+        pointed(job)
+        with torch.no_grad():
+            job.model(INPUT)
+    assert job.processor.gate.version == 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"], caplog.text
 
 
 def test_parameters_that_no_bytes_can_be_read_of_are_left_alone() -> None:
