@@ -35,6 +35,18 @@ class Hook(partial[Any]):
         """Make the hook; see the class for the arguments."""
         return super().__new__(cls, call if traced else _untraced(call))
 
+    @property
+    def __name__(self) -> str:
+        """Raise a helpful error in ``torch.jit.script``, which asks each hook of a module for its name.
+
+        Raises:
+            AttributeError: always, because hooks of this kind have no name.
+        """
+        raise AttributeError(
+            "torch.jit.script() cannot compile a module that has hooks of ttp. Make a new module, load the weights of "
+            "this one into it (load_state_dict), and compile that; or use torch.jit.trace() or torch.export"
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the hook as a function that takes any arguments and returns None, so that loading it needs no ttp."""
         return getattr, (contextlib.nullcontext(), "__exit__")

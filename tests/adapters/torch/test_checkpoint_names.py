@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.saving.flatten_state import leaves
 from ttp.adapters.torch.saving.state import model_state, optimizer_state
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -140,6 +141,15 @@ def test_a_buffer_that_was_replaced_is_taken_as_it_is_now() -> None:
     names = ModelNames(model, torch.optim.SGD(model.parameters()))
     model.mask = torch.zeros(3)
     assert model_state(names, {})["mask"] is model.mask
+
+
+@pytest.mark.supports("scripted modules")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torch_says_how_to_script_a_module_that_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_forward_pre_hook(Hook(print))
+    with pytest.raises(AttributeError, match="Make a new module, load the weights of this one into it"):
+        torch.jit.script(model)
 
 
 @pytest.mark.supports("scripted modules")
