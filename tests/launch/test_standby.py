@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import pytest
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch import standby
+from ttp.launch.presence import controller_pid
+from ttp.wire.address import split
 
 
 def test_one_that_cannot_be_asked_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +38,46 @@ def test_one_that_cannot_be_asked_is_ended(tmp_path: Path, monkeypatch: pytest.M
     finally:
         started[0].kill()
         started[0].wait()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The controllers that the test starts; they are ended after it."""
+    children: list[subprocess.Popen[bytes]] = []
+    start = standby.start_controller
+
+    def noted(**settings: Any) -> subprocess.Popen[bytes]:
+        children.append(start(**settings))
+        return children[-1]
+
+    monkeypatch.setattr(standby, "start_controller", noted)
+    yield children
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def test_one_that_runs_is_used_again(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+    """Each takeover, and each launch in which this process goes on, orders a standby controller again."""
+    config = Config(token="secret")
+    first = standby.start_standby(config, tmp_path, "127.0.0.1", "")
+    assert standby.start_standby(config, tmp_path, "127.0.0.1", "") == first
+    assert controller_pid(*split(first), "secret") == started[0].pid and len(started) == 1
+    started[0].send_signal(signal.SIGKILL)
+    started[0].wait()
+    second = standby.start_standby(config, tmp_path, "127.0.0.1", "")
+    assert controller_pid(*split(second), "secret") == started[1].pid
+
+
+def test_one_whose_rank_has_ended_is_not_used(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends soon."""
+    config = Config(token="secret")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(os, "getpid", lambda: gone.pid)
+        first = standby.start_standby(config, tmp_path, "127.0.0.1", "")
+    assert standby.start_standby(config, tmp_path, "127.0.0.1", "") != first
+    assert len(started) == 2

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from ttp.config import Config
 from ttp.errors import TtpError
 from ttp.launch.controller_process import start_controller, stop_controller, wait_until_serving
-from ttp.launch.presence import may_be_bound
+from ttp.launch.presence import may_be_bound, probe
+from ttp.launch.run_dir import make_private
 from ttp.wire.access import listening_address
-from ttp.wire.address import connect, resolve, target
+from ttp.wire.address import connect, resolve, split, target
 
 PROBE_S = 1.0
 START_S = 20.0
@@ -21,6 +25,9 @@ ORPHAN_S = 15.0
 """Seconds for which a standby controller outlives the rank that started it: other ranks may be about to connect."""
 KEPT_S = 30 * 86400.0
 """Seconds after which a standby controller to which no rank has come ends by itself."""
+
+NOTE = "serves"
+"""File with the pid of the rank that started this host's standby controller, and the controller's address."""
 
 ANY = ("", "0.0.0.0", "::")
 """Values of ``TTP_BIND`` that stand for every address."""
@@ -66,7 +73,10 @@ def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool
 
 
 def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) -> str:
-    """Start a standby controller on this host, and return its ``host:port``.
+    """Make sure that a standby controller runs on this host, and return its ``host:port``.
+
+    One that an earlier order has started is used again while the rank that started it lives: each controller that takes
+    over, and each launch in which a rank keeps its process, gives that order again.
 
     Raises:
         TtpError: it does not start; the text says why.
@@ -76,11 +86,44 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
     bind = listening_address(config)
     if not may_be_bound(bind, 0):
         raise TtpError(f"TTP_BIND={bind} is not an address of this host")
+    folder = run_dir / "standby"
+    with _one_at_a_time(folder):
+        port = _running(folder, address, config.token)
+        if port is None:
+            port = _start(config, folder, bind, address, save_dir)
+            (folder / NOTE).write_text(f"{os.getpid()} {target(address, port)}")
+    return target(address, port)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other rank of this host starts a standby controller."""
+    make_private(folder)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile holds it too
+
+
+def _running(folder: Path, address: str, token: str) -> int | None:
+    """Return the port of the standby controller of this host; None: there is none, or it is about to end."""
+    try:
+        owner, place = (folder / NOTE).read_text().split()
+        os.kill(int(owner), 0)  # without its owner it ends soon
+        host, port = split(place)
+    except (OSError, ValueError):
+        return None
+    return port if host == address and probe(address, port, token) == "controller" else None
+
+
+def _start(config: Config, folder: Path, bind: str, address: str, save_dir: str) -> int:
     port = _free_port(bind, config.port)
     child = start_controller(
         port=port,
         bind=bind,
-        run_dir=run_dir / "standby",
+        run_dir=folder,
         token=config.token,
         owner_pid=os.getpid(),
         abandoned_s=KEPT_S,
@@ -93,7 +136,7 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
     except BaseException:
         stop_controller(child)
         raise
-    return target(address, port)
+    return port
 
 
 def _free_port(bind: str, wanted: int | None) -> int:
