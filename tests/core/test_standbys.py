@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tests.core.rank_talk import ME, Rank1
 from tests.core.talk import PATIENCE, Wide
 from ttp.core import messages as m
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank
+from ttp.core.rank import events as ev
 from ttp.testing.scenario import grid
 
 
@@ -171,3 +173,27 @@ def test_who_was_passed_over_forgets_what_it_knew() -> None:
     assert said.startswith("[abdicated]")
     assert "Welcome:0" in said
     assert talk.machine.term == 6
+
+
+def test_one_that_runs_is_announced_by_whoever_takes_over() -> None:
+    """Its rank reports it after each welcome, also where enough others were ordered before."""
+    talk = Successor(standbys=1)
+    assert "StandBy:0" in talk.comes(0)
+    talk.comes(4)
+    there = m.StandbyUp(Rank(4), "10.0.0.2:9")
+    assert talk.report(4, there) == "[standby] Standbys:0,4"
+    assert talk.report(4, there) == "", "that is known"
+    assert talk.report(4, m.StandbyUp(Rank(4), "")) == ""
+    assert talk.machine.standbys == ("10.0.0.2:9",)
+    talk.comes(2)
+    assert talk.report(2, m.StandbyUp(Rank(2), "10.0.0.1:9")) == "", "this is the one that takes over"
+
+
+def test_an_answer_that_the_controller_missed_is_repeated() -> None:
+    rank = Rank1()
+    rank.order(m.StandBy(ME, 1))
+    rank.event(ev.StreamDown("broken"))
+    assert ">StandbyUp" not in rank.event(ev.StandbyStarted("10.0.0.1:9"))
+    rank.event(ev.StreamUp())
+    assert ">StandbyUp" in rank.order(m.Welcome(ME, 1, 1, "1"))
+    assert rank.sent(m.StandbyUp).address == "10.0.0.1:9"

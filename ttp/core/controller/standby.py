@@ -58,19 +58,24 @@ class Standby:
         return True
 
     def answered(self, report: m.StandbyUp) -> None:
-        """Take the answer of a rank that was ordered to start a standby; if it failed, order one on another host."""
+        """Take the answer of a rank that was ordered to start a standby; if it failed, order one on another host.
+
+        A rank repeats its answer after each welcome, so a standby may have been ordered by the controller before.
+        """
         host = self._job.members[report.rank].hello.host
-        if host not in self._places or host in self._up:
-            return
-        if report.address:
+        if report.address and self._wanted and host != self._host:
+            if host in self._up and self._places[host] == report.address:
+                return
             self._up.add(host)
             self._places[host] = report.address
             self._outbox.record("standby", rank=report.rank, host=host, address=report.address)
-        else:
+        elif host in self._places and host not in self._up:
             self._unable.add(host)
             del self._places[host]
             self._outbox.record("no_standby", host=host)
             any(self._ask(rank) for rank in sorted(self._job.live))
+        else:
+            return
         self._tell_all()
 
     def _tell_all(self) -> None:

@@ -85,6 +85,7 @@ class ProcessorMachine:
         self._down_since: float | None = now
         self._view: RestoreView | None = None
         self._restored: Restored | None = None
+        self._standby: m.StandbyUp | None = None
         self._undecided = False
         self._observed = ev.Observed(hello.version, hello.phase)
         self._route = Route(timeouts.failover_s)
@@ -149,9 +150,9 @@ class ProcessorMachine:
             case ev.HostProbed(subject, reachable, text):
                 self._outbox.report(m.Probed(self._state.rank, subject, reachable, text))
             case ev.StandbyStarted(address):
-                self._route.knows(address)  # the controller's announcement may be lost
-                self._note_ring()
-                self._outbox.report(m.StandbyUp(self._state.rank, address))
+                self._note_ring(address)  # the controller's announcement may be lost
+                self._standby = m.StandbyUp(self._state.rank, address)
+                self._outbox.report(self._standby)
             case ev.CopyMade() | ev.CopySkipped():
                 self._copies.happened(event)
             case ev.AsideEvent():
@@ -180,10 +181,8 @@ class ProcessorMachine:
     def _on_time(self, now: float) -> None:
         if self._connect_at is not None and now >= self._connect_at:
             self._connect_at = None
-            start, home = self._attempts >= self.timeouts.start_controller_after, self._route.address == HOME
-            self._outbox.do(
-                act.Connect(start and home and self._route.went_round, self._route.address, self._within_s(now))
-            )
+            start = self._attempts >= self.timeouts.start_controller_after and self._route.address == HOME
+            self._outbox.do(act.Connect(start and self._route.went_round, self._route.address, self._within_s(now)))
         if (self._outbox.welcomed or self._aside.welcomed) and now >= self._beat_at:
             self._beat_at = now + self.timeouts.heartbeat_s
             o, state = self._observed, self._state
@@ -326,8 +325,9 @@ class ProcessorMachine:
             case MirrorTo():
                 self._outbox.do(act.NameKeeper(order))
 
-    def _note_ring(self) -> None:
+    def _note_ring(self, standby: str = "") -> None:
         """Have the ring of controllers recorded after each change, if there is more than one controller."""
+        self._route.knows(standby)
         ring = act.NoteRing(self.term, self._route.current, self._route.standbys)
         if ring.standbys and ring != self._noted:
             self._noted = ring
@@ -347,7 +347,7 @@ class ProcessorMachine:
             for said in filter(None, (self._view, self._restored if not self._undecided else None)):
                 self._outbox.report(said)  # other ranks may still wait for the decision, and this controller may be new
         self._copies.repeat()
-        for report in self.program.repeated():
+        for report in (*filter(None, (self._standby,)), *self.program.repeated()):
             self._outbox.report(report)
         if self._state.broken is not None:
             self._report_broken(self._state.broken)
