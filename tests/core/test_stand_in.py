@@ -20,7 +20,7 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import events as ev
 from ttp.testing import simulation
-from ttp.testing.scenario import Fault
+from ttp.testing.scenario import Fault, grid
 
 HOME, NEXT = Rank(0), Rank(2)
 PATIENT_S = 120.0
@@ -234,6 +234,17 @@ def test_the_others_are_waited_for_a_moment() -> None:
     talk.report(0, m.Frozen(Rank(0), freeze.incident, Version(7), m.Phase.IDLE, True))
     assert talk.orders(m.Save) == []
     assert "Save:0" in talk.after(ControllerTimeouts().meanwhile_s)
+
+
+def test_a_rank_with_another_layout_is_refused_with_the_reason() -> None:
+    talk = Talk(formed=False)
+    job = talk.machine.stand_in.job
+    job.learn(talk.layout)
+    job.learn(grid(3, 1))
+    talk.hello(0, meanwhile=True, incarnation=1, version=Version(7))
+    other = {"layout_digest": grid(3, 1).digest, "meanwhile": True, "incarnation": 1, "version": Version(7)}
+    assert talk.hello(1, **other).startswith("Refused(mismatch):1")
+    assert "rank 1 announces another layout than the others" in talk.orders(m.Refused)[0].text
 
 
 # --------------------------------------------------------------------------------------- tables: the takeover meanwhile

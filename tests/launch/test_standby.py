@@ -14,6 +14,7 @@ import pytest
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch import standby
+from ttp.launch.controller_process import start_controller
 from ttp.launch.presence import controller_pid
 from ttp.wire.address import split
 
@@ -44,10 +45,9 @@ def test_one_that_cannot_be_asked_is_ended(tmp_path: Path, monkeypatch: pytest.M
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The controllers that the test starts; they are ended after it."""
     children: list[subprocess.Popen[bytes]] = []
-    start = standby.start_controller
 
     def noted(**settings: Any) -> subprocess.Popen[bytes]:
-        children.append(start(**settings))
+        children.append(start_controller(**settings))
         return children[-1]
 
     monkeypatch.setattr(standby, "start_controller", noted)

@@ -273,7 +273,7 @@ class Membership:
         known = self.members.get(hello.rank) if hello.rank in self.moving - self.seats else None
         if known is None or known.hello.nonce == hello.nonce or known.hello.host == hello.host or hello.incarnation:
             return False
-        return not (self.malformed(hello) or self._stranger(hello) or self._mismatch(hello))
+        return not (self.malformed(hello) or self._stranger(hello) or self.mismatch(hello))
 
     def guests_on(self, connection: ConnectionId) -> list[Rank]:
         """Return the ranks that guests on this stream wait to replace."""
@@ -299,7 +299,7 @@ class Membership:
         malformed = self.malformed(hello)
         if malformed is not None or self.starts_incarnation(hello):
             return malformed
-        return self._stranger(hello) or self._rank_taken(hello) or self._mismatch(hello)
+        return self._stranger(hello) or self._rank_taken(hello) or self.mismatch(hello)
 
     def malformed(self, hello: m.Hello) -> Refusal | None:
         """Return why ``hello`` is invalid for any job; ``None`` if it is valid."""
@@ -351,7 +351,8 @@ class Membership:
             )
         return None
 
-    def _mismatch(self, hello: m.Hello) -> Refusal | None:
+    def mismatch(self, hello: m.Hello) -> Refusal | None:
+        """Return in what ``hello`` differs from the job's layout; ``None`` if it does not, as far as that is known."""
         assert self.layout is not None
         if hello.world_size != self.layout.world_size:
             return m.RefusalCode.MISMATCH, (

@@ -131,12 +131,12 @@ class StandIn:
         if job.layout is not None and (hello.run_id, hello.incarnation) != (job.run_id, job.incarnation):
             self._outbox.refuse(connection, hello, m.RefusalCode.BUSY, "this controller stands in for another job")
             return
-        problem = job.malformed(hello)
+        problem = job.malformed(hello) or (job.mismatch(hello) if job.layout is not None else None)
         if problem is not None:
             self._outbox.refuse(connection, hello, *problem)
         elif hello.layout_digest not in job.layouts:
             self._layouts.wait(connection, hello, now)
-        elif job.layout is None or hello.layout_digest == job.layout.digest:
+        else:
             self._join(connection, hello, now)
 
     def _join(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
