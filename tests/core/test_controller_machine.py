@@ -297,6 +297,22 @@ def test_the_untouched_beginning_needs_no_checkpoint() -> None:
     assert talk.facts("nothing_new")["text"] == "no update had finished: there is nothing to lose"
 
 
+@pytest.mark.parametrize("finished", [5, 6])
+def test_a_shard_without_a_copy_costs_nothing_if_no_rank_has_finished_a_newer_version(finished: int) -> None:
+    """The dead rank had just restored version 5, as all have."""
+    talk = Talk(grid(2, 1), formed=False)
+    for rank in range(2):
+        talk.hello(rank, version=5, base_version=5)
+    talk.accuse(1, m.FaultKind.EXITED)
+    said = talk.frozen(0, finished)
+    if finished == 5:
+        assert said == "[answer] [nothing_new] [released] Release(75):0"
+        assert talk.facts("nothing_new")["reason"] == "shard 's1' has no whole copy left: rank 1 gave no answer"
+        assert talk.facts("released")["text"] == "version 5 is on disk already; a restart goes on with step 6"
+    else:
+        assert said == "[answer] [released] Release(70):0"
+
+
 def test_what_was_restored_is_on_disk() -> None:
     talk = Talk(formed=False)
     for rank in range(3):

@@ -73,6 +73,11 @@ class Planner:
         why = self._program_waits(incident, verdict, now) if leads else self._falls_short(incident, verdict, now)
         return Wait(why) if why else Go(verdict)
 
+    def none_newer(self, incident: Incident, on_disk: Version) -> bool:
+        """Return whether all connected ranks have answered, and no rank has finished an update after ``on_disk``."""
+        heard = bool(incident.answers) and all(map(incident.answered, self._job.live))
+        return heard and self._newest_finished(incident) <= on_disk
+
     def _program_waits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
         """Return why the program's recovery has to wait a moment; empty: it need not wait."""
         short = isinstance(verdict, NoPlan) and not self.program.may_repair

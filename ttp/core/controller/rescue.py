@@ -265,10 +265,10 @@ class Rescue:
             case Go(Plan() as plan) if plan.version > self.on_disk():
                 self._shadow.choose(incident, plan, self.base_version)
                 self.saving.begin(incident, plan, now)
-            case Go(Plan() as plan):
-                self.saving.nothing_new(incident, plan, self.on_disk())
-            case Go(NoPlan(reason)):
+            case Go(NoPlan(reason)) if not self._planner.none_newer(incident, self.on_disk()):
                 self._give_up(incident, reason, now)
+            case Go(verdict):
+                self.saving.nothing_new(incident, verdict, self.on_disk())
 
     def _follow_program(self, incident: Incident, now: float) -> None:
         ending = self.program.advance()

@@ -18,7 +18,7 @@ from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.page_collectors import PAGES_S, PageCollectors
-from ttp.core.decide import How, Plan
+from ttp.core.decide import How, NoPlan, Plan
 from ttp.core.layout import Rank, Shard, Version
 
 GENERATIONS_PER_TERM = 1 << 16
@@ -166,8 +166,9 @@ class Saving:
         if rank in incident.pending:
             self._send_save(incident, rank)
 
-    def nothing_new(self, incident: Incident, plan: Plan, on_disk: Version) -> None:
-        """End the save, because the newest version that can be saved is on disk already."""
+    def nothing_new(self, incident: Incident, verdict: Plan | NoPlan, on_disk: Version) -> None:
+        """End the save, because no rank has a newer version, or none that can be saved, than the one on disk."""
+        plan = verdict if isinstance(verdict, Plan) else Plan(on_disk, (), verdict.reason)
         incident.plan, incident.saved = plan, on_disk
         incident.path = self.last_commit[1] if self.last_commit else ""
         incident.outcome = (
