@@ -24,8 +24,9 @@ from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
+from ttp.errors import EXIT_BAD_CONFIG
 from ttp.launch.log_format import FACTS
-from ttp.store.history import HISTORY_KINDS
+from ttp.store.history import HISTORY_KINDS, Launch
 from ttp.wire.sockets import Sockets
 
 log = logging.getLogger("ttp.controller")
@@ -333,10 +334,15 @@ class Driver:
         for observe in self.observers:
             observe(kind, facts, happening.monotonic_s, happening.unix_s)
 
-    def _remembered(self, fruitless: int, progress: bool) -> None:
+    def _remembered(self, fruitless: int, present: Launch | None) -> None:
         """Give the machine the result of ``Journal.launch_begins``. Called on the journal's thread."""
+        event = ce.Remembered(fruitless, progress=False)
+        if present is not None:
+            saved = (Version(present.version), present.path) if present.version and present.path else None
+            wrong = present.text if present.code == EXIT_BAD_CONFIG else ""
+            event = ce.Remembered(fruitless, present.progress, saved, wrong, present.drained)
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self.feed, ce.Remembered(fruitless, progress))
+            self._loop.call_soon_threadsafe(self.feed, event)
 
     def _remember(self, happening: Happening) -> None:
         self.history.append(happening)

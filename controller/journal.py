@@ -103,7 +103,7 @@ class Journal:
         self._lock = threading.Lock()  # never held during a disk call
 
     def launch_begins(
-        self, save_dir: str, happening: Happening, resumed: bool, told: Callable[[int, bool], None]
+        self, save_dir: str, happening: Happening, resumed: bool, told: Callable[[int, history.Launch | None], None]
     ) -> None:
         """Record the start of a launch, and read the history of launches.
 
@@ -113,14 +113,14 @@ class Journal:
             resumed: whether this controller took over during the launch; then the controller before it has recorded the
                 start.
             told: called on another thread with the number of launches before this one that made no new version, and
-                whether this launch has made one.
+                what the controller before this one has recorded of this launch.
         """
         if not save_dir:
             return
         with self._lock:
             writer = self._writer(Path(save_dir))
-        writer.read(resumed, told)
         facts = json.loads(happening.facts) | {"controller": self._address}
+        writer.read((facts["run_id"], facts["incarnation"]) if resumed else None, told)
         self._note(save_dir, history.LEADS if resumed else happening.kind, happening.unix_s, facts)
 
     def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
@@ -230,7 +230,7 @@ class _Writer:
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put(lambda: self._note(line))
 
-    def read(self, resumed: bool, told: Callable[[int, bool], None]) -> None:
+    def read(self, resumed: tuple[str, int] | None, told: Callable[[int, history.Launch | None], None]) -> None:
         """Read the history of launches on the writer's thread, and call ``told``; see ``Journal.launch_begins``."""
         self._inbox.put(lambda: told(*history.behind(self._place, resumed)))
 

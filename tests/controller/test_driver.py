@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +15,16 @@ import pytest
 from tests.core.talk import PATIENCE, answers
 from ttp.controller.connection import Connection
 from ttp.controller.driver import Driver
+from ttp.controller.journal import Journal
 from ttp.core import messages as m
-from ttp.core.controller.events import Received, ReceivedAlike, StreamEnded
+from ttp.core.controller.events import (
+    HostsDrained,
+    RankWasWrong,
+    Received,
+    ReceivedAlike,
+    SaveRequested,
+    StreamEnded,
+)
 from ttp.core.layout import Rank, Version
 from ttp.core.layout_messages import TellLayout
 from ttp.testing.scenario import grid
@@ -108,5 +117,44 @@ def test_what_ranks_say_alike_is_one_event_and_what_comes_later_is_later() -> No
         await asyncio.sleep(0)
         assert driver.machine.stage == "saving"
         driver.close()
+
+    quietly(run)
+
+
+def test_a_controller_that_takes_over_learns_what_the_one_before_has_recorded(tmp_path: Path) -> None:
+    """Otherwise a drained host would start ranks again, a wrong job would be restarted, and a saved one be lost."""
+    layout, save_dir = grid(1, 1), str(tmp_path)
+
+    async def lead(talk: Callable[[Driver, Connection], None], **more: Any) -> Driver:
+        journal = Journal(tmp_path / "run", [save_dir])
+        driver = Driver(PATIENCE, journal)
+        driver.machine.job.learn(layout)
+        rank = driver.connect(lambda: None)
+        driver.feed(Received(rank.id, replace(hello(0, layout), save_dir=save_dir, host="h", **more)))
+        talk(driver, rank)
+        journal.close(60)
+        await asyncio.sleep(0)  # what the journal has read
+        return driver
+
+    def saves(driver: Driver, rank: Connection) -> None:
+        driver.feed(SaveRequested(1, "asked"))
+        assert driver.machine.incident is not None
+        id = driver.machine.incident.id
+        driver.feed(Received(rank.id, m.Frozen(Rank(0), id, Version(7), m.Phase.IDLE, final=True)))
+        driver.feed(Received(rank.id, m.Saved(Rank(0), id, 0, (m.Piece("p", 1, "d", "shard", "s0", Rank(0)),))))
+        driver.feed(Received(rank.id, m.Committed(Rank(0), id, 0, "step_7", 1)))
+        driver.feed(HostsDrained(frozenset({"h", "other"})))
+        driver.feed(HostsDrained(frozenset({"other"}), drained=False))
+        driver.feed(RankWasWrong("rank 3 exited with code 64"))
+
+    async def run() -> None:
+        before = await lead(saves)
+        known = {"resume": True, "takeover": True, "term_seen": 1}
+        driver = await lead(lambda *_: None, incarnation=1, version=Version(7), **known)
+        assert driver.machine.last_commit == before.machine.last_commit == (7, "step_7")
+        assert driver.machine.drained_hosts == ["h"]
+        assert driver.machine.verdict == before.machine.verdict and driver.machine.verdict.code == 64
+        other = await lead(lambda *_: None, incarnation=2, **known)
+        assert other.machine.last_commit is None and not other.machine.drained_hosts, "that is another launch"
 
     quietly(run)

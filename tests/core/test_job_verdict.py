@@ -85,7 +85,7 @@ def test_another_job_begins_with_nothing() -> None:
 
 def test_a_drained_host_is_one_until_the_next_launch() -> None:
     verdict = launched(fruitless=0)
-    verdict.drained.add("n17")
+    verdict.drained |= {"n17"}
     verdict.released(75, "saved", "")
     verdict.starts()  # the launcher of another host was faster
     assert verdict.drained == {"n17"}

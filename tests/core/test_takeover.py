@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from tests.core.talk import Talk, frozen_at_7
+from tests.core.talk import PATIENCE, Talk, frozen_at_7
 from ttp.core import messages as m
+from ttp.core.controller.events import Remembered
 from ttp.core.layout import Rank, Version
+from ttp.testing.scenario import grid
 
 
 def test_a_takeover_in_the_steady_state_changes_nothing() -> None:
@@ -93,3 +95,13 @@ def test_a_rank_that_missed_the_release_is_released() -> None:
     for rank in range(3):
         talk.lost(rank)
     assert talk.back(2, incident="i1").endswith("Release(75):2")
+
+
+def test_a_checkpoint_that_the_controller_before_committed_counts_after_a_takeover() -> None:
+    """The rank with the only other copy of a shard died once that was written, and the controller after the commit."""
+    talk = Talk(grid(2, 1), formed=False)
+    talk.hello(0, incarnation=1, resume=True, term_seen=1, version=7, incident="old-1", takeover=True)
+    talk.frozen(0, 7)
+    talk.event(Remembered(0, True, (Version(7), "step_7")))
+    assert talk.after(PATIENCE.gather_s).endswith("[evidence] [nothing_new] [released] Release(75):0")
+    assert talk.facts("released")["text"] == "version 7 is on disk already; a restart goes on with step 8"

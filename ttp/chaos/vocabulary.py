@@ -40,6 +40,7 @@ EVENTS = (
     "commit_failed",
     "committed",
     "done",
+    "drained",
     "evidence",
     "fallback",
     "finished",

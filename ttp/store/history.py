@@ -2,9 +2,10 @@
 
 ``save_dir/incidents/launches.log`` has a line of JSON for each of these events: a launch begins (``incarnation``), all
 ranks have joined (``formed``), have agreed on a checkpoint (``restore``), and have read it (``restored``), a checkpoint
-was ``committed``, all ranks have trained to the end (``finished``), were told to exit with a code (``released``), or a
-rank has exited with 64 (``wrong``); or another controller has taken over (``leads``). A launch without an end still
-runs, or ended together with its controller. Lines that cannot be parsed, such as half a line, are skipped.
+was ``committed``, all ranks have trained to the end (``finished``), were told to exit with a code (``released``), a
+rank has exited with 64 (``wrong``), or hosts must start no ranks again (``drained``); or another controller has taken
+over (``leads``), and learns from here what that one knew. A launch without an end still runs, or ended together with
+its controller. Lines that cannot be parsed, such as half a line, are skipped.
 
 If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
 ``save_dir/incidents/wrong.json``. If several ranks do, the last file is kept.
@@ -41,11 +42,14 @@ other ranks may have joined later.
 TAIL_BYTES = 4 << 20
 """Bytes of the newest lines that are read."""
 TEXT_MAX = 2000
-HISTORY_KINDS = ("formed", "restore", "restored", "committed", "finished", "released", "wrong")
+HISTORY_KINDS = ("formed", "restore", "restored", "committed", "finished", "released", "wrong", "drained")
 BEGINS = "incarnation"
 LEADS = "leads"
 
-_FACTS = ("run_id", "incarnation", "world_size", "version", "exit_code", "text", "progress", "size", "controller")
+_FACTS = (
+    "run_id", "incarnation", "world_size", "version", "path", "exit_code", "text", "progress", "size", "controller",
+    "hosts",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -60,6 +64,8 @@ class Launch:
         code: exit code of the job: 64, 70, 75 or 0; None if it was cut off.
         text: reason of the exit code.
         version: the newest version that it saved; None if it saved none.
+        path: the checkpoint of that version.
+        drained: hosts that must start no ranks again after it.
         ended_unix_s: when its end was recorded; 0 if it was not.
         joined_unix_s: when all ranks had joined; 0 if they have not.
         restored_unix_s: when all ranks had read the checkpoint that they begin with; 0 if that was not recorded.
@@ -75,6 +81,8 @@ class Launch:
     code: int | None = None
     text: str = ""
     version: int | None = None
+    path: str = ""
+    drained: frozenset[str] = frozenset()
     ended_unix_s: float = 0.0
     joined_unix_s: float = 0.0
     restored_unix_s: float = 0.0
@@ -209,20 +217,22 @@ def parse_launches(data: bytes) -> list[Launch]:
     return _launches(_records(data))
 
 
-def behind(save_dir: Path, resumed: bool) -> tuple[int, bool]:
+def behind(save_dir: Path, resumed: tuple[str, int] | None) -> tuple[int, Launch | None]:
     """Count the launches directly before the present one that saved no new version.
 
     Args:
         save_dir: the directory that holds the job's checkpoints.
-        resumed: whether the last launch in the log is the present one; else the present one is not in it yet.
+        resumed: run id and incarnation of the present launch, which was led by another controller before; None: it
+            begins now.
 
     Returns:
-        The number of launches in a row before the present one that saved no new version, and whether the present one
-        has saved one.
+        The number of launches in a row before the present one that saved no new version, and what is recorded of the
+        present one; None: nothing is.
     """
     launches = _readable(save_dir)
-    present = launches.pop() if resumed and launches else None
-    return fruitless(launches), present is not None and present.progress
+    known = bool(launches) and (launches[-1].run_id, launches[-1].incarnation) == resumed
+    present = launches.pop() if known else None
+    return fruitless(launches), present
 
 
 def fruitless(launches: Sequence[Launch]) -> int:
@@ -269,6 +279,9 @@ def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
             launch.restored_bytes = _whole(record.get("size")) or 0
         case "committed":
             launch.progress, launch.version = True, _whole(record.get("version"))
+            launch.path = str(record.get("path", ""))
+        case "drained" if isinstance(record.get("hosts"), list):
+            launch.drained = frozenset(map(str, record["hosts"]))
         case "finished":
             launch.progress, launch.code, launch.ended_unix_s = True, EXIT_TRAINED, at_s
             launch.text = "trained to the end"

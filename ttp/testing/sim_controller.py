@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ttp.core import messages as m
 from ttp.core.controller.events import (
@@ -17,6 +17,7 @@ from ttp.core.controller.events import (
     Received,
     ReceivedAlike,
     Record,
+    Remembered,
     SaveRequested,
     Send,
     SendAlike,
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 NEVER = float("inf")
 KEEPALIVE_S = 1.0
 """Seconds without an answer (a stopped process gives none) after which gRPC considers a stream dead."""
+
+READ_S = 0.05
+"""Longest time, in seconds, in which a controller reads the history of launches."""
 
 
 class SimController:
@@ -178,6 +182,7 @@ class SimController:
                     self._send(connection, rank, order)
             case Record(kind, incident, facts):
                 self._world.trace(self.name, f"[{incident}] {kind} {facts}")
+                self._note(kind, facts)
             case LookAt(host):
                 looked = LookedAt(host, self._world.roads.silent_s(self, host))
                 self._world.after(0.0, self.on_event, looked)
@@ -185,6 +190,16 @@ class SimController:
                 self.alive = False
                 for stream in list(self._streams.values()):
                     stream.end()
+
+    def _note(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Keep the history of launches on disk, and read there what the controller before this one has recorded."""
+        history, incarnation = self._world.history, self.machine.job.incarnation
+        if kind == "committed":
+            history[incarnation] = facts["version"], facts["path"]
+        elif kind == "incarnation" and facts["resumed"]:
+            saved = history.get(facts["incarnation"])
+            read = Remembered(0, saved is not None, saved)
+            self._world.after(self._world.rng.random() * READ_S, self.on_event, read)
 
     def _send(self, connection: ConnectionId, rank: Rank, order: m.Order) -> None:
         self._world.trace(self.name, f"> {type(order).__name__} {rank}")
@@ -242,4 +257,6 @@ def _describe(event: Event) -> str:  # noqa: PLR0911 - one line for each event
             return f"< looked at {host}: {silent_s}"
         case SaveRequested():
             return "< save requested"
+        case Remembered(_, _, saved):
+            return f"< remembered {saved}"
     return "tick"

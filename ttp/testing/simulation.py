@@ -153,6 +153,8 @@ class Simulation(Clock):
         """Ranks of the next launch that continued in their processes while ranks of this launch still run."""
         self.transfers = Transfers(self) if scenario.transfers else None
         self.memory = HostMemory(self) if scenario.shadow else None
+        self.history: dict[int, tuple[Version, str]] = {}
+        """Version and path of the last checkpoint of each incarnation, as controllers have recorded it on disk."""
         self._skipped = 0  # launches cut off because the launcher started all ranks anew
         self._hosts: dict[str, Pages] = {}
         self._copies: dict[str, Copies] = {}

@@ -155,10 +155,21 @@ class RankWasWrong(Event):
 
 @dataclass(frozen=True, slots=True)
 class Remembered(Event):
-    """The results of earlier launches, as recorded on disk; see ``JobVerdict.remember``."""
+    """What earlier launches, and controllers that led this launch before, have recorded on disk.
+
+    Args:
+        fruitless: how many launches before this one brought no new version.
+        progress: this launch has brought one.
+        saved: version and path of the last checkpoint of this launch; None: there is none.
+        wrong: why a rank has exited with 64; empty: none has.
+        drained: hosts whose launchers must not start ranks again.
+    """
 
     fruitless: int
     progress: bool
+    saved: tuple[Version, str] | None = None
+    wrong: str = ""
+    drained: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

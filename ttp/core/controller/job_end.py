@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ControllerTimeouts, HostsDrained, LauncherSaid, RankWasWrong, Remembered, Stop
-from ttp.core.controller.job_verdict import JobVerdict
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.rescue import Rescue
 from ttp.core.layout import Rank
 from ttp.errors import EXIT_BAD_CONFIG
 
@@ -19,19 +19,21 @@ class JobEnd:
     Args:
         job: the ranks.
         outbox: takes orders, records and ``Stop``.
-        verdict: the exit code of the job.
+        rescue: has the exit code of the job, and its last checkpoint.
         timeouts: see ``ControllerTimeouts``.
         now: the time at which the controller starts, in seconds.
     """
 
     def __init__(
-        self, job: Membership, outbox: Outbox, verdict: JobVerdict, timeouts: ControllerTimeouts, now: float
+        self, job: Membership, outbox: Outbox, rescue: Rescue, timeouts: ControllerTimeouts, now: float
     ) -> None:
         self.finished_at: float | None = None
         """Time at which the last rank left its training loop; None: not all ranks have left it."""
         self.stopped = False
         """True if ``Stop`` was returned."""
-        self._job, self._outbox, self._verdict, self._timeouts = job, outbox, verdict, timeouts
+        self._job, self._outbox, self._timeouts = job, outbox, timeouts
+        self._verdict, self._saving = rescue.verdict, rescue.saving
+        self._drained = self._verdict.drained
         self._quiet_since = now
 
     def heard(self, now: float) -> None:
@@ -52,8 +54,9 @@ class JobEnd:
                 verdict.drained = verdict.drained | hosts if drained else verdict.drained - hosts
             case RankWasWrong(text):
                 verdict.is_wrong(text)
-            case Remembered(fruitless, progress):
-                verdict.remember(fruitless, progress)
+            case Remembered(fruitless, progress, saved, wrong, drained):
+                verdict.remember(fruitless, progress, wrong, drained)
+                self._saving.take_over(saved)
         if verdict.now.code == EXIT_BAD_CONFIG != before.code:
             self._outbox.record("wrong", text=verdict.now.text)
 
@@ -66,6 +69,9 @@ class JobEnd:
 
     def advance(self, now: float, *, incident: bool) -> None:
         """End the job or the controller when it is time; while an ``incident`` is open the job does not end."""
+        if self._verdict.drained != self._drained:
+            self._drained = self._verdict.drained
+            self._outbox.record("drained", hosts=sorted(self._drained))
         if not incident:
             self._maybe_finished(now)
         self._maybe_stop(now)

@@ -16,6 +16,8 @@ from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 
 FRUITLESS_MAX = 3
 """Number of launches in a row without a new version after which the job must not be started again."""
+WRONG = "a configuration or a program is wrong: "
+"""How the text of the verdict 64 begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class JobVerdict:
         """True if this launch has brought a new version."""
         self.asked: set[str] = set()
         """Hosts whose launcher has asked for the verdict when it ended."""
-        self.drained: set[str] = set()
+        self.drained: frozenset[str] = frozenset()
         """Hosts whose launchers must not start ranks again after this launch."""
         self._launched = False
         self._forget()
@@ -62,12 +64,15 @@ class JobVerdict:
             self.fruitless = 0
         elif self._launched:
             self.fruitless = 0 if self.progress else self.fruitless + 1
-        self._launched, self.progress, self.drained = True, False, set()
+        self._launched, self.progress, self.drained = True, False, frozenset()
         self._forget()
 
-    def remember(self, fruitless: int, progress: bool) -> None:
-        """Take the history: how many launches before this one brought no new version, and whether this one has."""
+    def remember(self, fruitless: int, progress: bool, wrong: str = "", drained: frozenset[str] = frozenset()) -> None:
+        """Take the history: see ``Remembered``."""
         self.fruitless, self.progress = max(self.fruitless, fruitless), self.progress or progress
+        self.drained |= drained
+        if wrong:
+            self.is_wrong(wrong.removeprefix(WRONG))
 
     def released(self, code: int, text: str, cause: str) -> Verdict:
         """Return the verdict to release the ranks with.
@@ -121,7 +126,7 @@ class JobVerdict:
     def now(self) -> Verdict:
         """The verdict, as far as it is known."""
         if self._wrong:
-            return Verdict(EXIT_BAD_CONFIG, f"a configuration or a program is wrong: {self._wrong}", final=True)
+            return Verdict(EXIT_BAD_CONFIG, f"{WRONG}{self._wrong}", final=True)
         if self._end is not None:
             return self._end
         claims = {code: host for host, code in self._claims.items()}

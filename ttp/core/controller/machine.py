@@ -100,7 +100,7 @@ class ControllerMachine:
         parts = self._parts = ControllerParts(patience, new_id, host, port, program)
         self.patience, self.job = patience, parts.job
         self._outbox, self._rescue = parts.outbox, parts.rescue
-        self._end = JobEnd(parts.job, parts.outbox, parts.rescue.verdict, patience, now)
+        self._end = JobEnd(parts.job, parts.outbox, parts.rescue, patience, now)
         self._admission = Admission(parts, self._end, now)
         self._faults = FaultReports(parts, self._end)
         self.stand_in = StandIn(patience, new_id, parts.rescue.meanwhile)
