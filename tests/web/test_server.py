@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -108,3 +109,27 @@ def test_who_does_not_read_or_sends_rubbish_keeps_nobody_out(tmp_path: Path) -> 
         assert urllib.request.urlopen(request, timeout=20).status == 200 and time.monotonic() - began < 5
         for one in lazy:
             one.close()
+
+
+HANGS = """
+import runpy, threading
+from ttp.web import looks
+looks.Incidents.look = lambda self: threading.Event().wait()
+runpy.run_module("ttp", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_when_it_is_told_to_although_the_storage_hangs(tmp_path: Path, asked: signal.Signals) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TTP_")}
+    command = [sys.executable, "-c", HANGS, "web", "--listen", "127.0.0.1:0", "--save-dir", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, env=clean, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            where, _, token = server.stdout.readline().strip().partition("/?token=")
+            request = urllib.request.Request(f"{where}/plain", headers={"Authorization": f"Bearer {token}"})
+            assert urllib.request.urlopen(request, timeout=20).status == 200, "from now on it looks at the files"
+            server.send_signal(asked)
+            assert server.wait(60) == -asked
+        finally:
+            server.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ def serve(looks: Looks, place: Place, config: Config) -> None:
         print(f"{scheme}://{target(place.address, port)}/{shown}", flush=True)
         if secured is None and not is_loopback(place.address):
             log.warning("this page and its token are sent unencrypted: set TTP_TLS_CERT to serve it by HTTPS")
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C waits for no thread whose storage hangs, as SIGTERM does
         server.run(sockets=[listening])
 
 
