@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ttp.adapters.torch.device.accelerator import devices_of
+from ttp.adapters.torch.given import distinct, names_of, owners_in, schedulers_in
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
@@ -21,18 +21,12 @@ from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, tell_forgotten
 from ttp.adapters.torch.loop.followers import Followers, untrained
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
-from ttp.adapters.torch.loop.post_step_state import PostStepState, listed
+from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
-from ttp.adapters.torch.loop.unwrap_optimizer import (
-    hides_its_step,
-    is_sharded,
-    owners_of,
-    turn_takers,
-    unwrap_optimizer,
-)
+from ttp.adapters.torch.loop.unwrap_optimizer import hides_its_step, is_sharded, turn_takers, unwrap_optimizer
 from ttp.adapters.torch.restoring.kept import Kept, begin_in_first_mode
 from ttp.adapters.torch.restoring.registered import Restoring
 from ttp.adapters.torch.saving.preimage import PreImage
@@ -42,8 +36,9 @@ from ttp.adapters.torch.sharding.data_parallel import LayoutWatch, ddps_of, hook
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
+from ttp.adapters.torch.sharding.unconnected import different_weights
 from ttp.adapters.torch.source import TorchSource
-from ttp.core.layout import Layout, Rank
+from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import ConfigError, UsageError
 from ttp.processor.continuing import current
 
@@ -91,9 +86,9 @@ class TorchAdapter(Restoring):
     ) -> None:
         goes_on = current()
         begin_in_first_mode(model, again=goes_on is not None and goes_on.runs)
-        self._given = _distinct(optimizer)
-        self._optimizer = combined(_owners(self._given))
-        self._model, self._schedulers, self._scaler = model, _schedulers(scheduler), scaler
+        self._given = distinct(optimizer)
+        self._optimizer = combined(owners_in(self._given))
+        self._model, self._schedulers, self._scaler = model, schedulers_in(scheduler), scaler
         self._undo, self._layout, self._shard_of, self._buddy = undo, layout, shard_of, buddy
         self._sharding: Sharding | None = None
         self._extra = ExtraState(extra_state)
@@ -193,7 +188,7 @@ class TorchAdapter(Restoring):
         if is_sharded(self._optimizer):
             takers = [list(sharding.stepping)]
         hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
-        turns = Turns(_names(takers), skipped=post_step.skipped, scaled=self._scaler is not None, hidden=hidden)
+        turns = Turns(names_of(takers), skipped=post_step.skipped, scaled=self._scaler is not None, hidden=hidden)
         gate = processor.gate
         self._attachment = attach(
             takers,
@@ -243,7 +238,7 @@ class TorchAdapter(Restoring):
 
     def _calls(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> Calls:
         """Return the functions to call around an update."""
-        owners = [[owner for owner in members_of(self._optimizer) if owner in _owners(taker)] for taker in takers]
+        owners = [[owner for owner in members_of(self._optimizer) if owner in owners_in(taker)] for taker in takers]
         if is_sharded(self._optimizer):
             owners = [[]]  # no copies: they would lack the weights that the ranks exchange after the step
         between = self._source.between = BetweenSteps(
@@ -283,8 +278,16 @@ class TorchAdapter(Restoring):
             self._followers = None
         if self._barrier is not None:
             self._barrier.updated()
-        if (swapped := self._source.swapped) is not None:
-            swapped.updated()
+        if (swapped := self._source.swapped) is not None and swapped.updated() and self._unconnected():
+            assert self._processor is not None
+            env, version = self._processor.env, self._processor.gate.version + 1
+            self._trial.start(partial(different_weights, swapped, env, Version(version)))
+
+    def _unconnected(self) -> bool:
+        """Return whether the ranks count as copies only because nothing says otherwise."""
+        assert self._processor is not None
+        one_shard = len(self._processor.layout.groups) == 1 and self._layout is None
+        return one_shard and connected(self._processor.env.world_size) and not self._buckets.ddps
 
     def _after_end(self) -> None:
         if self._source.exchanges:
@@ -357,42 +360,3 @@ class TorchAdapter(Restoring):
         """Note that scheduler, scaler and averages have followed the last update; for frameworks that tell when."""
         if self._attachment is not None:
             self._attachment.settled()
-
-
-def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the given optimizers as a list without repetitions.
-
-    Raises:
-        UsageError: no optimizer was given.
-        ConfigError: an optimizer that shards its state was given together with others.
-    """
-    given = list({id(each): each for each in listed(optimizer)}.values())
-    if not given:
-        raise UsageError("wrap_optimizer() was given no optimizer: give it those that update the model, one or a list")
-    owners = _owners(given)
-    sharded = next((each for each in owners if is_sharded(each)), None)
-    if sharded is not None and len(owners) > 1:
-        raise ConfigError(
-            f"{type(sharded).__name__} shards its state over the ranks and cannot be protected together with other "
-            "optimizers: give all parameters to it, or use optimizers that do not shard their state"
-        )
-    return given
-
-
-def _names(takers: Sequence[Sequence[Optimizer]]) -> list[str]:
-    """Return a name for each optimizer, for messages."""
-    return [f"optimizer {number} ({type(taker[0]).__name__})" for number, taker in enumerate(takers, 1)]
-
-
-def _owners(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    return [owner for each in optimizers for owner in owners_of(each)]
-
-
-def _schedulers(given: Any) -> list[Any]:
-    """Return a list of schedulers with containers (torchtitan's) replaced by their members, which are saved singly."""
-    found: list[Any] = []
-    for each in listed(given):
-        inside = getattr(each, "schedulers", None)
-        unpack = isinstance(inside, (list, tuple)) and inside and not isinstance(each, LRScheduler)
-        found += _schedulers(list(inside)) if unpack and inside is not None else [each]
-    return found

@@ -109,12 +109,17 @@ class Swapped:
 
     # --------------------------------------------------------------------------------------------- training thread
 
-    def updated(self) -> None:
-        """Note the weights that an update, or a restore, has made."""
+    def updated(self) -> bool:
+        """Note the weights that an update, or a restore, has made.
+
+        Returns:
+            Whether this was the last of the first updates, so that ``early`` may be called from now on.
+        """
         self._note(_AFTER)
         if 0 <= self._updates < _UPDATES_LEARNED:
             self._note(self._updates)
-        self._used = False
+        used, self._used = self._used, False
+        return used and self._updates == _UPDATES_LEARNED - 1
 
     def used(self) -> None:
         """Note the weights that training uses: a backward pass begins, or the next update."""
@@ -155,6 +160,14 @@ class Swapped:
         return _Places([pointer() for pointer in self._pointers], host, device)
 
     # -------------------------------------------------------------------------------------------------- any thread
+
+    def early(self) -> bytes:
+        """Return what was noted after the first updates of this process.
+
+        Raises:
+            TimeoutError: a device did not answer in time.
+        """
+        return b"".join(row for rows in self._looked_at() for row in rows[:_UPDATES_LEARNED])
 
     def now(self) -> bool:
         """Return whether the model holds other weights now.

@@ -129,7 +129,12 @@ class Trial:
         if self.due and self._thread is None:
             self.due = False
             self._found = "; ".join(self.problems())
-            self._thread = threading.Thread(target=self._try, name="ttp-trial", daemon=True)
+            self.start(self._try)
+
+    def start(self, check: Callable[[], str]) -> None:
+        """Run a check on another thread, unless one runs; if it returns a text, the next update raises that."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(check,), name="ttp-trial", daemon=True)
             self._thread.start()
 
     # ------------------------------------------------------------------------------------------------------- private
@@ -139,17 +144,20 @@ class Trial:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return {self._names.of(parameter) for group in groups for parameter in group["params"]}
 
-    def _try(self) -> None:
+    def _try(self) -> str:
+        state = self._make_state()
+        self._say(left_out(state))
+        return refusal(state, self._model) or "; ".join(self._grown())
+
+    def _run(self, check: Callable[[], str]) -> None:
         try:
-            state = self._make_state()
-            self._found = self._found or refusal(state, self._model) or "; ".join(self._grown())
-            self._say(left_out(state))
+            found = check()
         except UsageError as problem:
-            self._found = self._found or str(problem)
-        except (
-            Exception
-        ) as problem:  # code of the program raised, or the state grew during the check: no reason to stop training
-            _log.warning("the check whether this training state can be saved has failed", exc_info=problem)
+            found = str(problem)
+        except Exception:  # code of the program raised, or the state grew meanwhile: no reason to stop training
+            _log.warning("the check whether this training state can be saved has failed", exc_info=True)
+            return
+        self._found = self._found or found
 
     def _finish(self, thread: threading.Thread) -> None:
         thread.join(_PATIENCE_S)

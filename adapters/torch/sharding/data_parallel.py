@@ -84,7 +84,7 @@ class LayoutWatch:
     """
 
     def __init__(self, ddps: Sequence[Ddp], names: ModelNames) -> None:
-        self._ddps, self._names = list(ddps), names
+        self.ddps, self._names = list(ddps), names
         self._watches = {name: BucketWatch(ddp) for name, ddp in _by_name(ddps, names).items()}
         self.unsettled = list(self._watches.values())
         """The watches whose layout may still change, and whose ``update_finished`` has to be called."""
@@ -110,8 +110,8 @@ class LayoutWatch:
         Returns:
             Reasons why the modules make saves impossible, in sentences; empty if saves are possible.
         """
-        late = [ddp for ddp in ddps_of(model, self._ddps) if not any(ddp is known for known in self._ddps)]
-        self._ddps += late
+        late = [ddp for ddp in ddps_of(model, self.ddps) if not any(ddp is known for known in self.ddps)]
+        self.ddps += late
         more = {name: BucketWatch(ddp) for name, ddp in _by_name(late, self._names).items()}
         self._watches |= more
         self.unsettled += more.values()
@@ -122,8 +122,8 @@ class LayoutWatch:
                 "job that saved: the next steps may differ in the last bits from an unbroken run. Make it before "
                 "ttp.restore()"
             )
-        found = [hook_refusal(self._ddps)]
-        alone = {id(parameter) for parameter in not_replicated(self._ddps) if parameter.requires_grad} if late else ()
+        found = [hook_refusal(self.ddps), _join_refusal(self.ddps)]
+        alone = {id(parameter) for parameter in not_replicated(self.ddps) if parameter.requires_grad} if late else ()
         if alone:
             names = [name for name, parameter in self._names.parameters.items() if id(parameter) in alone]
             found.append(
@@ -168,6 +168,18 @@ def hook_refusal(ddps: Sequence[Ddp]) -> str:
     return (
         "post_localSGD_hook lets the weights of ranks differ between two averagings, so no rank has a copy of another "
         "rank's weights: register another communication hook, or none"
+    )
+
+
+def _join_refusal(ddps: Sequence[Ddp]) -> str:
+    """Return why training now, inside of a ``join()``, is refused, and what to do; an empty string if it is not."""
+    configs = [ddp._join_config for ddp in ddps]
+    if not any(config.enable and not config.throw_on_early_termination for config in configs):
+        return ""
+    return (
+        "join() lets ranks make different numbers of updates, so their versions would not stand for the same moment. "
+        "Give every rank the same number of batches (DistributedSampler, drop_last=True), or end the epoch of all "
+        "ranks with the first one: join(throw_on_early_termination=True)"
     )
 
 

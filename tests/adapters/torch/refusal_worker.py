@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from tests.adapters.torch.stub_processor import StubProcessor, join, save_together
+from tests.adapters.torch.stub_processor import StubProcessor, join, leave, save_together
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Layout, Rank, Shard
@@ -71,7 +71,37 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "a layout that rank 1 does not fit": refused(lambda: labelled(rank).layout(WORLD)),
         "public": public(directory, rank),
         "experts": experts(directory, rank),
+        "on their own": reduced_by_hand(directory / "own", rank, every=0),
+        "now and then": reduced_by_hand(directory / "then", rank, every=4),
+        "always": reduced_by_hand(directory / "always", rank, every=1),
+        "declared": reduced_by_hand(directory / "declared", rank, every=4, layout=Layout.data_parallel(WORLD)),
     }
+
+
+def reduced_by_hand(directory: Path, rank: int, every: int, **given: Any) -> list[str]:
+    """Average the weights after every so many updates (0: never). Returns what each rank is told at its next update."""
+    torch.manual_seed(3)
+    model, layout = nn.Linear(2, 2), Layout.data_parallel(WORLD)
+    job, processor = adapter(model, **given), StubProcessor(directory, rank=rank, layout=layout)
+    join(job, processor, directory / "pages", rank)
+
+    def train() -> None:
+        for step in range(1, 8):
+            loss = model(torch.full((1, 2), 1.0 - 2 * rank)).sum()
+            loss.backward()
+            if every == 1:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            job._given[0].step()
+            if every and step % every == 0:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.data)
+                    parameter.data /= WORLD
+
+    told: list[str] = [""] * WORLD
+    dist.all_gather_object(told, refused(train))
+    leave(job)
+    return told
 
 
 def one_is_wrong(rank: int) -> Any:

@@ -164,6 +164,9 @@ class TestLayouts:
         assert "that ignores 1.weight was made after wrap_optimizer()" in problem and ddp is not None
 
 
+JOIN = "join() lets ranks make different numbers of updates"
+
+
 class Feedback:
     """The example of docs/support.md."""
 
@@ -240,6 +243,15 @@ class TestHooksWithState:
         state: Any = PostLocalSGDState
         ddp.register_comm_hook(state(None, None, 10), post_localSGD_hook)
         assert hook_refusal([ddp]).startswith("post_localSGD_hook lets the weights of ranks differ")
+
+    @pytest.mark.supports("uneven inputs (join)")
+    @pytest.mark.parametrize("together", [True, False])
+    def test_ranks_that_make_different_numbers_of_updates_are_refused(self, together: bool) -> None:
+        ddp = Ddp(layers())
+        watch = LayoutWatch([ddp], ModelNames(ddp, None))
+        with ddp.join(throw_on_early_termination=together):
+            found = watch.look_again(ddp, resumed=False)
+        assert [text.partition(",")[0] for text in found] == [JOIN] * (not together)
 
 
 class TestLeftAlone:
