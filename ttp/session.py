@@ -102,7 +102,7 @@ class Session:
             RefusedError: the controller does not accept this rank.
         """
         if self.adapter is not None:
-            raise UsageError("wrap_optimizer() was called twice in this process: wrap one optimizer per process")
+            raise UsageError("wrap_optimizer() was called twice: give one list, or decorate each phase of a training")
         if self.enabled:
             self._join(adapter, save_dir, layout, buddy)
         self.adapter, self.save_dir = adapter, save_dir

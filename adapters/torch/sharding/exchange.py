@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,13 @@ import torch.distributed as dist
 from ttp.core.layout import Rank, ranks_text
 from ttp.errors import ConfigError, DirectoryInUseError, UsageError
 
+log = logging.getLogger("ttp.adapters.torch")
+
+_LATE_S = 30.0
+_LATE = (
+    "rank %d has waited for the other ranks for %g s: every rank has to call wrap_optimizer() and restore(), at the "
+    "same point of the program"
+)
 _FINE = b"+"
 _KINDS: dict[bytes, type[ConfigError] | type[UsageError]] = {  # the first that fits: a subclass before its base
     b"d": DirectoryInUseError,
@@ -30,12 +40,25 @@ def gather_bytes(data: bytes) -> list[bytes]:
     """
     size = torch.tensor([len(data)], device=_device())
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
+    with _late_told():
+        dist.all_gather(sizes, size)
     padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8, device=_device())
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device())
     everyone = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded)
     return [_bytes(each[: int(length)]) for each, length in zip(everyone, sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def _late_told() -> Iterator[None]:
+    """Warn if the block takes long, as it does for ever if only some ranks call ``wrap_optimizer()``."""
+    timer = threading.Timer(_LATE_S, log.warning, (_LATE, dist.get_rank(), _LATE_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:

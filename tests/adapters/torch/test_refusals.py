@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.adapters.torch.worlds import run_world
+from tests.waiting import until
 from ttp.adapters.torch.sharding import exchange
 from ttp.adapters.torch.sharding.discovery import refuse_left_alone
 from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards
@@ -118,6 +119,20 @@ class TestExchange:
         with pytest.raises(kind, match=r"^it is wrong$"):
             exchange.refuse_everywhere(kind("it is wrong"), 1)  # type: ignore[arg-type]
         assert exchange.gather_or_refuse(lambda: b"x") == [b"x"]
+
+    @pytest.mark.parametrize("group", ["gloo"], indirect=True)
+    def test_ranks_that_do_not_come_are_named_in_the_log(
+        self, group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        every = dist.all_gather
+
+        def late(*args: Any) -> None:
+            until(lambda: "every rank has to call wrap_optimizer()" in caplog.text, story=lambda: caplog.text)
+            every(*args)
+
+        monkeypatch.setattr(exchange, "_LATE_S", 0.01)
+        monkeypatch.setattr(dist, "all_gather", late)
+        assert exchange.gather_bytes(b"x") == [b"x"]
 
     def test_without_a_group_nobody_is_told(self) -> None:
         exchange.refuse_everywhere(ConfigError("it is wrong"), 2)
