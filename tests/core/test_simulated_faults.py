@@ -255,3 +255,13 @@ def test_what_one_rank_alone_finds_wrong_ends_all_with_64(others: tuple[Fault, .
         assert {code for code in exits[0] if code is not None} == {64}, trace
         assert "] committed" in trace
         assert exits[1] == [0, 0, 0]
+
+
+def test_no_controller_starts_on_a_host_without_power() -> None:
+    """Where no standby could be started either, the launcher has to end the ranks that are left."""
+    for seed in range(24):
+        twice = Fault("controller_twice", 0.105, Rank(0)), Fault("power", 0.106, Rank(0))
+        exits, trace = run(grid(1, 2), *twice, hosts=("h0", "h1"), seed=seed)
+        assert exits[-1] == [0, 0]
+        dark = trace.partition("loses power")[2].partition("starts incarnation 1")[0]
+        assert "starts on h0" not in dark, f"seed {seed}"

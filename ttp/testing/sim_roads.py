@@ -120,10 +120,10 @@ class Roads:
             self._world.after(self._world.rng.random() * 0.02, self._restart, dead, address)
 
     def _restart(self, dead: SimController, address: str) -> None:
-        if self._at.get(address) is not dead:
-            return  # a rank started a controller at this address first
+        if self._at.get(address) is not dead or not dead.restarts:
+            return  # a rank started a controller at this address first, or the host has died since
         successor, rng = self._start(dead.host, address), self._world.rng
-        successor.restarts = max(0, dead.restarts - 1)  # 0 if the host has died since
+        successor.restarts = dead.restarts - 1
         if successor.restarts:
             successor.kill_in(events=rng.randint(1, 40), actions=rng.randint(0, 4))
 
