@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.core.talk import PATIENCE, Talk, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.controller.events import Remembered
@@ -105,3 +107,18 @@ def test_a_checkpoint_that_the_controller_before_committed_counts_after_a_takeov
     talk.event(Remembered(0, True, (Version(7), "step_7")))
     assert talk.after(PATIENCE.gather_s).endswith("[evidence] [nothing_new] [released] Release(75):0")
     assert talk.facts("released")["text"] == "version 7 is on disk already; a restart goes on with step 8"
+
+
+@pytest.mark.parametrize("read_after", [1, 3])
+def test_a_host_that_was_drained_before_the_takeover_is_still_left(read_after: int) -> None:
+    """The operator has told a controller that was lost before the job was saved."""
+    talk = Talk(formed=False)
+    said = []
+    for rank, host in enumerate("aab"):
+        said.append(talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7, host=host))
+        if rank + 1 == read_after:
+            said.append(talk.event(Remembered(0, False, drained=frozenset({"b"}))))
+    assert said[-1].endswith("[opened] Freeze:0,1,2 [evidence]")
+    assert talk.facts("evidence")["text"] == "b is drained"
+    assert frozen_at_7(talk, 0, 1, 2) == "[answer] [plan] Save:0,2"
+    assert talk.machine.drained_hosts == ["b"]

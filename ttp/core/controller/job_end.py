@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ControllerTimeouts, HostsDrained, LauncherSaid, RankWasWrong, Remembered, Stop
+from ttp.core.controller.evidence import OUTSIDER
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.controller.rescue import Rescue
@@ -32,8 +33,8 @@ class JobEnd:
         self.stopped = False
         """True if ``Stop`` was returned."""
         self._job, self._outbox, self._timeouts = job, outbox, timeouts
-        self._verdict, self._saving = rescue.verdict, rescue.saving
-        self._drained = self._verdict.drained
+        self._rescue, self._verdict, self._saving = rescue, rescue.verdict, rescue.saving
+        self._drained = self._left_over = self._verdict.drained
         self._quiet_since = now
 
     def heard(self, now: float) -> None:
@@ -57,6 +58,7 @@ class JobEnd:
             case Remembered(fruitless, progress, saved, wrong, drained):
                 verdict.remember(fruitless, progress, wrong, drained)
                 self._saving.take_over(saved)
+                self._left_over = drained
         if verdict.now.code == EXIT_BAD_CONFIG != before.code:
             self._outbox.record("wrong", text=verdict.now.text)
 
@@ -74,7 +76,17 @@ class JobEnd:
             self._outbox.record("drained", hosts=sorted(self._drained))
         if not incident:
             self._maybe_finished(now)
+        if self._left_over and self._job.formed and self._job.gather_until is None:
+            self._leave(now)
         self._maybe_stop(now)
+
+    def _leave(self, now: float) -> None:
+        """Accuse the ranks of hosts that were drained before the takeover, as the last controller did."""
+        hosts, self._left_over = self._left_over, frozenset()
+        for rank, host in sorted((rank, self._job.members[rank].hello.host) for rank in self._job.live):
+            if host in hosts:
+                self._job.mark_failed(rank, f"{host} is drained")
+                self._rescue.fault(rank, m.FaultKind.OUTSIDE, f"{host} is drained", now, witness=OUTSIDER)
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times at which ``advance`` may have something to do."""
