@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch import standby
@@ -69,15 +70,16 @@ def test_one_that_runs_is_used_again(tmp_path: Path, started: list[subprocess.Po
     assert controller_pid(*split(second), "secret") == started[1].pid
 
 
-def test_one_whose_rank_has_ended_is_not_used(
+def test_one_whose_rank_has_ended_makes_way(
     tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends soon."""
-    config = Config(token="secret")
+    """It would end seconds later, and hold the one port meanwhile that a firewall may let through."""
+    config = Config(token="secret", port=free_port())
     gone = subprocess.Popen(["true"])
     gone.wait()
     with monkeypatch.context() as earlier:
         earlier.setattr(os, "getpid", lambda: gone.pid)
         first = standby.start_standby(config, tmp_path, "127.0.0.1", "")
-    assert standby.start_standby(config, tmp_path, "127.0.0.1", "") != first
-    assert len(started) == 2
+    assert first == f"127.0.0.1:{config.port}"
+    assert standby.start_standby(config, tmp_path, "127.0.0.1", "") == first
+    assert started[0].wait(60) == 0 and controller_pid(*split(first), "secret") == started[1].pid

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ttp.config import Config
 from ttp.errors import TtpError
-from ttp.launch.controller_process import start_controller, stop_controller, wait_until_serving
-from ttp.launch.presence import may_be_bound, probe
+from ttp.launch.controller_process import end_controller, start_controller, stop_controller, wait_until_serving
+from ttp.launch.presence import ask_status, may_be_bound
 from ttp.launch.run_dir import make_private
 from ttp.wire.access import listening_address
 from ttp.wire.address import connect, resolve, split, target
@@ -76,7 +76,8 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
     """Make sure that a standby controller runs on this host, and return its ``host:port``.
 
     One that an earlier order has started is used again while the rank that started it lives: each controller that takes
-    over, and each launch in which a rank keeps its process, gives that order again.
+    over, and each launch in which a rank keeps its process, gives that order again. One whose rank has ended makes way,
+    unless it leads: it would end soon, and hold the job's port until then.
 
     Raises:
         TtpError: it does not start; the text says why.
@@ -88,8 +89,11 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
         raise TtpError(f"TTP_BIND={bind} is not an address of this host")
     folder = run_dir / "standby"
     with _one_at_a_time(folder):
-        port = _running(folder, address, config.token)
-        if port is None:
+        owner, port = _noted(folder, address)
+        status = ask_status(address, port, config.token) if port else None
+        if status is None or not _exists(owner):
+            if status is not None and not any(rank.state in ("live", "frozen") for rank in status.ranks):
+                end_controller(address, port, config.token)
             port = _start(config, folder, bind, address, save_dir)
             (folder / NOTE).write_text(f"{os.getpid()} {target(address, port)}")
     return target(address, port)
@@ -107,15 +111,22 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile holds it too
 
 
-def _running(folder: Path, address: str, token: str) -> int | None:
-    """Return the port of the standby controller of this host; None: there is none, or it is about to end."""
+def _noted(folder: Path, address: str) -> tuple[int, int]:
+    """Return who started the last standby controller of this host (a pid), and its port; 0: there was none."""
     try:
         owner, place = (folder / NOTE).read_text().split()
-        os.kill(int(owner), 0)  # without its owner it ends soon
         host, port = split(place)
+        return int(owner), port if host == address else 0
     except (OSError, ValueError):
-        return None
-    return port if host == address and probe(address, port, token) == "controller" else None
+        return 0, 0
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 def _start(config: Config, folder: Path, bind: str, address: str, save_dir: str) -> int:
@@ -144,6 +155,7 @@ def _free_port(bind: str, wanted: int | None) -> int:
     family, _, _, _, where = resolve(bind, 0, flags=socket.AI_PASSIVE)[0]
     for port in (wanted or 0, 0):
         with socket.socket(family, socket.SOCK_STREAM) as probing:
+            probing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections do not matter
             try:
                 probing.bind((where[0], port, *where[2:]))
                 return int(probing.getsockname()[1])
