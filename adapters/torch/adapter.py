@@ -24,6 +24,7 @@ from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.repeating import Repeating
 from ttp.adapters.torch.loop.reporting import DeviceReporter
+from ttp.adapters.torch.loop.swapped import Swapped
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.adapters.torch.loop.unwrap_optimizer import hides_its_step, is_sharded, turn_takers, unwrap_optimizer
@@ -278,16 +279,16 @@ class TorchAdapter(Restoring):
             self._followers = None
         if self._barrier is not None:
             self._barrier.updated()
-        if (swapped := self._source.swapped) is not None and swapped.updated() and self._unconnected():
-            assert self._processor is not None
-            env, version = self._processor.env, self._processor.gate.version + 1
-            self._trial.start(partial(different_weights, swapped, env, Version(version)))
+        if (swapped := self._source.swapped) is not None and swapped.updated():
+            self._compare_ranks(swapped)
 
-    def _unconnected(self) -> bool:
-        """Return whether the ranks count as copies only because nothing says otherwise."""
+    def _compare_ranks(self, swapped: Swapped) -> None:
+        """Compare, on another thread, weights that ranks count as copies of only because nothing says otherwise."""
         assert self._processor is not None
-        one_shard = len(self._processor.layout.groups) == 1 and self._layout is None
-        return one_shard and connected(self._processor.env.world_size) and not self._buckets.ddps
+        env, version = self._processor.env, Version(self._processor.gate.version + 1)
+        if self._layout is None and len(self._processor.layout.groups) == 1 and connected(env.world_size):
+            reduced = self._buckets.reduced
+            self._trial.start(lambda: different_weights(swapped.early(), self._names, reduced, env, version))
 
     def _after_end(self) -> None:
         if self._source.exchanges:

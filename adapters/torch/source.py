@@ -106,7 +106,8 @@ class TorchSource(Standing):
             sharding: how the state is sharded over the ranks.
         """
         if not list(flat_scopes(self._model)):
-            self.swapped = Swapped(sharding.stepping, self._names.parameters, self.runtimes)
+            reduced = self.buckets.reduced if self.buckets is not None else ()
+            self.swapped = Swapped(sharding.stepping, self._names.parameters, self.runtimes, reduced)
 
     def connect(self, processor: Processor, attachment: Attachment, sharding: Sharding) -> None:
         """Take the processor and the attached hooks, and prepare for saves.

@@ -15,7 +15,7 @@ during the first updates, those weights are not compared from then on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
@@ -47,6 +47,7 @@ class _Sample(NamedTuple):
     """Some bytes of a parameter.
 
     Args:
+        parameter: the parameter, which has another memory on each rank if it is sharded.
         memory: returns the memory of the parameter on this rank.
         pointer: returns the address of that memory.
         frozen: whether the parameter is not trained.
@@ -55,6 +56,7 @@ class _Sample(NamedTuple):
         pinned: page-locked memory for all rows of a device.
     """
 
+    parameter: Tensor
     memory: Callable[[], Tensor]
     pointer: Callable[[], int]
     frozen: bool
@@ -86,12 +88,20 @@ class Swapped:
         optimizers: the optimizers that train the model.
         parameters: the model's parameters by name.
         runtimes: the devices of the model; empty: it is on the host. Memory is allocated here.
+        reduced: identities of the parameters that a DistributedDataParallel keeps equal on all ranks.
     """
 
     def __init__(
-        self, optimizers: Iterable[Optimizer], parameters: Mapping[str, Tensor], runtimes: Sequence[Runtime]
+        self,
+        optimizers: Iterable[Optimizer],
+        parameters: Mapping[str, Tensor],
+        runtimes: Sequence[Runtime],
+        reduced: Collection[int] = (),
     ) -> None:
-        chosen = [parameter for each in optimizers for parameter in _chosen(each)][:_SAMPLES_MAX]
+        given = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
+        chosen = [parameter for each in given for parameter in _chosen(each)][:_SAMPLES_MAX]
+        others = _chosen([p for each in given for p in each if id(p) not in reduced])
+        chosen += [other for other in others if not any(other is each for each in chosen)]
         chosen += _beside(chosen, parameters)
         samples = [_sample(parameter, runtimes) for parameter in chosen]
         self._on_host = [sample for sample in samples if sample.runtime is None]
@@ -161,13 +171,14 @@ class Swapped:
 
     # -------------------------------------------------------------------------------------------------- any thread
 
-    def early(self) -> bytes:
-        """Return what was noted after the first updates of this process.
+    def early(self) -> list[tuple[Tensor, bytes]]:
+        """Return what was noted after the first updates of this process, for each parameter that is trained.
 
         Raises:
             TimeoutError: a device did not answer in time.
         """
-        return b"".join(row for rows in self._looked_at() for row in rows[:_UPDATES_LEARNED])
+        pairs = zip((*self._on_host, *self._on_device), self._looked_at(), strict=True)
+        return [(each.parameter, b"".join(rows[:_UPDATES_LEARNED])) for each, rows in pairs if not each.frozen]
 
     def now(self) -> bool:
         """Return whether the model holds other weights now.
@@ -217,10 +228,10 @@ class Swapped:
         return bool(seen or not sample.frozen) and all(rows[n] == rows[_UPDATES_LEARNED + n] for n in seen)
 
 
-def _chosen(optimizer: Optimizer) -> Iterator[Tensor]:
+def _chosen(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the last vector and the last matrix: unlike rows of an embedding, both change in almost every update."""
     seen = set[bool]()
-    for parameter in reversed([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]):
+    for parameter in reversed([each for each in parameters if each.requires_grad]):
         if _is_plain(_memory_of(parameter)) and (parameter.dim() > 1) not in seen:
             seen.add(parameter.dim() > 1)
             yield parameter
@@ -262,7 +273,8 @@ def _sample(parameter: Tensor, runtimes: Sequence[Runtime]) -> _Sample:
     pointer: Callable[[], int] = partial(_pointer, parameter) if is_distributed(parameter) else parameter.data_ptr
     zeros = torch.zeros(count, dtype=torch.uint8) if runtime is None else runtime.on_device(count).zero_()
     pinned = [] if runtime is None else list(torch.split(runtime.pinned(_ROWS * count), count))
-    return _Sample(partial(_memory_of, parameter), pointer, not parameter.requires_grad, runtime, zeros, pinned)
+    memory_now, frozen = partial(_memory_of, parameter), not parameter.requires_grad
+    return _Sample(parameter, memory_now, pointer, frozen, runtime, zeros, pinned)
 
 
 def _device_rows(samples: Sequence[_Sample]) -> list[list[Tensor]]:

@@ -91,6 +91,11 @@ class LayoutWatch:
         _say_hook_state(ddps)
 
     @property
+    def reduced(self) -> set[int]:
+        """The identities of the parameters whose gradients are reduced over ranks."""
+        return {id(parameter) for ddp in self.ddps for parameter in ddp.parameters()}
+
+    @property
     def layout(self) -> Layouts | None:
         """The layouts for the step after the last finished update; None: DDP's initial layouts. For any thread."""
         return _joined({name: watch.layout for name, watch in self._watches.items()})

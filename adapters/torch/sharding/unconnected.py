@@ -1,51 +1,61 @@
 """Refuses ranks that train different weights although they count as copies of one model.
 
-Ranks whose gradients no library reduces count as copies if names and shapes are equal (``discovery``). Programs that
-reduce gradients by hand are of this kind. So are programs whose ranks train models of their own, or average weights now
-and then (local SGD), and those that forget to reduce gradients: after a failure all of their ranks would get the
-weights of one. So the weights are compared once, after the first updates.
+Parameters whose gradients no library reduces count as copies if names and shapes are equal (``discovery``). Programs
+that reduce gradients by hand have such parameters. So have programs whose ranks train models of their own, average
+weights now and then (local SGD), or forget to reduce some gradients (a loss with parameters, outside of the
+DistributedDataParallel): after a failure all of their ranks would get the weights of one. So some bytes of these
+weights are compared once, after the first updates.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
 import xxhash
+from torch import Tensor
 
-from ttp.adapters.torch.loop.swapped import Swapped
+from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.config import RankEnv
 from ttp.core.layout import Version
 
 _DIFFERENT = (
-    "the weights of rank {rank} differ from those of rank {other}, but ttp takes all ranks for copies of one model, "
-    "because no DistributedDataParallel, FSDP or mesh says otherwise. After a failure all ranks would get the weights "
-    "of one of them. Average the gradients over all ranks in every step (DistributedDataParallel does). ttp does not "
-    "protect ranks that train models of their own, or that average their weights only now and then (local SGD). If the "
-    "program keeps the weights equal and they differ by rounding only, say so: wrap_optimizer(..., "
-    "layout=ttp.Layout.data_parallel({world_size}))"
+    "the weights of rank {rank} differ from those of rank {other} (compared: {names}), but ttp takes them for copies, "
+    "because names and shapes are equal and no DistributedDataParallel, FSDP or mesh says otherwise. After a failure "
+    "all ranks would get those of one of them. Average their gradients over all ranks in every step, as a "
+    "DistributedDataParallel around these parameters does. ttp does not protect ranks that train weights of their own, "
+    "or that average them only now and then (local SGD). If the program keeps them equal and they differ by rounding "
+    "only, say so: wrap_optimizer(..., layout=ttp.Layout.data_parallel({world_size}))"
 )
-
 
 _numbers = itertools.count()
 """Numbers the trainings of this process, which may use one store."""
 
 
-def different_weights(swapped: Swapped, env: RankEnv, version: Version) -> str:
+def different_weights(
+    noted: Sequence[tuple[Tensor, bytes]], names: ModelNames, reduced: Collection[int], env: RankEnv, version: Version
+) -> str:
     """Return why this rank is no copy of the rank that came here first; empty if it is, or if it is the first.
 
     Ranks do not wait for each other: the first one leaves a digest in the store of the default process group.
 
     Args:
-        swapped: has noted some bytes of the weights after each of the first updates.
+        noted: parameters, and bytes of them after each of the first updates.
+        names: names of the model.
+        reduced: identities of the parameters that need no comparison.
         env: the place of this rank.
         version: number of finished updates; only ranks that come here with the same one are compared.
     """
-    mine = xxhash.xxh3_128_hexdigest(swapped.early())
+    compared = {names.of(parameter): data for parameter, data in noted if id(parameter) not in reduced}
+    if not compared:
+        return ""
+    mine = xxhash.xxh3_128_hexdigest(b"".join(compared.values()))
     library: Any = dist
     store = library.PrefixStore("ttp/weights", library.distributed_c10d._get_default_store())
     key = f"{env.run_id}/{env.launch}/{next(_numbers)}/{version}"
     first = store.compare_set(key, "", f"{env.rank} {mine}").decode()
     other, _, theirs = first.partition(" ")
-    return "" if theirs == mine else _DIFFERENT.format(rank=env.rank, other=other, world_size=env.world_size)
+    where = {"rank": env.rank, "other": other, "names": ", ".join(compared), "world_size": env.world_size}
+    return "" if theirs == mine else _DIFFERENT.format(**where)

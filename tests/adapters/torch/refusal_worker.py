@@ -71,6 +71,7 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
         "a layout that rank 1 does not fit": refused(lambda: labelled(rank).layout(WORLD)),
         "public": public(directory, rank),
         "experts": experts(directory, rank),
+        "outside of DDP": outside(directory / "outside", rank),
         "on their own": reduced_by_hand(directory / "own", rank, every=0),
         "now and then": reduced_by_hand(directory / "then", rank, every=4),
         "always": reduced_by_hand(directory / "always", rank, every=1),
@@ -79,24 +80,45 @@ def everything(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def reduced_by_hand(directory: Path, rank: int, every: int, **given: Any) -> list[str]:
-    """Average the weights after every so many updates (0: never). Returns what each rank is told at its next update."""
+    """Average the weights after every so many updates (0: never; 1: the gradients). Returns what ``trained`` does."""
     torch.manual_seed(3)
-    model, layout = nn.Linear(2, 2), Layout.data_parallel(WORLD)
-    job, processor = adapter(model, **given), StubProcessor(directory, rank=rank, layout=layout)
-    join(job, processor, directory / "pages", rank)
+    model = nn.Linear(2, 2)
+
+    def iterate(step: int, update: Callable[[], None]) -> None:
+        model(torch.full((1, 2), 1.0 - 2 * rank)).sum().backward()
+        if every == 1:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        update()
+        if every and step % every == 0:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= WORLD
+
+    return trained(adapter(model, **given), directory, rank, iterate)
+
+
+def outside(directory: Path, rank: int) -> list[str]:
+    """The loss has parameters, which are not in the DistributedDataParallel."""
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"loss": nn.Linear(2, 2), "body": Ddp(nn.Linear(2, 2))})
+
+    def iterate(_step: int, update: Callable[[], None]) -> None:
+        model["loss"](model["body"](torch.full((1, 2), 1.0 - 2 * rank))).sum().backward()
+        update()
+
+    return trained(adapter(model), directory, rank, iterate)
+
+
+def trained(
+    job: TorchAdapter, directory: Path, rank: int, iterate: Callable[[int, Callable[[], None]], None]
+) -> list[str]:
+    """Make six iterations. Returns for each rank the error that one of its updates has raised."""
+    join(job, StubProcessor(directory, rank=rank, layout=Layout.data_parallel(WORLD)), directory / "pages", rank)
 
     def train() -> None:
-        for step in range(1, 8):
-            loss = model(torch.full((1, 2), 1.0 - 2 * rank)).sum()
-            loss.backward()
-            if every == 1:
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad)
-            job._given[0].step()
-            if every and step % every == 0:
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.data)
-                    parameter.data /= WORLD
+        for step in range(1, 7):
+            iterate(step, job._given[0].step)
 
     told: list[str] = [""] * WORLD
     dist.all_gather_object(told, refused(train))
