@@ -144,7 +144,8 @@ class Swapped:
         """Note the weights that a forward pass without gradients uses. They may be in the model for this pass only."""
         kept = self._places
         self._note(_EVALUATED)
-        self._places = kept
+        if self._pointers:
+            self._places = kept
         self.evaluations += 1
 
     def _note(self, row: int) -> None:
@@ -154,7 +155,8 @@ class Swapped:
                 self._read(row)
         except Exception:
             log.warning(_GIVEN_UP, exc_info=True)
-            self._on_host, self._on_device, self._pointers, self._places = [], [], [], _Places([], [], [])
+            self._on_host, self._on_device, self._pointers = [], [], []
+            self._host_rows, self._places = [[]] * _ROWS, _Places([], [], [])
 
     def _read(self, row: int) -> None:
         if [pointer() for pointer in self._pointers] != self._places.addresses:
