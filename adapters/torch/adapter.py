@@ -269,6 +269,8 @@ class TorchAdapter(Restoring):
                 runtime.mark(side=False).synchronize()
 
     def _updated(self) -> None:
+        if (swapped := self._source.swapped) is not None and swapped.updated():
+            self._compare_ranks(swapped)
         if not self._between.turns.simple:
             self._between.after_update()
         if self._buckets.unsettled:
@@ -279,8 +281,6 @@ class TorchAdapter(Restoring):
             self._followers = None
         if self._barrier is not None:
             self._barrier.updated()
-        if (swapped := self._source.swapped) is not None and swapped.updated():
-            self._compare_ranks(swapped)
 
     def _compare_ranks(self, swapped: Swapped) -> None:
         """Compare, on another thread, weights that ranks count as copies of only because nothing says otherwise."""

@@ -255,7 +255,7 @@ def test_loaded_weights_are_those_of_training_before_the_first_update_and_after_
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(Swapped, "_found"), (Swapped, "_read"), (Followers, "_look"), (Untouched, "_look")]
+    ("owner", "method"), [(Swapped, "_found"), (Swapped, "_read"), (Followers, "_state"), (Untouched, "_look")]
 )
 def test_an_error_of_what_follows_the_loop_stops_no_training(
     owner: type, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -274,7 +274,8 @@ def test_an_error_of_what_follows_the_loop_stops_no_training(
             job.model(INPUT)
     assert job.processor.gate.version == 3
     assert [record.levelname for record in caplog.records] == ["WARNING"], caplog.text
-    assert owner is not Swapped or not (job.swapped or job.adapter.source.swapped.early())
+    swapped: Any = job.adapter.source.swapped
+    assert owner is not Swapped or not (job.swapped or swapped.early())
     job.save()
 
 
