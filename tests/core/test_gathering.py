@@ -104,3 +104,17 @@ def test_frozen_ranks_wait_for_the_last_of_the_queue() -> None:
             assert talk.after(0.9 * PATIENCE.gather_s) == ""
     assert talk.machine.incident is None
     assert m.Phase.IDLE is talk.machine.job.members[Rank(2)].phase
+
+
+def test_ranks_that_start_only_now_are_waited_for_while_they_come() -> None:
+    """Some ranks had joined before the controller was lost, and others are only starting."""
+    takeover = Takeover()
+    for rank in range(RANKS // 2 + 1):
+        takeover.comes(rank, version=Version(0))
+    late = iter(range(RANKS // 2 + 1, RANKS))
+    while takeover.now < 2 * PATIENCE.forming_s:
+        takeover.passes(0.9 * PATIENCE.gather_s)
+        takeover.comes(next(late), incarnation=0, resume=False, term_seen=0, version=Version(0))
+    assert "opened" not in takeover.kinds()
+    takeover.passes(2 * PATIENCE.forming_s)
+    assert "opened" in takeover.kinds(), "none has come for long"
