@@ -109,11 +109,6 @@ class RoundRunner:
         """Whether a script runs."""
         return self._script is not None
 
-    @property
-    def doing(self) -> RoundKind | None:
-        """The kind of the current round; None if there is none."""
-        return self._round.kind if self._round is not None else None
-
     def begin(self, script: Script, term: int, now: float) -> None:
         """Run ``script``, after giving up a running one.
 
