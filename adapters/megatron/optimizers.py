@@ -91,10 +91,11 @@ def inner_optimizers(optimizer: Any, geometry: Geometry) -> list[Inner]:
 
 
 def _dealt(inners: Sequence[Inner], geometry: Geometry) -> tuple[Described, ...]:
-    """Return the tensors that are not trained and that this rank writes with its first plain optimizer."""
+    """Return the tensors that no optimizer updates and that this rank writes with its first plain optimizer."""
     updated = {id(holding.described.tensor) for inner in inners for holding in inner.holdings}
-    # Trained parameters that this rank does not update lie in the ranges of other ranks.
-    fixed = [d for key, d in geometry.tensors.items() if key not in updated and not d.tensor.requires_grad]
+    for inner in inners:  # the buffers of a distributed optimizer also hold what other ranks update
+        updated |= {id(parameter) for buffer in getattr(inner.megatron, "buffers", ()) for parameter in buffer.params}
+    fixed = [d for key, d in geometry.tensors.items() if key not in updated]
     first = inners[0]
     return tuple(d for number, d in enumerate(fixed) if d.first and number % first.parts == first.part)
 

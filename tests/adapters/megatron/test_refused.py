@@ -16,8 +16,8 @@ import ttp
 from tests.adapters.torch.fake_device import FakeDevice, Watching
 from ttp.adapters.megatron import offer_to_megatron, training
 from ttp.adapters.megatron.adapter import MegatronAdapter
-from ttp.adapters.megatron.geometry import Geometry
-from ttp.adapters.megatron.optimizers import _refuse_unknown, unchained, with_counts
+from ttp.adapters.megatron.geometry import Described, Geometry
+from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import Progress
 from ttp.adapters.megatron.restore import _install_groups
@@ -170,6 +170,19 @@ def test_param_groups_that_differ_in_their_rates_only_come_back_in_their_order()
     more: list[dict[str, Any]] = [{**same, "max_lr": 0.0} for _ in range(3)]
     _install_groups(more, saved)
     assert [group["max_lr"] for group in more] == [1e-3, 5e-5, 5e-5]
+
+
+def test_what_no_optimizer_updates_is_written_once_also_if_the_program_switches_its_gradient() -> None:
+    """A program may freeze parameters, or unfreeze others, after it has made the optimizer."""
+    mine, other, lost = (torch.zeros(2, requires_grad=trained) for trained in (False, False, True))
+    geometry = Geometry({id(t): Described("", t, (), first=True) for t in (mine, other, lost)})
+    megatron = SimpleNamespace(buffers=[SimpleNamespace(params=[mine, other])])
+    inners = [
+        Inner(megatron, torch.optim.SGD([torch.zeros(2)]), "dense", "param", (holding,), part, 2)
+        for part, updated in enumerate((mine, other))
+        for holding in [Holding(geometry.tensors[id(updated)], updated, 0, 2, ())]
+    ]
+    assert [[d.tensor is lost for d in _dealt([inner], geometry)] for inner in inners] == [[True], []]
 
 
 def test_a_parameter_without_a_place_in_checkpoints_is_refused() -> None:
