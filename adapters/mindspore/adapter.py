@@ -301,11 +301,11 @@ class MindSporeAdapter:
         absent, _ = ms.load_param_into_net(self.network, values, strict_load=True, remove_redundancy=bool(shared))
         if absent and not shared:  # else other ranks have sent them
             raise UsageError(f"ckpt_load_fn() must return all parameters of the network, and lacks {absent}")
-        read = {name: int(values[name].asnumpy()) if name in values else 0 for name in ("epoch_num", "step_num")}
         self._memory.look()
         if self._preimage is not None:
             self._preimage.forget()
-        self.begin(self.version, Position(read["epoch_num"], read["step_num"], _number(values.get("batch_num"))))
+        numbers = [_number(values.get(name)) for name in ("epoch_num", "step_num", "batch_num")]
+        self.begin(self.version, Position(*numbers))
         return self.version
 
 
@@ -318,4 +318,4 @@ def _warn_of_newer(save_dir: Path, version: Version) -> None:
 
 
 def _number(value: Any) -> int:
-    return 0 if value is None else int(value.asnumpy())
+    return 0 if value is None else int(value.asnumpy().item())

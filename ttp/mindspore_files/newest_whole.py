@@ -74,7 +74,7 @@ def load_newest(
     Raises:
         CheckpointError: there are checkpoints, but the newest ``attempts`` of them are damaged, so training must not
             silently begin from scratch. Or a directory cannot be listed.
-        UsageError: ``attempts`` is less than 1.
+        UsageError: ``attempts`` is less than 1, or the newest checkpoint is cut into slices for fewer ranks.
     """
     if attempts < 1:
         raise UsageError(f"attempts={attempts}: it has to be at least 1")
@@ -203,10 +203,19 @@ def _file_in(checkpoint: CatalogEntry, files: Sequence[Path], rank: int) -> tupl
 def file_of(manifest: Manifest, rank: int) -> str:
     """Return the file of a checkpoint that ``rank`` has to load, as a path below the checkpoint.
 
+    If all ranks hold the same, any rank can load it, also one that the job did not have when it saved.
+
     Raises:
+        UsageError: the checkpoint is cut into slices, and ``rank`` is beyond the ranks that saved it.
         CheckpointError: the checkpoint holds no file for the rank.
     """
-    group = next((ranks for ranks in groups_of_manifest(manifest) if rank in ranks), ())
+    groups = groups_of_manifest(manifest)
+    if len(groups) > 1 and rank >= manifest.world_size:  # a CheckpointError would make this rank load an older step
+        raise UsageError(
+            f"the checkpoint of step {manifest.version} was saved by {manifest.world_size} ranks in {len(groups)} "
+            f"slices, and holds none for rank {rank}: convert it with `ttp reshard`"
+        )
+    group = groups[0] if len(groups) == 1 else next((ranks for ranks in groups if rank in ranks), ())
     for replica in (rank, *group):
         for piece in manifest.pieces:
             if piece.file.startswith(f"rank_{replica}/") and piece.file.endswith(SUFFIXES):

@@ -199,12 +199,13 @@ def test_a_first_step_that_was_skipped_is_no_update(training: Training, monkeypa
 # ------------------------------------------------------------------------------------------- the program's own loading
 
 
-def test_what_ckpt_load_fn_has_loaded_can_be_saved_at_once(training: Training) -> None:
+@pytest.mark.parametrize("shaped", [int, lambda value: [value]], ids=["scalars", "of one element"])
+def test_what_ckpt_load_fn_has_loaded_can_be_saved_at_once(training: Training, shaped: Callable[[int], Any]) -> None:
     """The page exists before the first update, in which a rank may die."""
     state = {p.name: ms.Parameter(p.value(), name=p.name) for p in training.model.train_network.get_parameters()}
     state["global_step"] = ms.Parameter(ms.Tensor([6], ms.int32), name="global_step")
     numbers = {"epoch_num": 2, "step_num": 6, "batch_num": STEPS_PER_EPOCH}
-    state |= {name: ms.Parameter(ms.Tensor(value, ms.int32), name=name) for name, value in numbers.items()}
+    state |= {name: ms.Parameter(ms.Tensor(shaped(value), ms.int32), name=name) for name, value in numbers.items()}
     resumed = resuming.restore(training.model, rows_from(0), ckpt_load_fn=lambda: (state, False))
     assert (resumed.version, resumed.step, resumed.initial_epoch) == (6, 6, 1)
     saved = save(training.joined[0], training.processor, 6)

@@ -159,6 +159,33 @@ def test_checkpoints_of_ttp_by_their_step_for_each_rank(tmp_path: Path, monkeypa
     assert found is not None and found.step_num == 9 and len(found.skipped) == 1
 
 
+def saved_by_two_replicas(save_dir: Path, version: int) -> Path:
+    """Return a checkpoint of a data-parallel job of two ranks, which rank 1 has written."""
+    step = make_job(save_dir / f"tft_saved_checkpoints-step_{version}", [(1,)], lambda _rank: "a.ckpt", step=version)
+    piece = Piece("rank_1/a.ckpt", *digest_file(step / "rank_1/a.ckpt"), "shard", "model", Rank(1))
+    groups = {Shard("model"): (Rank(0), Rank(1))}
+    manifest = Manifest(Version(version), "r", 0, "i", "c", "w", 2, groups, "mindspore", 0.0, (piece,))
+    (step / "manifest.json").write_text(manifest.to_json())
+    return step
+
+
+def test_a_rank_that_the_saving_job_did_not_have_takes_the_same_step(tmp_path: Path) -> None:
+    """Such as in a job with more ranks; an older checkpoint of its own must not hide the newest."""
+    saved_by_two_replicas(tmp_path, 12)
+    saved_by_ttp(tmp_path, 9)
+    for rank in range(4):
+        found = load_newest(tmp_path, rank=rank)
+        assert found is not None and found.step_num == 12
+
+
+def test_a_rank_without_a_slice_loads_no_older_step(tmp_path: Path) -> None:
+    """The other ranks would load the newest step, and train on with it."""
+    saved_by_ttp(tmp_path, 12)
+    saved_by_two_replicas(tmp_path, 9)
+    with pytest.raises(UsageError, match="step 12 was saved by 4 ranks in 2 slices, and holds none for rank 4"):
+        load_newest(tmp_path, rank=4)
+
+
 def test_a_checkpoint_is_one_attempt_however_many_of_its_files_match(tmp_path: Path) -> None:
     newer = saved_by_ttp(tmp_path, 12)
     saved_by_ttp(tmp_path, 9)
