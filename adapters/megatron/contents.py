@@ -52,9 +52,17 @@ def read_megatron(path: Path) -> WholeState:
         (``param`` or ``fp32_param``) of each weight, and Megatron's param groups with the names of their parameters.
 
     Raises:
-        CheckpointError: the checkpoint does not say how its tensors are named in the model, or cannot be read.
+        CheckpointError: the checkpoint does not say how its tensors are named in the model, or cannot be read; or it is
+            of a job with two optimizers for one kind of parameters.
     """
     stored = MegatronCheckpoint(path)
+    kinds = [saved["kind"] for saved in stored.optimizers]
+    if len(set(kinds)) < len(kinds):
+        classes = ", ".join(saved["class"] for saved in stored.optimizers)
+        raise CheckpointError(
+            f"{path} was made with several optimizers for one kind of parameters ({classes}), and does not say which "
+            "of them updates which parameter: it cannot be converted. ttp.restore() can read it"
+        )
     weights, stacked = _weights(stored, stored.rank_layouts())
     leaves = [StateValue(("model", name), (), _entry(stored, weight.view)) for name, weight in weights.items()]
     leaves += _moments(stored, weights)

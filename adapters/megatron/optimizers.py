@@ -187,19 +187,17 @@ def _float16(megatron: Any) -> Iterator[_Pair]:
 
 
 def with_counts(optimizers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return saved optimizers (``groups``, ``step``) with one count of updates in all param groups, as in Megatron.
+    """Return saved optimizers (``class``, ``groups``, ``step``) with one count of updates for each class.
 
     A fused optimizer does not count updates in a param group without parameters on its rank: the count is missing
-    there, or is the one from before a restart. An optimizer without parameters on this rank gets the count of the other
-    optimizers.
+    there, or is the one from before a restart. The same holds for an optimizer without parameters on this rank.
     """
-    counts = [_latest(group.get("step") for group in each["groups"]) for each in optimizers]
-    steps = [each["step"] for each in optimizers]
     found = []
-    for each, own, step in zip(optimizers, counts, steps, strict=True):
-        count = _latest(counts) if own is None else own
+    for each in optimizers:
+        alike = [other for other in optimizers if other.get("class") == each.get("class")]
+        count = _latest(group.get("step") for other in alike for group in other["groups"])
         groups = [dict(group) if count is None else {**group, "step": count} for group in each["groups"]]
-        found.append({**each, "groups": groups, "step": _latest(steps) if step is None else step})
+        found.append({**each, "groups": groups, "step": _latest(other["step"] for other in alike)})
     return found
 
 

@@ -37,15 +37,16 @@ def put_back(own: ReplicatedOptimizer, shards: Sequence[dict[str, Any]], place: 
             parameter.copy_(weights[name])
         for name, (_, main) in own.held.items():
             main.copy_(weights[name])
-            own.optimizer.state[main] = {k: _at(v, main) for k, v in states[name].items()}
     if own.optimizer is None:
         return
+    counted = any(group.get("capturable") or group.get("fused") for group in own.optimizer.param_groups)
+    for name, (_, main) in own.held.items():
+        own.optimizer.state[main] = {
+            key: value.to(main.device) if isinstance(value, Tensor) and (value.dim() or counted) else value
+            for key, value in states[name].items()
+        }
     for number, group in enumerate(own.optimizer.param_groups):
         group.update(_group(number, shards))
-
-
-def _at(value: Any, main: Tensor) -> Any:
-    return value.to(main.device) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _group(number: int, shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -55,8 +56,7 @@ def _group(number: int, shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """
     versions = [shard["groups"][number] for shard in shards if number < len(shard["groups"])]
     counted = [v for v in versions if "step" in v]
-    merged = dict(max(counted, key=lambda v: float(v["step"])) if counted else versions[0] if versions else {})
-    return {k: _at(v, v) if isinstance(v, Tensor) else v for k, v in merged.items()}
+    return dict(max(counted, key=lambda v: float(v["step"])) if counted else versions[0] if versions else {})
 
 
 def put_fixed(model: Any, saved: Mapping[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ttp.adapters.megatron.geometry import CheckpointBox
 from ttp.adapters.megatron.optimizers import Holding, Inner
-from ttp.adapters.megatron.source import STATE_PREFIX, Held
+from ttp.adapters.megatron.source import STATE_PREFIX, Held, class_of
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.restoring.reader import overlap, read_value
 from ttp.adapters.torch.saving.job_state import JobState, read_job_state
@@ -195,9 +195,10 @@ def _check_filled(path: Path, wants: Sequence[Want], missing: Sequence[int]) -> 
 
 
 def _saved_of(inner: Inner, job: JobState) -> Sequence[Mapping[str, Any]]:
-    """Return the saved optimizers of the same kind as ``inner``; all saved ones if none is of that kind."""
+    """Return the saved optimizers of the kind and class of ``inner``; else those of that kind, else all saved ones."""
     saved: Sequence[Mapping[str, Any]] = job.extra[JOB_KEY]["optimizers"]
-    return [each for each in saved if each["kind"] == inner.kind] or saved
+    kind = [each for each in saved if each["kind"] == inner.kind] or saved
+    return [each for each in kind if each.get("class") == class_of(inner)] or kind
 
 
 def _install(inner: Inner, states: dict[Tensor, dict[str, Tensor]], saved: Sequence[Mapping[str, Any]]) -> None:

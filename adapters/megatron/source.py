@@ -113,7 +113,7 @@ class MegatronSource(TorchSource):
         job = super()._job_state(version)
         optimizers = with_counts(
             [
-                {"kind": inner.kind, "class": _class_of(inner), "groups": groups, "step": self._step(inner, version)}
+                {"kind": inner.kind, "class": class_of(inner), "groups": groups, "step": self._step(inner, version)}
                 for inner, groups in zip(self.held.inners, self.post_step.param_groups(version, job), strict=True)
             ]
         )
@@ -214,5 +214,6 @@ def _leaves_of(inner: Inner) -> Iterator[ComparedTensor]:
                 yield ComparedTensor(f"{name}.{key}", value, True)
 
 
-def _class_of(inner: Inner) -> str:
+def class_of(inner: Inner) -> str:
+    """Return module and name of the optimizer's class."""
     return f"{type(inner.optimizer).__module__}.{type(inner.optimizer).__qualname__}"

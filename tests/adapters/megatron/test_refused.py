@@ -14,13 +14,15 @@ import torch
 
 import ttp
 from tests.adapters.torch.fake_device import FakeDevice, Watching
-from ttp.adapters.megatron import offer_to_megatron, training
+from ttp.adapters.megatron import contents, offer_to_megatron, training
 from ttp.adapters.megatron.adapter import MegatronAdapter
 from ttp.adapters.megatron.geometry import Described, Geometry
 from ttp.adapters.megatron.optimizers import Holding, Inner, _dealt, _refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import Progress
-from ttp.adapters.megatron.restore import _install_groups
+from ttp.adapters.megatron.restore import _install_groups, restore_groups
+from ttp.adapters.megatron.stock import JOB_KEY
+from ttp.adapters.torch.saving.job_state import JobState
 from ttp.core.layout import Layout, Version
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.manifest import Manifest
@@ -158,6 +160,48 @@ def test_all_param_groups_have_one_count_of_updates() -> None:
     assert with_counts(plain) == [{"groups": [{"lr": 1}], "step": 8.0}, {"groups": [{"lr": 2}], "step": 8.0}]
     fresh: list[dict[str, Any]] = [{"groups": [{"lr": 1}], "step": None}]
     assert with_counts(fresh) == fresh
+
+
+def test_the_count_of_one_class_is_not_that_of_another() -> None:
+    """Megatron chains Muon, which counts no updates, and Adam. An optimizer may have no parameters on this rank."""
+    muon: dict[str, Any] = {"class": "Muon", "groups": [{"lr": 1}], "step": None}
+    stale: dict[str, Any] = {"class": "Adam", "groups": [{"lr": 2, "step": 4}], "step": None}
+    adam: dict[str, Any] = {"class": "Adam", "groups": [{"lr": 3, "step": 8}], "step": None}
+    assert with_counts([muon, stale, adam]) == [muon, {**stale, "groups": [{"lr": 2, "step": 8}]}, adam]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_two_optimizers_of_one_kind_get_their_own_param_groups(kind: Any) -> None:
+    """Muon and Adam, for example: their param groups differ in the class of the optimizer only."""
+    saved = [
+        {"kind": "dense", "class": f"{each.__module__}.{each.__qualname__}", "groups": [{"lr": lr}], "step": None}
+        for each, lr in ((torch.optim.SGD, 0.25), (torch.optim.AdamW, 0.5))
+    ]
+    inner = Inner(None, kind([torch.zeros(2)], lr=1.0), "dense", "param", (), 0, 1)
+    job = JobState(1, extra={JOB_KEY: {"optimizers": saved}})
+    restore_groups(SimpleNamespace(inners=[inner]), job)  # type: ignore[arg-type]  # all that it needs
+    assert inner.optimizer.param_groups[0]["lr"] == (0.25 if kind is torch.optim.SGD else 0.5)
+
+
+def test_they_are_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [{"kind": "dense", "class": "Muon"}, {"kind": "dense", "class": "Adam"}]
+    monkeypatch.setattr(contents, "MegatronCheckpoint", lambda _path: SimpleNamespace(optimizers=both))
+    with pytest.raises(CheckpointError, match=r"several optimizers for one kind of parameters \(Muon, Adam\)"):
+        contents.read_megatron(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Megatron, which is imported here
+@pytest.mark.parametrize("fused", [True, False])
+def test_counts_of_a_fused_optimizer_are_on_its_device(fused: bool, tmp_path: Path) -> None:
+    from ttp.adapters.megatron.replicated_loading import put_back
+
+    main = torch.zeros(2, device="meta")
+    optimizer: Any = SimpleNamespace(param_groups=[{"fused": fused}], state={})
+    own: Any = SimpleNamespace(trained={"w": torch.zeros(2)}, held={"w": (None, main)}, optimizer=optimizer)
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}
+    put_back(own, [{"weights": {"w": torch.ones(2)}, "state": {"w": state}, "groups": [{}]}], tmp_path)
+    loaded = optimizer.state[main]
+    assert loaded["step"].device.type == ("meta" if fused else "cpu") and loaded["exp_avg"].is_meta
 
 
 def test_param_groups_that_differ_in_their_rates_only_come_back_in_their_order() -> None:
