@@ -39,10 +39,10 @@ def put_back(own: ReplicatedOptimizer, shards: Sequence[dict[str, Any]], place: 
             main.copy_(weights[name])
     if own.optimizer is None:
         return
-    counted = any(group.get("capturable") or group.get("fused") for group in own.optimizer.param_groups)
+    on_device = any(group.get("capturable") or group.get("fused") for group in own.optimizer.param_groups)
     for name, (_, main) in own.held.items():
         own.optimizer.state[main] = {
-            key: value.to(main.device) if isinstance(value, Tensor) and (value.dim() or counted) else value
+            key: value.to(main.device) if isinstance(value, Tensor) and (value.dim() or on_device) else value
             for key, value in states[name].items()
         }
     for number, group in enumerate(own.optimizer.param_groups):

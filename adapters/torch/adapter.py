@@ -200,7 +200,7 @@ class TorchAdapter(Restoring):
             turns=turns,
             untouched=None if gathering(self._model) else Untouched(self._given, source.on_host),
             fence=source.finished,
-            version=partial(attrgetter("version"), gate),
+            version=partial(attrgetter("version"), gate),  # without a call of Python, as it runs several times a step
             ddps=ddps,
             calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
         )
@@ -288,7 +288,10 @@ class TorchAdapter(Restoring):
         env, version = self._processor.env, Version(self._processor.gate.version + 1)
         if self._layout is None and len(self._processor.layout.groups) == 1 and connected(env.world_size):
             reduced = self._buckets.reduced
-            self._trial.start(lambda: different_weights(swapped.early(), self._names, reduced, env, version))
+            self._trial.start(
+                lambda: different_weights(swapped.early(), self._names, reduced, env, version),
+                waits=not self._source.on_device,  # an update may not wait for a device
+            )
 
     def _after_end(self) -> None:
         if self._source.exchanges:

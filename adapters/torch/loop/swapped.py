@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import Runtime, holder, poll
-from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.device.accelerator import Event, Runtime, holder, poll
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -37,6 +37,7 @@ _UPDATES_LEARNED = 5
 _SAMPLES_MAX = 4
 _BYTES = 64
 _PATIENCE_S = 1.0
+_EARLY_S = 60.0
 _AFTER, _BEFORE, _EVALUATED, _NOW = range(2 * _UPDATES_LEARNED, 2 * _UPDATES_LEARNED + 4)
 """Rows: after the last update, before the backward pass, in the last evaluation, and at a look. The rows before these
 hold what was noted in the first updates: after each of them, and before the next one."""
@@ -48,8 +49,7 @@ class _Sample(NamedTuple):
 
     Args:
         parameter: the parameter, which has another memory on each rank if it is sharded.
-        memory: returns the memory of the parameter on this rank.
-        pointer: returns the address of that memory.
+        pointer: returns the address of its memory on this rank.
         frozen: whether the parameter is not trained.
         runtime: the device of the parameter; None: the host.
         zeros: what stands for the bytes while the memory has another form than at the start.
@@ -57,7 +57,6 @@ class _Sample(NamedTuple):
     """
 
     parameter: Tensor
-    memory: Callable[[], Tensor]
     pointer: Callable[[], int]
     frozen: bool
     runtime: Runtime | None
@@ -66,7 +65,7 @@ class _Sample(NamedTuple):
 
     def live(self) -> Tensor:
         """Return the bytes, without a copy."""
-        memory = self.memory()
+        memory = local(self.parameter)
         if not _is_plain(memory) or memory.device != self.zeros.device:
             return self.zeros
         bytes_now = _bytes_of(memory)
@@ -112,6 +111,7 @@ class Swapped:
         self._places = self._found()
         self._updates = -1  # the program may still load weights before the first one
         self._used = True  # training has used the weights since the last update
+        self._learned: list[Event] = []  # marks of the devices after the first updates
         self.evaluations = 0
         """Number of forward passes without gradients so far."""
         self.updated()
@@ -129,7 +129,11 @@ class Swapped:
         if 0 <= self._updates < _UPDATES_LEARNED:
             self._note(self._updates)
         used, self._used = self._used, False
-        return used and self._updates == _UPDATES_LEARNED - 1
+        if not used or self._updates != _UPDATES_LEARNED - 1:
+            return False
+        runtimes = {id(sample.runtime): sample.runtime for sample in self._on_device if sample.runtime is not None}
+        self._learned = [runtime.mark(side=False) for runtime in runtimes.values()]
+        return True
 
     def used(self) -> None:
         """Note the weights that training uses: a backward pass begins, or the next update."""
@@ -176,9 +180,13 @@ class Swapped:
     def early(self) -> list[tuple[Tensor, bytes]]:
         """Return what was noted after the first updates of this process, for each parameter that is trained.
 
+        Waits for the devices, which may be behind their host.
+
         Raises:
-            TimeoutError: a device did not answer in time.
+            TimeoutError: a device has not made the first updates in time.
         """
+        if not all(poll(mark.query, _EARLY_S) for mark in self._learned):
+            raise TimeoutError(f"a device has not made the first updates after {_EARLY_S:g} s")
         pairs = zip((*self._on_host, *self._on_device), self._looked_at(), strict=True)
         return [(each.parameter, b"".join(rows[:_UPDATES_LEARNED])) for each, rows in pairs if not each.frozen]
 
@@ -234,7 +242,7 @@ def _chosen(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the last vector and the last matrix: unlike rows of an embedding, both change in almost every update."""
     seen = set[bool]()
     for parameter in reversed([each for each in parameters if each.requires_grad]):
-        if _is_plain(_memory_of(parameter)) and (parameter.dim() > 1) not in seen:
+        if _is_plain(local(parameter)) and (parameter.dim() > 1) not in seen:
             seen.add(parameter.dim() > 1)
             yield parameter
 
@@ -243,7 +251,7 @@ def _beside(chosen: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> list[
     """Return the frozen parameter that is nearest to a chosen matrix, as an adapted weight is to its adapter."""
     trained = [name for name, p in parameters.items() if p.dim() > 1 and any(p is each for each in chosen)]
     still = {name: p for name, p in parameters.items() if p.dim() > 1 and not p.requires_grad}
-    frozen = [name for name, p in still.items() if _is_plain(_memory_of(p))]
+    frozen = [name for name, p in still.items() if _is_plain(local(p))]
     pairs = [(_shared(one, other), other) for one in trained for other in frozen]
     return [parameters[max(pairs)[1]]] if pairs else []
 
@@ -261,22 +269,17 @@ def _is_plain(memory: Tensor) -> bool:
     return plain and memory.numel() > 0 and memory.is_contiguous()
 
 
-def _memory_of(parameter: Tensor) -> Tensor:
-    return parameter._local_tensor if is_distributed(parameter) else parameter  # type: ignore[attr-defined]  # a DTensor
-
-
 def _pointer(parameter: Tensor) -> int:
-    return _memory_of(parameter).data_ptr()
+    return local(parameter).data_ptr()
 
 
 def _sample(parameter: Tensor, runtimes: Sequence[Runtime]) -> _Sample:
-    memory = _memory_of(parameter)
+    memory = local(parameter)
     runtime, count = holder(runtimes, memory), len(_bytes_of(memory))
     pointer: Callable[[], int] = partial(_pointer, parameter) if is_distributed(parameter) else parameter.data_ptr
     zeros = torch.zeros(count, dtype=torch.uint8) if runtime is None else runtime.on_device(count).zero_()
     pinned = [] if runtime is None else list(torch.split(runtime.pinned(_ROWS * count), count))
-    memory_now, frozen = partial(_memory_of, parameter), not parameter.requires_grad
-    return _Sample(parameter, memory_now, pointer, frozen, runtime, zeros, pinned)
+    return _Sample(parameter, pointer, not parameter.requires_grad, runtime, zeros, pinned)
 
 
 def _device_rows(samples: Sequence[_Sample]) -> list[list[Tensor]]:

@@ -106,6 +106,7 @@ class Trial:
         self.due = True
         """True if ``update_finished`` has to be called, because the next finished update starts a check."""
         self._thread: threading.Thread | None = None
+        self._waits = True
         self._checked = False
 
     def before_update(self) -> None:
@@ -121,7 +122,7 @@ class Trial:
             if len(optimizer.param_groups) != self._groups[number]:
                 self._groups[number], self.due = len(optimizer.param_groups), True
                 self._refuse_unsaved()
-        if self._thread is not None:
+        if self._thread is not None and (self._waits or not self._thread.is_alive()):
             self._finish(self._thread)
 
     def update_finished(self) -> None:
@@ -131,9 +132,15 @@ class Trial:
             self._found = "; ".join(self.problems())
             self.start(self._try)
 
-    def start(self, check: Callable[[], str]) -> None:
-        """Run a check on another thread, unless one runs; if it returns a text, the next update raises that."""
+    def start(self, check: Callable[[], str], *, waits: bool = True) -> None:
+        """Run a check on another thread, unless one runs; if it returns a text, the next update raises that.
+
+        Args:
+            check: returns what is wrong; empty: nothing is.
+            waits: whether the next update waits for the check; if not, the first update after its end raises.
+        """
         if self._thread is None:
+            self._waits = waits
             self._thread = threading.Thread(target=self._run, args=(check,), name="ttp-trial", daemon=True)
             self._thread.start()
 

@@ -10,7 +10,8 @@ some hundred kilobytes.
 
 Equal names and shapes do not prove equal content: two pipeline stages may both call a layer ``0.weight``. So ranks
 count as replicas of each other only if they are connected, by the meshes of distributed tensors or the groups of
-DistributedDataParallel modules. If nothing connects any ranks (gradients are reduced by hand), all count as connected.
+DistributedDataParallel modules. If nothing connects any ranks (gradients are reduced by hand), all count as connected,
+and their weights are compared once (``unconnected``).
 All other cases are refused, because a name in a checkpoint must stand for one thing.
 """
 

@@ -179,7 +179,8 @@ def test_two_optimizers_of_one_kind_get_their_own_param_groups(kind: Any) -> Non
     ]
     inner = Inner(None, kind([torch.zeros(2)], lr=1.0), "dense", "param", (), 0, 1)
     job = JobState(1, extra={JOB_KEY: {"optimizers": saved}})
-    restore_groups(SimpleNamespace(inners=[inner]), job)  # type: ignore[arg-type]  # all that it needs
+    held: Any = SimpleNamespace(inners=[inner])
+    restore_groups(held, job)
     assert inner.optimizer.param_groups[0]["lr"] == (0.25 if kind is torch.optim.SGD else 0.5)
 
 

@@ -121,7 +121,7 @@ class TestExchange:
         assert exchange.gather_or_refuse(lambda: b"x") == [b"x"]
 
     @pytest.mark.parametrize("group", ["gloo"], indirect=True)
-    def test_ranks_that_do_not_come_are_named_in_the_log(
+    def test_a_rank_that_waits_for_others_says_what_they_have_to_call(
         self, group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         every = dist.all_gather

@@ -33,7 +33,7 @@ class JobEnd:
         self.stopped = False
         """True if ``Stop`` was returned."""
         self._job, self._outbox, self._timeouts = job, outbox, timeouts
-        self._rescue, self._verdict, self._saving = rescue, rescue.verdict, rescue.saving
+        self._rescue, self._verdict = rescue, rescue.verdict
         self._drained = self._left_over = self._verdict.drained
         self._quiet_since = now
 
@@ -57,7 +57,7 @@ class JobEnd:
                 verdict.is_wrong(text)
             case Remembered(fruitless, progress, saved, wrong, drained):
                 verdict.remember(fruitless, progress, wrong, drained)
-                self._saving.take_over(saved)
+                self._rescue.saving.take_over(saved)
                 self._left_over = drained
         if verdict.now.code == EXIT_BAD_CONFIG != before.code:
             self._outbox.record("wrong", text=verdict.now.text)

@@ -326,7 +326,7 @@ class ProcessorMachine:
                 self._outbox.do(act.NameKeeper(order))
 
     def _note_ring(self, standby: str = "") -> None:
-        """Have the ring of controllers recorded after each change, if there is more than one controller."""
+        """Add a standby controller, if one is given, and have the ring of controllers recorded if it has changed."""
         self._route.knows(standby)
         ring = act.NoteRing(self.term, self._route.current, self._route.standbys)
         if ring.standbys and ring != self._noted:
