@@ -176,6 +176,19 @@ class TestForward:
         job.scheduler.step()
         assert job.scheduler_state(1)["last_epoch"] == 1
 
+    @pytest.mark.supports("scripted modules")
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    def test_the_module_can_be_traced_and_exported_in_training(self) -> None:
+        job, data = Job(), torch.ones(4, 3)
+        for number in range(2):
+            job.backward()
+            job.optimizer.step()
+            expected = job.model.eval()(data)
+            assert torch.equal(torch.jit.trace(job.model, data)(data), expected)
+            assert torch.allclose(torch.export.export(job.model, (data,)).module()(data), expected)
+            job.model.train()
+            assert job.gate.version == number + 1
+
 
 def exponential(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
