@@ -20,7 +20,8 @@ from tests.gpu.needs import missing
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0
 
-_numbers: list[tuple[str, dict[str, object]]] = []
+_NUMBERS = "gpu"
+"""Name of the tests' property with their numbers, which pytest-xdist brings from its workers."""
 
 
 @dataclass
@@ -52,11 +53,16 @@ def run_case(request: pytest.FixtureRequest) -> RunCase:
         for line in lines:
             done.numbers |= json.loads(line)
         done.numbers["took_s"] = round(done.took_s, 1)
-        _numbers.append((request.node.nodeid.rpartition("::")[2], done.numbers))
+        note(request.node, done.numbers)
         assert not check or done.code == 0, done.story
         return done
 
     return run
+
+
+def note(test: pytest.Item, numbers: dict[str, object]) -> None:
+    """Add these numbers to those that are printed for the test at the end; they may still change meanwhile."""
+    test.user_properties.append((_NUMBERS, numbers))
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +117,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the numbers for docs/gpu.md."""
+    found = [
+        (report.nodeid.rpartition("::")[2], numbers)
+        for kind in ("passed", "failed")
+        for report in terminalreporter.stats.get(kind, [])
+        for name, numbers in report.user_properties
+        if name == _NUMBERS
+    ]
     if os.environ.get("TTP_GPU_REPORT"):
-        Path(os.environ["TTP_GPU_REPORT"]).write_text("".join(json.dumps({n: v}) + "\n" for n, v in _numbers))
-    for name, numbers in _numbers if config.getoption("-m") == "gpu" else ():
+        Path(os.environ["TTP_GPU_REPORT"]).write_text("".join(json.dumps({n: v}) + "\n" for n, v in found))
+    for name, numbers in found if config.getoption("-m") == "gpu" else ():
         shown = ", ".join(f"{key} {value}" for key, value in numbers.items() if key not in ("case", "spin"))
         terminalreporter.write_line(f"{name}: {shown}")

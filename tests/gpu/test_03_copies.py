@@ -13,6 +13,11 @@ def test_every_form_byte_for_byte(run_case: RunCase) -> None:
     run_case("copies:every_form")
 
 
+@pytest.mark.parametrize("connections", ["", "1", "8", "32"])
+def test_while_other_streams_hang_too(run_case: RunCase, connections: str) -> None:
+    run_case("copies:many_streams", **({"CUDA_DEVICE_MAX_CONNECTIONS": connections} if connections else {}))
+
+
 def test_a_tensor_on_a_second_device(run_case: RunCase) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.device_count() < 2:

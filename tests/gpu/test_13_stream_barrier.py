@@ -9,5 +9,6 @@ from tests.gpu.conftest import RunCase
 pytestmark = pytest.mark.gpu
 
 
-def test_a_stream_waits_for_a_word_of_the_host(run_case: RunCase) -> None:
-    run_case("hold:stream_waits")
+@pytest.mark.parametrize("connections", ["", "1"])
+def test_a_stream_waits_for_a_word_of_the_host(run_case: RunCase, connections: str) -> None:
+    run_case("hold:stream_waits", **({"CUDA_DEVICE_MAX_CONNECTIONS": connections} if connections else {}))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import Job
-from tests.gpu.conftest import RunCase
+from tests.gpu.conftest import RunCase, note
 from tests.gpu.ranks import went_on_like_unbroken
 from tests.gpu.test_12_two_ranks_nccl import PRELOADED, SMALL, too_old
 
@@ -57,7 +57,9 @@ def again(job: Job) -> list[bool]:
 
 
 @pytest.mark.parametrize(("device", "backend"), WORLDS)
-def test_the_survivors_of_a_death_keep_process_and_state(tmp_path: Path, device: str, backend: str) -> None:
+def test_the_survivors_of_a_death_keep_process_and_state(
+    tmp_path: Path, device: str, backend: str, request: pytest.FixtureRequest
+) -> None:
     """Survivors compare digests of their state from before and after the abort, and keep it if they agree."""
     count = 1 if device == "made-up" else KILLS
     faults = [kill(3 * n + 4, (n + 1) % 2, PLACES[n % 4]) for n in range(count)]
@@ -66,7 +68,8 @@ def test_the_survivors_of_a_death_keep_process_and_state(tmp_path: Path, device:
     log = job.log.read_text()
     assert again(job) == [True] * count and log.count("its state was kept") == count, job.story()
     assert ("were aborted in" in log) is (backend != "gloo"), job.story()
-    print(re.findall(r"were aborted in .* s|out of train.* s|training goes on in.* s", log))
+    took = re.findall(r"were aborted in .* s|out of train.* s|training goes on in.* s", log)
+    note(request.node, {"took": "; ".join(took)})
 
 
 @slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,35 @@ def every_form(stand: Stand, two_devices: bool = False) -> None:
         try:
             queued = Thread(stand, [training.step] if stand.hangs else [])
             queued.wait_stuck()
+            version, checkpoint = stand.save()
+        finally:
+            spin.release()
+        queued.join()
+        assert version == 1
+        assert_same(saved_tensors(checkpoint), wanted)
+
+
+def many_streams(stand: Stand, count: int = 24) -> None:
+    """Many other streams wait for the one that hangs, as those of communicators do, and hold the device's queues.
+
+    CUDA maps all streams of a process to ``CUDA_DEVICE_MAX_CONNECTIONS`` queues, 8 by default; Megatron asks for 1.
+    """
+    training = Training(stand)
+    cuda: Any = torch.cuda
+    others = [cuda.Stream(priority=-(number % 4)) for number in range(count)] if stand.real else []
+    idle = [torch.zeros(64, device=stand.device) for _ in others]
+    with stand.protected():
+        training.protect()
+        training.step()
+        wanted = training.state()
+        spin = stand.spin()
+        try:
+            queued = Thread(stand, [training.step] if stand.hangs else [])
+            queued.wait_stuck()
+            for stream, memory in zip(others, idle, strict=True):
+                stream.wait_stream(cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    memory.add_(1)
             version, checkpoint = stand.save()
         finally:
             spin.release()
