@@ -21,7 +21,7 @@ from ttp.adapters.megatron.restore import items_by_key, restore_groups, restore_
 from ttp.adapters.megatron.source import Held, MegatronSource
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.device.accelerator import devices_of
+from ttp.adapters.torch.device.cuda import devices_of
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import devices_of
+from ttp.adapters.torch.device.cuda import devices_of
 from ttp.adapters.torch.given import distinct, names_of, owners_in, schedulers_in
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState

@@ -89,6 +89,12 @@ class Job:
         restarts = ["--max-restarts", str(self.max_restarts)]
         arguments = [*flags, *self.nodes[index], "--nproc-per-node", local, *restarts, str(self.script)]
         module, arguments = ("ttp", ["run", *arguments]) if ours else ("torch.distributed.run", arguments)
+        if "LD_PRELOAD" in self.env:  # a forked process has its libraries already
+            with self.log.open("a") as log:
+                command = [sys.executable, "-m", module, *arguments]
+                return subprocess.Popen(
+                    command, env=base | self._place(index), stdout=log, stderr=log, start_new_session=True
+                )
         return ForkedPython(module, arguments, base | self._place(index), self.log)
 
     def _place(self, node: int) -> dict[str, str]:

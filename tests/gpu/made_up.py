@@ -79,7 +79,7 @@ class MadeUp:
         def devices_of(tensors: Any) -> tuple[torch.device, ...]:
             return (NAME,) if any(self.device.has(t) for t in tensors if isinstance(t, Tensor)) else ()
 
-        def runtimes_on(devices: Any) -> tuple[Any, ...]:
+        def runtimes_on(devices: Any, *, rescue: bool = False) -> tuple[Any, ...]:
             return (FakeRuntime(self.device),) if devices else ()  # each with a side stream of its own
 
         with contextlib.ExitStack() as stack:

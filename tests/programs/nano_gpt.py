@@ -1,4 +1,7 @@
-"""A training script in the style of nanoGPT: tied weights, bf16, accumulation by hand, a rate without a scheduler."""
+"""A training script in the style of nanoGPT: tied weights, accumulation by hand, a rate without a scheduler.
+
+With bfloat16 on the CPU; on a GPU with float16 and a scaler.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ import ttp
 vocab_size, n_embd, n_head, n_layer, block_size, batch_size, dropout = 32, 16, 2, 2, 12, 4, 0.1
 gradient_accumulation_steps, grad_clip, weight_decay = 2, 1.0, 0.1
 learning_rate, min_lr, warmup_iters, lr_decay_iters = 6e-3, 6e-4, 2, 8
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = "float16" if device == "cuda" else "bfloat16"
+ptdtype = getattr(torch, dtype)
 
 
 class Block(nn.Module):
@@ -51,7 +57,7 @@ class GPT(nn.Module):
         self.wte.weight = self.lm_head.weight  # weight tying
 
     def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.drop(self.wte(idx) + self.wpe(torch.arange(idx.size(1))))
+        x = self.drop(self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device)))
         logits = self.lm_head(self.h(x))
         return logits, functional.cross_entropy(logits.view(-1, vocab_size), targets.view(-1))
 
@@ -68,7 +74,7 @@ def get_batch(data: Tensor) -> tuple[Tensor, Tensor]:
     ix = torch.randint(len(data) - block_size, (batch_size,))
     x = torch.stack([data[i : i + block_size] for i in ix.tolist()])
     y = torch.stack([data[i + 1 : i + 1 + block_size] for i in ix.tolist()])
-    return x, y
+    return x.to(device), y.to(device)
 
 
 def get_lr(it: int) -> float:
@@ -89,12 +95,16 @@ class Ahead:  # ttp: a batch that was drawn for the next step belongs to the sta
         self.batch = state["batch"]
 
 
+if device == "cuda":
+    torch.use_deterministic_algorithms(True)
+
+
 @ttp.ttp_to_persist  # ttp
 def train(max_iters: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
     torch.manual_seed(1337)
     data = torch.randint(0, vocab_size, (2000,))
-    raw_model = GPT()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)  # bfloat16 needs none
+    raw_model = GPT().to(device)
+    scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     optimizer = raw_model.configure_optimizers()
     model = DistributedDataParallel(raw_model)
     torch.manual_seed(1337 + 1 + dist.get_rank())
@@ -109,7 +119,7 @@ def train(max_iters: int, save_dir: Path, report: Callable[[int, Any], None]) ->
             param_group["lr"] = lr
         for micro_step in range(gradient_accumulation_steps):
             model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1
-            with torch.amp.autocast("cpu", dtype=torch.bfloat16):
+            with torch.amp.autocast(device, dtype=ptdtype):
                 _, loss = model(*ahead.batch)
                 loss = loss / gradient_accumulation_steps
             ahead.batch = get_batch(data)  # prefetch the next batch

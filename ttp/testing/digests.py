@@ -10,8 +10,8 @@ from typing import Any
 def digest(state: Any) -> str:
     """Return the SHA-256 of nested mappings and lists of tensors and plain values, as 64 hexadecimal digits.
 
-    Mappings are hashed in the order of their keys. A tensor is hashed with its dtype, shape and bytes; a distributed
-    tensor with those of its local part. Tensors must be in host memory.
+    Mappings are hashed in the order of their keys. A tensor is hashed with its dtype, shape and bytes, on whatever
+    device it is; a distributed tensor with those of its local part.
     """
     hashed = hashlib.sha256()
     for name, found in leaves(state):
@@ -39,5 +39,5 @@ def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _bytes(tensor: Any) -> bytes:
     import torch
 
-    data: bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return data

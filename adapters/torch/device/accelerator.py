@@ -1,7 +1,8 @@
 """Tells which version an accelerator has finished, and copies numbers from it to the host without stopping it.
 
-``Runtime`` lists the operations of a device that ttp needs, with streams and marks (events) as CUDA has them; tests use
-one that is made up. ``Fence`` tells the version of the state in the device's memory, which may be behind the host's.
+``Runtime`` lists the operations of a device that ttp needs, with streams and marks (events) as CUDA has them; see the
+module ``cuda``. Tests use one that is made up. ``Fence`` tells the version of the state in the device's memory, which
+may be behind the host's.
 """
 
 from __future__ import annotations
@@ -11,23 +12,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ttp.adapters.torch.loop.stream_hold import StreamHold, noticing
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_cuda: Any = torch.cuda
 _POLL_S = 0.0002
-_PRIORITY = -2
-"""Priority of the streams made here. torch hands out the few dozen streams of a priority in turn, so two users may
-share one. Communicators use the lowest and the highest priority, and ttp must not share a stream that hangs."""
 
 AHEAD_MAX = 8
 """Number of updates that a host may be ahead of its device before copies of the oldest version are dropped."""
@@ -106,68 +102,6 @@ class Runtime(Protocol):
 
     def on_device(self, size: int) -> Tensor:
         """Allocate ``size`` bytes of device memory. Call it at the start only."""
-
-
-class CudaRuntime:
-    """The ``Runtime`` of one CUDA device, with a side stream of its own. Make it at the start: it allocates memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side: Any = _cuda.Stream(device, priority=_PRIORITY)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """See ``Runtime``."""
-        return tensor.device == self._device
-
-    def capturing(self) -> bool:
-        """See ``Runtime``."""
-        return bool(_cuda.is_current_stream_capturing())
-
-    def mark(self, *, side: bool) -> Event:
-        """See ``Runtime``."""
-        event: Any = _cuda.Event(blocking=True)
-        event.record(self._side if side else torch.cuda.current_stream(self._device))
-        return event
-
-    def side_waits_for(self, event: Event) -> None:
-        """See ``Runtime``."""
-        self._side.wait_event(event)
-
-    def training_waits_for(self, event: Event) -> None:
-        """See ``Runtime``."""
-        stream: Any = torch.cuda.current_stream(self._device)
-        stream.wait_event(event)
-
-    def on_side(self) -> contextlib.AbstractContextManager[Any]:
-        """See ``Runtime``."""
-        return torch.cuda.stream(self._side)
-
-    def hold(self) -> Hold:
-        """See ``Runtime``."""
-        return StreamHold(self._device)
-
-    def noticing(self, found: list[str]) -> contextlib.AbstractContextManager[None]:
-        """See ``Runtime``."""
-        return noticing(found)
-
-    def pinned(self, size: int) -> Tensor:
-        """See ``Runtime``."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def on_device(self, size: int) -> Tensor:
-        """See ``Runtime``."""
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-
-def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    """Return the CUDA devices that hold any of these tensors, without repetitions."""
-    found = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    return tuple(sorted(found, key=lambda device: device.index or 0))
-
-
-def runtimes_on(devices: Iterable[torch.device]) -> tuple[Runtime, ...]:
-    """Return a new runtime for each CUDA device among these."""
-    return tuple(CudaRuntime(device) for device in devices if device.type == "cuda")
 
 
 def holder(runtimes: Sequence[Runtime], tensor: Tensor) -> Runtime | None:

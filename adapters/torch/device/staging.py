@@ -1,15 +1,12 @@
 """Copies a module's buffers from devices to the host while training goes on, and has them written to the rank's page.
 
 The training's stream copies small buffers, packed, and large ones in chunks into memory on the device (a *twin*); the
-side stream copies that to pinned memory on the host. A thread waits for these copies and writes the page. See decision
-31.
+side stream copies that to pinned memory on the host. See decision 31.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ttp.adapters.torch.device.accelerator import AllEvents, Event, Runtime, flat_bytes, holder
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX, AllEvents, Event, Runtime, flat_bytes, holder
 from ttp.adapters.torch.local_state.buffers import BufferEntry, BufferTable
 from ttp.inbox import Inbox
 from ttp.processor.local_state.pages import Buffer, Kept
 
-log = logging.getLogger("ttp.adapters.torch")
-
-_POOL = 12
-"""Number of captures that may be on their way: three per update, and the host may be some updates ahead."""
+_POOL = AHEAD_MAX
+"""Number of captures that may be on their way: one per update, and three in the first updates."""
 _COPIES_MAX = 4
 """Number of copies of one large buffer, in different states, that may be on their way."""
 _TWIN_BYTES = 8 << 20
@@ -47,6 +42,7 @@ class Staged:
         ready: the mark behind the last copy; None: everything has arrived.
         staging: the host memory of the small buffers.
         large: the copies of the large buffers.
+        stands: no write to a buffer was seen since the capture before.
     """
 
     parts: list[Buffer] = field(default_factory=list)
@@ -54,6 +50,7 @@ class Staged:
     ready: Event | None = None
     staging: _StagingBuffer | None = None
     large: list[_Held] = field(default_factory=list)
+    stands: bool = False
 
 
 @dataclass(slots=True)
@@ -72,7 +69,11 @@ class _Small:
     entries: list[int]  # positions of the buffers in ``BufferTable.small``
     spans: list[slice]
     twins: list[_Twin]
-    slots: list[list[Tensor]]  # for each twin: views of it, one per buffer, in its dtype and shape
+    pairs: list[list[_Pairs]] = field(default_factory=list)  # for each twin: what to copy where
+
+
+_Pairs = tuple[list[Tensor], list[Tensor]]
+"""Targets and sources of one ``_foreach_copy_``. One kernel copies all of them if they have the same dtype."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +125,9 @@ class DeviceBuffers:
         self._turn = 0
         self._returned: Inbox[Staged] = Inbox()
         self._stuck = False
+        self._versions: list[int] = []
+        self.trusted = True
+        """Whether ``stands`` may be believed: False once a buffer changed of which it said that it did not."""
         self._build()
 
     def capture(self) -> Staged | None:
@@ -145,7 +149,8 @@ class DeviceBuffers:
         if not self._until(lambda: self._staging):
             return None
         staging = self._staging.pop()
-        staged = Staged(parts=list(staging.parts), staging=staging)
+        staged = Staged(parts=list(staging.parts), staging=staging, stands=self.stands())
+        self._versions = self._counted()
         with torch.no_grad():
             events = [
                 self._bring_small(small, pinned) for small, pinned in zip(self._small, staging.pinned, strict=True)
@@ -162,6 +167,22 @@ class DeviceBuffers:
                     staged.parts[place] = _bytes_of(entry.tensor)
         staged.ready = events[0] if len(events) == 1 else AllEvents(events)
         return staged
+
+    def stands(self) -> bool:
+        """Return whether no write to a buffer was seen since the last capture.
+
+        Torch counts writes to a tensor, except some. Those of BatchNorm's kernels go with a write to
+        ``num_batches_tracked``, which it counts.
+        """
+        return self.trusted and self.table.is_current() and self._counted() == self._versions
+
+    def _counted(self) -> list[int]:
+        return [entry.tensor._version for entry in (*self.table.small, *self.table.large)]
+
+    def mark(self) -> Event:
+        """Return a mark behind the work that is queued on all devices so far."""
+        marks = [runtime.mark(side=False) for runtime in self._runtimes]
+        return marks[0] if len(marks) == 1 else AllEvents(marks)
 
     def release(self, staged: Staged) -> None:
         """Return the memory of a capture that was written or given up. May be called on any thread."""
@@ -194,10 +215,11 @@ class DeviceBuffers:
         """Copy the small buffers of one device. Returns a mark behind the copy; without buffers, behind the work."""
         if not small.entries:
             return small.runtime.mark(side=False)
-        twin, slots = small.twins[self._turn % 2], small.slots[self._turn % 2]
+        twin, pairs = small.twins[self._turn % 2], small.pairs[self._turn % 2]
         self._turn += 1
         self._reuse(small.runtime, twin)
-        torch._foreach_copy_(slots, [self.table.small[place].tensor.detach() for place in small.entries])
+        for targets, sources in pairs:
+            torch._foreach_copy_(targets, sources)
         return self._leave(small.runtime, twin, [(pinned, twin.memory)])
 
     def _bring_large(self, entry: BufferEntry, events: list[Event]) -> _Held | None:
@@ -269,6 +291,8 @@ class DeviceBuffers:
                 for runtime in self._runtimes
             ]
             self._staging = [self._make_staging() for _ in range(_POOL)]
+        for small in self._small:
+            small.pairs = [self._pairs(small, twin) for twin in small.twins]
         known = self._large
         names = [(entry.info.name, entry.size) for entry in self.table.large]
         self._large = {name: known.get(name) or _Large(name[1], []) for name in names}
@@ -285,14 +309,20 @@ class DeviceBuffers:
             spans.append(slice(total, total + entry.size))
             total += -(-entry.size // _ALIGNMENT) * _ALIGNMENT
         twins = [_Twin(runtime.on_device(total)) for _ in range(2)]
-        slots = [
-            [
-                twin.memory[span].view(entry.tensor.dtype).view(entry.tensor.shape)
-                for span, entry in zip(spans, entries, strict=True)
-            ]
-            for twin in twins
-        ]
-        return _Small(runtime, places, spans, twins, slots)
+        return _Small(runtime, places, spans, twins)
+
+    def _pairs(self, small: _Small, twin: _Twin) -> list[_Pairs]:
+        """Return what to copy to a twin: dense buffers as plain bytes, those with gaps one by one."""
+        dense: _Pairs = ([], [])
+        found = [dense]
+        for place, span in zip(small.entries, small.spans, strict=True):
+            source, target = self.table.small[place].tensor.detach(), twin.memory[span]
+            if source.is_contiguous():
+                dense[0].append(target)
+                dense[1].append(flat_bytes(source))
+            else:
+                found.append(([target.view(source.dtype).view(source.shape)], [source]))
+        return [pairs for pairs in found if pairs[0]]
 
     def _make_staging(self) -> _StagingBuffer:
         parts: list[Buffer] = [b""] * len(self.table.small)
@@ -324,42 +354,3 @@ def _bytes_of(tensor: Tensor) -> bytes:
 def _view(host: Tensor) -> memoryview:
     array: Any = host.numpy()
     return memoryview(array) if host.numel() else memoryview(b"")
-
-
-class ArrivalWriter:
-    """A thread that writes captures to the page, in order, each when it has arrived. It sleeps in the driver meanwhile.
-
-    Args:
-        write: writes a page, given version, final, the bytes that precede the buffers, and the capture.
-        release: takes back the memory of a capture.
-    """
-
-    def __init__(self, write: Callable[[int, bool, bytes, Staged], None], release: Callable[[Staged], None]) -> None:
-        self._write = write
-        self._release = release
-        self.arrived = 0
-        """Number of captures that have arrived: as long as it grows, the device is working."""
-        self._inbox: Inbox[tuple[int, bool, bytes, Staged] | None] = Inbox()
-        self._thread = threading.Thread(target=self._run, name="ttp-pages", daemon=True)
-        self._thread.start()
-
-    def put(self, version: int, final: bool, head: bytes, staged: Staged) -> None:
-        """Hand over a capture. For the training thread."""
-        self._inbox.put((version, final, head, staged))
-
-    def close(self) -> None:
-        """End the thread when its inbox is empty. Does not wait for a device that hangs."""
-        self._inbox.put(None)
-        self._thread.join(timeout=1.0)
-
-    def _run(self) -> None:
-        while (item := self._inbox.get()) is not None:
-            staged = item[3]
-            try:
-                if staged.ready is not None:
-                    staged.ready.synchronize()
-                self.arrived += 1
-                self._write(*item)
-            except Exception as problem:  # the device is broken, and the capture lost
-                log.debug("a capture of device buffers did not arrive: %s", problem)
-            self._release(staged)

@@ -15,8 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
-from ttp.adapters.torch.device.accelerator import Runtime, devices_of, runtimes_on
-from ttp.adapters.torch.device.staging import ArrivalWriter, DeviceBuffers, Staged
+from ttp.adapters.torch.device.accelerator import Runtime
+from ttp.adapters.torch.device.arrivals import ArrivalWriter
+from ttp.adapters.torch.device.cuda import devices_of, runtimes_on
+from ttp.adapters.torch.device.staging import DeviceBuffers, Staged
 from ttp.adapters.torch.local_state.buffers import BufferSet, restore_buffers
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.local_state.image import LocalState, encode_head
@@ -77,6 +79,7 @@ class LocalCapture:
         self._host = BufferSet(module) if not runtimes else None
         self._device = DeviceBuffers(module, runtimes) if runtimes else None
         self._arrivals: ArrivalWriter | None = None
+        self._arrived: tuple[int, bytes | None] = (-1, None)  # the last page written on arrival: version, and buffers
         self._head: tuple[tuple[int, ...], bytes] = ((-1,), b"")
         self._sections: dict[str, _Section] = dict.fromkeys(self._names, _GIVEN_UP)
         self._kept: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())
@@ -244,23 +247,49 @@ class LocalCapture:
         return self._head[1]
 
     def _stage(self, device: DeviceBuffers, version: int, final: bool) -> None:
-        """Begin to copy the buffers from the device, and hand the rest of the image to the thread that writes it."""
+        """Begin to copy the buffers from the device, and hand the rest of the image to the thread that writes it.
+
+        Nothing is copied if nothing has changed since the provisional capture. The first updates copy nevertheless, to
+        learn whether a buffer changes without torch's counting it.
+        """
+        known, self._in_page = self._in_page, _NOWHERE
+        same = self._updates > _LEARNING_UPDATES and version == known[0] and not known[2] and device.stands()
+        if same and b"".join(self._small()) == known[1]:
+            if final:
+                self._hand_over(device, version, final, None, Staged(ready=device.mark()))
+            else:
+                self._in_page = known
+            return
         staged = device.capture()
         if staged is None:
             return  # the device hangs, so it will finish no new version; or a CUDA graph is being captured
-        parts = self._small()  # after the capture, because its header describes the buffers that were found
-        for _, apart in self._sections.values():  # the page is written later, so live memory is copied now
-            staged.kept += [(stamp, bytes(data)) for stamp, data in apart]
+        head = b"".join(self._small())  # after the capture, because its header describes the buffers that were found
+        staged.stands = staged.stands and version == known[0]
+        apart = [part for _, apart in self._sections.values() for part in apart]
+        staged.kept += [(stamp, bytes(data)) for stamp, data in apart]  # the page is written later: no live memory
+        if not final:
+            self._in_page = version, head, apart
+        self._hand_over(device, version, final, head, staged)
+
+    def _hand_over(self, device: DeviceBuffers, version: int, final: bool, head: bytes | None, staged: Staged) -> None:
         if self._arrivals is None:
             self._arrivals = ArrivalWriter(self._write_arrived, device.release)
-        self._arrivals.put(version, final, b"".join(parts), staged)
+        self._arrivals.put(version, final, head, staged)
 
-    def _write_arrived(self, version: int, final: bool, head: bytes, staged: Staged) -> None:
-        page = self._page
-        if page is not None:
+    def _write_arrived(self, version: int, final: bool, head: bytes | None, staged: Staged) -> None:
+        page, device, before = self._page, self._device, self._arrived
+        if page is None or device is None:
+            return
+        if head is not None:
+            buffers = b"".join(staged.parts) if self._updates <= _LEARNING_UPDATES + 1 else None
+            if staged.stands and None not in (buffers, before[1]) and buffers != before[1]:
+                device.trusted = False
+            self._arrived = version, buffers
             written = page.write(version, final, [head, *staged.parts], staged.kept)
-            if written and self.on_written is not None:
-                self.on_written(version, final)
+        else:
+            written = version == before[0] and page.finish(version)
+        if written and self.on_written is not None:
+            self.on_written(version, final)
 
     def _give_up(self, part: str, what: str, problem: Exception) -> None:
         if part not in self._given_up:

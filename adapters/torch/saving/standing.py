@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device.accelerator import AllEvents, Fence, Runtime, holder, make_fence, poll, runtimes_on
+from ttp.adapters.torch.device.accelerator import AllEvents, Fence, Runtime, holder, make_fence, poll
+from ttp.adapters.torch.device.cuda import runtimes_on
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.hooks import Attachment
@@ -45,7 +46,7 @@ class Standing(PagedSource):
         super().__init__(capture)
         self._optimizer, self._capture = optimizer, capture
         self._devices = devices
-        self.runtimes: Sequence[Runtime] = runtimes_on(devices)
+        self.runtimes: Sequence[Runtime] = runtimes_on(devices, rescue=True)
         """The runtimes of the devices, for work that must not wait for the training's queue."""
         self.begun: Fence = make_fence(self.runtimes, newest=True)
         self.finished: Fence = make_fence(self.runtimes)

@@ -16,11 +16,12 @@ from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, Sin, Wa
 from tests.adapters.torch.fake_runtime import FakeRuntime
 from tests.waiting import until
 from ttp.adapters.torch.device import staging
-from ttp.adapters.torch.device.accelerator import flat_bytes, holder
+from ttp.adapters.torch.device.accelerator import flat_bytes, holder, poll
 from ttp.adapters.torch.device.to_host import HostCopier, launch_once
 from ttp.adapters.torch.local_state import buffers
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.image import LocalState, decode
+from ttp.adapters.torch.local_state.rng import RngState
 from ttp.errors import CheckpointError
 from ttp.processor.local_state import pages
 from ttp.processor.local_state.pages import PageWriter, read_page
@@ -199,7 +200,9 @@ class Page:
 
     def state(self, version: int) -> LocalState | str:
         found = read_page(self.writer.path.parent, 0, version, 1)
-        return decode(found.data) if isinstance(found, pages.Page) else found
+        if isinstance(found, pages.Page):
+            return decode(found.data) if found.final else "it is not final"
+        return found
 
     def arrived(self, version: int) -> LocalState:
         until(lambda: not isinstance(self.state(version), str), 30, lambda: self.state(version), 0.001)
@@ -209,13 +212,16 @@ class Page:
 
     def step(self, version: int) -> dict[str, Any]:
         """Queue one update in which every buffer changes in place. Returns their values afterwards."""
+        expected = self.change(version)
+        self.capture.capture(version, final=True)
+        return expected
 
+    def change(self, version: int) -> dict[str, Any]:
         with torch.no_grad():
             self.model[1].running_mean.fill_(version)
             self.model.mask.fill_(version)
             self.model.strided.add_(1)
             self.model.counter += 1
-        self.capture.capture(version, final=True)
         strided = torch.arange(6.0)[::2] + version
         return {
             "1.running_mean": torch.full((3,), float(version)),
@@ -280,6 +286,64 @@ class TestBuffers:
                     page.model[1].register_buffer("running_mean", device.device.put(torch.zeros(3)))
                 page.check(version, page.step(version))
         assert not device.device.waits
+
+    def whole_update(self, page: Page, version: int, at_gate: Any = None) -> dict[str, Any]:
+        """Queue an update as a training does, with a capture in the backward pass, one at the gate and a final one."""
+        expected = page.change(version)
+        page.capture.capture(version, final=False)
+        if at_gate is not None:
+            at_gate()
+        page.capture.look_again(version)
+        page.capture.capture(version, final=True)
+        return expected
+
+    def test_what_has_not_changed_since_the_backward_pass_is_not_copied_again(self, device: Any, page: Page) -> None:
+        for version in range(1, 7):
+            page.check(version, self.whole_update(page, version))
+        finished: list[tuple[int, bool]] = []
+        page.capture.on_written = lambda version, final: finished.append((version, final))
+        device.log.clear()
+        page.check(7, self.whole_update(page, 7))
+        until(lambda: (7, True) in finished, 30)
+        assert device.log.count("side") == 1 + LARGE * 4 // staging._TWIN_BYTES  # the small ones, and a large one
+        assert finished == [(7, False), (7, True)]
+
+    @pytest.mark.parametrize("what", ["buffer", "numbers"])
+    def test_what_changes_at_the_gate_is_copied_again(self, page: Page, what: str) -> None:
+        def act() -> None:
+            page.model[1].num_batches_tracked.add_(1) if what == "buffer" else torch.rand(1)
+
+        for version in range(1, 10):
+            expected = self.whole_update(page, version, act if version == 9 else None)
+        expected |= {"1.num_batches_tracked": page.model[1].num_batches_tracked}
+        drawn = torch.rand(4)
+        page.check(9, expected)
+        RngState([]).restore(page.arrived(9).rng)
+        assert torch.equal(torch.rand(4), drawn)
+
+    def test_a_version_is_not_final_before_the_device_has_finished_it(self, device: Any, page: Page) -> None:
+        for version in range(1, 7):
+            page.check(version, self.whole_update(page, version))
+        finished: list[tuple[int, bool]] = []
+        page.capture.on_written = lambda version, final: finished.append((version, final))
+        page.change(7)
+        page.capture.capture(7, final=False)
+        until(lambda: finished == [(7, False)], 30)
+        device.device.hang()
+        page.capture.capture(7, final=True)
+        device.device.run()
+        assert not poll(lambda: len(finished) > 1, 0.1)
+        device.device.release()
+        until(lambda: finished == [(7, False), (7, True)], 30)
+
+    def test_a_buffer_whose_writes_torch_does_not_count_is_copied_each_time(self, device: Any, page: Page) -> None:
+        def uncounted() -> None:
+            page.model[1].running_var.data.add_(1)
+
+        for version in range(1, 12):
+            expected = self.whole_update(page, version, uncounted)
+            expected |= {"1.running_var": torch.full((3,), 1.0 + version)}
+            page.check(version, expected)
 
     def test_buffers_of_another_form_are_described_as_such(self, device: Any, page: Page) -> None:
         page.step(1)

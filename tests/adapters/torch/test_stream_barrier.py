@@ -185,7 +185,7 @@ def test_what_cannot_hold_a_stream_is_found_out_and_the_host_waits(
 
 
 def test_without_a_driver_there_is_no_hold() -> None:
-    from ttp.adapters.torch.device.accelerator import CudaRuntime
+    from ttp.adapters.torch.device.cuda import CudaRuntime
 
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -22,7 +22,7 @@ def stream_waits(stand: Stand) -> None:
         stand.made_up.device.put(memory)
     seams: Any = (adapter, standing)  # as they are under a device that is made up
     devices = seams[0].devices_of([memory])
-    (runtime,), (rescue,) = seams[1].runtimes_on(devices), seams[1].runtimes_on(devices)
+    (runtime,), (rescue,) = seams[1].runtimes_on(devices), seams[1].runtimes_on(devices, rescue=True)
     hold = runtime.hold()
     memory.add_(1)
     stand.synchronize()

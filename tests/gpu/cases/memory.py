@@ -16,7 +16,7 @@ def full(stand: Stand) -> None:
     training = Training(stand)
     with stand.protected():
         training.protect()
-        training.step()
+        Thread(stand, [training.step]).join()  # its cuBLAS handle is used again by the thread below
         wanted = training.state()
         ballast = _fill(stand)
         before = _allocations(stand)

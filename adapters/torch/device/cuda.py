@@ -1,0 +1,142 @@
+"""The ``Runtime`` of CUDA devices, and the streams that ttp uses on them.
+
+CUDA runs the streams of a process on a few hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``: 8, and 1 in many Megatron
+jobs). Streams that share a queue wait for each other: if a collective hangs, so do all streams that wait for it, and
+every other stream on their queues. The stream of a rescue must not be one of them. Streams of different priorities do
+not share a queue, so it has a priority that torch gives to no stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ttp.adapters.torch.device.accelerator import Event, Hold, Runtime
+from ttp.adapters.torch.loop.stream_hold import StreamHold, noticing
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_cuda: Any = torch.cuda
+_PRIORITY = -2
+"""Priority of streams that follow the training's stream. torch hands out the few dozen streams of a priority in turn,
+so two users may share one. Communicators use the lowest and the highest priority that torch has: 0 and -3."""
+_OWN_PRIORITY = -4
+"""Priority of the stream of a rescue."""
+_NON_BLOCKING = 1
+"""``CU_STREAM_NON_BLOCKING``: the stream does not wait for the default stream."""
+
+_own: dict[int, Any] = {}
+"""The rescue's stream of each device. Streams are never destroyed, because copies may still be queued on them."""
+
+
+class CudaRuntime:
+    """The ``Runtime`` of one CUDA device, with a side stream. Make it at the start: it allocates memory.
+
+    Args:
+        device: the device.
+        rescue: the side stream is the rescue's, which waits for no other stream; else a stream of torch.
+    """
+
+    def __init__(self, device: torch.device, *, rescue: bool = False) -> None:
+        self._device = device
+        self._index = device.index  # torch looks up a stream faster by number than by device
+        self._side: Any = rescue_stream(device) if rescue else _cuda.Stream(device, priority=_PRIORITY)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """See ``Runtime``."""
+        return tensor.device == self._device
+
+    def capturing(self) -> bool:
+        """See ``Runtime``."""
+        return bool(_cuda.is_current_stream_capturing())
+
+    def mark(self, *, side: bool) -> Event:
+        """See ``Runtime``."""
+        event: Any = _cuda.Event(blocking=True)
+        event.record(self._side if side else torch.cuda.current_stream(self._index))
+        return event
+
+    def side_waits_for(self, event: Event) -> None:
+        """See ``Runtime``."""
+        self._side.wait_event(event)
+
+    def training_waits_for(self, event: Event) -> None:
+        """See ``Runtime``."""
+        stream: Any = torch.cuda.current_stream(self._index)
+        stream.wait_event(event)
+
+    def on_side(self) -> contextlib.AbstractContextManager[Any]:
+        """See ``Runtime``."""
+        return torch.cuda.stream(self._side)
+
+    def hold(self) -> Hold:
+        """See ``Runtime``."""
+        return StreamHold(self._device)
+
+    def noticing(self, found: list[str]) -> contextlib.AbstractContextManager[None]:
+        """See ``Runtime``."""
+        return noticing(found)
+
+    def pinned(self, size: int) -> Tensor:
+        """See ``Runtime``."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def on_device(self, size: int) -> Tensor:
+        """See ``Runtime``."""
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+
+def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
+    """Return the CUDA devices that hold any of these tensors, without repetitions."""
+    found = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    return tuple(sorted(found, key=lambda device: device.index or 0))
+
+
+def runtimes_on(devices: Iterable[torch.device], *, rescue: bool = False) -> tuple[Runtime, ...]:
+    """Return a new runtime for each CUDA device among these. See ``CudaRuntime`` for ``rescue``."""
+    return tuple(CudaRuntime(device, rescue=rescue) for device in devices if device.type == "cuda")
+
+
+def rescue_stream(device: torch.device) -> Any:
+    """Return the stream of a device for rescues, one for the process.
+
+    If the driver makes none, it is a stream of torch, and a warning is logged: a rescue may then hang.
+    """
+    if device.index not in _own:
+        try:
+            _own[device.index] = _cuda.ExternalStream(_make_stream(device), device=device)
+        except (OSError, AttributeError, RuntimeError) as problem:
+            log.warning("ttp has to share a stream of torch on %s, which may hang in a failure: %s", device, problem)
+            _own[device.index] = _cuda.Stream(device, priority=_PRIORITY)
+    return _own[device.index]
+
+
+def _make_stream(device: torch.device) -> int:
+    """Make a stream by the driver API, because torch makes none of this priority.
+
+    Raises:
+        OSError: there is no CUDA driver.
+        AttributeError: the driver is too old.
+        RuntimeError: the device knows fewer priorities, or the driver refuses.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    lowest, highest, made = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        mark: Any = _cuda.Event()
+        mark.record(torch.cuda.current_stream(device))  # makes sure that this thread has the device's context
+        _check(driver.cuCtxGetStreamPriorityRange(ctypes.byref(lowest), ctypes.byref(highest)))
+        if highest.value > _OWN_PRIORITY:
+            raise RuntimeError(f"its highest priority is {highest.value}")
+        _check(driver.cuStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, _OWN_PRIORITY))
+    return int(made.value or 0)
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"error {code} of the CUDA driver")
